@@ -1,0 +1,65 @@
+# Everything that compiles device code.
+
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+include(${CMAKE_SOURCE_DIR}/third_party/cutlass.cmake)
+
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+
+# One compiler process of a CUTLASS 3.x source takes up to 4 GB.
+cmake_host_system_information(RESULT memory_mb QUERY TOTAL_PHYSICAL_MEMORY)
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+math(EXPR cuda_jobs "${memory_mb} / 5000")
+if(cuda_jobs GREATER cores)
+  set(cuda_jobs ${cores})
+endif()
+if(cuda_jobs LESS 1)
+  set(cuda_jobs 1)
+endif()
+set_property(GLOBAL PROPERTY JOB_POOLS cuda=${cuda_jobs})
+
+# epiloq_kernels(<name> GENCODE <compute:code>... [CUTLASS] SOURCES ...)
+# An object library for one set of architectures, linked into epiloq. Code that must differ by architecture lies in
+# different libraries, so sources need no __CUDA_ARCH__ guards.
+function(epiloq_kernels name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "CUTLASS" "" "GENCODE;SOURCES")
+  add_library(${name} OBJECT ${arg_SOURCES})
+  set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden JOB_POOL_COMPILE cuda)
+  target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR}/include ${CMAKE_BINARY_DIR}/include ${CMAKE_SOURCE_DIR}/src)
+  target_compile_definitions(${name} PRIVATE ${EPILOQ_DEFINITIONS})
+  foreach(pair ${arg_GENCODE})
+    string(REPLACE ":" ";" pair ${pair})
+    list(GET pair 0 compute)
+    list(GET pair 1 code)
+    target_compile_options(${name} PRIVATE "SHELL:-gencode arch=compute_${compute},code=${code}")
+  endforeach()
+  # NDEBUG whatever the build type: without it ptxas serialises wgmma (C7510).
+  target_compile_options(${name} PRIVATE -DNDEBUG --expt-relaxed-constexpr -Xptxas=-v "SHELL:-diag-suppress 2908"
+                                         -Wno-deprecated-gpu-targets)
+  if(arg_CUTLASS)
+    target_include_directories(${name} SYSTEM PRIVATE ${EPILOQ_CUTLASS_INCLUDE_DIRS})
+    target_compile_definitions(${name} PRIVATE CUTLASS_ENABLE_GDC_FOR_SM90=1)
+  endif()
+  target_sources(epiloq PRIVATE $<TARGET_OBJECTS:${name}>)
+endfunction()
+
+# compute:code lists. PTX goes with the SM80 code, so that newer GPUs than this build knows can run it.
+set(EPILOQ_GENCODE_75 75:sm_75)
+set(EPILOQ_GENCODE_80 80:sm_80 80:compute_80)
+set(EPILOQ_GENCODE_90 90a:sm_90a)
+if(EPILOQ_OLD_ON_NEW)
+  list(APPEND EPILOQ_GENCODE_75 90:sm_90)
+  list(APPEND EPILOQ_GENCODE_80 90:sm_90)
+endif()
+# Hand-written kernels that run everywhere.
+set(EPILOQ_GENCODE_ALL "")
+if(EPILOQ_HAS_SM75)
+  list(APPEND EPILOQ_GENCODE_ALL 75:sm_75)
+endif()
+if(EPILOQ_HAS_SM80)
+  list(APPEND EPILOQ_GENCODE_ALL 80:sm_80 80:compute_80)
+endif()
+if(EPILOQ_HAS_SM90)
+  list(APPEND EPILOQ_GENCODE_ALL 90:sm_90 90:compute_90)
+endif()

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "epiloq/export.h"
+
+namespace epiloq {
+
+// The instruction sets that kernels are written for. kAuto is the best one that the device runs.
+enum class Arch : int { kAuto = 0, kSm75 = 75, kSm80 = 80, kSm90 = 90 };
+
+EPILOQ_API std::string name(Arch arch);
+EPILOQ_API Arch parse_arch(std::string const& name);
+
+struct DeviceProperties {
+  int compute_capability = 0;  // 75, 80, 90, ...
+  int sm_count = 0;
+  int shared_memory_per_block = 0;  // bytes that a block may ask for, opt-in included
+  int l2_bytes = 0;
+};
+
+// Read once per device and kept. Throws Unsupported when this build has no CUDA and CudaError when the device is not there.
+EPILOQ_API DeviceProperties const& device_properties(int device_index);
+
+// The architectures whose kernels this build contains, oldest first. Empty in a CPU build.
+EPILOQ_API std::vector<Arch> built_archs();
+
+// Calls made by this thread use kernels of `arch` (for testing older paths on a newer device); kAuto ends it.
+EPILOQ_API void force_arch(Arch arch);
+EPILOQ_API Arch forced_arch();
+
+}  // namespace epiloq

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "epiloq/device.h"
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+// D = scale_a * scale_b * (A B - azp * azp_adj) + bias, with A B in exact int32 and the rest in fp32.
+//
+// Four epilogues, by what is given:
+//   ScaledEpilogue              neither bias nor zero point
+//   ScaledEpilogueBias          bias
+//   ScaledEpilogueAzp           azp_adj [N] = azp * column sums of B, multiplied ahead of time (static activations)
+//   ScaledEpilogueAzpPerToken   azp_adj [N] = column sums of B, and azp, one zero point a row of A
+struct ScaledMm {
+  TensorView out;      // [.., M, N] float16 or bfloat16, rows dense
+  TensorView a;        // [.., M, K] int8, rows dense
+  TensorView b;        // [K, N] int8, columns dense: transposed(weight [N, K])
+  TensorView scale_a;  // float32, one or M (a row of A each)
+  TensorView scale_b;  // float32, one or N (a column of B each)
+  std::optional<TensorView> bias;     // [N], out's dtype
+  std::optional<TensorView> azp_adj;  // [N] int32
+  std::optional<TensorView> azp;      // int32, one or M
+};
+
+// What the choice of a kernel depends on.
+struct ScaledMmProblem {
+  std::int64_t m = 0, n = 0, k = 0;
+  bool aligned = true;  // 16-byte rows in A, B and D: what TMA and 128-bit copies need
+};
+
+// Throws InvalidArgument where an argument does not fit. Works without CUDA.
+EPILOQ_API void check(ScaledMm const& call);
+
+// Launches on `stream` of the operands' device. Never allocates, never synchronises.
+EPILOQ_API void scaled_mm(ScaledMm const& call, Stream stream);
+
+// Which kernel serves a problem, in words; the tables are the same in every build.
+EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);
+EPILOQ_API std::string explain(ScaledMm const& call);
+
+// The epilogue alone, on the host, in the same expression as the kernels: out float32 [M, N] from acc int32 [M, N].
+// For tests and for reading; every operand on the CPU and a bias in float32. `call.a` and `call.b` are not looked at.
+EPILOQ_API void evaluate_epilogue(TensorView const& acc, ScaledMm const& call);
+
+}  // namespace epiloq

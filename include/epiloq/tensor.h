@@ -1,0 +1,79 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "epiloq/export.h"
+
+struct CUstream_st;
+
+namespace epiloq {
+
+// A CUDA stream, spelt without CUDA's headers: cudaStream_t and CUstream are this very type.
+using Stream = CUstream_st*;
+
+enum class DType : std::uint8_t { kInt8, kInt32, kFloat16, kBFloat16, kFloat32 };
+
+EPILOQ_API char const* name(DType dtype);
+constexpr int size_of(DType dtype) {
+  constexpr int kBytes[] = {1, 4, 2, 2, 4};
+  return kBytes[static_cast<int>(dtype)];
+}
+
+struct Device {
+  enum class Type : std::uint8_t { kCpu, kCuda };
+  Type type = Type::kCpu;
+  int index = 0;
+  friend bool operator==(Device, Device) = default;
+};
+
+// A strided window on memory that somebody else owns. Sizes and strides count elements.
+struct TensorView {
+  static constexpr int kMaxRank = 6;
+
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Device device;
+  int rank = 0;
+  std::array<std::int64_t, kMaxRank> shape{};
+  std::array<std::int64_t, kMaxRank> strides{};
+
+  TensorView() = default;
+  // Row-major and dense.
+  TensorView(void* data_, DType dtype_, Device device_, std::initializer_list<std::int64_t> shape_)
+      : data(data_), dtype(dtype_), device(device_) {
+    for (std::int64_t size : shape_) shape[rank++] = size;
+    std::int64_t stride = 1;
+    for (int i = rank - 1; i >= 0; --i) {
+      strides[i] = stride;
+      stride *= shape[i];
+    }
+  }
+
+  // Negative indices count from the last dimension.
+  std::int64_t size(int i) const { return shape[i < 0 ? rank + i : i]; }
+  std::int64_t stride(int i) const { return strides[i < 0 ? rank + i : i]; }
+  std::int64_t numel() const {
+    std::int64_t count = 1;
+    for (int i = 0; i < rank; ++i) count *= shape[i];
+    return count;
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+// "int8 [17, 576] on cuda:0", for messages.
+EPILOQ_API std::string describe(TensorView const& tensor);
+
+// The same memory with its last two dimensions exchanged: a weight [N, K] as the operand [K, N].
+inline TensorView transposed(TensorView view) {
+  std::swap(view.shape[view.rank - 1], view.shape[view.rank - 2]);
+  std::swap(view.strides[view.rank - 1], view.strides[view.rank - 2]);
+  return view;
+}
+
+}  // namespace epiloq

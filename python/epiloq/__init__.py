@@ -1,0 +1,25 @@
+"""epiloq: quantised matrix multiplication for PyTorch.
+
+`scaled_mm`, `scaled_mm_azp` and `quantize_int8` work on torch tensors, on a CUDA device and on the CPU alike;
+`nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs.
+"""
+
+from epiloq import _core as _core
+from epiloq import nn as nn
+from epiloq.introspect import config, explain, supports
+from epiloq.ops import quantize_int8, scaled_mm, scaled_mm_azp
+from epiloq.schemes import quantize_
+
+__version__: str = _core.__version__
+
+__all__ = [
+    "__version__",
+    "config",
+    "explain",
+    "nn",
+    "quantize_",
+    "quantize_int8",
+    "scaled_mm",
+    "scaled_mm_azp",
+    "supports",
+]

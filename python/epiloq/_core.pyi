@@ -1,0 +1,68 @@
+"""The C++ half of epiloq: checks its arguments, picks a kernel, launches it."""
+
+from torch import Tensor
+
+__version__: str
+
+def built_archs() -> list[str]: ...
+def device_properties(device_index: int) -> dict[str, int]: ...
+def force_arch(arch: str) -> None: ...
+def forced_arch() -> str: ...
+def scaled_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+) -> None: ...
+def check_scaled_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+) -> None: ...
+def explain_scaled_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+) -> str: ...
+def explain_scaled_mm_problem(
+    m: int, n: int, k: int, aligned: bool = True, arch: str = "sm90", sm_count: int = 0
+) -> str: ...
+def evaluate_epilogue(
+    out: Tensor,
+    acc: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+) -> None: ...
+def quantize_int8(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    azp: Tensor | None = None,
+    is_static: bool = False,
+    range_includes_zero: bool = True,
+) -> None: ...
+def check_quantize_int8(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    azp: Tensor | None = None,
+    is_static: bool = False,
+    range_includes_zero: bool = True,
+) -> None: ...

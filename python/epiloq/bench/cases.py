@@ -1,0 +1,107 @@
+"""What is measured: layer shapes of known models, token counts and named suites of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """The weight of a linear layer: N output features by K input features."""
+
+    layer: str
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a benchmark. An operation without a weight has ``n == 0``: M rows by K columns."""
+
+    operation: str
+    variant: str
+    layer: str
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        size = f"{self.n}x{self.k}" if self.n else f"K={self.k}"
+        return f"{self.operation} {self.variant} {size} M={self.m}"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Shapes x token counts x the variants of each operation."""
+
+    shapes: tuple[Shape, ...]
+    tokens: tuple[int, ...]
+    variants: Mapping[str, tuple[str, ...]]
+
+
+TOKENS = (1, 16, 32, 64, 128, 256, 1024, 4096)
+SCALED = {"scaled_mm": ("scaled",)}
+SCALED_AND_TOKEN = {"scaled_mm": ("scaled",), "quantize_int8": ("token",)}
+EVERYTHING = {
+    "scaled_mm": ("scaled", "bias", "azp", "azp_per_token"),
+    "quantize_int8": ("token", "token_azp", "static"),
+}
+
+# Fused projections as serving stacks run them: q, k and v in one weight, gate and up in one weight.
+LLAMA3_8B = (
+    Shape("qkv", 6144, 4096),
+    Shape("o", 4096, 4096),
+    Shape("gate_up", 28672, 4096),
+    Shape("down", 4096, 14336),
+)
+LLAMA3_70B = (
+    Shape("qkv", 10240, 8192),
+    Shape("o", 8192, 8192),
+    Shape("gate_up", 57344, 8192),
+    Shape("down", 8192, 28672),
+)
+DEEPSEEK_V3 = (
+    Shape("q_a_kv_a", 2112, 7168),
+    Shape("q_b", 24576, 1536),
+    Shape("kv_b", 32768, 512),
+    Shape("o", 7168, 16384),
+    Shape("gate_up", 36864, 7168),
+    Shape("down", 7168, 18432),
+    Shape("shared_gate_up", 4096, 7168),
+    Shape("shared_down", 7168, 2048),
+)
+SMOLLM2 = (
+    Shape("q_o", 576, 576),
+    Shape("k_v", 192, 576),
+    Shape("gate_up", 1536, 576),
+    Shape("down", 576, 1536),
+)
+H200 = (
+    Shape("llama3-8b qkv", 6144, 4096),
+    Shape("llama3-8b gate_up", 28672, 4096),
+    Shape("llama3-8b down", 4096, 14336),
+    Shape("deepseek-v3 q_a_kv_a", 2112, 7168),
+    Shape("deepseek-v3 q_b", 24576, 1536),
+    Shape("deepseek-v3 o", 7168, 16384),
+    Shape("llama3-70b o", 8192, 8192),
+)
+# Multiples of 8 and 16 that no tile divides, then sizes that need the ragged path.
+ODD = (
+    Shape("smollm2 q_o", 576, 576),
+    Shape("ragged tiles", 1040, 2064),
+    Shape("K % 16 = 8", 520, 1000),
+    Shape("odd", 4095, 4095),
+    Shape("small odd", 33, 100),
+)
+
+SUITES: dict[str, Suite] = {
+    "quick": Suite((SMOLLM2[2], Shape("square", 2048, 2048)), (1, 17, 256), SCALED_AND_TOKEN),
+    "h200": Suite(H200, TOKENS, SCALED),
+    "epilogues": Suite((LLAMA3_8B[0], LLAMA3_8B[3], LLAMA3_70B[1]), (1, 64, 1024, 4096), EVERYTHING),
+    "llama3-8b": Suite(LLAMA3_8B, TOKENS, SCALED_AND_TOKEN),
+    "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),
+    "deepseek-v3": Suite(DEEPSEEK_V3, TOKENS, SCALED_AND_TOKEN),
+    "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
+    "odd": Suite(ODD, (1, 17, 100, 300), EVERYTHING),
+}

@@ -1,0 +1,158 @@
+"""``epiloq bench``, and ``python -m epiloq.bench`` where the command line's packages are not installed."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from epiloq.bench.cases import SUITES, Case
+from epiloq.bench.environment import describe, gpu_state
+from epiloq.bench.floor import CEILINGS, measure_read_floor
+from epiloq.bench.operations import OPERATIONS, expand
+from epiloq.bench.plot import plot as draw
+from epiloq.bench.report import Report, render
+from epiloq.bench.runner import Bench
+from epiloq.bench.timing import TIMERS, cache_bytes
+
+VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
+PEERS = list(dict.fromkeys(name for operation in OPERATIONS.values() for name in operation.peers))
+
+
+def option(text: str) -> Any:
+    """The help of an option, in typer's form where typer is installed."""
+    try:
+        import typer
+    except ImportError:
+        return text
+    return typer.Option(help=text)
+
+
+def bench(
+    suite: Annotated[list[str] | None, option(f"Suites, repeatable: {', '.join(SUITES)}. [quick]")] = None,
+    op: Annotated[list[str] | None, option(f"Only these operations: {', '.join(OPERATIONS)}.")] = None,
+    variant: Annotated[list[str] | None, option(f"Instead of the suites' variants: {', '.join(VARIANTS)}.")] = None,
+    m: Annotated[list[int] | None, option("Instead of the suites' numbers of rows.")] = None,
+    arch: Annotated[list[str] | None, option("Force this architecture besides the default choice: sm75, ...")] = None,
+    peer: Annotated[list[str] | None, option(f"Only these peers: {', '.join(PEERS)}.")] = None,
+    device: Annotated[str, option("cpu or cuda[:INDEX]; by default cuda where there is one.")] = "",
+    seed: Annotated[int, option("Seed of the random inputs.")] = 0,
+    commit: Annotated[str, option("The commit to record where the package is not inside a checkout.")] = "",
+    json: Annotated[Path | None, option("Write everything here, after every case.")] = None,
+    plot: Annotated[
+        Path | None, option("Draw percent of floor and ratios to peers (.png or .svg; matplotlib).")
+    ] = None,
+) -> None:
+    """Time the operations and their peers, check the results, and relate the times to the floor.
+
+    Exit codes: 1 when a result is wrong, 2 when an option is.
+    """
+    try:
+        for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
+            _check_names(name, given, known)
+        _check_names("peer", peer, PEERS)
+        target = _device(device)
+        cases = expand(suite or ["quick"], op or (), variant or (), m or ())
+        _check_targets(json, plot)
+        if not cases:
+            raise ValueError("bench: expected at least one case, got a choice of options that leaves none")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    report = _measure(target, cases, seed, ("auto", *(arch or ())), peer or (), commit, json)
+    print(render(report))
+    if plot and any(row.status == "ok" for row in report.rows):
+        facts = report.environment
+        draw(report.rows, plot, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}")
+    if report.failed:
+        print(f"bench: {len(report.failed)} of {len(report.rows)} rows FAILED", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"bench: --{option_name}: expected one of {', '.join(known)}, got {name!r}")
+
+
+def _check_targets(json: Path | None, plot: Path | None) -> None:
+    for name, path in (("json", json), ("plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"bench: --{name}: expected a file in a folder that exists, got {path}")
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise ValueError(f"bench: --plot: expected a name that ends in .png or .svg, got {plot}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ValueError("bench: --plot: expected matplotlib to be installed (pip install matplotlib)")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"bench: --device: expected cpu or cuda[:INDEX], got {name!r}") from error
+    if device.type not in TIMERS or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"bench: --device: expected a device of this machine, got {name!r}")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _measure(
+    device: torch.device,
+    cases: Sequence[Case],
+    seed: int,
+    archs: Sequence[str],
+    peers: Sequence[str],
+    commit: str,
+    json: Path | None,
+) -> Report:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timer = TIMERS[device.type]()
+    environment = describe(device, commit) | {"seed": seed}
+    _progress("read floor")
+    floor = measure_read_floor(device, timer)
+    named = {OPERATIONS[case.operation].ceiling for case in cases} - {""}
+    ceilings = {name: CEILINGS[name](device, timer) for name in sorted(named)}
+    generator = torch.Generator(device).manual_seed(seed)
+    run = Bench(device, timer, floor, ceilings, OPERATIONS, generator, cache_bytes(device), archs, peers)
+    report = Report(environment, floor, ceilings, host=list(run.host_times(cases)))
+    for index, case in enumerate(cases, 1):
+        _progress(f"[{index}/{len(cases)}] {case}")
+        report.rows += run.run(case)
+        if json:
+            report.write(json)
+    if device.type == "cuda":
+        # The last kernels have only just ended: about the clocks and the power under load.
+        environment["state_at_end"] = gpu_state(device)
+        if json:
+            report.write(json)
+    return report
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The options of :func:`bench`, read off its signature as typer reads them."""
+    parser = argparse.ArgumentParser(prog="python -m epiloq.bench", description=inspect.getdoc(bench))
+    defaults = inspect.signature(bench).parameters
+    for name, hint in get_type_hints(bench, include_extras=True).items():
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, meta = get_args(hint)
+        many = [inner for inner in get_args(kind) if get_origin(inner) is list]
+        single = get_args(many[0])[0] if many else next((t for t in get_args(kind) if t is not type(None)), kind)
+        text = getattr(meta, "help", meta)
+        action = "append" if many else "store"
+        parser.add_argument(f"--{name}", type=single, action=action, help=text, default=defaults[name].default)
+    return parser
+
+
+def main() -> None:
+    bench(**vars(_parser().parse_args()))

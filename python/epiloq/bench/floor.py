@@ -1,0 +1,141 @@
+"""What no kernel beats: the time to read a case's bytes once, cold, and the time for its arithmetic.
+
+The read floor is fitted to the fastest of several simple readers, timed in the same run as the cases: t = a + S / B.
+The arithmetic rate is the datasheet's, or, for a device not listed, measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from epiloq.bench.contract import Call
+from epiloq.bench.timing import CACHE_MULTIPLE, Timer, cache_bytes
+
+READ_MIB = {"cuda": (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 448), "cpu": (1, 4, 16, 64)}
+
+# Dense int8 TOPS (10^12 multiplications and additions a second) at boost clock, from NVIDIA's datasheets.
+# A device is the entry with the most words that its name holds.
+DATASHEET_INT8 = {
+    "T4": 130.0,
+    "A10": 250.0,
+    "A30": 330.0,
+    "A40": 299.3,
+    "A100": 624.0,
+    "RTX 3090": 284.0,
+    "RTX 4090": 660.6,
+    "L4": 242.0,
+    "L40": 362.0,
+    "L40S": 733.0,
+    "H20": 296.0,
+    "H100": 1979.0,
+    "H100 PCIe": 1513.0,
+    "H100 NVL": 1671.0,
+    "H200": 1979.0,
+    "H200 NVL": 1671.0,
+    "B200": 4500.0,
+}
+MEASURED_EDGE = {"cuda": 8192, "cpu": 2048}
+
+Reader = Callable[[torch.Tensor], Call]
+
+
+@dataclass(frozen=True)
+class ReadSample:
+    """The fastest reader's time for this many bytes."""
+
+    nbytes: int
+    us: float
+    reader: str
+
+
+@dataclass(frozen=True)
+class ReadFloor:
+    """t = overhead_us + bytes / bytes_per_us, fitted to ``samples``."""
+
+    overhead_us: float
+    bytes_per_us: float
+    samples: tuple[ReadSample, ...]
+
+    def us(self, nbytes: int) -> float:
+        return self.overhead_us + nbytes / self.bytes_per_us
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """An arithmetic rate in TOPS, and where it comes from."""
+
+    tops: float
+    source: str
+
+    def us(self, work: int) -> float:
+        return work / self.tops / 1e6
+
+
+def fit(samples: Sequence[ReadSample]) -> ReadFloor:
+    """Least squares on the relative error, so that small sizes count as much as large; the overhead is at least 0.
+
+    Where the times do not grow with the size (the machine was busy with something else), the best rate seen stands.
+    """
+    points = [(s.nbytes, s.us, 1 / s.us**2) for s in samples]
+    total = sum(w for _, _, w in points)
+    mean_x = sum(w * x for x, _, w in points) / total
+    mean_y = sum(w * y for _, y, w in points) / total
+    covariance = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points)
+    slope = covariance / sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    if slope <= 0:
+        return ReadFloor(0.0, max(s.nbytes / s.us for s in samples), tuple(samples))
+    return ReadFloor(max(0.0, mean_y - slope * mean_x), 1 / slope, tuple(samples))
+
+
+def _readers(device: torch.device) -> dict[str, Reader]:
+    found: dict[str, Reader] = {
+        "torch.sum": lambda x: partial(torch.sum, x),
+        "torch.amax": lambda x: partial(torch.amax, x),
+        "torch.dot": lambda x: partial(torch.dot, x, x),
+    }
+    if device.type == "cuda":
+        try:
+            from epiloq.bench.triton_readers import readers
+        except ImportError:
+            return found
+        found |= readers(device)
+    return found
+
+
+def measure_read_floor(device: torch.device, timer: Timer, sizes_mib: Sequence[int] = ()) -> ReadFloor:
+    """Times every reader on every size; its inputs rotate through slices of one arena, several caches long."""
+    sizes = [mib << 20 for mib in sizes_mib or READ_MIB[device.type]]
+    arena = torch.rand(max(CACHE_MULTIPLE * cache_bytes(device), 3 * max(sizes)) // 4, device=device)
+    readers = _readers(device)
+    samples = []
+    for nbytes in sizes:
+        words = nbytes // 4
+        slices = [arena[begin : begin + words] for begin in range(0, arena.numel() - words + 1, words)]
+        times = {name: timer.kernel_us([bind(s) for s in slices]) for name, bind in readers.items()}
+        best = min(times, key=times.__getitem__)
+        samples.append(ReadSample(nbytes, times[best], best))
+    return fit(samples)
+
+
+def datasheet_entry(name: str) -> str | None:
+    """The key of ``DATASHEET_INT8`` for a device name as CUDA reports it."""
+    words = set(re.split(r"[\s-]+", name))
+    return max((key for key in DATASHEET_INT8 if words.issuperset(key.split())), key=len, default=None)
+
+
+def _int8(device: torch.device, timer: Timer) -> Ceiling:
+    listed = datasheet_entry(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if listed:
+        return Ceiling(DATASHEET_INT8[listed], f"datasheet {listed}, dense, at boost clock")
+    edge = MEASURED_EDGE[device.type]
+    a = torch.randint(-128, 128, (edge, edge), dtype=torch.int8, device=device)
+    us = timer.kernel_us([partial(torch._int_mm, a, a.t())] * 3)
+    return Ceiling(2 * edge**3 / us / 1e6, f"measured: torch._int_mm {edge}^3")
+
+
+CEILINGS: Mapping[str, Callable[[torch.device, Timer], Ceiling]] = {"int8": _int8}

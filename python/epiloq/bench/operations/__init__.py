@@ -1,0 +1,33 @@
+"""The registry of operations, and the cases that a choice of suites makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from epiloq.bench.cases import SUITES, Case
+from epiloq.bench.contract import Operation
+from epiloq.bench.operations import quantize_int8, scaled_mm
+
+OPERATIONS: dict[str, Operation] = {row.name: row for row in (scaled_mm.OPERATION, quantize_int8.OPERATION)}
+
+
+def expand(
+    suites: Sequence[str], operations: Sequence[str] = (), variants: Sequence[str] = (), tokens: Sequence[int] = ()
+) -> list[Case]:
+    """The distinct cases of the named suites, in order.
+
+    ``operations`` keeps only those; ``variants`` and ``tokens`` replace what the suites list. Without a weight, the
+    shapes of one K are one case.
+    """
+    cases: dict[Case, None] = {}
+    for suite in (SUITES[name] for name in suites):
+        for name, default in suite.variants.items():
+            if operations and name not in operations:
+                continue
+            operation = OPERATIONS[name]
+            for variant in [v for v in operation.variants if v in variants] if variants else default:
+                for shape in suite.shapes:
+                    layer, n = (shape.layer, shape.n) if operation.has_weight else ("", 0)
+                    for m in tokens or suite.tokens:
+                        cases[Case(name, variant, layer, m, n, shape.k)] = None
+    return list(cases)

@@ -1,0 +1,1 @@
+"""The command line: ``epiloq env``, ``epiloq demo`` and ``epiloq bench``."""

@@ -1,0 +1,229 @@
+"""``epiloq demo``: quantise a real language model and show what that costs and gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from epiloq.cli.env import check_json_target, collect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from epiloq.demo.measure import Settings, Stage
+    from epiloq.demo.results import Measured, Results, Run
+
+REQUIRED = ("transformers", "safetensors", "matplotlib", "jinja2", "rich")
+REQUIRED_TO_CONVERT = ("gguf", "accelerate")
+FEWEST_TOKENS, MOST_TOKENS = 64, 65536
+
+
+def choose_schemes(asked: str | None) -> tuple[str, ...]:
+    """The schemes named in a comma-separated list; all of them when none is given."""
+    from epiloq import schemes
+
+    known = tuple(schemes.available())
+    if asked is None:
+        return known
+    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",")))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(
+            f"no scheme named {', '.join(map(repr, unknown))}; there are {', '.join(known)}", param_hint="--schemes"
+        )
+    return names
+
+
+def choose_devices(asked: str) -> tuple[str, ...]:
+    """The devices to measure on: ``auto`` is the CPU and, where there is one, the GPU beside it."""
+    import torch
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device", param_hint="--device")
+    if asked != "auto":
+        return (asked,)
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def check_folders(output: Path, teacher: Path | None) -> None:
+    """Refuse an output that is a file and a teacher that is no model."""
+    from epiloq.demo.teacher import is_model
+
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is not a folder", param_hint="--output")
+    if teacher is not None and not is_model(teacher):
+        raise typer.BadParameter(
+            f"{teacher} holds no model: expected config.json, *.safetensors and a tokenizer", param_hint="--teacher"
+        )
+
+
+def check_packages(converts: bool) -> None:
+    """Raise DemoError with the installation command when a package is missing."""
+    from epiloq.demo import DemoError
+
+    missing = [name for name in REQUIRED + REQUIRED_TO_CONVERT * converts if find_spec(name) is None]
+    if missing:
+        raise DemoError(f"the demonstration needs {', '.join(missing)}: pip install 'epiloq[demo]'")
+
+
+@contextmanager
+def progress_stages(console: Console) -> Iterator[Stage]:
+    """Progress bars, one for each stage; finished ones stay."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+
+        @contextmanager
+        def stage(title: str, steps: int) -> Iterator[Callable[[], None]]:
+            task = progress.add_task(title, total=steps)
+            yield lambda: progress.advance(task)
+
+        yield stage
+
+
+def results_table(results: Results) -> Table:
+    """The figures as a rich table, a row for each model and device."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    # Fits 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("model", style="bold", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    for heading in ("perplexity", "change %", "MB", "prefill", "decode", "worst %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def add(measured: Measured, run: Run) -> None:
+        worst = measured.worst_layer
+        table.add_row(
+            measured.name,
+            run.place,
+            f"{run.perplexity:.2f}",
+            f"{results.change_percent(run):+.2f}",
+            f"{run.weight_bytes / 1e6:.0f}",
+            f"{run.speed.prefill_tokens_per_s:.0f}",
+            f"{run.speed.decode_tokens_per_s:.1f}",
+            f"{100 * worst[1]:.1f}" if worst else "",
+        )
+
+    for measured in (results.teacher, *results.schemes):
+        for run in measured.runs:
+            add(measured, run)
+    return table
+
+
+def show(results: Results, console: Console) -> None:
+    """Print the table, the worst layers by name, and which text served for what."""
+    console.print(results_table(results))
+    console.print(
+        "Prefill and decode: tokens per second, one sequence. Worst: largest relative error of a layer's output."
+    )
+    for scheme in results.schemes:
+        if scheme.worst_layer:
+            name, error = scheme.worst_layer
+            console.print(
+                f"{scheme.name}: worst layer {name}, relative error {100 * error:.1f} %",
+                highlight=False,
+                soft_wrap=True,
+            )
+    source, evaluation, calibration = (results.text[key] for key in ("source", "evaluation", "calibration"))
+    console.print(
+        f"Text: {source}; evaluated on {span(evaluation)} in windows of {evaluation['window']}, "
+        f"calibrated (static schemes) on {span(calibration)}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def span(part: dict[str, Any]) -> str:
+    """A part of the text in words."""
+    first = part["first_token"]
+    return f"tokens {first} to {first + part['tokens'] - 1}"
+
+
+def perform(settings: Settings, output: Path, json_file: Path | None, converts: bool, console: Console) -> None:
+    """Convert if need be, measure, print and write. Arguments were checked before."""
+    from epiloq.demo import report, results, teacher
+    from epiloq.demo.measure import measure
+
+    output.mkdir(parents=True, exist_ok=True)
+    if converts:
+        # Outside our progress display: transformers shows a bar of its own that cannot be turned off.
+        console.print(f"Converting the teacher to {settings.teacher}, once", highlight=False, soft_wrap=True)
+        teacher.prepare(settings.teacher)
+    with progress_stages(console) as stage:
+        found = measure(settings, collect(), stage)
+        with stage("write the report", 1) as advance:
+            results.write_text(output / "report.html", report.render(found))
+            if json_file is not None:
+                results.write_json(json_file, found)
+            advance()
+    show(found, console)
+    console.print(f"Report: {output / 'report.html'} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)
+
+
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and the converted teacher go.")] = Path(
+        "build/demo"
+    ),
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A Hugging Face causal language model to use instead of SmolLM2-135M-Instruct.",
+            show_default=False,
+        ),
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,..", help="Schemes to measure, separated by commas; all by default.", show_default=False
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=FEWEST_TOKENS, max=MOST_TOKENS, help="Tokens of text to evaluate on.")
+    ] = 3072,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the CPU and, where there is one, the GPU beside it.")
+    ] = "auto",
+) -> None:
+    """Quantise a real language model: perplexity, size, speed and layer errors beside the original's."""
+    from rich.console import Console
+
+    from epiloq.demo import DemoError
+    from epiloq.demo.teacher import NAME, find_gguf, is_model, keep_offline
+
+    console = Console()
+    chosen, devices = choose_schemes(schemes), choose_devices(device)
+    check_json_target(json_file)
+    check_folders(output, teacher)
+    folder = teacher or output / "teacher"
+    converts = not is_model(folder)
+    keep_offline()
+    try:
+        check_packages(converts)
+        if converts:
+            find_gguf()
+        from epiloq.demo.measure import Settings
+
+        name = NAME if teacher is None else teacher.resolve().name
+        perform(Settings(name, folder, chosen, devices, tokens), output, json_file, converts, console)
+    except DemoError as error:
+        Console(stderr=True).print(f"epiloq demo: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,58 @@
+"""What quantisation does to each layer: output errors on real activations, and bytes of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of every parameter and buffer, padding included; tensors that share storage (tied weights) count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def quantised_layers(teacher: nn.Module, student: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Name -> (float linear, what replaced it) for each linear of the teacher that the scheme replaced."""
+    from torch import nn
+
+    replaced = dict(student.named_modules())
+    return {
+        name: (module, replaced[name])
+        for name, module in teacher.named_modules()
+        if isinstance(module, nn.Linear) and type(replaced[name]) is not type(module)
+    }
+
+
+def layer_errors(teacher: nn.Module, student: nn.Module, tokens: Tensor) -> dict[str, float]:
+    """Relative error ||y_student - y_teacher|| / ||y_teacher|| (Frobenius) of each quantised linear's output.
+
+    Both get the teacher's activations for the int64 [1, n] tokens, so errors of earlier layers do not add up. The
+    layers are compared while the teacher runs: nothing is kept but the figures. Models sit on the same device.
+    """
+    import torch
+
+    dtype = next(student.parameters()).dtype
+    errors: dict[str, float] = {}
+
+    def compare(name: str, quantised: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            exact = output.double()
+            difference = quantised(inputs[0].to(dtype)).double() - exact
+            errors[name] = float(difference.norm() / exact.norm())
+
+        return hook
+
+    pairs = quantised_layers(teacher, student)
+    hooks = [linear.register_forward_hook(compare(name, quantised)) for name, (linear, quantised) in pairs.items()]
+    try:
+        with torch.inference_mode():
+            teacher(tokens.to(next(teacher.parameters()).device), use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return errors

@@ -1,0 +1,126 @@
+"""The measurements in order: the teacher in each floating-point format, then each scheme, on each device."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epiloq.demo import DemoError, speed, teacher, text
+from epiloq.demo.layers import layer_errors, weight_bytes
+from epiloq.demo.perplexity import perplexity
+from epiloq.demo.results import Measured, Results, Run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TEACHER_DTYPES = ("float32", "bfloat16")
+# CUDA kernels write 16-bit outputs; the CPU also writes fp32, which leaves quantisation as the only difference.
+SCHEME_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+Advance = Callable[[], None]
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+"""Opens a progress display: ``stage(title, steps)`` is a context whose value is called after each step."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure. The first device is the principal one."""
+
+    name: str
+    teacher: Path
+    schemes: tuple[str, ...]
+    devices: tuple[str, ...] = ("cpu",)
+    evaluation_tokens: int = 6 * text.WINDOW
+    calibration_tokens: int = 8 * text.WINDOW
+
+
+def cast(model: nn.Module, device: str, dtype: str) -> nn.Module:
+    """A copy of the model on a device, its parameters in a floating-point format named as torch names it."""
+    import torch
+
+    return copy.deepcopy(model).to(device=device, dtype=getattr(torch, dtype))
+
+
+def measure_run(model: nn.Module, device: str, dtype: str, material: text.Text, advance: Advance) -> Run:
+    """Perplexity, bytes and speed of a model that is already where it belongs."""
+    found = perplexity(model, material.evaluation.windows, advance)
+    prompt = material.evaluation.windows[0]
+    speeds = speed.measure(model, prompt)
+    advance()
+    return Run(device, dtype, found, weight_bytes(model), speeds)
+
+
+def quantise(model: nn.Module, scheme: str, material: text.Text, advance: Advance) -> nn.Module:
+    """Apply a scheme in place; schemes that need it are calibrated on the calibration part of the text."""
+    import epiloq
+
+    device = next(model.parameters()).device
+
+    def calibrate(calibrated: nn.Module) -> None:
+        for window in material.calibration.windows:
+            calibrated(window.to(device), use_cache=False, logits_to_keep=1)
+
+    try:
+        quantised: nn.Module = epiloq.quantize_(model, scheme, calibrate=calibrate)
+    except ValueError as error:
+        raise DemoError(f"{scheme} does not suit this teacher: {error}") from error
+    advance()
+    return quantised
+
+
+def measure_teacher(model: nn.Module, settings: Settings, material: text.Text, stage: Stage) -> Measured:
+    """The teacher in fp32 and bf16 on each device."""
+    runs = []
+    for device in settings.devices:
+        for dtype in TEACHER_DTYPES:
+            with stage(f"teacher {dtype} on {device}", len(material.evaluation.windows) + 1) as advance:
+                runs.append(measure_run(cast(model, device, dtype), device, dtype, material, advance))
+    return Measured("teacher", tuple(runs), {})
+
+
+def measure_scheme(model: nn.Module, scheme: str, settings: Settings, material: text.Text, stage: Stage) -> Measured:
+    """One scheme on each device, and its layers' errors on the first."""
+    runs: list[Run] = []
+    errors: dict[str, float] = {}
+    for device in settings.devices:
+        dtype = SCHEME_DTYPE[device]
+        with stage(f"{scheme} on {device}", len(material.evaluation.windows) + 3) as advance:
+            student = quantise(cast(model, device, dtype), scheme, material, advance)
+            if not runs:
+                errors = layer_errors(model.to(device), student, material.evaluation.windows[0])
+            advance()
+            runs.append(measure_run(student, device, dtype, material, advance))
+    return Measured(scheme, tuple(runs), errors)
+
+
+def describe_model(model: nn.Module, name: str) -> dict[str, Any]:
+    """Name and size of the teacher."""
+    return {
+        "name": name,
+        "architecture": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def measure(settings: Settings, environment: dict[str, Any], stage: Stage) -> Results:
+    """Measure everything that the settings ask for. Raises DemoError when the teacher or the text does not serve."""
+    start = time.perf_counter()
+    with stage("load the teacher", 1) as advance:
+        model, tokenizer = teacher.load(settings.teacher)
+        material = text.read(tokenizer, settings.evaluation_tokens, settings.calibration_tokens)
+        advance()
+    measured_teacher = measure_teacher(model, settings, material, stage)
+    schemes = [measure_scheme(model, name, settings, material, stage) for name in settings.schemes]
+    return Results(
+        teacher=measured_teacher,
+        schemes=tuple(schemes),
+        model=describe_model(model, settings.name),
+        text=material.describe(),
+        environment=environment,
+        seconds=time.perf_counter() - start,
+    )

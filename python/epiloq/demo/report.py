@@ -1,0 +1,84 @@
+"""The report: one HTML page that holds its pictures and style, and asks nothing of the network."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import NamedTuple
+
+from epiloq.demo import figures
+from epiloq.demo.results import Measured, Results, Run
+
+
+class Headline(NamedTuple):
+    """One figure at the top of the page."""
+
+    value: str
+    label: str
+    detail: str
+
+
+def headlines(results: Results) -> list[Headline]:
+    """Four figures, all of one scheme (the one with the lowest perplexity) against the fp32 teacher."""
+    scheme, teacher = results.best_scheme, results.teacher.first
+    run = scheme.first
+    prefill = run.speed.prefill_tokens_per_s / teacher.speed.prefill_tokens_per_s
+    found = [
+        Headline(
+            f"{results.change_percent(run):+.2f} %",
+            "perplexity",
+            f"{teacher.perplexity:.2f} to {run.perplexity:.2f}",
+        ),
+        Headline(
+            f"{100 * run.weight_bytes / teacher.weight_bytes:.0f} %",
+            "of the bytes",
+            f"{megabytes(teacher.weight_bytes)} to {megabytes(run.weight_bytes)} MB",
+        ),
+        Headline(
+            f"{prefill:.2f}x",
+            "prefill speed",
+            f"{teacher.speed.prefill_tokens_per_s:.0f} to {run.speed.prefill_tokens_per_s:.0f} tokens/s",
+        ),
+    ]
+    if scheme.worst_layer is not None:
+        name, error = scheme.worst_layer
+        found.append(Headline(f"{100 * error:.1f} %", "worst layer's error", name))
+    return found
+
+
+def megabytes(count: int) -> str:
+    """Bytes as whole megabytes (10^6)."""
+    return f"{count / 1e6:.0f}"
+
+
+def rows(results: Results) -> list[dict[str, str]]:
+    """The table's cells by column, a row for each run; columns as the template heads them."""
+
+    def row(measured: Measured, run: Run) -> dict[str, str]:
+        worst = measured.worst_layer
+        return {
+            "Model": measured.name,
+            "On": run.place,
+            "Perplexity": f"{run.perplexity:.2f}",
+            "Change": f"{results.change_percent(run):+.2f} %",
+            "Weights, MB": megabytes(run.weight_bytes),
+            "Prefill, tok/s": f"{run.speed.prefill_tokens_per_s:.0f}",
+            "Decode, tok/s": f"{run.speed.decode_tokens_per_s:.1f}",
+            "Worst layer": f"{100 * worst[1]:.1f} %" if worst else "none",
+        }
+
+    return [row(measured, run) for measured in (results.teacher, *results.schemes) for run in measured.runs]
+
+
+def render(results: Results) -> str:
+    """The page as HTML text."""
+    from jinja2 import Environment, StrictUndefined
+
+    source = files("epiloq.demo").joinpath("report.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(source).render(
+        results=results,
+        headlines=headlines(results),
+        rows=rows(results),
+        error_picture=figures.layer_errors(results),
+        speed_picture=figures.speeds(results),
+    )

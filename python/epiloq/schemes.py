@@ -1,0 +1,211 @@
+"""Quantisation schemes, as data, and `quantize_`, which applies one to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.int8_linear import Int8Linear, check_convertible
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What `quantize_` makes of a linear layer; `activation` and `symmetric` are those of ``epiloq.nn.Int8Linear``."""
+
+    name: str
+    description: str
+    activation: str
+    symmetric: bool
+
+
+_TABLE = (
+    Scheme(
+        "w8a8-int8",
+        "int8 weights per channel; int8 activations per token, symmetric, scaled at run time",
+        activation="dynamic",
+        symmetric=True,
+    ),
+    Scheme(
+        "w8a8-int8-azp",
+        "int8 weights per channel; int8 activations per token with a zero point, scaled at run time",
+        activation="dynamic",
+        symmetric=False,
+    ),
+    Scheme(
+        "w8a8-int8-static",
+        "int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",
+        activation="static",
+        symmetric=False,
+    ),
+)
+SCHEMES = {scheme.name: scheme for scheme in _TABLE}
+
+
+def available() -> tuple[str, ...]:
+    """Names that `quantize_` takes; ``SCHEMES[name].description`` says what each does."""
+    return tuple(SCHEMES)
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: str,
+    filter_fn: Filter | None = None,
+    *,
+    calibrate: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
+    """Replace linear layers of `model` by quantised ones, in place, and return `model`.
+
+    scheme
+        One of ``epiloq.schemes.available()``.
+    filter_fn
+        ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear``, subclasses included. Without
+        it a layer is taken if its type is exactly ``torch.nn.Linear``, except an output head (called "lm_head",
+        given by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``) and
+        the feed-forward layers directly in a ``torch.nn.TransformerEncoderLayer``, whose fused path reads their
+        float weights (to take those, call ``torch.backends.mha.set_fastpath_enabled(False)`` as well).
+    calibrate
+        ``calibrate(model)`` runs the float model on sample inputs, while the smallest and largest input of every
+        chosen layer are recorded. Static schemes need it, the others do not call it. It runs under
+        ``torch.no_grad``; put the model in eval mode first. One range serves all tokens: where a few of them are
+        far larger than the rest (in language models the inputs of some down projections), leave the layer out.
+
+    Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
+    else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not
+    carried over.
+
+    Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
+    chosen; `model` itself a linear layer (there is nothing to replace it in; use ``Int8Linear.from_linear``); a
+    layer that cannot be converted; a chosen layer that calibration never reached, or reached with NaN or infinite
+    inputs.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
+    chosen = SCHEMES[scheme]
+    if chosen.activation == "static" and calibrate is None:
+        raise ValueError(
+            f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
+            "as in calibrate=lambda model: model(inputs); got None"
+        )
+    groups = _choose(model, filter_fn, chosen.symmetric)
+    inputs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(groups)
+    if chosen.activation == "static" and calibrate is not None:
+        inputs = _calibrated(model, [names[0] for names in groups], chosen.symmetric, calibrate)
+    for names, (scale, zero_point) in zip(groups, inputs, strict=True):
+        quantised = Int8Linear.from_linear(
+            _linear(model, names[0]),
+            activation=chosen.activation,
+            symmetric=chosen.symmetric,
+            input_scale=scale,
+            input_zero_point=zero_point,
+        )
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, quantised)
+    return model
+
+
+def _choose(model: nn.Module, filter_fn: Filter | None, symmetric: bool) -> list[list[str]]:
+    """Names of the linear layers to replace, those of one layer together, each known to be convertible."""
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            "quantize_: model: expected a module that contains linear layers, got a linear layer; "
+            "use epiloq.nn.Int8Linear.from_linear for it"
+        )
+    takes = _default_filter(model) if filter_fn is None else filter_fn
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) and takes(module, name):
+            names.setdefault(module, []).append(name)
+    if not names:
+        raise ValueError(
+            "quantize_: filter_fn: expected at least one torch.nn.Linear to be chosen, got none; "
+            "layers that are quantised already do not count"
+        )
+    for module, (name, *_) in names.items():
+        try:
+            check_convertible(module, symmetric)
+        except ValueError as error:
+            raise ValueError(f"quantize_: layer {name!r}: {error}") from error
+    # Names alone, so that the float layers are not kept alive.
+    return list(names.values())
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, model.get_submodule(name))  # _choose names linear layers only.
+
+
+def _default_filter(model: nn.Module) -> Filter:
+    modules = list(model.modules())
+    embedded = {_identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    encoders = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
+    left_out = {id(child) for encoder in encoders for child in encoder.children()}
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    if output_embeddings is not None:
+        left_out.add(id(output_embeddings()))
+
+    def takes(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear or id(module) in left_out or name.rpartition(".")[2] == "lm_head":
+            return False
+        return _identity(module.weight) not in embedded
+
+    return takes
+
+
+def _identity(weight: Tensor) -> tuple[object, int]:
+    """Equal for weights that are one parameter or start at one address (tied through ``.data``, say)."""
+    if weight.is_meta or weight.numel() == 0 or isinstance(weight, nn.parameter.UninitializedParameter):
+        return "object", id(weight)
+    return weight.device, weight.data_ptr()
+
+
+class _Range:
+    """Forward pre-hook that keeps the smallest and the largest value of a layer's inputs, on their device."""
+
+    def __init__(self) -> None:
+        self.ends: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x = args[0] if args else kwargs["input"]
+        if x.numel() == 0:
+            return
+        seen = torch.stack(x.detach().aminmax()).float()
+        if self.ends is not None:
+            seen = torch.stack((torch.minimum(self.ends[0], seen[0]), torch.maximum(self.ends[1], seen[1])))
+        self.ends = seen
+
+
+@torch.no_grad()
+def _calibrated(
+    model: nn.Module, names: Iterable[str], symmetric: bool, calibrate: Callable[[nn.Module], object]
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Input scale and zero point of each named layer, from the range that `calibrate` shows it."""
+    ranges = {name: _Range() for name in names}
+    handles = [
+        _linear(model, name).register_forward_pre_hook(observer, with_kwargs=True) for name, observer in ranges.items()
+    ]
+    try:
+        calibrate(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [_input_parameters(name, observer.ends, symmetric) for name, observer in ranges.items()]
+
+
+def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> tuple[Tensor, Tensor | None]:
+    if ends is None:
+        raise ValueError(
+            f"quantize_: calibrate: expected every chosen layer to run, but {name!r} saw no input; "
+            "widen the sample inputs, or leave it out with filter_fn"
+        )
+    if not ends.isfinite().all():
+        raise ValueError(f"quantize_: calibrate: expected finite inputs of {name!r}, got a range of {ends.tolist()}")
+    # The two ends have the range of all inputs, so their quantiser parameters are those of all inputs.
+    _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
+    return scale, zero_point

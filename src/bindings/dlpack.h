@@ -1,0 +1,148 @@
+#pragma once
+
+// Tensors cross into C++ through DLPack: torch's C exchange API (torch >= 2.10) borrows a DLTensor in some tens of
+// nanoseconds; anything else that has __dlpack__ (NumPy, CuPy, JAX) hands over a capsule.
+
+#include <dlpack/dlpack.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+
+#include "epiloq/error.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq::bindings {
+
+namespace py = pybind11;
+
+struct TensorArg {
+  TensorView view;
+  DLPackExchangeAPI const* api = nullptr;
+  py::object capsule;  // keeps the memory of the slower path alive for the call
+};
+
+inline DType dtype_of(DLDataType type) {
+  struct Row {
+    DLDataType dl;
+    DType dtype;
+  };
+  constexpr Row kRows[] = {{{kDLInt, 8, 1}, DType::kInt8},
+                           {{kDLInt, 32, 1}, DType::kInt32},
+                           {{kDLFloat, 16, 1}, DType::kFloat16},
+                           {{kDLBfloat, 16, 1}, DType::kBFloat16},
+                           {{kDLFloat, 32, 1}, DType::kFloat32}};
+  for (Row const& row : kRows) {
+    if (row.dl.code == type.code && row.dl.bits == type.bits && row.dl.lanes == type.lanes) return row.dtype;
+  }
+  throw InvalidArgument("epiloq: expected a tensor of int8, int32, float16, bfloat16 or float32, got DLPack type code " +
+                        std::to_string(type.code) + " with " + std::to_string(type.bits) + " bits");
+}
+
+inline Device device_of(DLDevice device) {
+  switch (device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      return {Device::Type::kCpu, 0};
+    case kDLCUDA:
+    case kDLCUDAManaged:
+      return {Device::Type::kCuda, device.device_id};
+    default:
+      throw InvalidArgument("epiloq: expected a tensor on the CPU or a CUDA device, got DLPack device type " +
+                            std::to_string(static_cast<int>(device.device_type)));
+  }
+}
+
+inline TensorView view_of(DLTensor const& tensor) {
+  if (tensor.ndim > TensorView::kMaxRank) {
+    throw InvalidArgument("epiloq: expected at most " + std::to_string(TensorView::kMaxRank) + " dimensions, got " +
+                          std::to_string(tensor.ndim));
+  }
+  TensorView view;
+  view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  view.dtype = dtype_of(tensor.dtype);
+  view.device = device_of(tensor.device);
+  view.rank = tensor.ndim;
+  std::int64_t dense = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    view.shape[i] = tensor.shape[i];
+    view.strides[i] = tensor.strides != nullptr ? tensor.strides[i] : dense;
+    dense *= tensor.shape[i];
+  }
+  return view;
+}
+
+// The exchange table of an object's type, remembered for the few types that a program uses. Under the GIL.
+inline DLPackExchangeAPI const* exchange_api(PyTypeObject* type) {
+  struct Entry {
+    PyTypeObject* type;
+    DLPackExchangeAPI const* api;
+  };
+  static std::array<Entry, 4> cache{};
+  static std::size_t next = 0;
+  for (Entry const& entry : cache) {
+    if (entry.type == type) return entry.api;
+  }
+  DLPackExchangeAPI const* api = nullptr;
+  auto const capsule = py::reinterpret_steal<py::object>(
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__"));
+  if (!capsule) {
+    PyErr_Clear();
+  } else {
+    auto const* found = static_cast<DLPackExchangeAPI const*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (found == nullptr) throw py::error_already_set();
+    if (found->header.version.major == DLPACK_MAJOR_VERSION) api = found;
+  }
+  Py_INCREF(type);  // a cached address must stay this type's
+  cache[next++ % cache.size()] = {type, api};
+  return api;
+}
+
+inline void load_capsule(py::handle source, TensorArg& value) {
+  auto const device = source.attr("__dlpack_device__")().cast<std::pair<int, int>>();
+  constexpr int kLegacyDefaultStream = 1;
+  value.capsule = device.first == kDLCUDA ? source.attr("__dlpack__")(py::arg("stream") = kLegacyDefaultStream)
+                                          : source.attr("__dlpack__")();
+  auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(value.capsule.ptr(), "dltensor"));
+  if (managed == nullptr) throw py::error_already_set();
+  value.view = view_of(managed->dl_tensor);
+}
+
+// The stream that the caller's framework is working on; the legacy default stream for the slower path.
+inline Stream current_stream(TensorArg const& argument) {
+  void* stream = nullptr;
+  if (argument.api != nullptr && argument.view.device.type == Device::Type::kCuda) {
+    if (argument.api->current_work_stream(kDLCUDA, argument.view.device.index, &stream) != 0) {
+      throw py::error_already_set();
+    }
+  }
+  return static_cast<Stream>(stream);
+}
+
+inline std::optional<TensorView> view_of(std::optional<TensorArg> const& argument) {
+  if (!argument) return std::nullopt;
+  return argument->view;
+}
+
+}  // namespace epiloq::bindings
+
+namespace pybind11::detail {
+template <>
+struct type_caster<epiloq::bindings::TensorArg> {
+  PYBIND11_TYPE_CASTER(epiloq::bindings::TensorArg, const_name("Tensor"));
+
+  bool load(handle source, bool) {
+    value.api = epiloq::bindings::exchange_api(Py_TYPE(source.ptr()));
+    if (value.api != nullptr) {
+      DLTensor tensor;
+      if (value.api->dltensor_from_py_object_no_sync(source.ptr(), &tensor) != 0) throw error_already_set();
+      value.view = epiloq::bindings::view_of(tensor);
+      return true;
+    }
+    if (!hasattr(source, "__dlpack__")) return false;
+    epiloq::bindings::load_capsule(source, value);
+    return true;
+  }
+};
+}  // namespace pybind11::detail

@@ -1,0 +1,51 @@
+#include "bindings/register.h"
+#include "epiloq/device.h"
+#include "epiloq/error.h"
+#include "epiloq/version.h"
+
+namespace epiloq::bindings {
+namespace {
+
+std::vector<std::string> built_arch_names() {
+  std::vector<std::string> names;
+  for (Arch arch : built_archs()) names.push_back(name(arch));
+  return names;
+}
+
+py::dict properties_of(int device_index) {
+  DeviceProperties const& properties = device_properties(device_index);
+  py::dict result;
+  result["compute_capability"] = properties.compute_capability;
+  result["sm_count"] = properties.sm_count;
+  result["shared_memory_per_block"] = properties.shared_memory_per_block;
+  result["l2_bytes"] = properties.l2_bytes;
+  return result;
+}
+
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (InvalidArgument const& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (Unsupported const& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+  } catch (CudaError const& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The C++ half of epiloq: checks its arguments, picks a kernel, launches it.";
+  module.attr("__version__") = EPILOQ_VERSION;
+  py::register_local_exception_translator(translate);
+  module.def("built_archs", &built_arch_names);
+  module.def("device_properties", &properties_of, py::arg("device_index"));
+  module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
+  module.def("forced_arch", [] { return name(forced_arch()); });
+  register_scaled_mm(module);
+  register_quantize_int8(module);
+}
+
+}  // namespace epiloq::bindings

@@ -1,0 +1,49 @@
+#include "bindings/register.h"
+#include "epiloq/scaled_mm.h"
+
+namespace epiloq::bindings {
+namespace {
+
+using Optional = std::optional<TensorArg>;
+
+ScaledMm call_of(TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
+                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp) {
+  return {out.view,         a.view,          b.view,           scale_a.view, scale_b.view,
+          view_of(bias), view_of(azp_adj), view_of(azp)};
+}
+
+}  // namespace
+
+void register_scaled_mm(py::module_& module) {
+  auto const define = [&module](char const* name, auto action) {
+    module.def(
+        name,
+        [action](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
+                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp) {
+          return action(call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp), a);
+        },
+        py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"),
+        py::arg("bias") = py::none(), py::arg("azp_adj") = py::none(), py::arg("azp") = py::none());
+  };
+  define("scaled_mm", [](ScaledMm const& call, TensorArg const& a) { scaled_mm(call, current_stream(a)); });
+  define("check_scaled_mm", [](ScaledMm const& call, TensorArg const&) { check(call); });
+  define("explain_scaled_mm", [](ScaledMm const& call, TensorArg const&) { return explain(call); });
+
+  module.def(
+      "explain_scaled_mm_problem",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, bool aligned, std::string const& arch, int sm_count) {
+        return explain_scaled_mm({m, n, k, aligned}, parse_arch(arch), sm_count);
+      },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("aligned") = true, py::arg("arch") = "sm90",
+      py::arg("sm_count") = 0);
+  module.def(
+      "evaluate_epilogue",
+      [](TensorArg const& out, TensorArg const& acc, TensorArg const& scale_a, TensorArg const& scale_b,
+         Optional const& bias, Optional const& azp_adj, Optional const& azp) {
+        evaluate_epilogue(acc.view, call_of(out, acc, acc, scale_a, scale_b, bias, azp_adj, azp));
+      },
+      py::arg("out"), py::arg("acc"), py::arg("scale_a"), py::arg("scale_b"), py::arg("bias") = py::none(),
+      py::arg("azp_adj") = py::none(), py::arg("azp") = py::none());
+}
+
+}  // namespace epiloq::bindings

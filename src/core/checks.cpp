@@ -1,0 +1,120 @@
+#include "core/checks.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace epiloq {
+namespace {
+
+std::string describe(Device device) {
+  return device.type == Device::Type::kCpu ? "the CPU" : "cuda:" + std::to_string(device.index);
+}
+
+// The bytes from the first element of a view to past its last.
+std::pair<std::uintptr_t, std::uintptr_t> extent(TensorView const& view) {
+  if (view.numel() == 0) return {0, 0};
+  std::int64_t low = 0, high = 0;
+  for (int i = 0; i < view.rank; ++i) {
+    std::int64_t const reach = (view.shape[i] - 1) * view.strides[i];
+    (reach < 0 ? low : high) += reach;
+  }
+  auto const base = reinterpret_cast<std::uintptr_t>(view.data);
+  int const bytes = size_of(view.dtype);
+  return {base + low * bytes, base + (high + 1) * bytes};
+}
+
+bool dense(TensorView const& view) {
+  std::int64_t expected = 1;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    if (view.shape[i] != 1 && view.strides[i] != expected) return false;
+    expected *= view.shape[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+char const* name(DType dtype) {
+  constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+std::string describe(TensorView const& view) {
+  std::ostringstream text;
+  text << name(view.dtype) << " [";
+  for (int i = 0; i < view.rank; ++i) text << (i ? ", " : "") << view.shape[i];
+  text << "] on " << describe(view.device);
+  return text.str();
+}
+
+void Checker::tensor(char const* argument, TensorView const& view, std::initializer_list<DType> dtypes) const {
+  if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
+    std::string expected;
+    for (DType dtype : dtypes) expected += (expected.empty() ? "" : " or ") + std::string(name(dtype));
+    fail(argument, "expected ", expected, ", got ", describe(view));
+  }
+  if (view.device != device_) fail(argument, "expected a tensor on ", describe(device_), ", got ", describe(view));
+  if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
+    fail(argument, "expected a pointer aligned to its ", size_of(view.dtype), "-byte elements, got ", view.data);
+  }
+}
+
+void Checker::aligned16(char const* argument, TensorView const& view) const {
+  if (view.numel() != 0 && reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0) {
+    fail(argument, "expected a pointer aligned to 16 bytes, got ", view.data,
+         " (a view that starts inside a row? .clone() gives aligned memory)");
+  }
+}
+
+Matrix Checker::rows(char const* argument, TensorView const& view) const {
+  if (view.rank < 1) fail(argument, "expected at least one dimension, got ", describe(view));
+  std::int64_t const cols = view.size(-1);
+  if (cols > 1 && view.stride(-1) != 1) {
+    fail(argument, "expected row-major memory (stride 1 in the last dimension), got ", describe(view), " with stride ",
+         view.stride(-1), "; call .contiguous()");
+  }
+  // From the innermost row dimension outwards: each stride must continue the one inside it.
+  std::int64_t rows = 1, stride = cols;
+  for (int i = view.rank - 2; i >= 0; --i) {
+    if (view.shape[i] == 1) continue;
+    if (rows == 1) {
+      stride = view.strides[i];
+    } else if (view.strides[i] != stride * rows) {
+      fail(argument, "expected leading dimensions that collapse into one, got strides ", view.strides[i], " and ",
+           stride, " in ", describe(view), "; call .contiguous()");
+    }
+    rows *= view.shape[i];
+  }
+  for (int i = 0; i < view.rank - 1; ++i) {
+    if (view.shape[i] == 0) return {0, cols, cols};
+  }
+  if (rows > 1 && stride < cols) {
+    fail(argument, "expected rows that do not overlap, got a row stride of ", stride, " in ", describe(view));
+  }
+  return {rows, cols, std::max(stride, cols)};
+}
+
+void Checker::scalar_or_vector(char const* argument, TensorView const& view, std::int64_t count,
+                               char const* thing) const {
+  std::int64_t const numel = view.numel();
+  if (numel != 1 && numel != count) {
+    fail(argument, "expected 1 element or ", count, " (one a ", thing, "), got ", describe(view));
+  }
+  if (!dense(view)) fail(argument, "expected contiguous memory, got ", describe(view), "; call .contiguous()");
+}
+
+void Checker::vector(char const* argument, TensorView const& view, std::int64_t count) const {
+  if (view.numel() != count) fail(argument, "expected ", count, " elements, got ", describe(view));
+  if (!dense(view)) fail(argument, "expected contiguous memory, got ", describe(view), "; call .contiguous()");
+}
+
+void Checker::apart(char const* argument, TensorView const& out, char const* other_argument,
+                    TensorView const& other) const {
+  auto const [out_begin, out_end] = extent(out);
+  auto const [begin, end] = extent(other);
+  if (out_begin < end && begin < out_end) {
+    fail(argument, "expected memory apart from ", other_argument, "'s, got one that overlaps it");
+  }
+}
+
+}  // namespace epiloq

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "epiloq/error.h"
+
+namespace epiloq {
+
+inline void cuda_check(cudaError_t status, char const* doing) {
+  if (status != cudaSuccess) {
+    throw CudaError(std::string("epiloq: ") + doing + ": " + cudaGetErrorString(status));
+  }
+}
+
+// Makes a device current for a scope; next to free when it is already.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    cuda_check(cudaGetDevice(&previous_), "asking for the current device");
+    // A new thread reports device 0 before it has a context, and TMA descriptors are made by the driver in the current
+    // context: a thread's first call sets the device even if it seems to be set.
+    thread_local bool has_context = false;
+    if (device == previous_ && has_context) {
+      previous_ = kNothingToRestore;
+      return;
+    }
+    cuda_check(cudaSetDevice(device), "making the operands' device current");
+    has_context = true;
+  }
+  ~DeviceGuard() {
+    if (previous_ != kNothingToRestore) cudaSetDevice(previous_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  static constexpr int kNothingToRestore = -1;
+  int previous_ = kNothingToRestore;
+};
+
+// Runs a kernel's preparation once on each device: attributes belong to the device that is current. Running it twice
+// from two threads is harmless, so a flag is enough.
+class PerDevice {
+ public:
+  template <class Prepare>
+  void once(int device, Prepare prepare) {
+    std::uint64_t const bit = std::uint64_t{1} << device;
+    if (done_.load(std::memory_order_acquire) & bit) return;
+    prepare();
+    done_.fetch_or(bit, std::memory_order_release);
+  }
+
+ private:
+  std::atomic<std::uint64_t> done_{0};
+};
+
+}  // namespace epiloq

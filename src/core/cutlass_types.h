@@ -1,0 +1,21 @@
+#pragma once
+
+#include "cutlass/numeric_types.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+template <DType>
+struct CutlassTypeOf;
+template <>
+struct CutlassTypeOf<DType::kFloat16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct CutlassTypeOf<DType::kBFloat16> {
+  using type = cutlass::bfloat16_t;
+};
+template <DType kDType>
+using CutlassType = typename CutlassTypeOf<kDType>::type;
+
+}  // namespace epiloq

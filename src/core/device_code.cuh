@@ -1,0 +1,61 @@
+#pragma once
+
+// Small pieces that hand-written kernels share.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+template <DType>
+struct CudaTypeOf;
+template <>
+struct CudaTypeOf<DType::kFloat16> {
+  using type = __half;
+};
+template <>
+struct CudaTypeOf<DType::kBFloat16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct CudaTypeOf<DType::kFloat32> {
+  using type = float;
+};
+template <DType kDType>
+using CudaType = typename CudaTypeOf<kDType>::type;
+
+// Programmatic dependent launch: a kernel launched with it may start while the one before it still runs, and must wait
+// before it touches what that one wrote. Both are nothing on architectures before SM90.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A kernel launch that may overlap the tail of the kernel before it (ignored by devices before SM90).
+template <class... Parameters, class... Arguments>
+cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                             cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Arguments&&>(arguments)...);
+}
+
+}  // namespace epiloq

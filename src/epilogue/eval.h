@@ -1,0 +1,45 @@
+#pragma once
+
+// An expression's value at one element of D: on the host for tests, on the device for kernels written by hand.
+
+#include <cmath>
+#include <type_traits>
+
+#include "epilogue/expr.h"
+
+namespace epiloq::epilogue {
+
+EPILOQ_HD inline float apply(MultiplyAdd, float a, float b, float c) { return fmaf(a, b, c); }
+template <class T>
+EPILOQ_HD T apply(Multiply, T a, T b) {
+  return a * b;
+}
+template <class T>
+EPILOQ_HD T apply(Subtract, T a, T b) {
+  return a - b;
+}
+// The tensor cores' integers wrap; so do these, without the undefined behaviour of signed overflow.
+EPILOQ_HD inline std::int32_t apply(Multiply, std::int32_t a, std::int32_t b) {
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) * static_cast<std::uint32_t>(b));
+}
+EPILOQ_HD inline std::int32_t apply(Subtract, std::int32_t a, std::int32_t b) {
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) - static_cast<std::uint32_t>(b));
+}
+
+EPILOQ_HD inline std::int32_t eval(Acc, std::int32_t acc, std::int64_t, std::int64_t) { return acc; }
+template <class T>
+EPILOQ_HD T eval(Row<T> const& leaf, std::int32_t, std::int64_t, std::int64_t n) {
+  return leaf.ptr == nullptr ? leaf.null_default : leaf.ptr[leaf.is_vector ? n : 0];
+}
+template <class T>
+EPILOQ_HD T eval(Col<T> const& leaf, std::int32_t, std::int64_t m, std::int64_t) {
+  return leaf.ptr == nullptr ? leaf.null_default : leaf.ptr[leaf.is_vector ? m : 0];
+}
+template <class Tag, class Out, class In, class... Kids>
+EPILOQ_HD Out eval(Op<Tag, Out, In, Kids...> const& op, std::int32_t acc, std::int64_t m, std::int64_t n) {
+  return std::apply(
+      [&](auto const&... kid) { return static_cast<Out>(apply(Tag{}, static_cast<In>(eval(kid, acc, m, n))...)); },
+      op.kids);
+}
+
+}  // namespace epiloq::epilogue

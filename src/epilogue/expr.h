@@ -1,0 +1,60 @@
+#pragma once
+
+// The vocabulary of epilogues. An expression is a small tree over the int32 accumulator; it carries its run-time
+// pointers, and everything that computes an output element is made from it: the visitor trees of CUTLASS 2.x and 3.x
+// (lower_sm80.h, lower_sm90.h) and plain evaluation on the host or in a hand-written kernel (eval.h).
+
+#include <cstdint>
+#include <tuple>
+
+#ifdef __CUDACC__
+#define EPILOQ_HD __host__ __device__
+#else
+#define EPILOQ_HD
+#endif
+
+namespace epiloq::epilogue {
+
+struct Acc {};
+
+// One value per column of D. A null pointer stands for `null_default` everywhere.
+template <class T>
+struct Row {
+  T const* ptr = nullptr;
+  bool is_vector = true;
+  T null_default = T(0);
+};
+
+// One value per row of D.
+template <class T>
+struct Col {
+  T const* ptr = nullptr;
+  bool is_vector = true;
+  T null_default = T(0);
+};
+
+struct Multiply {};
+struct Subtract {};
+struct MultiplyAdd {};
+
+// Children are converted to In, combined by Tag, and rounded to Out.
+template <class Tag, class Out, class In, class... Kids>
+struct Op {
+  std::tuple<Kids...> kids;
+};
+
+template <class Out, class In = Out, class A, class B>
+EPILOQ_HD auto mul(A a, B b) {
+  return Op<Multiply, Out, In, A, B>{{a, b}};
+}
+template <class Out, class In = Out, class A, class B>
+EPILOQ_HD auto sub(A a, B b) {
+  return Op<Subtract, Out, In, A, B>{{a, b}};
+}
+// a * b + c with one rounding
+template <class Out, class In = Out, class A, class B, class C>
+EPILOQ_HD auto fma(A a, B b, C c) {
+  return Op<MultiplyAdd, Out, In, A, B, C>{{a, b, c}};
+}
+
+}  // namespace epiloq::epilogue

@@ -1,0 +1,47 @@
+#pragma once
+
+// Each epilogue, once. D is the output's type; a null bias adds nothing, a null zero point counts as 1.
+
+#include "epilogue/expr.h"
+
+namespace epiloq::epilogue {
+
+// The run-time operands, before any type of D is known.
+struct Operands {
+  float const* scale_a = nullptr;
+  float const* scale_b = nullptr;
+  void const* bias = nullptr;
+  std::int32_t const* azp = nullptr;
+  std::int32_t const* azp_adj = nullptr;
+  bool scale_a_is_vector = false;
+  bool scale_b_is_vector = false;
+  bool azp_is_vector = false;
+};
+
+// ScaledEpilogue and ScaledEpilogueBias: sa (sb acc) + bias
+struct Scaled {
+  template <class D>
+  EPILOQ_HD static auto make(Operands const& p) {
+    Col<float> const scale_a{p.scale_a, p.scale_a_is_vector};
+    Row<float> const scale_b{p.scale_b, p.scale_b_is_vector};
+    Row<D> const bias{static_cast<D const*>(p.bias)};
+    return fma<D, float>(scale_a, mul<float>(scale_b, Acc{}), bias);
+  }
+};
+
+// ScaledEpilogueAzp (azp null: azp_adj was multiplied beforehand) and ScaledEpilogueAzpPerToken:
+// sa (sb (acc - azp azp_adj)) + bias, the difference exact in int32
+struct ScaledAzp {
+  template <class D>
+  EPILOQ_HD static auto make(Operands const& p) {
+    Col<float> const scale_a{p.scale_a, p.scale_a_is_vector};
+    Row<float> const scale_b{p.scale_b, p.scale_b_is_vector};
+    Row<D> const bias{static_cast<D const*>(p.bias)};
+    Col<std::int32_t> const azp{p.azp, p.azp_is_vector, 1};
+    Row<std::int32_t> const azp_adj{p.azp_adj};
+    auto const centred = sub<float, std::int32_t>(Acc{}, mul<std::int32_t>(azp, azp_adj));
+    return fma<D, float>(scale_a, mul<float>(scale_b, centred), bias);
+  }
+};
+
+}  // namespace epiloq::epilogue

@@ -1,0 +1,147 @@
+#pragma once
+
+// Expressions as CUTLASS 2.x epilogue visitor trees (SM75, SM80 and what follows in that style).
+//
+// The leaves are written here rather than taken from CUTLASS: its row broadcast cannot be a scalar at run time and wants
+// aligned vectors, and its column broadcast keeps a whole tile's values in an array that the stream-K path indexes at run
+// time, which puts it into local memory. These read what a step needs, element by element, through the cache.
+
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/threadblock/fusion/visitors.hpp"
+#include "epilogue/lower.h"
+
+namespace epiloq::epilogue {
+namespace sm80 {
+
+template <class T>
+struct LeafArguments {
+  T const* ptr = nullptr;
+  bool is_vector = true;
+  T null_default = T(0);
+};
+
+// What a leaf without workspace or shared memory has to declare.
+template <class T>
+struct LeafBase {
+  using Arguments = LeafArguments<T>;
+  using Params = Arguments;
+  struct SharedStorage {};
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class ProblemShape>
+  static std::size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+    return 0;
+  }
+  LeafBase() = default;
+  CUTLASS_HOST_DEVICE LeafBase(Params const& p, SharedStorage const&) : params(&p) {}
+  Params const* params = nullptr;
+};
+
+template <class ThreadMap, class T>
+struct Row : LeafBase<T> {
+  using LeafBase<T>::LeafBase;
+  static constexpr int kVector = ThreadMap::kElementsPerAccess;
+  static constexpr int kColumns = ThreadMap::Iterations::kColumn;
+
+  template <class Coord>
+  struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
+    CUTLASS_DEVICE Callbacks(Coord const& coord, int n, LeafArguments<T> const* p) : coord(coord), n(n), params(p) {}
+    Coord coord;  // (VECTOR, COLUMN) -> (m, n)
+    int n;
+    LeafArguments<T> const* params;
+    cutlass::Array<T, kVector> values[kColumns];
+
+    CUTLASS_DEVICE void begin_epilogue() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kColumns; ++c) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kVector; ++v) {
+          int const column = cute::get<1>(coord(v, c));
+          bool const read = params->ptr != nullptr && column < n;
+          values[c][v] = read ? params->ptr[params->is_vector ? column : 0] : params->null_default;
+        }
+      }
+    }
+    template <class Accumulator, int kFragment>
+    CUTLASS_DEVICE auto visit(int, int, int column, int, cutlass::Array<Accumulator, kFragment> const&) {
+      static_assert(kFragment == kVector);
+      return values[column];
+    }
+  };
+
+  template <class ProblemShape>
+  CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord tile, int thread, ProblemShape problem) {
+    using cute::_;
+    using cute::_0;
+    auto coord = ThreadMap::partition(cute::make_identity_tensor(problem), thread, tile)(_, _, _0{}, _0{}, _0{}, _0{});
+    return Callbacks<decltype(coord)>(coord, cute::get<1>(problem), this->params);
+  }
+};
+
+template <class ThreadMap, class T>
+struct Col : LeafBase<T> {
+  using LeafBase<T>::LeafBase;
+  template <class Coord>
+  struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
+    CUTLASS_DEVICE Callbacks(Coord const& coord, int m, LeafArguments<T> const* p) : coord(coord), m(m), params(p) {}
+    Coord coord;  // (ROW, STEP) -> (m, n)
+    int m;
+    LeafArguments<T> const* params;
+    static constexpr int kRows = decltype(cute::size<0>(std::declval<Coord>()))::value;
+    T values[kRows];
+
+    CUTLASS_DEVICE void begin_step(int step) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        int const row = cute::get<0>(coord(r, step));
+        bool const read = params->ptr != nullptr && row < m;
+        values[r] = read ? params->ptr[params->is_vector ? row : 0] : params->null_default;
+      }
+    }
+    template <class Accumulator, int kFragment>
+    CUTLASS_DEVICE auto visit(int, int row, int, int, cutlass::Array<Accumulator, kFragment> const&) {
+      cutlass::Array<T, kFragment> fragment;
+      fragment.fill(values[row]);
+      return fragment;
+    }
+  };
+
+  template <class ProblemShape>
+  CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord tile, int thread, ProblemShape problem) {
+    using cute::_;
+    using cute::_0;
+    auto coord = cute::group_modes<1, 4>(
+        ThreadMap::partition(cute::make_identity_tensor(problem), thread, tile)(_0{}, _0{}, _, _, _, _));
+    return Callbacks<decltype(coord)>(coord, cute::get<0>(problem), this->params);
+  }
+};
+
+}  // namespace sm80
+
+template <class ThreadMap>
+struct Sm80 {
+  template <class T>
+  using RowNode = sm80::Row<ThreadMap, T>;
+  template <class T>
+  using ColNode = sm80::Col<ThreadMap, T>;
+  template <class Node, class... Kids>
+  using Tree = cutlass::epilogue::threadblock::Sm80EVT<Node, Kids...>;
+  using AccNode = cutlass::epilogue::threadblock::VisitorAccFetch;
+  template <template <class> class Fn, class Out, class In>
+  using Compute =
+      cutlass::epilogue::threadblock::VisitorCompute<Fn, Out, In, cutlass::FloatRoundStyle::round_to_nearest>;
+
+  template <class Leaf>
+  static auto row_args(Leaf const& leaf) {
+    using T = std::remove_cvref_t<decltype(leaf.null_default)>;
+    return sm80::LeafArguments<T>{leaf.ptr, leaf.is_vector, leaf.null_default};
+  }
+  template <class Leaf>
+  static auto col_args(Leaf const& leaf) {
+    return row_args(leaf);
+  }
+};
+
+}  // namespace epiloq::epilogue

@@ -1,0 +1,80 @@
+#pragma once
+
+// int8 GEMM for what the fast kernels refuse: rows that do not start on 16 bytes. Any size, any stride, any architecture
+// with dp4a; bytes are gathered one at a time, so it is many times slower, and callers are told so.
+
+#include "core/cuda_check.h"
+#include "core/device_code.cuh"
+#include "epilogue/eval.h"
+#include "gemm/problem.h"
+
+namespace epiloq::gemm {
+
+struct Generic {
+  static constexpr int kTile = 64;     // rows and columns of D, a block
+  static constexpr int kDepth = 64;    // of K, a step
+  static constexpr int kPitch = kDepth + 4;  // words of one column of threads fall into different banks
+  static constexpr int kSide = 16;     // threads along a side
+  static constexpr int kEach = kTile / kSide;
+
+  // [rows, k] bytes into shared memory, zeros past the edges.
+  static __device__ void stage(std::int8_t (&tile)[kTile][kPitch], std::int8_t const* source, std::int64_t stride,
+                               int first_row, int rows, int first_k, int k) {
+    for (int i = threadIdx.x; i < kTile * kDepth; i += kSide * kSide) {
+      int const row = i / kDepth, depth = i % kDepth;
+      bool const inside = first_row + row < rows && first_k + depth < k;
+      tile[row][depth] = inside ? source[(first_row + row) * stride + first_k + depth] : std::int8_t{0};
+    }
+  }
+};
+
+template <class Out, class Epilogue>
+__global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem const p) {
+  using G = Generic;
+  __shared__ alignas(16) std::int8_t a[G::kTile][G::kPitch];
+  __shared__ alignas(16) std::int8_t b[G::kTile][G::kPitch];
+  int const first_m = blockIdx.y * G::kTile, first_n = blockIdx.x * G::kTile;
+  int const row = threadIdx.x / G::kSide, column = threadIdx.x % G::kSide;
+  int sums[G::kEach][G::kEach] = {};
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  for (int k = 0; k < p.k; k += G::kDepth) {
+    __syncthreads();
+    G::stage(a, p.a, p.stride_a, first_m, p.m, k, p.k);
+    G::stage(b, p.b, p.stride_b, first_n, p.n, k, p.k);
+    __syncthreads();
+#pragma unroll 4
+    for (int depth = 0; depth < G::kDepth; depth += 4) {
+      int x[G::kEach], w[G::kEach];
+#pragma unroll
+      for (int i = 0; i < G::kEach; ++i) {
+        x[i] = *reinterpret_cast<int const*>(&a[row + i * G::kSide][depth]);
+        w[i] = *reinterpret_cast<int const*>(&b[column + i * G::kSide][depth]);
+      }
+#pragma unroll
+      for (int i = 0; i < G::kEach; ++i) {
+#pragma unroll
+        for (int j = 0; j < G::kEach; ++j) sums[i][j] = __dp4a(x[i], w[j], sums[i][j]);
+      }
+    }
+  }
+  auto const expr = Epilogue::template make<Out>(p.operands);
+#pragma unroll
+  for (int i = 0; i < G::kEach; ++i) {
+#pragma unroll
+    for (int j = 0; j < G::kEach; ++j) {
+      int const m = first_m + row + i * G::kSide, n = first_n + column + j * G::kSide;
+      if (m < p.m && n < p.n) static_cast<Out*>(p.d)[m * p.stride_d + n] = epilogue::eval(expr, sums[i][j], m, n);
+    }
+  }
+}
+
+template <class Out, class Epilogue>
+void launch_generic(Problem const& p, int, Stream stream) {
+  constexpr unsigned kTile = Generic::kTile;
+  dim3 const grid((p.n + kTile - 1) / kTile, (p.m + kTile - 1) / kTile);
+  cuda_check(launch_dependent(generic_kernel<Out, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
+             "launching epiloq.scaled_mm");
+}
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+#include "epiloq/tensor.h"
+#include "epilogue/library.h"
+
+namespace epiloq::gemm {
+
+// D [m, n] = epilogue(A [m, k] B^T), B [n, k]; all row-major with the given strides in elements.
+struct Problem {
+  int m, n, k;
+  std::int64_t stride_a, stride_b, stride_d;
+  std::int8_t const* a;
+  std::int8_t const* b;
+  void* d;
+  epilogue::Operands operands;
+};
+
+using Launch = void (*)(Problem const&, int device, Stream);
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,116 @@
+#pragma once
+
+// WgmmaConfig x output type x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x int8 GEMM is put together.
+
+#include "core/cuda_check.h"
+#include "cute/tensor.hpp"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "epilogue/lower_sm90.h"
+#include "epiloq/device.h"
+#include "gemm/config.h"
+#include "gemm/problem.h"
+
+namespace epiloq::gemm {
+
+template <Schedule>
+struct ScheduleTags;
+template <>
+struct ScheduleTags<Schedule::kWarpSpecialized> {
+  using Mainloop = cutlass::gemm::KernelTmaWarpSpecialized;
+  using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
+};
+template <>
+struct ScheduleTags<Schedule::kPingpong> {
+  using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
+  using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
+};
+template <>
+struct ScheduleTags<Schedule::kCooperative> {
+  using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+  using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
+};
+
+// A main loop that asks L2 for the first of a block's weights while it may still have to wait for the kernel before it.
+// Prefetching into L2 is safe even if that kernel writes the weights: its writes arrive there. Only for swapped operands
+// (weights first), where a call is bound by reading them.
+template <class Base, int kRows, int kBytes>
+struct EarlyWeights : Base {
+  CUTLASS_DEVICE static void prefetch_tma_descriptors(typename Base::Params const& params) {
+    Base::prefetch_tma_descriptors(params);
+    constexpr int kBox = 128;  // bytes of K in one TMA box, the widest swizzle
+    int const row = (blockIdx.x + blockIdx.y * gridDim.x) * kRows;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int k = 0; k < kBytes / kRows; k += kBox) {
+      cute::SM90_TMA_LOAD::PREFETCH::copy(params.tma_load_a.get_tma_descriptor(), k, row, 0);
+    }
+  }
+};
+
+template <WgmmaConfig kConfig, class Out, class Epilogue>
+struct Sm90Gemm {
+  using Tile = cute::Shape<cute::Int<kConfig.tile.m>, cute::Int<kConfig.tile.n>, cute::Int<kConfig.tile.k>>;
+  using Cluster = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
+  using Tags = ScheduleTags<kConfig.schedule>;
+  using Target = std::conditional_t<kConfig.swap, epilogue::Transposed<epilogue::Sm90<Tile>>, epilogue::Sm90<Tile>>;
+  using Expr = decltype(Epilogue::template make<Out>({}));
+  using Lowered = epilogue::Lower<Target, Expr>;
+  using LayoutD = std::conditional_t<kConfig.swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
+  static constexpr int kAlignment8 = 16;   // elements of 8 bits in the 16 bytes that TMA wants
+  static constexpr int kAlignment16 = 8;
+
+  using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, std::int32_t, float, void, LayoutD, kAlignment16, Out, LayoutD,
+      kAlignment16, typename Tags::Epilogue, typename Lowered::type>::CollectiveOp;
+  // A second block on an SM starts streaming while the first one ends.
+  static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
+  static constexpr int kReserved = kConfig.blocks_per_sm == 1 ? 0 : kSharedMemory / 2 + 1024;
+  using PlainMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t, cutlass::layout::RowMajor, kAlignment8,
+      std::int8_t, cutlass::layout::ColumnMajor, kAlignment8, std::int32_t, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename CollectiveEpilogue::SharedStorage)) + kReserved>,
+      typename Tags::Mainloop>::CollectiveOp;
+  using CollectiveMainloop =
+      std::conditional_t<(kConfig.prefetch_bytes > 0), EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.prefetch_bytes>, PlainMainloop>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, CollectiveMainloop,
+                                                      CollectiveEpilogue, void>;
+  using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+
+  static void launch(Problem const& p, int device, Stream stream) {
+    using cute::Int;
+    auto const expr = Epilogue::template make<Out>(p.operands);
+    int const rows = kConfig.swap ? p.n : p.m;
+    int const cols = kConfig.swap ? p.m : p.n;
+    std::int64_t const stride_rows = kConfig.swap ? p.stride_b : p.stride_a;
+    std::int64_t const stride_cols = kConfig.swap ? p.stride_a : p.stride_b;
+    typename Kernel::StrideD stride_d{};
+    cute::get<kConfig.swap ? 1 : 0>(stride_d) = p.stride_d;
+
+    typename Adapter::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
+                                          {rows, cols, p.k, 1},
+                                          {kConfig.swap ? p.b : p.a,
+                                           {stride_rows, Int<1>{}, 0},
+                                           kConfig.swap ? p.a : p.b,
+                                           {stride_cols, Int<1>{}, 0}},
+                                          {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
+    arguments.hw_info.device_id = device;
+    arguments.hw_info.sm_count = device_properties(device).sm_count;
+    static PerDevice prepared;
+    prepared.once(device, [] {
+      cuda_check(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      Kernel::SharedStorageSize),
+                 "asking for shared memory");
+    });
+    auto params = Kernel::to_underlying_arguments(arguments, nullptr);
+    constexpr bool kDependentLaunch = true;  // its prologue overlaps the tail of the kernel before it
+    if (Adapter::run(params, stream, nullptr, kDependentLaunch) != cutlass::Status::kSuccess) {
+      throw CudaError("epiloq.scaled_mm: the launch of an SM90 kernel failed");
+    }
+  }
+};
+
+}  // namespace epiloq::gemm

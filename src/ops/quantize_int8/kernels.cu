@@ -1,0 +1,206 @@
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "core/device_code.cuh"
+#include "ops/quantize_int8/kernels.h"
+
+namespace epiloq::ops::quantize_int8 {
+namespace {
+
+constexpr int kVector = 8;  // elements a thread reads at once
+constexpr int kMaxThreads = 1024;
+constexpr float kSmallestNormal = 1.17549435e-38f;
+
+struct Range {
+  float lo, hi;
+};
+
+// NaN wins, so that a row that holds one gets a scale that is one.
+__device__ __forceinline__ float lower(float a, float b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ float upper(float a, float b) { return a > b || a != a ? a : b; }
+__device__ __forceinline__ Range merge(Range a, Range b) { return {lower(a.lo, b.lo), upper(a.hi, b.hi)}; }
+
+__device__ Range merge_block(Range range) {
+  __shared__ Range of_warp[kMaxThreads / 32];
+  for (int offset = 16; offset > 0; offset /= 2) {
+    range = merge(range, {__shfl_xor_sync(~0u, range.lo, offset), __shfl_xor_sync(~0u, range.hi, offset)});
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = range;
+  __syncthreads();
+  range = of_warp[0];
+  for (unsigned w = 1; w < blockDim.x / 32; ++w) range = merge(range, of_warp[w]);
+  return range;
+}
+
+struct Parameters {
+  float scale;
+  float azp;  // whole
+};
+
+__device__ Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
+  float const amax = upper(-range.lo, range.hi);
+  if (!symmetric && (range_includes_zero || range.lo == range.hi)) range = merge(range, {0.f, 0.f});
+  float const step = symmetric ? __fdiv_rn(amax, 127.f) : __fdiv_rn(range.hi - range.lo, 255.f);
+  float const scale = step < kSmallestNormal ? kSmallestNormal : step;  // NaN stays
+  if (symmetric) return {scale, 0.f};
+  float const azp = rintf(-128.f - __fdiv_rn(range.lo, scale));
+  return {scale, azp == azp ? azp : 0.f};
+}
+
+// Divides rather than multiplies by a reciprocal: ties then fall alike everywhere. NaN counts as 0.
+__device__ __forceinline__ int quantize(float x, Parameters p) {
+  float const rounded = rintf(__fdiv_rn(x, p.scale));
+  float const shifted = (rounded == rounded ? rounded : 0.f) + p.azp;
+  return __float2int_rn(fminf(fmaxf(shifted, -128.f), 127.f));
+}
+
+template <class T>
+struct Vector {
+  alignas(16) T values[kVector];
+
+  __device__ void load(T const* source) {
+    constexpr int kPieces = sizeof(values) / sizeof(int4);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      reinterpret_cast<int4*>(values)[i] = __ldcg(reinterpret_cast<int4 const*>(source) + i);
+    }
+  }
+  __device__ void store_quantized(std::int8_t* target, Parameters p) const {
+    unsigned words[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      words[i / 4] |= (quantize(static_cast<float>(values[i]), p) & 0xff) << (8 * (i % 4));
+    }
+    *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
+  }
+};
+
+__device__ Parameters read_static(Problem const& p, int row) {
+  int const i = p.per_row ? row : 0;
+  return {p.scale[i], p.azp != nullptr ? static_cast<float>(p.azp[i]) : 0.f};
+}
+
+__device__ Parameters finish_dynamic(Problem const& p, int row, Range range) {
+  Parameters const parameters = measure(merge_block(range), p.azp == nullptr, p.range_includes_zero);
+  if (threadIdx.x == 0) {
+    p.scale[row] = parameters.scale;
+    if (p.azp != nullptr) p.azp[row] = __float2int_rn(parameters.azp);
+  }
+  return parameters;
+}
+
+__device__ void zero_padding(Problem const& p, std::int8_t* q) {
+  for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
+}
+
+constexpr Range kEmpty{__builtin_inff(), -__builtin_inff()};
+
+// A block a row, the row in registers: one pass over memory.
+template <class T, int kVectors>
+__global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  int const row = blockIdx.x;
+  T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
+  std::int8_t* const q = p.q + row * p.stride_q;
+  Vector<T> held[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    int const column = (v * blockDim.x + threadIdx.x) * kVector;
+    if (column < p.cols) held[v].load(x + column);
+  }
+  Parameters parameters;
+  if (p.is_static) {
+    parameters = read_static(p, row);
+  } else {
+    Range range = kEmpty;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if ((v * blockDim.x + threadIdx.x) * kVector >= p.cols) continue;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        float const value = static_cast<float>(held[v].values[i]);
+        range = merge(range, {value, value});
+      }
+    }
+    parameters = finish_dynamic(p, row, range);
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    int const column = (v * blockDim.x + threadIdx.x) * kVector;
+    if (column < p.cols) held[v].store_quantized(q + column, parameters);
+  }
+  zero_padding(p, q);
+}
+
+// Rows that are too long for registers or do not start on 16 bytes: read twice, an element at a time.
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Problem const p) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  int const row = blockIdx.x;
+  T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
+  std::int8_t* const q = p.q + row * p.stride_q;
+  Parameters parameters;
+  if (p.is_static) {
+    parameters = read_static(p, row);
+  } else {
+    Range range = kEmpty;
+    for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
+      float const value = static_cast<float>(x[c]);
+      range = merge(range, {value, value});
+    }
+    parameters = finish_dynamic(p, row, range);
+  }
+  for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
+    q[c] = static_cast<std::int8_t>(quantize(static_cast<float>(x[c]), parameters));
+  }
+  zero_padding(p, q);
+}
+
+int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+template <class T>
+void launch_typed(Problem const& p, Stream stream) {
+  auto const on_16_bytes = [](void const* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; };
+  constexpr int kElements = 16 / sizeof(T);
+  bool const aligned = p.cols % kVector == 0 && p.stride_x % kElements == 0 && p.stride_q % kVector == 0 &&
+                       on_16_bytes(p.x) && on_16_bytes(p.q);
+  // The fewest vectors a thread that keep a block at 256 threads; past four of them, more threads.
+  struct Variant {
+    int vectors;
+    void (*kernel)(Problem);
+  };
+  constexpr Variant kVariants[] = {{1, one_pass<T, 1>}, {2, one_pass<T, 2>}, {4, one_pass<T, 4>}};
+  constexpr int kComfortable = 256;
+  int const vectors = p.cols / kVector;
+  Variant chosen = kVariants[2];
+  for (Variant const& variant : kVariants) {
+    if (vectors <= variant.vectors * kComfortable) {
+      chosen = variant;
+      break;
+    }
+  }
+  int threads = round_up(std::max(1, (vectors + chosen.vectors - 1) / chosen.vectors), 32);
+  if (!aligned || threads > kMaxThreads) {
+    chosen.kernel = two_pass<T>;
+    threads = std::min(round_up(std::max(1, p.cols), 32), kMaxThreads);
+  }
+  cuda_check(launch_dependent(chosen.kernel, p.rows, threads, 0, stream, p), "launching epiloq.quantize_int8");
+}
+
+}  // namespace
+
+void launch(Problem const& problem, DType x, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  switch (x) {
+    case DType::kFloat16:
+      return launch_typed<__half>(problem, stream);
+    case DType::kBFloat16:
+      return launch_typed<__nv_bfloat16>(problem, stream);
+    default:
+      return launch_typed<float>(problem, stream);
+  }
+}
+
+}  // namespace epiloq::ops::quantize_int8

@@ -1,0 +1,93 @@
+#pragma once
+
+// Every tile that scaled_mm is compiled for, and which problem takes which. Data: a new tile is one row and one rule.
+
+#include <array>
+#include <climits>
+
+#include "gemm/config.h"
+
+namespace epiloq::ops::scaled_mm {
+
+using gemm::MmaConfig;
+using gemm::Schedule;
+using gemm::SkinnyConfig;
+using gemm::WgmmaConfig;
+
+// The problems m <= m_max, n <= n_max take row `tile`; rules are tried in order, the first that fits wins. The last rule of
+// each list takes everything.
+struct Rule {
+  int m_max, n_max;
+  int tile;
+};
+inline constexpr int kAny = INT_MAX;
+
+// SM75: tile, warp, stages. Shapes that public Turing kernels use; seen right (on an H200), never timed on a Turing card.
+inline constexpr std::array kSm75Tiles{
+    MmaConfig{{32, 128, 64}, {32, 64, 64}, 2},
+    MmaConfig{{64, 128, 64}, {64, 64, 64}, 2},
+    MmaConfig{{128, 128, 64}, {64, 64, 64}, 2},
+};
+inline constexpr std::array kSm75Rules{
+    Rule{32, kAny, 0},
+    Rule{64, kAny, 1},
+    Rule{kAny, kAny, 2},
+};
+
+// SM80: tile, warp, stages.
+inline constexpr std::array kSm80Tiles{
+    MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},
+    MmaConfig{{64, 128, 128}, {64, 64, 64}, 3},
+    MmaConfig{{128, 128, 64}, {64, 64, 64}, 5},
+    MmaConfig{{128, 256, 64}, {64, 64, 64}, 3},
+};
+inline constexpr std::array kSm80Rules{
+    Rule{32, kAny, 0},
+    Rule{64, kAny, 1},
+    Rule{128, 8192, 1},
+    Rule{512, kAny, 2},
+    Rule{kAny, 4096, 2},
+    Rule{kAny, kAny, 3},
+    Rule{kAny, kAny, 2},  // where 128x256 does not fit
+};
+
+// SM80, few tokens: slabs of 16 weight rows a block, tokens, warps, unroll. The slab count is chosen at run time, so that
+// blocks fill the SMs evenly; H200, 2026-11-20: best of warps 8 and 16 and unrolls 1 to 6 at each.
+inline constexpr std::array kSkinnyTiles{
+    SkinnyConfig{1, 8, 16, 2},  SkinnyConfig{2, 8, 16, 2},  SkinnyConfig{3, 8, 16, 2},  SkinnyConfig{4, 8, 16, 2},
+    SkinnyConfig{1, 16, 16, 2}, SkinnyConfig{2, 16, 16, 2}, SkinnyConfig{3, 16, 16, 1}, SkinnyConfig{4, 16, 16, 1},
+};
+
+// SM90: tile, cluster m, cluster n, schedule, swap, blocks an SM, early bytes. H200, 2026-11-20, with dependent launch.
+inline constexpr auto kW = Schedule::kWarpSpecialized;
+inline constexpr auto kP = Schedule::kPingpong;
+inline constexpr auto kC = Schedule::kCooperative;
+inline constexpr int kEarly = 64 * 1024;
+inline constexpr std::array kSm90Tiles{
+    WgmmaConfig{{64, 16, 256}, 1, 1, kP, true, 1, kEarly},      // 0: more weight tiles than SMs, so persistent
+    WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 2, kEarly / 2},  // 1
+    WgmmaConfig{{64, 16, 512}, 1, 1, kW, true},                 // 2
+    WgmmaConfig{{64, 16, 256}, 1, 2, kW, true},                 // 3
+    WgmmaConfig{{64, 32, 512}, 1, 1, kW, true},                 // 4
+    WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 5
+    WgmmaConfig{{64, 64, 256}, 1, 1, kP, true, 1, kEarly},      // 6
+    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},                // 7
+    WgmmaConfig{{64, 64, 256}, 1, 1, kW, true, 1, kEarly},      // 8
+    WgmmaConfig{{64, 64, 256}, 1, 8, kW, false},                // 9
+    WgmmaConfig{{64, 128, 128}, 1, 1, kP, false},               // 10
+    WgmmaConfig{{128, 128, 128}, 1, 1, kP, true},               // 11
+    WgmmaConfig{{128, 128, 128}, 1, 2, kP, false},              // 12
+    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},              // 13
+    WgmmaConfig{{128, 256, 128}, 1, 1, kC, false},              // 14
+    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false},              // 15
+};
+inline constexpr std::array kSm90Rules{
+    Rule{16, 2560, 3},    Rule{16, 4608, 2},    Rule{16, 6656, 1},     Rule{16, 8448, 2},    Rule{16, kAny, 0},
+    Rule{32, 4608, 3},    Rule{32, 8448, 4},    Rule{32, kAny, 5},     Rule{64, 2560, 5},    Rule{64, 4608, 8},
+    Rule{64, 7168, 9},    Rule{64, 8448, 8},    Rule{64, kAny, 6},     Rule{128, 2560, 5},   Rule{128, 4608, 7},
+    Rule{128, kAny, 10},  Rule{256, 2560, 7},   Rule{256, 4608, 10},   Rule{256, kAny, 11},  Rule{2048, 2560, 13},
+    Rule{2048, 4608, 14}, Rule{2048, 6656, 11}, Rule{2048, 8448, 14},  Rule{2048, kAny, 11}, Rule{kAny, 2560, 13},
+    Rule{kAny, 6656, 12}, Rule{kAny, 8448, 15}, Rule{kAny, kAny, 12},
+};
+
+}  // namespace epiloq::ops::scaled_mm

@@ -1,0 +1,189 @@
+#include "epiloq/scaled_mm.h"
+
+#include <algorithm>
+
+#include "core/checks.h"
+#include "epilogue/eval.h"
+#include "epilogue/library.h"
+#include "gemm/problem.h"
+#include "ops/scaled_mm/launch.h"
+#include "ops/scaled_mm/select.h"
+
+namespace epiloq {
+namespace {
+
+// |a| <= 128 and |b| <= 128 keep the int32 sum of K products exact up to 2^31 / 128^2; a zero point in [-128, 127] makes
+// the left factor as large as 255.
+constexpr std::int64_t kMaxK = (std::int64_t{1} << 31) / (128 * 128) - 1;
+constexpr std::int64_t kMaxKWithZeroPoint = ((std::int64_t{1} << 31) - 1) / (255 * 128);
+constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
+
+struct Sizes {
+  Matrix out, a, weight;
+};
+
+Sizes check_operands(ScaledMm const& call, Checker const& check) {
+  check.tensor("a", call.a, {DType::kInt8});
+  check.tensor("b", call.b, {DType::kInt8});
+  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  Sizes sizes;
+  sizes.a = check.rows("a", call.a);
+  std::int64_t const k = sizes.a.cols;
+  if (call.b.rank != 2) check.fail("b", "expected 2 dimensions [K, N], got ", describe(call.b));
+  std::int64_t const n = call.b.size(1);
+  if (call.b.size(0) != k) check.fail("b", "expected [", k, ", N] to follow a's ", k, " columns, got ", describe(call.b));
+  if (k > 1 && n > 1 && call.b.stride(0) != 1) {
+    check.fail("b", "expected column-major memory (stride 1 along K), got strides [", call.b.stride(0), ", ",
+               call.b.stride(1), "]; pass weight.t() of a contiguous weight [N, K], or b.t().contiguous().t()");
+  }
+  sizes.weight = check.rows("b", transposed(call.b));
+  sizes.out = check.rows("out", call.out);
+  bool const same_rows = std::equal(call.a.shape.begin(), call.a.shape.begin() + call.a.rank - 1, call.out.shape.begin());
+  if (call.out.rank != call.a.rank || !same_rows || sizes.out.cols != n) {
+    check.fail("out", "expected a's leading dimensions and ", n, " columns, got ", describe(call.out));
+  }
+  for (auto [argument, size] : {std::pair{"a", sizes.a.rows}, std::pair{"b", n}}) {
+    if (size > kMaxSize) check.fail(argument, "expected at most 2^31 - 1 rows or columns, got ", size);
+  }
+  check.aligned16("a", call.a);
+  check.aligned16("b", call.b);
+  check.aligned16("out", call.out);
+  return sizes;
+}
+
+void check_epilogue(ScaledMm const& call, Checker const& check, std::int64_t m, std::int64_t n) {
+  check.tensor("scale_a", call.scale_a, {DType::kFloat32});
+  check.tensor("scale_b", call.scale_b, {DType::kFloat32});
+  if (call.a.rank == 2 && call.scale_a.rank == 2 && call.scale_a.size(1) == m && m != 1) {
+    check.fail("scale_a", "expected a scale a row, [", m, "] or [", m, ", 1], got ", describe(call.scale_a));
+  }
+  check.scalar_or_vector("scale_a", call.scale_a, m, "row of a");
+  check.scalar_or_vector("scale_b", call.scale_b, n, "column of b");
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.out.dtype});
+    check.vector("bias", *call.bias, n);
+  }
+  if (call.azp_adj) {
+    check.tensor("azp_adj", *call.azp_adj, {DType::kInt32});
+    check.vector("azp_adj", *call.azp_adj, n);
+  }
+  if (call.azp) {
+    if (!call.azp_adj) check.fail("azp_adj", "expected the column sums of b beside azp, got none");
+    check.tensor("azp", *call.azp, {DType::kInt32});
+    check.scalar_or_vector("azp", *call.azp, m, "row of a");
+  }
+}
+
+void check_range_and_overlap(ScaledMm const& call, Checker const& check, std::int64_t k) {
+  std::int64_t const limit = call.azp_adj ? kMaxKWithZeroPoint : kMaxK;
+  if (k > limit) {
+    check.fail("a", "expected K of at most ", limit, call.azp_adj ? " with a zero point" : "",
+               ", where int32 sums are exact, got ", k);
+  }
+  check.apart("out", call.out, "a", call.a);
+  check.apart("out", call.out, "b", call.b);
+  check.apart("out", call.out, "scale_a", call.scale_a);
+  check.apart("out", call.out, "scale_b", call.scale_b);
+  if (call.bias) check.apart("out", call.out, "bias", *call.bias);
+  if (call.azp_adj) check.apart("out", call.out, "azp_adj", *call.azp_adj);
+  if (call.azp) check.apart("out", call.out, "azp", *call.azp);
+}
+
+Sizes checked(ScaledMm const& call) {
+  Checker const check(call.azp_adj || call.azp ? "scaled_mm_azp" : "scaled_mm", call.a.device);
+  Sizes const sizes = check_operands(call, check);
+  check_epilogue(call, check, sizes.a.rows, sizes.weight.rows);
+  check_range_and_overlap(call, check, sizes.a.cols);
+  return sizes;
+}
+
+ScaledMmProblem problem_of(Sizes const& sizes) {
+  auto const whole = [](std::int64_t elements, int per_16_bytes) { return elements % per_16_bytes == 0; };
+  bool const aligned = whole(sizes.a.cols, 16) && whole(sizes.a.stride, 16) && whole(sizes.weight.stride, 16) &&
+                       whole(sizes.out.cols, 8) && whole(sizes.out.stride, 8);
+  return {sizes.a.rows, sizes.weight.rows, sizes.a.cols, aligned};
+}
+
+epilogue::Operands operands_of(ScaledMm const& call) {
+  epilogue::Operands operands;
+  operands.scale_a = call.scale_a.as<float>();
+  operands.scale_b = call.scale_b.as<float>();
+  operands.scale_a_is_vector = call.scale_a.numel() != 1;
+  operands.scale_b_is_vector = call.scale_b.numel() != 1;
+  if (call.bias) operands.bias = call.bias->data;
+  if (call.azp_adj) operands.azp_adj = call.azp_adj->as<std::int32_t>();
+  if (call.azp) {
+    operands.azp = call.azp->as<std::int32_t>();
+    operands.azp_is_vector = call.azp->numel() != 1;
+  }
+  return operands;
+}
+
+ops::scaled_mm::Target target_of(ScaledMm const& call) {
+  if (call.a.device.type == Device::Type::kCuda) return ops::scaled_mm::target_of_device(call.a.device.index);
+  Arch const forced = forced_arch();
+  if (forced == Arch::kAuto) {
+    throw Unsupported("epiloq.explain: the operands are on the CPU, where torch's int8 matmul runs; force an arch to ask");
+  }
+  return ops::scaled_mm::nominal(forced);
+}
+
+template <class Epilogue>
+void evaluate(TensorView const& acc, ScaledMm const& call) {
+  auto const expr = Epilogue::template make<float>(operands_of(call));
+  std::int64_t const m = acc.size(0), n = acc.size(1);
+  for (std::int64_t i = 0; i < m; ++i) {
+    for (std::int64_t j = 0; j < n; ++j) {
+      call.out.as<float>()[i * n + j] = epilogue::eval(expr, acc.as<std::int32_t>()[i * n + j], i, j);
+    }
+  }
+}
+
+}  // namespace
+
+void check(ScaledMm const& call) { checked(call); }
+
+void scaled_mm(ScaledMm const& call, Stream stream) {
+  Sizes const sizes = checked(call);
+  if (call.a.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.scaled_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
+  }
+  if (call.out.dtype == DType::kFloat32) {
+    throw Unsupported("epiloq.scaled_mm: out: CUDA kernels write float16 or bfloat16, got float32");
+  }
+  if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
+  ScaledMmProblem const p = problem_of(sizes);
+  int const device = call.a.device.index;
+  gemm::Problem problem{static_cast<int>(p.m), static_cast<int>(p.n),  static_cast<int>(p.k),
+                        sizes.a.stride,        sizes.weight.stride,    sizes.out.stride,
+                        call.a.as<std::int8_t>(), call.b.as<std::int8_t>(), call.out.data, operands_of(call)};
+  bool const has_zero_point = call.azp_adj.has_value();
+  ops::scaled_mm::launch(ops::scaled_mm::choose(p, target_of(call)), call.out.dtype, has_zero_point, problem, device, stream);
+}
+
+std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count) {
+  ops::scaled_mm::Target target = ops::scaled_mm::nominal(arch);
+  if (sm_count > 0) target.sm_count = sm_count;
+  return ops::scaled_mm::describe(ops::scaled_mm::choose(problem, target));
+}
+
+std::string explain(ScaledMm const& call) {
+  Sizes const sizes = checked(call);
+  if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
+  return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(sizes), target_of(call)));
+}
+
+void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {
+  Checker const check("evaluate_epilogue", Device{});
+  check.tensor("acc", acc, {DType::kInt32});
+  check.tensor("out", call.out, {DType::kFloat32});
+  Matrix const rows = check.rows("acc", acc);
+  if (acc.rank != 2 || call.out.rank != 2 || check.rows("out", call.out).stride != rows.cols ||
+      rows.stride != rows.cols || call.out.size(0) != rows.rows) {
+    check.fail("out", "expected a contiguous matrix like acc, got ", describe(call.out), " for ", describe(acc));
+  }
+  check_epilogue(call, check, rows.rows, rows.cols);
+  call.azp_adj ? evaluate<epilogue::ScaledAzp>(acc, call) : evaluate<epilogue::Scaled>(acc, call);
+}
+
+}  // namespace epiloq

@@ -1,0 +1,31 @@
+#pragma once
+
+// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+
+#include <string>
+
+#include "epiloq/device.h"
+#include "epiloq/scaled_mm.h"
+
+namespace epiloq::ops::scaled_mm {
+
+enum class Family { kGeneric, kSkinny, kSm75, kSm80, kSm90 };
+
+struct Choice {
+  Family family;
+  int row;  // of the family's table in configs.h
+};
+
+struct Target {
+  Arch arch;
+  int sm_count;
+  int shared_bytes;  // that a block may have
+};
+
+Choice choose(ScaledMmProblem const& problem, Target const& target);
+std::string describe(Choice const& choice);
+
+// What an architecture's first card has, for answers without a device.
+Target nominal(Arch arch);
+
+}  // namespace epiloq::ops::scaled_mm

@@ -1,0 +1,40 @@
+"""Options, markers and fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail, rather than skip, GPU tests without a GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and a build with kernels")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or config.getoption("--require-gpu"):
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A fresh seed each run, printed when the test fails; EPILOQ_TEST_SEED repeats one."""
+    value = int(os.environ.get("EPILOQ_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
+    torch.manual_seed(value)
+    print(f"EPILOQ_TEST_SEED={value}")
+    yield value
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

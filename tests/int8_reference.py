@@ -1,0 +1,64 @@
+"""Float64 references of int8 layers, written from the documented formulas and without epiloq's operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.nn import Int8Linear
+
+KINDS = [("dynamic", True), ("dynamic", False), ("static", True), ("static", False)]
+
+
+def make_linear(
+    in_features: int, out_features: int, dtype: torch.dtype = torch.float32, bias: bool = True
+) -> nn.Linear:
+    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
+    nn.init.normal_(linear.weight, std=in_features**-0.5)
+    return linear
+
+
+def input_parameters(x: Tensor, activation: str, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """(scale, zero point) by the documented formulas, per token or for all of x; float32 divisions, as documented."""
+    x = x.float() if activation == "dynamic" else x.float().flatten().unsqueeze(0)
+    if symmetric:
+        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(2.0**-126)
+        return scale, torch.zeros_like(scale)
+    low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
+    scale = ((high - low) / 255).clamp_min(2.0**-126)
+    return scale, torch.round(-128 - low / scale)
+
+
+def make_layer(linear: nn.Linear, x: Tensor, activation: str, symmetric: bool) -> Int8Linear:
+    if activation == "dynamic":
+        return Int8Linear.from_linear(linear, symmetric=symmetric)
+    scale, zero = input_parameters(x, activation, symmetric)
+    zero_point = None if symmetric else int(zero)
+    return Int8Linear.from_linear(
+        linear, activation="static", symmetric=symmetric, input_scale=scale, input_zero_point=zero_point
+    )
+
+
+def assert_within_one_ulp(d: Tensor, product: Tensor, bias: Tensor | None) -> None:
+    """|d - (product + bias)| is at most one ulp of that sum in d's dtype, and a few float32 roundings of its terms.
+
+    The float32 roundings show only where product and bias cancel; product is float64.
+    """
+    bias = torch.zeros((), dtype=torch.float64) if bias is None else bias.double().flatten()
+    reference = product + bias
+    info = torch.finfo(d.dtype)
+    ulp = torch.ldexp(torch.full_like(reference, info.eps), torch.frexp(reference).exponent - 1)
+    bound = ulp.clamp_min(info.tiny * info.eps) + 2.0**-22 * (product.abs() + bias.abs())
+    assert torch.all((d.double() - reference).abs() <= bound)
+
+
+def assert_matches_float64(y: Tensor, linear: nn.Linear, x: Tensor, activation: str, symmetric: bool) -> None:
+    """`y` is the layer's output by its documented formulas, the sums in float64."""
+    weight = linear.weight.detach().float()
+    weight_scale = (weight.abs().amax(1) / 127).clamp_min(2.0**-126)
+    qw = torch.round(weight / weight_scale[:, None])
+    scale, zero = input_parameters(x, activation, symmetric)
+    qx = torch.clamp(torch.round(x.float() / scale) + zero, -128, 127)
+    exact = (qx - zero).double() @ qw.double().t()
+    product = scale.double() * weight_scale.double() * exact
+    assert_within_one_ulp(y, product, None if linear.bias is None else linear.bias.detach())

@@ -1,0 +1,198 @@
+"""Benchmarks: the case data, the floor, the timing, and the checks of results."""
+
+# torch.cuda's events are untyped.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epiloq.bench import floor
+from epiloq.bench.cases import SUITES, Case
+from epiloq.bench.contract import Unavailable
+from epiloq.bench.floor import ReadSample, fit
+from epiloq.bench.operations import OPERATIONS, expand
+from epiloq.bench.timing import CACHE_MULTIPLE, FEWEST_SETS, CpuTimer, CudaTimer, cache_bytes, rotate
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def seed() -> int:
+    value = random.SystemRandom().randrange(2**31)
+    print(f"seed = {value}")
+    return value
+
+
+# --- case data
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suite_is_sane(name: str) -> None:
+    suite = SUITES[name]
+    assert len(set(suite.shapes)) == len(suite.shapes)
+    assert len({shape.layer for shape in suite.shapes}) == len(suite.shapes)
+    assert all(shape.n > 0 and shape.k > 0 for shape in suite.shapes)
+    assert len(set(suite.tokens)) == len(suite.tokens) and min(suite.tokens) > 0
+    for operation, variants in suite.variants.items():
+        assert variants and set(variants) <= set(OPERATIONS[operation].variants)
+    cases = expand([name])
+    assert cases and len(set(cases)) == len(cases)
+    assert all((case.n > 0) == OPERATIONS[case.operation].has_weight for case in cases)
+
+
+def test_required_shapes_and_tokens_are_there() -> None:
+    seven = {(6144, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (24576, 1536), (7168, 16384), (8192, 8192)}
+    assert {(shape.n, shape.k) for shape in SUITES["h200"].shapes} == seven
+    for name in ("h200", "llama3-8b", "llama3-70b", "deepseek-v3"):
+        assert {1, 16, 64, 256, 1024, 4096} <= set(SUITES[name].tokens)
+
+
+def test_expand_filters_and_merges() -> None:
+    assert expand(["quick", "quick"]) == expand(["quick"])
+    chosen = expand(["quick"], operations=["scaled_mm"], variants=["azp", "bias", "static"], tokens=[100])
+    assert {(c.operation, c.variant, c.m) for c in chosen} == {("scaled_mm", "azp", 100), ("scaled_mm", "bias", 100)}
+    quantisers = expand(["llama3-8b"], operations=["quantize_int8"], tokens=[1])
+    assert sorted(case.k for case in quantisers) == [4096, 14336], "shapes of one K are one case without a weight"
+
+
+# --- the floor
+
+
+@given(st.floats(0.1, 50), st.floats(1e3, 1e7))
+def test_fit_recovers_overhead_and_bandwidth(overhead: float, bandwidth: float) -> None:
+    sizes = [mib << 20 for mib in floor.READ_MIB["cuda"]]
+    fitted = fit([ReadSample(size, overhead + size / bandwidth, "exact") for size in sizes])
+    assert fitted.bytes_per_us == pytest.approx(bandwidth, rel=1e-6)
+    # The overhead is a difference: its error is relative to the times that it is taken from.
+    assert fitted.overhead_us == pytest.approx(overhead, rel=1e-6, abs=1e-9 * sizes[0] / bandwidth)
+    assert fitted.us(sizes[3]) == pytest.approx(overhead + sizes[3] / bandwidth)
+
+
+def test_fit_stands_noise(seed: int) -> None:
+    noise = random.Random(seed)
+    sizes = [mib << 20 for mib in floor.READ_MIB["cuda"]]
+    samples = [ReadSample(size, (1.5 + size / 4.6e6) * noise.uniform(0.99, 1.01), "noisy") for size in sizes]
+    fitted = fit(samples)
+    assert fitted.bytes_per_us == pytest.approx(4.6e6, rel=0.02)
+    assert fitted.overhead_us == pytest.approx(1.5, rel=0.1)
+
+
+def test_fit_of_times_that_do_not_grow_takes_the_best_rate() -> None:
+    fitted = fit([ReadSample(1000, 10.0, "disturbed"), ReadSample(2000, 8.0, "undisturbed")])
+    assert (fitted.overhead_us, fitted.bytes_per_us) == (0, 250)
+
+
+def test_read_floor_and_ceiling_of_this_cpu() -> None:
+    measured = floor.measure_read_floor(CPU, CpuTimer(0.01), [1, 8])
+    assert [sample.nbytes for sample in measured.samples] == [1 << 20, 8 << 20]
+    assert 1e2 < measured.bytes_per_us < 1e8
+    ceiling = floor.CEILINGS["int8"](CPU, CpuTimer(0.01))
+    assert ceiling.tops > 0 and "2048" in ceiling.source
+    assert ceiling.us(int(ceiling.tops * 1e12)) == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_datasheet_entry_is_of_that_very_card(name: str, entry: str | None) -> None:
+    assert floor.datasheet_entry(name) == entry
+
+
+# --- timing
+
+
+def test_rotate_stays_cold_and_keeps_strides(seed: int) -> None:
+    cache = 1 << 16
+    generator = torch.Generator(CPU).manual_seed(seed)
+    inputs = OPERATIONS["scaled_mm"].inputs(Case("scaled_mm", "scaled", "", 17, 100, 576), generator)
+    sets, cold = rotate(inputs, cache)
+    assert cold and sum(t.nbytes for s in sets for t in s.values()) >= CACHE_MULTIPLE * cache
+    assert len({s["b"].data_ptr() for s in sets}) == len(sets)
+    assert all(s["b"].stride() == (1, 576) and torch.equal(s["b"], inputs["b"]) for s in sets)
+    assert len(rotate(inputs, 1)[0]) == FEWEST_SETS
+    assert rotate({"x": torch.ones(1)}, cache)[1] is False
+
+
+def test_cpu_timer_sees_past_other_work() -> None:
+    timer = CpuTimer(0.05)
+    slow, quick = partial(time.sleep, 2e-3), partial(time.sleep, 0)
+    assert timer.kernel_us([slow, slow, quick]) < 1000 < timer.kernel_us([slow])
+    assert timer.host_us(quick) < 1000 < timer.host_us(slow)
+    assert cache_bytes(CPU) >= 1 << 20
+
+
+@pytest.mark.gpu
+def test_cuda_graph_time_is_that_of_the_kernel() -> None:
+    device = torch.device("cuda")
+    source = [torch.rand(64 << 20, device=device) for _ in range(3)]
+    target = torch.empty_like(source[0])
+    us = CudaTimer().kernel_us([partial(target.copy_, s) for s in source])
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for index in range(30):
+        target.copy_(source[index % 3])
+    end.record()
+    torch.cuda.synchronize()
+    assert us == pytest.approx(1e3 * start.elapsed_time(end) / 30, rel=0.3)
+
+
+# --- checks of results
+
+
+@pytest.mark.parametrize(
+    ("operation", "variant"), [(operation.name, v) for operation in OPERATIONS.values() for v in operation.variants]
+)
+@pytest.mark.parametrize("m", [1, 17, 300])
+def test_check_accepts_right_and_refuses_wrong(operation: str, variant: str, m: int, seed: int) -> None:
+    row = OPERATIONS[operation]
+    generator = torch.Generator(CPU).manual_seed(seed)
+    case = Case(operation, variant, "", m, 100 if row.has_weight else 0, 577)
+    inputs = row.inputs(case, generator)
+    result = row.bind(case, [inputs]).calls[0]()
+    assert row.error(case, inputs, result, generator) <= 1
+
+    def error(change: str) -> float:
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        assert isinstance(first, torch.Tensor)
+        changed = {
+            "scaled": (first.float() * 1.03).to(first.dtype),
+            "rolled": first.roll(1, -1),
+            "short": first[..., :-1],
+            "zero": torch.zeros_like(first),
+        }[change]
+        return row.error(case, inputs, (changed, *rest) if rest else changed, generator)
+
+    for change in ("scaled", "rolled", "short", "zero"):
+        assert not error(change) <= 1, change
+
+
+def test_int_mm_on_cuda_pads_or_refuses() -> None:
+    class OnCuda:
+        """Enough of a tensor to ask where it is."""
+
+        device = torch.device("cuda")
+
+    inputs = {"a": OnCuda(), "b": OnCuda()}
+    binder = OPERATIONS["scaled_mm"].peers["_int_mm"]
+    with pytest.raises(Unavailable, match="divisible by 8"):
+        binder(Case("scaled_mm", "scaled", "", 64, 100, 576), [inputs])  # type: ignore[list-item]
+    assert binder(Case("scaled_mm", "scaled", "", 17, 64, 576), [inputs]).note == ""  # type: ignore[list-item]
