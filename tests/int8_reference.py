@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from reference import ulp
 from torch import Tensor, nn
 
 from epiloq.nn import Int8Linear
@@ -46,9 +47,7 @@ def assert_within_one_ulp(d: Tensor, product: Tensor, bias: Tensor | None) -> No
     """
     bias = torch.zeros((), dtype=torch.float64) if bias is None else bias.double().flatten()
     reference = product + bias
-    info = torch.finfo(d.dtype)
-    ulp = torch.ldexp(torch.full_like(reference, info.eps), torch.frexp(reference).exponent - 1)
-    bound = ulp.clamp_min(info.tiny * info.eps) + 2.0**-22 * (product.abs() + bias.abs())
+    bound = ulp(reference, d.dtype) + 2.0**-22 * (product.abs() + bias.abs())
     assert torch.all((d.double() - reference).abs() <= bound)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 
 import pytest
 import torch
@@ -13,14 +12,6 @@ from torch import Tensor
 from epiloq.compat import sglang, vllm
 
 HALF = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    return value
 
 
 def int8(*shape: int) -> Tensor:

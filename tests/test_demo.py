@@ -44,7 +44,7 @@ def tiny_model() -> Any:
         head_dim=12,
         tie_word_embeddings=True,
     )
-    return transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).train(False)
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     byte_level = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level).save_pretrained(path)
+    wrapper: Any = transformers.PreTrainedTokenizerFast
+    wrapper(tokenizer_object=byte_level).save_pretrained(path)
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 
 import pytest
@@ -17,14 +16,6 @@ from epiloq.nn import Int8Linear
 
 SIZES = [(1, 1), (17, 100), (100, 17), (576, 1536), (4095, 9), (17, 49152), (49152, 3)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    return value
 
 
 @pytest.mark.parametrize(("activation", "symmetric"), KINDS)

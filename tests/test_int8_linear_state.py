@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from epiloq.nn import Int8Linear
-
-
-@pytest.fixture
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    return value
 
 
 @pytest.mark.parametrize(("activation", "symmetric"), KINDS)

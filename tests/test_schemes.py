@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections.abc import Callable
 
@@ -16,14 +15,6 @@ from epiloq import schemes
 from epiloq.nn import Int8Linear
 
 NAMES = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
-
-
-@pytest.fixture
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**32)
-    print(f"torch.manual_seed({value})")
-    torch.manual_seed(value)
-    return value
 
 
 class Block(nn.Module):

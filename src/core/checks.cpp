@@ -24,6 +24,7 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(TensorView const& view) {
 }
 
 bool dense(TensorView const& view) {
+  if (view.numel() == 0) return true;
   std::int64_t expected = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
     if (view.shape[i] != 1 && view.strides[i] != expected) return false;
@@ -73,6 +74,9 @@ Matrix Checker::rows(char const* argument, TensorView const& view) const {
     fail(argument, "expected row-major memory (stride 1 in the last dimension), got ", describe(view), " with stride ",
          view.stride(-1), "; call .contiguous()");
   }
+  for (int i = 0; i < view.rank - 1; ++i) {
+    if (view.shape[i] == 0) return {0, cols, cols};
+  }
   // From the innermost row dimension outwards: each stride must continue the one inside it.
   std::int64_t rows = 1, stride = cols;
   for (int i = view.rank - 2; i >= 0; --i) {
@@ -84,9 +88,6 @@ Matrix Checker::rows(char const* argument, TensorView const& view) const {
            stride, " in ", describe(view), "; call .contiguous()");
     }
     rows *= view.shape[i];
-  }
-  for (int i = 0; i < view.rank - 1; ++i) {
-    if (view.shape[i] == 0) return {0, cols, cols};
   }
   if (rows > 1 && stride < cols) {
     fail(argument, "expected rows that do not overlap, got a row stride of ", stride, " in ", describe(view));

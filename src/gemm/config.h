@@ -29,7 +29,7 @@ struct WgmmaConfig {
   Schedule schedule;
   bool swap;
   int blocks_per_sm = 1;
-  int prefetch_bytes = 0;  // of a block's weights, asked for before the previous kernel has finished; needs swap
+  int early_bytes = 0;  // of a block's weights, asked for before the previous kernel has finished; needs swap
 };
 
 // SM80, at most a few tokens: each warp streams its own slice of K straight into registers.

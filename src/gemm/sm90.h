@@ -34,8 +34,8 @@ struct ScheduleTags<Schedule::kCooperative> {
 };
 
 // A main loop that asks L2 for the first of a block's weights while it may still have to wait for the kernel before it.
-// Prefetching into L2 is safe even if that kernel writes the weights: its writes arrive there. Only for swapped operands
-// (weights first), where a call is bound by reading them.
+// Prefetching into L2 is safe even if that kernel writes the weights: its writes arrive there. For swapped operands
+// (weights first) and one tile of tokens, where a call is bound by reading them.
 template <class Base, int kRows, int kBytes>
 struct EarlyWeights : Base {
   CUTLASS_DEVICE static void prefetch_tma_descriptors(typename Base::Params const& params) {
@@ -75,7 +75,8 @@ struct Sm90Gemm {
           sizeof(typename CollectiveEpilogue::SharedStorage)) + kReserved>,
       typename Tags::Mainloop>::CollectiveOp;
   using CollectiveMainloop =
-      std::conditional_t<(kConfig.prefetch_bytes > 0), EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.prefetch_bytes>, PlainMainloop>;
+      std::conditional_t<(kConfig.early_bytes > 0),
+                         EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.early_bytes>, PlainMainloop>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, CollectiveMainloop,
                                                       CollectiveEpilogue, void>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;

@@ -103,7 +103,7 @@ def results_table(results: Results) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("model", style="bold", no_wrap=True)
     table.add_column("device", no_wrap=True)
-    for heading in ("perplexity", "change %", "MB", "prefill", "decode", "worst %"):
+    for heading in ("ppl", "change", "MB", "prefill", "decode", "err %"):
         table.add_column(heading, justify="right", no_wrap=True)
 
     def add(measured: Measured, run: Run) -> None:
@@ -114,8 +114,8 @@ def results_table(results: Results) -> Table:
             f"{run.perplexity:.2f}",
             f"{results.change_percent(run):+.2f}",
             f"{run.weight_bytes / 1e6:.0f}",
-            f"{run.speed.prefill_tokens_per_s:.0f}",
-            f"{run.speed.decode_tokens_per_s:.1f}",
+            f"{run.speed.prefill_tokens_per_s:.0f} ({run.speed.prefill_speedup:.1f}x)",
+            f"{run.speed.decode_tokens_per_s:.1f} ({run.speed.decode_speedup:.1f}x)",
             f"{100 * worst[1]:.1f}" if worst else "",
         )
 

@@ -18,7 +18,8 @@ from epiloq.demo.results import Measured, Results, Run
 if TYPE_CHECKING:
     from torch import nn
 
-TEACHER_DTYPES = ("float32", "bfloat16")
+BASELINE_DTYPE = "float32"
+TEACHER_DTYPES = (BASELINE_DTYPE, "bfloat16")
 # CUDA kernels write 16-bit outputs; the CPU also writes fp32, which leaves quantisation as the only difference.
 SCHEME_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -46,11 +47,12 @@ def cast(model: nn.Module, device: str, dtype: str) -> nn.Module:
     return copy.deepcopy(model).to(device=device, dtype=getattr(torch, dtype))
 
 
-def measure_run(model: nn.Module, device: str, dtype: str, material: text.Text, advance: Advance) -> Run:
-    """Perplexity, bytes and speed of a model that is already where it belongs."""
+def measure_run(
+    model: nn.Module, baseline: nn.Module, device: str, dtype: str, material: text.Text, advance: Advance
+) -> Run:
+    """Perplexity, bytes and speed of a model that is already where it belongs, as the baseline is."""
     found = perplexity(model, material.evaluation.windows, advance)
-    prompt = material.evaluation.windows[0]
-    speeds = speed.measure(model, prompt)
+    speeds = speed.measure(model, baseline, material.evaluation.windows[0])
     advance()
     return Run(device, dtype, found, weight_bytes(model), speeds)
 
@@ -77,9 +79,11 @@ def measure_teacher(model: nn.Module, settings: Settings, material: text.Text, s
     """The teacher in fp32 and bf16 on each device."""
     runs = []
     for device in settings.devices:
+        baseline = model.to(device)
         for dtype in TEACHER_DTYPES:
             with stage(f"teacher {dtype} on {device}", len(material.evaluation.windows) + 1) as advance:
-                runs.append(measure_run(cast(model, device, dtype), device, dtype, material, advance))
+                measured = baseline if dtype == BASELINE_DTYPE else cast(model, device, dtype)
+                runs.append(measure_run(measured, baseline, device, dtype, material, advance))
     return Measured("teacher", tuple(runs), {})
 
 
@@ -89,12 +93,13 @@ def measure_scheme(model: nn.Module, scheme: str, settings: Settings, material: 
     errors: dict[str, float] = {}
     for device in settings.devices:
         dtype = SCHEME_DTYPE[device]
+        baseline = model.to(device)
         with stage(f"{scheme} on {device}", len(material.evaluation.windows) + 3) as advance:
             student = quantise(cast(model, device, dtype), scheme, material, advance)
             if not runs:
-                errors = layer_errors(model.to(device), student, material.evaluation.windows[0])
+                errors = layer_errors(baseline, student, material.evaluation.windows[0])
             advance()
-            runs.append(measure_run(student, device, dtype, material, advance))
+            runs.append(measure_run(student, baseline, device, dtype, material, advance))
     return Measured(scheme, tuple(runs), errors)
 
 

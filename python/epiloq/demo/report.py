@@ -21,7 +21,6 @@ def headlines(results: Results) -> list[Headline]:
     """Four figures, all of one scheme (the one with the lowest perplexity) against the fp32 teacher."""
     scheme, teacher = results.best_scheme, results.teacher.first
     run = scheme.first
-    prefill = run.speed.prefill_tokens_per_s / teacher.speed.prefill_tokens_per_s
     found = [
         Headline(
             f"{results.change_percent(run):+.2f} %",
@@ -34,9 +33,9 @@ def headlines(results: Results) -> list[Headline]:
             f"{megabytes(teacher.weight_bytes)} to {megabytes(run.weight_bytes)} MB",
         ),
         Headline(
-            f"{prefill:.2f}x",
+            f"{run.speed.prefill_speedup:.2f}x",
             "prefill speed",
-            f"{teacher.speed.prefill_tokens_per_s:.0f} to {run.speed.prefill_tokens_per_s:.0f} tokens/s",
+            f"{run.speed.prefill_tokens_per_s:.0f} tokens/s; decode {run.speed.decode_speedup:.2f}x",
         ),
     ]
     if scheme.worst_layer is not None:
@@ -61,8 +60,8 @@ def rows(results: Results) -> list[dict[str, str]]:
             "Perplexity": f"{run.perplexity:.2f}",
             "Change": f"{results.change_percent(run):+.2f} %",
             "Weights, MB": megabytes(run.weight_bytes),
-            "Prefill, tok/s": f"{run.speed.prefill_tokens_per_s:.0f}",
-            "Decode, tok/s": f"{run.speed.decode_tokens_per_s:.1f}",
+            "Prefill, tok/s": f"{run.speed.prefill_tokens_per_s:.0f} ({run.speed.prefill_speedup:.2f}x)",
+            "Decode, tok/s": f"{run.speed.decode_tokens_per_s:.1f} ({run.speed.decode_speedup:.2f}x)",
             "Worst layer": f"{100 * worst[1]:.1f} %" if worst else "none",
         }
 

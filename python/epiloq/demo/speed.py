@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,51 +20,69 @@ BUDGET_S = 12.0
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second for one sequence, from the median time."""
+    """Tokens per second for one sequence, and their ratios to a baseline that was timed in turns with the model.
+
+    The ratios hold on a busy machine, where figures taken minutes apart do not compare.
+    """
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    prefill_speedup: float
+    decode_speedup: float
 
 
-def median_seconds(call: Callable[[], Any], repeats: int, wait: Callable[[], None]) -> float:
-    """Median duration of a call in seconds, the device's work included, after warm-up calls.
+def median_seconds(calls: Sequence[Callable[[], Any]], repeats: int, wait: Callable[[], None]) -> list[float]:
+    """Median duration of each call in seconds, the device's work included, the calls taken in turns after warm-up.
 
     Fewer repeats, but at least one, once BUDGET_S is spent: bf16 is very slow on CPUs without instructions for it.
     """
-    seconds: list[float] = []
+    rounds: list[list[float]] = []
     begin = time.perf_counter()
-    while len(seconds) < WARM_UPS + repeats and (len(seconds) <= WARM_UPS or time.perf_counter() - begin < BUDGET_S):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[WARM_UPS:])
+    while len(rounds) < WARM_UPS + repeats and (len(rounds) <= WARM_UPS or time.perf_counter() - begin < BUDGET_S):
+        rounds.append([seconds(call, wait) for call in calls])
+    return [statistics.median(column) for column in zip(*rounds[WARM_UPS:], strict=True)]
 
 
-def measure(model: nn.Module, prompt: Tensor) -> Speed:
-    """Prefill of the whole int64 [1, n] prompt, and greedy decode with a key-value cache after its first tokens.
+def seconds(call: Callable[[], Any], wait: Callable[[], None]) -> float:
+    """Duration of one call, from an idle device to an idle device."""
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
 
-    As a server would, prefill computes logits for the last position only. Both are medians.
-    """
+
+def prefill(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
+    """A call that reads the whole prompt; as in a server, logits are computed for the last position only."""
+    return lambda: model(prompt, use_cache=True, logits_to_keep=1)
+
+
+def decode(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
+    """A call that produces the next token greedily with a key-value cache, after the prompt's first tokens."""
+    state = model(prompt[:, :DECODE_PROMPT], use_cache=True, logits_to_keep=1)
+
+    def step() -> None:
+        nonlocal state
+        token = state.logits[:, -1:].argmax(-1)
+        state = model(token, past_key_values=state.past_key_values, use_cache=True, logits_to_keep=1)
+
+    return step
+
+
+def measure(model: nn.Module, baseline: nn.Module, prompt: Tensor) -> Speed:
+    """Speed of a model for an int64 [1, n] prompt, in turns with a baseline on the same device (or the model itself)."""
     import torch
 
     device = next(model.parameters()).device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     prompt = prompt.to(device)
+    models = [model] if baseline is model else [model, baseline]
     with torch.inference_mode():
-
-        def prefill() -> None:
-            model(prompt, use_cache=True, logits_to_keep=1)
-
-        prefill_seconds = median_seconds(prefill, PREFILL_REPEATS, wait)
-
-        state = model(prompt[:, :DECODE_PROMPT], use_cache=True, logits_to_keep=1)
-
-        def step() -> None:
-            nonlocal state
-            token = state.logits[:, -1:].argmax(-1)
-            state = model(token, past_key_values=state.past_key_values, use_cache=True, logits_to_keep=1)
-
-        step_seconds = median_seconds(step, DECODE_STEPS, wait)
-    return Speed(prompt.numel() / prefill_seconds, 1 / step_seconds)
+        prefills = median_seconds([prefill(each, prompt) for each in models], PREFILL_REPEATS, wait)
+        decodes = median_seconds([decode(each, prompt) for each in models], DECODE_STEPS, wait)
+    return Speed(
+        prefill_tokens_per_s=prompt.numel() / prefills[0],
+        decode_tokens_per_s=1 / decodes[0],
+        prefill_speedup=prefills[-1] / prefills[0],
+        decode_speedup=decodes[-1] / decodes[0],
+    )

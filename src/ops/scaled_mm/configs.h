@@ -34,31 +34,29 @@ inline constexpr std::array kSm75Rules{
     Rule{kAny, kAny, 2},
 };
 
-// SM80: tile, warp, stages.
+// SM80: tile, warp, stages. H200, 2026-11-20.
 inline constexpr std::array kSm80Tiles{
     MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},
+    MmaConfig{{64, 64, 128}, {32, 64, 64}, 5},
     MmaConfig{{64, 128, 128}, {64, 64, 64}, 3},
     MmaConfig{{128, 128, 64}, {64, 64, 64}, 5},
     MmaConfig{{128, 256, 64}, {64, 64, 64}, 3},
 };
 inline constexpr std::array kSm80Rules{
-    Rule{32, kAny, 0},
-    Rule{64, kAny, 1},
-    Rule{128, 8192, 1},
-    Rule{512, kAny, 2},
-    Rule{kAny, 4096, 2},
-    Rule{kAny, kAny, 3},
-    Rule{kAny, kAny, 2},  // where 128x256 does not fit
+    Rule{32, kAny, 0},  Rule{64, 12288, 1}, Rule{64, kAny, 2}, Rule{128, 8448, 1},
+    Rule{512, kAny, 3}, Rule{kAny, 4608, 3}, Rule{kAny, kAny, 4}, Rule{kAny, kAny, 3},  // where 128x256 does not fit
 };
 
-// SM80, few tokens: slabs of 16 weight rows a block, tokens, warps, unroll. The slab count is chosen at run time, so that
-// blocks fill the SMs evenly; H200, 2026-11-20: best of warps 8 and 16 and unrolls 1 to 6 at each.
+// SM80, few tokens and so few weight rows that the tiles above leave SMs idle: slabs of 16 weight rows a block, tokens,
+// warps, unroll. The slab count is chosen at run time. H200, 2026-11-20: best of warps 8 and 16 and unrolls 1 to 6.
+inline constexpr int kSkinnyMaxN = 6656;
 inline constexpr std::array kSkinnyTiles{
     SkinnyConfig{1, 8, 16, 2},  SkinnyConfig{2, 8, 16, 2},  SkinnyConfig{3, 8, 16, 2},  SkinnyConfig{4, 8, 16, 2},
     SkinnyConfig{1, 16, 16, 2}, SkinnyConfig{2, 16, 16, 2}, SkinnyConfig{3, 16, 16, 1}, SkinnyConfig{4, 16, 16, 1},
 };
 
-// SM90: tile, cluster m, cluster n, schedule, swap, blocks an SM, early bytes. H200, 2026-11-20, with dependent launch.
+// SM90: tile, cluster m, cluster n, schedule, swap, blocks an SM, early bytes. H200, 2026-11-20, dependent launch, weights
+// cold: the best of 45 tiles on seven layer shapes. Swizzles and raster orders were level.
 inline constexpr auto kW = Schedule::kWarpSpecialized;
 inline constexpr auto kP = Schedule::kPingpong;
 inline constexpr auto kC = Schedule::kCooperative;
@@ -67,27 +65,25 @@ inline constexpr std::array kSm90Tiles{
     WgmmaConfig{{64, 16, 256}, 1, 1, kP, true, 1, kEarly},      // 0: more weight tiles than SMs, so persistent
     WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 2, kEarly / 2},  // 1
     WgmmaConfig{{64, 16, 512}, 1, 1, kW, true},                 // 2
-    WgmmaConfig{{64, 16, 256}, 1, 2, kW, true},                 // 3
+    WgmmaConfig{{64, 16, 256}, 1, 2, kW, true},                 // 3: tokens in pairs of tiles share the weights
     WgmmaConfig{{64, 32, 512}, 1, 1, kW, true},                 // 4
     WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 5
     WgmmaConfig{{64, 64, 256}, 1, 1, kP, true, 1, kEarly},      // 6
     WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},                // 7
     WgmmaConfig{{64, 64, 256}, 1, 1, kW, true, 1, kEarly},      // 8
-    WgmmaConfig{{64, 64, 256}, 1, 8, kW, false},                // 9
-    WgmmaConfig{{64, 128, 128}, 1, 1, kP, false},               // 10
+    WgmmaConfig{{64, 64, 256}, 1, 8, kW, false},                // 9: eight blocks share their tokens
+    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false},               // 10
     WgmmaConfig{{128, 128, 128}, 1, 1, kP, true},               // 11
-    WgmmaConfig{{128, 128, 128}, 1, 2, kP, false},              // 12
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},              // 13
-    WgmmaConfig{{128, 256, 128}, 1, 1, kC, false},              // 14
-    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false},              // 15
+    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},              // 12
+    WgmmaConfig{{256, 128, 128}, 2, 1, kC, true},               // 13: ahead of all others at 1024 tokens and more
 };
 inline constexpr std::array kSm90Rules{
-    Rule{16, 2560, 3},    Rule{16, 4608, 2},    Rule{16, 6656, 1},     Rule{16, 8448, 2},    Rule{16, kAny, 0},
-    Rule{32, 4608, 3},    Rule{32, 8448, 4},    Rule{32, kAny, 5},     Rule{64, 2560, 5},    Rule{64, 4608, 8},
-    Rule{64, 7168, 9},    Rule{64, 8448, 8},    Rule{64, kAny, 6},     Rule{128, 2560, 5},   Rule{128, 4608, 7},
-    Rule{128, kAny, 10},  Rule{256, 2560, 7},   Rule{256, 4608, 10},   Rule{256, kAny, 11},  Rule{2048, 2560, 13},
-    Rule{2048, 4608, 14}, Rule{2048, 6656, 11}, Rule{2048, 8448, 14},  Rule{2048, kAny, 11}, Rule{kAny, 2560, 13},
-    Rule{kAny, 6656, 12}, Rule{kAny, 8448, 15}, Rule{kAny, kAny, 12},
+    Rule{16, 2560, 3},    Rule{16, 4608, 2},    Rule{16, 6656, 1},    Rule{16, 8448, 2},    Rule{16, kAny, 0},
+    Rule{32, 4608, 3},    Rule{32, 6656, 9},    Rule{32, 8448, 4},    Rule{32, kAny, 5},    Rule{64, 2560, 3},
+    Rule{64, 4608, 8},    Rule{64, 7168, 9},    Rule{64, 8448, 8},    Rule{64, kAny, 6},    Rule{128, 4608, 7},
+    Rule{128, kAny, 10},  Rule{256, 2560, 7},   Rule{256, 4608, 10},  Rule{256, kAny, 11},  Rule{768, 2560, 7},
+    Rule{768, 4608, 11},  Rule{768, 6656, 12},  Rule{768, kAny, 11},  Rule{1536, 2560, 12}, Rule{1536, 4608, 13},
+    Rule{1536, 6656, 11}, Rule{kAny, 2560, 12}, Rule{kAny, kAny, 13},
 };
 
 }  // namespace epiloq::ops::scaled_mm

@@ -24,6 +24,16 @@ static_assert(complete(kSm75Tiles, kSm75Rules));
 static_assert(complete(kSm80Tiles, kSm80Rules));
 static_assert(complete(kSm90Tiles, kSm90Rules));
 
+// Early weights are asked for by block number, which names a tile of weights only while the tokens fill one tile.
+constexpr bool early_weights_meet_one_token_tile() {
+  for (Rule const& rule : kSm90Rules) {
+    WgmmaConfig const& config = kSm90Tiles[rule.tile];
+    if (config.early_bytes > 0 && (!config.swap || rule.m_max > config.tile.n)) return false;
+  }
+  return true;
+}
+static_assert(early_weights_meet_one_token_tile());
+
 template <class Rules, class Fits>
 int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
   for (Rule const& rule : rules) {
@@ -91,7 +101,7 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
     case Arch::kSm90:
       return {Family::kSm90, first_fit(kSm90Rules, p, [](int) { return true; })};
     case Arch::kSm80:
-      if (p.m <= kSkinnyTiles.back().tokens && p.n >= kSkinnyRows) return skinny_choice(p, t);
+      if (p.m <= kSkinnyTiles.back().tokens && p.n >= kSkinnyRows && p.n <= kSkinnyMaxN) return skinny_choice(p, t);
       return mma_choice(Family::kSm80, kSm80Tiles, kSm80Rules, p, t);
     case Arch::kSm75:
       return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);

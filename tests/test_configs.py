@@ -1,0 +1,57 @@
+"""The tables of tiles: every row is reached, and answers read as they should."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import epiloq
+
+SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 2049, 10**6]
+SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
+ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 14}
+
+
+@pytest.mark.parametrize("arch", ROWS)
+def test_every_row_is_reached(arch: str) -> None:
+    shapes = itertools.product(SIZES_M, SIZES_N)
+    kernels = {epiloq.explain("scaled_mm", m=m, n=n, k=4096, arch=arch) for m, n in shapes}
+    kernels |= {
+        epiloq.explain("scaled_mm", m=m, n=n, k=64, arch=arch, sm_count=sms)
+        for m, n, sms in itertools.product((1, 16), range(16, 4096, 16), (16, 132))
+    }
+    assert len(kernels) == ROWS[arch], sorted(kernels)
+    assert all(kernel.startswith(("sm80 skinny", arch)) for kernel in kernels)
+
+
+def test_ragged_rows_take_the_generic_kernel_and_say_so() -> None:
+    answer = epiloq.explain("scaled_mm", m=16, n=100, k=100, arch="sm90", aligned=False)
+    assert "generic" in answer and "slow" in answer
+
+
+def test_explain_and_supports_take_the_calls_own_arguments() -> None:
+    a = torch.zeros(4, 32, dtype=torch.int8)
+    b = torch.zeros(48, 32, dtype=torch.int8).t()
+    one = torch.ones(1)
+    assert epiloq.explain("scaled_mm", a, b, one, one).startswith("cpu")
+    with epiloq.config(arch="sm80"):
+        assert epiloq.explain("scaled_mm", a, b, one, one).startswith("sm80")
+    assert epiloq.supports("scaled_mm", a, b, one, one)[0]
+    fits, reason = epiloq.supports("scaled_mm", a, b.contiguous(), one, one)
+    assert not fits and "b: expected column-major" in reason
+    azp_adj = torch.zeros(48, dtype=torch.int32)
+    assert epiloq.supports("scaled_mm_azp", a, b, one, one, azp_adj)[0]
+    assert not epiloq.supports("scaled_mm_azp", a, b, one, one, azp_adj.float())[0]
+    assert epiloq.supports("quantize_int8", torch.randn(3, 5)) == (True, "cpu torch")
+    with pytest.raises(ValueError, match="name: expected one of"):
+        epiloq.explain("scaled_nn", a, b)
+
+
+def test_config_is_scoped_and_checked() -> None:
+    with epiloq.config(arch="sm75"), epiloq.config(arch="sm90"):
+        assert epiloq._core.forced_arch() == "sm90"
+    assert epiloq._core.forced_arch() == "auto"
+    with pytest.raises(ValueError, match="sm91"), epiloq.config(arch="sm91"):
+        pass

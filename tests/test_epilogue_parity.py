@@ -1,0 +1,73 @@
+"""One expression, three evaluations: the host's (C++), torch's on the CPU, and the kernels'; all beside float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_within_one_ulp, make_problem
+
+from epiloq import _core, scaled_mm, scaled_mm_azp
+
+PROBLEMS = st.fixed_dictionaries(
+    {
+        "m": st.integers(1, 40),
+        "n": st.integers(1, 70),
+        "k": st.integers(1, 200),
+        "per_token": st.booleans(),
+        "per_channel": st.booleans(),
+        "bias": st.booleans(),
+        "zero_point": st.sampled_from(["none", "static", "token"]),
+    }
+)
+
+
+def check(options: dict[str, object], device: str, dtype: torch.dtype) -> None:
+    p = make_problem(**options, dtype=dtype)  # type: ignore[arg-type]
+    acc = (p.a.double() @ p.weight.double().t()).to(torch.int32)
+    host = torch.full(acc.shape, float("nan"))
+    bias = None if p.bias is None else p.bias.float()
+    _core.evaluate_epilogue(host, acc, p.scale_a, p.scale_b, bias, p.azp_adj, p.azp)
+    as_float = make_problem(1, 1, 1, dtype=torch.float32)
+    as_float.__dict__.update(p.__dict__, bias=bias)
+    assert_within_one_ulp(host, as_float)
+
+    parts = (p.a, p.b, p.scale_a, p.scale_b)
+    operands = [None if t is None else t.to(device) for t in (*parts, p.bias, p.azp_adj, p.azp)]
+    a, b, scale_a, scale_b, out_bias, azp_adj, azp = operands
+    if azp_adj is None:
+        out = scaled_mm(a, b, scale_a, scale_b, out_bias, out_dtype=dtype)  # type: ignore[arg-type]
+    else:
+        out = scaled_mm_azp(a, b, scale_a, scale_b, azp_adj, azp, out_bias, out_dtype=dtype)  # type: ignore[arg-type]
+    assert_within_one_ulp(out, p)
+    rounded = host.to(dtype)
+    if device == "cuda":
+        assert torch.equal(out.cpu(), rounded), "the kernel and the host evaluate one expression: same bits"
+    else:
+        torch.testing.assert_close(out, rounded, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@given(PROBLEMS, st.sampled_from([torch.float16, torch.bfloat16]))
+@settings(max_examples=150, deadline=None)
+def test_host_and_cpu(options: dict[str, object], dtype: torch.dtype) -> None:
+    check(options, "cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
+def test_host_and_gpu(arch: str) -> None:
+    import epiloq
+
+    if arch not in _core.built_archs():
+        pytest.skip(f"built without {arch}")
+
+    @given(PROBLEMS, st.sampled_from([torch.float16, torch.bfloat16]), st.booleans())
+    @settings(max_examples=100, deadline=None)
+    def run(options: dict[str, object], dtype: torch.dtype, whole: bool) -> None:
+        if whole:  # sizes that the fast kernels take
+            options = options | {"n": int(str(options["n"])) * 8, "k": int(str(options["k"])) * 16}
+        with epiloq.config(arch=arch):
+            check(options, "cuda", dtype)
+
+    run()
