@@ -16,6 +16,8 @@ struct Operands {
   bool scale_a_is_vector = false;
   bool scale_b_is_vector = false;
   bool azp_is_vector = false;
+
+  friend bool operator==(Operands const&, Operands const&) = default;
 };
 
 // ScaledEpilogue and ScaledEpilogueBias: sa (sb acc) + bias

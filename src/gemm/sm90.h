@@ -2,6 +2,9 @@
 
 // WgmmaConfig x output type x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x int8 GEMM is put together.
 
+#include <memory>
+#include <utility>
+
 #include "core/cuda_check.h"
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -61,9 +64,12 @@ struct Sm90Gemm {
   static constexpr int kAlignment8 = 16;   // elements of 8 bits in the 16 bytes that TMA wants
   static constexpr int kAlignment16 = 8;
 
+  // CUTLASS's own choice is 32 columns, which must divide the tile.
+  using EpilogueTile = std::conditional_t<kConfig.tile.n % 32 == 0 || kConfig.tile.n == 16,
+                                          cutlass::epilogue::collective::EpilogueTileAuto,
+                                          cute::Shape<cute::_64, cute::_16>>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, std::int32_t, float, void, LayoutD, kAlignment16, Out, LayoutD,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, std::int32_t, float, void, LayoutD, kAlignment16, Out, LayoutD,
       kAlignment16, typename Tags::Epilogue, typename Lowered::type>::CollectiveOp;
   // A second block on an SM starts streaming while the first one ends.
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
@@ -81,34 +87,55 @@ struct Sm90Gemm {
                                                       CollectiveEpilogue, void>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static void launch(Problem const& p, int device, Stream stream) {
+  static typename Adapter::Arguments arguments_of(Problem const& p, int device) {
     using cute::Int;
     auto const expr = Epilogue::template make<Out>(p.operands);
-    int const rows = kConfig.swap ? p.n : p.m;
-    int const cols = kConfig.swap ? p.m : p.n;
-    std::int64_t const stride_rows = kConfig.swap ? p.stride_b : p.stride_a;
-    std::int64_t const stride_cols = kConfig.swap ? p.stride_a : p.stride_b;
     typename Kernel::StrideD stride_d{};
     cute::get<kConfig.swap ? 1 : 0>(stride_d) = p.stride_d;
-
-    typename Adapter::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
-                                          {rows, cols, p.k, 1},
-                                          {kConfig.swap ? p.b : p.a,
-                                           {stride_rows, Int<1>{}, 0},
-                                           kConfig.swap ? p.a : p.b,
-                                           {stride_cols, Int<1>{}, 0}},
-                                          {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
+    auto const first = std::pair(p.a, p.stride_a), second = std::pair(p.b, p.stride_b);
+    auto const [left, stride_left] = kConfig.swap ? second : first;
+    auto const [right, stride_right] = kConfig.swap ? first : second;
+    typename Adapter::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {kConfig.swap ? p.n : p.m, kConfig.swap ? p.m : p.n, p.k, 1},
+        {left, {stride_left, Int<1>{}, 0}, right, {stride_right, Int<1>{}, 0}},
+        {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
     arguments.hw_info.device_id = device;
     arguments.hw_info.sm_count = device_properties(device).sm_count;
+    return arguments;
+  }
+
+  // The parameters hold three TMA descriptors, which take the driver longer to make than a launch takes. A model comes back
+  // with the same tensors, so a few are kept, by everything that they are made from.
+  static typename Kernel::Params& params_of(Problem const& p, int device) {
+    struct Slot {
+      Problem problem{};
+      int device = -1;
+      typename Kernel::Params params;
+    };
+    constexpr int kBits = 6;
+    thread_local auto const slots = std::make_unique<Slot[]>(1 << kBits);
+    auto const address = reinterpret_cast<std::uintptr_t>(p.b) ^ (reinterpret_cast<std::uintptr_t>(p.d) << 1) ^
+                         (reinterpret_cast<std::uintptr_t>(p.a) << 2);
+    Slot& slot = slots[(address * 0x9E3779B97F4A7C15u) >> (64 - kBits)];
+    if (slot.device != device || !(slot.problem == p)) {
+      slot.device = -1;
+      slot.params = Kernel::to_underlying_arguments(arguments_of(p, device), nullptr);
+      slot.problem = p;
+      slot.device = device;
+    }
+    return slot.params;
+  }
+
+  static void launch(Problem const& p, int device, Stream stream) {
     static PerDevice prepared;
     prepared.once(device, [] {
       cuda_check(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       Kernel::SharedStorageSize),
                  "asking for shared memory");
     });
-    auto params = Kernel::to_underlying_arguments(arguments, nullptr);
     constexpr bool kDependentLaunch = true;  // its prologue overlaps the tail of the kernel before it
-    if (Adapter::run(params, stream, nullptr, kDependentLaunch) != cutlass::Status::kSuccess) {
+    if (Adapter::run(params_of(p, device), stream, nullptr, kDependentLaunch) != cutlass::Status::kSuccess) {
       throw CudaError("epiloq.scaled_mm: the launch of an SM90 kernel failed");
     }
   }
