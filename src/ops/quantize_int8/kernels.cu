@@ -47,12 +47,51 @@ __device__ Parameters measure(Range range, bool symmetric, bool range_includes_z
   return {scale, azp == azp ? azp : 0.f};
 }
 
-// Divides rather than multiplies by a reciprocal: ties then fall alike everywhere. NaN counts as 0.
-__device__ __forceinline__ int quantize(float x, Parameters p) {
-  float const rounded = rintf(__fdiv_rn(x, p.scale));
-  float const shifted = (rounded == rounded ? rounded : 0.f) + p.azp;
-  return __float2int_rn(fminf(fmaxf(shifted, -128.f), 127.f));
+__device__ __forceinline__ float clamp_to_int8(float x) { return fminf(fmaxf(x, -128.f), 127.f); }
+
+// The definition of a rounded quotient: divides, rounds ties to even, counts NaN as 0.
+__device__ float round_quotient(float x, float scale) {
+  float const rounded = rintf(__fdiv_rn(x, scale));
+  return rounded == rounded ? rounded : 0.f;
 }
+
+// Added to a float of magnitude below 2^22, this rounds it to a whole number, ties to even, and leaves that number in
+// the low bits.
+constexpr float kRound = 12582912.f;  // 1.5 * 2^23
+
+// The definition's values without its divisions: x times 1 / scale is within 1e-4 of x / scale wherever the result does
+// not saturate, so unless it falls that close to a tie (or is NaN, or huge) both round alike.
+template <int kCount>
+__device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, float (&q)[kCount]) {
+  bool certain[kCount];
+  bool all_certain = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float const quotient = x[i] * inverse;
+    q[i] = (quotient + kRound) - kRound;
+    certain[i] = fabsf(quotient - q[i]) < 0.4999f;
+    all_certain = all_certain && certain[i];
+  }
+  if (!all_certain) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (!certain[i]) q[i] = round_quotient(x[i], p.scale);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) q[i] = clamp_to_int8(q[i] + p.azp);
+}
+
+template <class T>
+struct Two;
+template <>
+struct Two<__half> {
+  using type = __half2;
+};
+template <>
+struct Two<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+};
 
 template <class T>
 struct Vector {
@@ -65,15 +104,44 @@ struct Vector {
       reinterpret_cast<int4*>(values)[i] = __ldcg(reinterpret_cast<int4 const*>(source) + i);
     }
   }
-  __device__ void store_quantized(std::int8_t* target, Parameters p) const {
-    unsigned words[2] = {0, 0};
+  __device__ Range range() const;
+  __device__ void store_quantized(std::int8_t* target, Parameters p, float inverse) const {
+    float x[kVector], q[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      words[i / 4] |= (quantize(static_cast<float>(values[i]), p) & 0xff) << (8 * (i % 4));
+    for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(values[i]);
+    quantize(x, p, inverse, q);
+    unsigned words[2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      unsigned bytes[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bytes[i] = __float_as_uint(q[4 * w + i] + kRound);
+      words[w] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040), __byte_perm(bytes[2], bytes[3], 0x0040), 0x5410);
     }
     *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
   }
 };
+
+template <>
+__device__ Range Vector<float>::range() const {
+  Range range{values[0], values[0]};
+#pragma unroll
+  for (int i = 1; i < kVector; ++i) range = merge(range, {values[i], values[i]});
+  return range;
+}
+// Two at a time; NaN wins here too.
+template <class T>
+__device__ Range Vector<T>::range() const {
+  using Pair = typename Two<T>::type;
+  auto const* const pairs = reinterpret_cast<Pair const*>(values);
+  Pair lo = pairs[0], hi = pairs[0];
+#pragma unroll
+  for (int i = 1; i < kVector / 2; ++i) {
+    lo = __hmin2_nan(lo, pairs[i]);
+    hi = __hmax2_nan(hi, pairs[i]);
+  }
+  return {static_cast<float>(__hmin_nan(lo.x, lo.y)), static_cast<float>(__hmax_nan(hi.x, hi.y))};
+}
 
 __device__ Parameters read_static(Problem const& p, int row) {
   int const i = p.per_row ? row : 0;
@@ -98,7 +166,6 @@ constexpr Range kEmpty{__builtin_inff(), -__builtin_inff()};
 // A block a row, the row in registers: one pass over memory.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   int const row = blockIdx.x;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
@@ -116,19 +183,16 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     Range range = kEmpty;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if ((v * blockDim.x + threadIdx.x) * kVector >= p.cols) continue;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        float const value = static_cast<float>(held[v].values[i]);
-        range = merge(range, {value, value});
-      }
+      if ((v * blockDim.x + threadIdx.x) * kVector < p.cols) range = merge(range, held[v].range());
     }
     parameters = finish_dynamic(p, row, range);
   }
+  let_next_kernel_start();  // not sooner: blocks that wait would take the place of blocks that read
+  float const inverse = __frcp_rn(parameters.scale);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     int const column = (v * blockDim.x + threadIdx.x) * kVector;
-    if (column < p.cols) held[v].store_quantized(q + column, parameters);
+    if (column < p.cols) held[v].store_quantized(q + column, parameters, inverse);
   }
   zero_padding(p, q);
 }
@@ -136,7 +200,6 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
 // Rows that are too long for registers or do not start on 16 bytes: read twice, an element at a time.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Problem const p) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   int const row = blockIdx.x;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
@@ -152,8 +215,9 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
     }
     parameters = finish_dynamic(p, row, range);
   }
+  let_next_kernel_start();
   for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
-    q[c] = static_cast<std::int8_t>(quantize(static_cast<float>(x[c]), parameters));
+    q[c] = static_cast<std::int8_t>(clamp_to_int8(round_quotient(static_cast<float>(x[c]), parameters.scale) + parameters.azp));
   }
   zero_padding(p, q);
 }

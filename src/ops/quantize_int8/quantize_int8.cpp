@@ -38,6 +38,14 @@ Sizes checked(QuantizeInt8 const& call) {
   }
   check.apart("out", call.q, "x", call.x);
   check.apart("out", call.q, "scale", call.scale);
+  if (call.azp) check.apart("out", call.q, "azp", *call.azp);
+  if (!call.is_static) {
+    check.apart("scale", call.scale, "x", call.x);
+    if (call.azp) {
+      check.apart("azp", *call.azp, "x", call.x);
+      check.apart("azp", *call.azp, "scale", call.scale);
+    }
+  }
   return sizes;
 }
 
