@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from reference import ulp
 from torch import Tensor, nn
 
 from epiloq.nn import Int8Linear
+from reference import ulp
 
 KINDS = [("dynamic", True), ("dynamic", False), ("static", True), ("static", False)]
 

@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 import torch
-from int8_reference import assert_within_one_ulp
 from torch import Tensor
 
 from epiloq.compat import sglang, vllm
+from int8_reference import assert_within_one_ulp
 
 HALF = [torch.bfloat16, torch.float16]
 

@@ -126,27 +126,33 @@ def test_layer_errors_leave_no_hooks_and_skip_float_layers(model: Any) -> None:
 
 
 def test_speed_is_tokens_over_median_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    durations = {speed.PREFILL_REPEATS: 0.5, speed.DECODE_STEPS: 0.25}
+    durations = {speed.PREFILL_REPEATS: [0.5, 1.0], speed.DECODE_STEPS: [0.25, 0.125]}
 
-    def instant(call: Any, repeats: int, wait: Any) -> float:
-        call()
-        return durations[repeats]
+    def instant(calls: Any, repeats: int, wait: Any) -> list[float]:
+        for call in calls:
+            call()
+        return durations[repeats][: len(calls)]
 
     monkeypatch.setattr(speed, "median_seconds", instant)
-    assert speed.measure(model, tokens(100)) == speed.Speed(200.0, 4.0)
+    assert speed.measure(model, tiny_model(), tokens(100)) == speed.Speed(200.0, 4.0, 2.0, 0.5)
+    assert speed.measure(model, model, tokens(100)) == speed.Speed(200.0, 4.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(0.1, speed.WARM_UPS + 5), (100.0, speed.WARM_UPS + 1)])
-def test_slow_calls_are_repeated_less(seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, made = [0.0], list[None]()
+@pytest.mark.parametrize(("duration", "rounds"), [(0.1, speed.WARM_UPS + 5), (100.0, speed.WARM_UPS + 1)])
+def test_calls_take_turns_and_slow_ones_are_repeated_less(
+    duration: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, made = [0.0], list[str]()
 
-    def call() -> None:
-        made.append(None)
-        clock[0] += seconds if len(made) > speed.WARM_UPS else 3 * seconds
+    def call(name: str, factor: float) -> None:
+        made.append(name)
+        # The first calls are slow, as real ones are.
+        clock[0] += duration * factor * (3 if len(made) <= 2 * speed.WARM_UPS else 1)
 
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    assert speed.median_seconds(call, 5, lambda: None) == pytest.approx(seconds)
-    assert len(made) == calls
+    medians = speed.median_seconds([lambda: call("a", 1), lambda: call("b", 2)], 5, lambda: None)
+    assert medians == pytest.approx([duration, 2 * duration])
+    assert made == ["a", "b"] * rounds
 
 
 def test_text_parts_are_disjoint_and_cut_into_windows() -> None:
@@ -210,7 +216,7 @@ def test_folder_that_is_no_model_is_left_alone(tmp_path: Path) -> None:
 
 def made_up(*perplexities: float, errors: dict[str, float] | None = None) -> results.Results:
     def run(value: float) -> results.Run:
-        return results.Run("cpu", "float32", value, 10**8, speed.Speed(1234.5, 56.7))
+        return results.Run("cpu", "float32", value, 10**8, speed.Speed(1234.5, 56.7, 1.9, 1.2))
 
     found = errors if errors is not None else {"layers.0.a<b>": 0.01, "layers.1.down": 0.3}
     return results.Results(

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import assert_within_one_ulp, make_problem
 
 from epiloq import _core, scaled_mm, scaled_mm_azp
+from reference import assert_within_one_ulp, make_problem
 
 PROBLEMS = st.fixed_dictionaries(
     {

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int8_reference import KINDS, assert_matches_float64, make_layer, make_linear
 from torch import Tensor, nn
 
 from epiloq.nn import Int8Linear
+from int8_reference import KINDS, assert_matches_float64, make_layer, make_linear
 
 SIZES = [(1, 1), (17, 100), (100, 17), (576, 1536), (4095, 9), (17, 49152), (49152, 3)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from int8_reference import KINDS, make_layer, make_linear
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from epiloq.nn import Int8Linear
+from int8_reference import KINDS, make_layer, make_linear
 
 
 @pytest.mark.parametrize(("activation", "symmetric"), KINDS)

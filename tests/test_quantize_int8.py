@@ -50,7 +50,7 @@ def test_dynamic_per_token(seed: int, shape: tuple[int, ...], symmetric: bool, d
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
 @settings(max_examples=200, deadline=None)
 def test_any_finite_row(row: np.ndarray) -> None:
-    """All of float32: subnormals, huge ranges, zeros; no NaN comes out, and symmetric values come back within a step."""
+    """All of float32: subnormals, huge ranges, zeros; symmetric values come back within half a step."""
     with np.errstate(over="ignore"):
         x = torch.from_numpy(row)[None]
         q, scale, _ = epiloq.quantize_int8(x)
@@ -82,6 +82,8 @@ def awkward_rows(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     x[8, -1] = -math.inf
     x[9] = -1.5
     x[10] = torch.finfo(dtype).tiny / 4
+    x[11] = 1000 + torch.rand(columns)
+    x[12] = 1e4 + 8 * torch.rand(columns)
     return x.to(dtype)
 
 
@@ -98,7 +100,8 @@ def test_gpu_bits_are_the_cpus(seed: int, columns: int, dtype: torch.dtype) -> N
                 gpu = epiloq.quantize_int8(x.cuda(), **kwargs)
                 assert all(same_bits(a, b) for a, b in zip(cpu, gpu, strict=True)), kwargs
     for scale in (torch.tensor([0.013]), torch.rand(33, 1) + 0.01):
-        for azp in (None, torch.randint(-128, 128, scale.shape, dtype=torch.int32)):
+        for azp in (None, torch.randint(-128, 128, scale.shape, dtype=torch.int32), torch.full(scale.shape, -70000)):
+            azp = None if azp is None else azp.to(torch.int32)
             cpu = epiloq.quantize_int8(x, scale=scale, azp=azp)
             gpu = epiloq.quantize_int8(x.cuda(), scale=scale.cuda(), azp=None if azp is None else azp.cuda())
             assert same_bits(cpu[0], gpu[0])
@@ -108,7 +111,10 @@ def test_gpu_bits_are_the_cpus(seed: int, columns: int, dtype: torch.dtype) -> N
 def test_gpu_strided_rows(seed: int) -> None:
     wide = torch.randn(40, 640, dtype=torch.bfloat16)
     for view in (wide[:, 64:576], wide[::2, 8:520], wide[:, 3:515], wide.view(5, 8, 640)[:, :, :512]):
-        cpu, gpu = epiloq.quantize_int8(view), epiloq.quantize_int8(wide.cuda().as_strided(view.shape, view.stride(), view.storage_offset()))
+        cpu, gpu = (
+            epiloq.quantize_int8(view),
+            epiloq.quantize_int8(wide.cuda().as_strided(view.shape, view.stride(), view.storage_offset())),
+        )
         assert same_bits(cpu[0], gpu[0]) and same_bits(cpu[1], gpu[1])
 
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from reference import Problem, assert_within_one_ulp, make_problem, poisoned
 from torch import Tensor
 
 import epiloq
+from reference import Problem, assert_within_one_ulp, make_problem, poisoned
 
 HALVES = [torch.float16, torch.bfloat16]
 EPILOGUES = [
@@ -160,7 +160,7 @@ def test_graph_capture_and_streams(seed: int) -> None:
 
 @pytest.mark.gpu
 def test_a_chain_of_dependent_launches(seed: int) -> None:
-    """Quantise, multiply, quantise, multiply ...: kernels that overlap must still see what the one before them wrote."""
+    """Quantise, multiply, quantise ...: kernels that overlap must still see what the one before them wrote."""
     weights = [make_problem(1, 512, 512, device="cuda") for _ in range(4)]
     x0 = torch.randn(48, 512, device="cuda", dtype=torch.bfloat16)
 

@@ -14,22 +14,36 @@ namespace epiloq {
 // A CUDA stream, spelt without CUDA's headers: cudaStream_t and CUstream are this very type.
 using Stream = CUstream_st*;
 
-enum class DType : std::uint8_t { kInt8, kInt32, kFloat16, kBFloat16, kFloat32 };
+// From kBool on, what no operation takes yet: a view can hold it, so that the check that refuses it can name it.
+enum class DType : std::uint8_t {
+  kInt8,
+  kInt32,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kBool,
+  kUInt8,
+  kInt16,
+  kInt64,
+  kFloat64,
+  kOther
+};
 
 EPILOQ_API char const* name(DType dtype);
 constexpr int size_of(DType dtype) {
-  constexpr int kBytes[] = {1, 4, 2, 2, 4};
+  constexpr int kBytes[] = {1, 4, 2, 2, 4, 1, 1, 2, 8, 8, 1};
   return kBytes[static_cast<int>(dtype)];
 }
 
 struct Device {
-  enum class Type : std::uint8_t { kCpu, kCuda };
+  enum class Type : std::uint8_t { kCpu, kCuda, kOther };
   Type type = Type::kCpu;
   int index = 0;
   friend bool operator==(Device, Device) = default;
 };
 
-// A strided window on memory that somebody else owns. Sizes and strides count elements.
+// A strided window on memory that somebody else owns. Sizes and strides count elements. A rank above kMaxRank can be
+// stated, with the first kMaxRank sizes, to be refused.
 struct TensorView {
   static constexpr int kMaxRank = 6;
 
@@ -41,10 +55,10 @@ struct TensorView {
   std::array<std::int64_t, kMaxRank> strides{};
 
   TensorView() = default;
-  // Row-major and dense.
+  // Row-major and dense, at most kMaxRank sizes.
   TensorView(void* data_, DType dtype_, Device device_, std::initializer_list<std::int64_t> shape_)
       : data(data_), dtype(dtype_), device(device_) {
-    for (std::int64_t size : shape_) shape[rank++] = size;
+    for (std::int64_t size : shape_) shape.at(rank++) = size;
     std::int64_t stride = 1;
     for (int i = rank - 1; i >= 0; --i) {
       strides[i] = stride;

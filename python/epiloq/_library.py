@@ -2,25 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 # define/impl rather than custom_op, which costs 10 us a call.
 LIBRARY = torch.library.Library("epiloq", "DEF")
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+# Looked up once: `direct` is on the path of every call.
+_any_requires_grad = torch._C._any_requires_grad
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_grad_enabled = torch.is_grad_enabled
+_tracing_state = torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
-def direct(*tensors: Tensor | None) -> bool:
-    """True where a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work."""
-    if torch.compiler.is_compiling():
+def register(operation: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define one ``torch.ops.epiloq.<name>`` of an operation: one implementation for CPU and CUDA, and its shapes."""
+    name = LIBRARY.define(schema).removeprefix("epiloq::")
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, implementation, device)
+    names = [argument.name for argument in getattr(torch.ops.epiloq, name).default._schema.arguments]
+
+    @wraps(fake)
+    def on_one_device(*args: Any, **kwargs: Any) -> Any:
+        # Where one tensor is on meta and another is not, the dispatcher comes here, and nothing would be computed.
+        for argument, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            if isinstance(value, Tensor) and value.device != args[0].device:
+                raise ValueError(
+                    f"epiloq.{operation}: {argument}: expected a tensor on {args[0].device}, got one on {value.device}"
+                )
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"epiloq::{name}", on_one_device, lib=LIBRARY)
+
+
+def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:
+    """Whether a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work."""
+    if is_dynamo_compiling():
         return False
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.requires_grad):
+    for tensor in required:
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
             return False
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    for maybe in optional:
+        if maybe is not None and type(maybe) is not Tensor and type(maybe) is not Parameter:
+            return False
+    if required[0].is_meta or (_grad_enabled() and _any_requires_grad(*required, *optional)):
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    return not (_dispatch_modes() or _function_modes() or _transform() is not None or _tracing_state() is not None)
+
+
+def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], *, writes: bool) -> None:
+    """For calls that take the dispatcher, whose own messages do not name the operation and the argument.
+
+    ``writes``: the call has outputs to write into, which as elsewhere in torch excludes gradients.
+    """
+    for name, value in {**required, **optional}.items():
+        if value is None and name in optional:
+            continue
+        if not isinstance(value, Tensor):
+            if not hasattr(type(value), "__torch_function__"):
+                raise TypeError(f"epiloq.{operation}: {name}: expected a tensor, got {type(value).__name__}")
+        elif writes and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"epiloq.{operation}: {name}: expected no tensor that requires grad beside out, got one;"
+                " call under torch.no_grad()"
+            )
+        elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
+
+
+def refuse_backward(operation: str, output: Tensor) -> Tensor:
+    """``output``, which raises when a gradient reaches it: torch by itself warns and goes on without the gradient."""
+
+    def refuse(_: Tensor) -> None:
+        raise NotImplementedError(
+            f"epiloq.{operation} has no gradient; call it under torch.no_grad() or detach its output"
+        )
+
+    if isinstance(output, Tensor) and not is_dynamo_compiling() and output.requires_grad:
+        output.register_hook(refuse)
+    return output

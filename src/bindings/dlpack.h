@@ -7,8 +7,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
-#include <string>
+#include <optional>
 
 #include "epiloq/error.h"
 #include "epiloq/tensor.h"
@@ -23,21 +24,21 @@ struct TensorArg {
   py::object capsule;  // keeps the memory of the slower path alive for the call
 };
 
+// What the library has no word for becomes kOther: the check of the operation, which knows the argument, refuses it.
 inline DType dtype_of(DLDataType type) {
   struct Row {
     DLDataType dl;
     DType dtype;
   };
-  constexpr Row kRows[] = {{{kDLInt, 8, 1}, DType::kInt8},
-                           {{kDLInt, 32, 1}, DType::kInt32},
-                           {{kDLFloat, 16, 1}, DType::kFloat16},
-                           {{kDLBfloat, 16, 1}, DType::kBFloat16},
-                           {{kDLFloat, 32, 1}, DType::kFloat32}};
+  constexpr Row kRows[] = {{{kDLInt, 8, 1}, DType::kInt8},       {{kDLInt, 32, 1}, DType::kInt32},
+                           {{kDLFloat, 16, 1}, DType::kFloat16}, {{kDLBfloat, 16, 1}, DType::kBFloat16},
+                           {{kDLFloat, 32, 1}, DType::kFloat32}, {{kDLBool, 8, 1}, DType::kBool},
+                           {{kDLUInt, 8, 1}, DType::kUInt8},     {{kDLInt, 16, 1}, DType::kInt16},
+                           {{kDLInt, 64, 1}, DType::kInt64},     {{kDLFloat, 64, 1}, DType::kFloat64}};
   for (Row const& row : kRows) {
     if (row.dl.code == type.code && row.dl.bits == type.bits && row.dl.lanes == type.lanes) return row.dtype;
   }
-  throw InvalidArgument("epiloq: expected a tensor of int8, int32, float16, bfloat16 or float32, got DLPack type code " +
-                        std::to_string(type.code) + " with " + std::to_string(type.bits) + " bits");
+  return DType::kOther;
 }
 
 inline Device device_of(DLDevice device) {
@@ -49,27 +50,30 @@ inline Device device_of(DLDevice device) {
     case kDLCUDAManaged:
       return {Device::Type::kCuda, device.device_id};
     default:
-      throw InvalidArgument("epiloq: expected a tensor on the CPU or a CUDA device, got DLPack device type " +
-                            std::to_string(static_cast<int>(device.device_type)));
+      return {Device::Type::kOther, device.device_id};
   }
 }
 
 inline TensorView view_of(DLTensor const& tensor) {
-  if (tensor.ndim > TensorView::kMaxRank) {
-    throw InvalidArgument("epiloq: expected at most " + std::to_string(TensorView::kMaxRank) + " dimensions, got " +
-                          std::to_string(tensor.ndim));
-  }
   TensorView view;
   view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view.dtype = dtype_of(tensor.dtype);
   view.device = device_of(tensor.device);
   view.rank = tensor.ndim;
   std::int64_t dense = 1;
-  for (int i = tensor.ndim - 1; i >= 0; --i) {
+  for (int i = std::min(tensor.ndim, TensorView::kMaxRank) - 1; i >= 0; --i) {
     view.shape[i] = tensor.shape[i];
     view.strides[i] = tensor.strides != nullptr ? tensor.strides[i] : dense;
     dense *= tensor.shape[i];
   }
+  return view;
+}
+
+// A meta or sparse tensor has no memory to lend.
+inline TensorView view_of_nothing() {
+  PyErr_Clear();
+  TensorView view;
+  view.device.type = Device::Type::kOther;
   return view;
 }
 
@@ -90,7 +94,8 @@ inline DLPackExchangeAPI const* exchange_api(PyTypeObject* type) {
   if (!capsule) {
     PyErr_Clear();
   } else {
-    auto const* found = static_cast<DLPackExchangeAPI const*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    auto const* found =
+        static_cast<DLPackExchangeAPI const*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (found == nullptr) throw py::error_already_set();
     if (found->header.version.major == DLPACK_MAJOR_VERSION) api = found;
   }
@@ -136,8 +141,8 @@ struct type_caster<epiloq::bindings::TensorArg> {
     value.api = epiloq::bindings::exchange_api(Py_TYPE(source.ptr()));
     if (value.api != nullptr) {
       DLTensor tensor;
-      if (value.api->dltensor_from_py_object_no_sync(source.ptr(), &tensor) != 0) throw error_already_set();
-      value.view = epiloq::bindings::view_of(tensor);
+      bool const lent = value.api->dltensor_from_py_object_no_sync(source.ptr(), &tensor) == 0;
+      value.view = lent ? epiloq::bindings::view_of(tensor) : epiloq::bindings::view_of_nothing();
       return true;
     }
     if (!hasattr(source, "__dlpack__")) return false;

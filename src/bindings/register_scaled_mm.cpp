@@ -8,8 +8,7 @@ using Optional = std::optional<TensorArg>;
 
 ScaledMm call_of(TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
                  TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp) {
-  return {out.view,         a.view,          b.view,           scale_a.view, scale_b.view,
-          view_of(bias), view_of(azp_adj), view_of(azp)};
+  return {out.view, a.view, b.view, scale_a.view, scale_b.view, view_of(bias), view_of(azp_adj), view_of(azp)};
 }
 
 }  // namespace
@@ -19,9 +18,8 @@ void register_scaled_mm(py::module_& module) {
     module.def(
         name,
         [action](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
-                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp) {
-          return action(call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp), a);
-        },
+                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj,
+                 Optional const& azp) { return action(call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp), a); },
         py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"),
         py::arg("bias") = py::none(), py::arg("azp_adj") = py::none(), py::arg("azp") = py::none());
   };

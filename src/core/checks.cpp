@@ -7,6 +7,7 @@ namespace epiloq {
 namespace {
 
 std::string describe(Device device) {
+  if (device.type == Device::Type::kOther) return "neither the CPU nor CUDA";
   return device.type == Device::Type::kCpu ? "the CPU" : "cuda:" + std::to_string(device.index);
 }
 
@@ -36,23 +37,30 @@ bool dense(TensorView const& view) {
 }  // namespace
 
 char const* name(DType dtype) {
-  constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32"};
+  constexpr char const* kNames[] = {"int8",  "int32", "float16", "bfloat16", "float32",      "bool",
+                                    "uint8", "int16", "int64",   "float64",  "another dtype"};
   return kNames[static_cast<int>(dtype)];
 }
 
 std::string describe(TensorView const& view) {
   std::ostringstream text;
   text << name(view.dtype) << " [";
-  for (int i = 0; i < view.rank; ++i) text << (i ? ", " : "") << view.shape[i];
-  text << "] on " << describe(view.device);
+  for (int i = 0; i < std::min(view.rank, TensorView::kMaxRank); ++i) text << (i ? ", " : "") << view.shape[i];
+  text << (view.rank > TensorView::kMaxRank ? ", ..] on " : "] on ") << describe(view.device);
   return text.str();
 }
 
 void Checker::tensor(char const* argument, TensorView const& view, std::initializer_list<DType> dtypes) const {
+  if (view.device.type == Device::Type::kOther) {
+    fail(argument, "expected dense memory on the CPU or a CUDA device, got a meta, sparse or otherwise foreign tensor");
+  }
   if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
     std::string expected;
     for (DType dtype : dtypes) expected += (expected.empty() ? "" : " or ") + std::string(name(dtype));
     fail(argument, "expected ", expected, ", got ", describe(view));
+  }
+  if (view.rank > TensorView::kMaxRank) {
+    fail(argument, "expected at most ", TensorView::kMaxRank, " dimensions, got ", view.rank);
   }
   if (view.device != device_) fail(argument, "expected a tensor on ", describe(device_), ", got ", describe(view));
   if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {

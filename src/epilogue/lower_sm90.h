@@ -48,8 +48,7 @@ struct Sm90 {
   using Tree = cutlass::epilogue::fusion::Sm90EVT<Node, Kids...>;
   using AccNode = cutlass::epilogue::fusion::Sm90AccFetch;
   template <template <class> class Fn, class Out, class In>
-  using Compute =
-      cutlass::epilogue::fusion::Sm90Compute<Fn, Out, In, cutlass::FloatRoundStyle::round_to_nearest>;
+  using Compute = cutlass::epilogue::fusion::Sm90Compute<Fn, Out, In, cutlass::FloatRoundStyle::round_to_nearest>;
 
   template <class Leaf>
   static auto row_args(Leaf const& leaf) {

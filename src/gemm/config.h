@@ -20,8 +20,8 @@ struct MmaConfig {
   constexpr int shared_bytes() const { return (tile.m + tile.n) * tile.k * stages; }
 };
 
-// SM90: CUTLASS 3.x, TMA and wgmma. With swap the weights are the first operand and D^T is computed, so tile.m runs along
-// N and tile.n along M.
+// SM90: CUTLASS 3.x, TMA and wgmma. With swap the weights are the first operand and D^T is computed, so tile.m runs
+// along N and tile.n along M.
 enum class Schedule : std::uint8_t { kWarpSpecialized, kPingpong, kCooperative };
 struct WgmmaConfig {
   Shape tile;

@@ -1,7 +1,7 @@
 #pragma once
 
-// int8 GEMM for what the fast kernels refuse: rows that do not start on 16 bytes. Any size, any stride, any architecture
-// with dp4a; bytes are gathered one at a time, so it is many times slower, and callers are told so.
+// int8 GEMM for what the fast kernels refuse: rows that do not start on 16 bytes. Any size, any stride, any
+// architecture with dp4a; bytes are gathered one at a time, so it is many times slower, and callers are told so.
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
@@ -11,10 +11,10 @@
 namespace epiloq::gemm {
 
 struct Generic {
-  static constexpr int kTile = 64;     // rows and columns of D, a block
-  static constexpr int kDepth = 64;    // of K, a step
+  static constexpr int kTile = 64;           // rows and columns of D, a block
+  static constexpr int kDepth = 64;          // of K, a step
   static constexpr int kPitch = kDepth + 4;  // words of one column of threads fall into different banks
-  static constexpr int kSide = 16;     // threads along a side
+  static constexpr int kSide = 16;           // threads along a side
   static constexpr int kEach = kTile / kSide;
 
   // [rows, k] bytes into shared memory, zeros past the edges.

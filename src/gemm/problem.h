@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "epiloq/tensor.h"
 #include "epilogue/library.h"
+#include "epiloq/tensor.h"
 
 namespace epiloq::gemm {
 

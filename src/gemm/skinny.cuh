@@ -2,11 +2,11 @@
 
 // int8 GEMM for at most a few tokens, where reading the weights once is all the time there is.
 //
-// A block owns 16 * slabs weight rows and every token. Its warps split K in steps of 64 bytes and stream weights straight
-// into mma.sync fragments: a dot product does not care about the order of K, so each thread takes 16 consecutive bytes of
-// a row, the same for weights and tokens, and no shared memory, shuffle or barrier stands in the main loop. Slabs of 16
-// rows let a grid fill any number of SMs evenly. At the end the warps' int32 sums meet in shared memory: exact, in any
-// order.
+// A block owns 16 * slabs weight rows and every token. Its warps split K in steps of 64 bytes and stream weights
+// straight into mma.sync fragments: a dot product does not care about the order of K, so each thread takes 16
+// consecutive bytes of a row, the same for weights and tokens, and no shared memory, shuffle or barrier stands in the
+// main loop. Slabs of 16 rows let a grid fill any number of SMs evenly. At the end the warps' int32 sums meet in shared
+// memory: exact, in any order.
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
@@ -17,10 +17,9 @@
 namespace epiloq::gemm {
 
 __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], int a0, int a1, int a2, int a3, int b0, int b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Integers rather than a SkinnyConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
@@ -30,9 +29,9 @@ struct Skinny {
   static constexpr int kUnroll = kUnroll_;
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = 16 * kSlabs;      // of the weight, a block
-  static constexpr int kStep = 64;               // bytes of K, a warp and step
-  static constexpr int kSumStride = kRows + 4;   // keeps the fragments' stores off each other's banks
+  static constexpr int kRows = 16 * kSlabs;     // of the weight, a block
+  static constexpr int kStep = 64;              // bytes of K, a warp and step
+  static constexpr int kSumStride = kRows + 4;  // keeps the fragments' stores off each other's banks
   static constexpr int kSharedBytes = kWarps * kTokens * kSumStride * 4;
 
   struct Step {
@@ -84,8 +83,8 @@ struct Skinny {
     }
   }
 
-  // Asks L2 for the block's weights. Harmless before the previous kernel has finished, even if it writes them: L2 is where
-  // its writes arrive.
+  // Asks L2 for the block's weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
+  // where its writes arrive.
   static __device__ void prefetch(Problem const& p, int first_row) {
     constexpr int kLine = 128;
     int const lines = (p.k + kLine - 1) / kLine;

@@ -32,15 +32,16 @@ template <Arch kArch, MmaConfig kConfig, class Out, class Epilogue>
 struct MmaGemm {
   using Tile = cutlass::gemm::GemmShape<kConfig.tile.m, kConfig.tile.n, kConfig.tile.k>;
   using Warp = cutlass::gemm::GemmShape<kConfig.warp.m, kConfig.warp.n, kConfig.warp.k>;
-  static constexpr int kAlignment = 16;          // int8 elements in a 128-bit copy
-  static constexpr int kEpilogueAlignment = 4;   // fp32 elements in a 128-bit exchange through shared memory
+  static constexpr int kAlignment = 16;         // int8 elements in a 128-bit copy
+  static constexpr int kEpilogueAlignment = 4;  // fp32 elements in a 128-bit exchange through shared memory
 
   using ThreadMap = cutlass::epilogue::threadblock::OutputTileThreadLayout<Tile, Warp, float, kEpilogueAlignment, 1>;
   using Expr = decltype(Epilogue::template make<Out>({}));
   using Lowered = epilogue::Lower<epilogue::Sm80<ThreadMap>, Expr>;
   // 2.x has no store of its own behind a visitor tree: the root writes D.
-  using Store = cutlass::epilogue::threadblock::VisitorAuxStore<
-      ThreadMap, Out, cutlass::FloatRoundStyle::round_to_nearest, cute::Stride<std::int64_t, cute::_1, cute::_0>>;
+  using Store =
+      cutlass::epilogue::threadblock::VisitorAuxStore<ThreadMap, Out, cutlass::FloatRoundStyle::round_to_nearest,
+                                                      cute::Stride<std::int64_t, cute::_1, cute::_0>>;
   using Root = cutlass::epilogue::threadblock::Sm80EVT<Store, typename Lowered::type>;
   using Kernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
       std::int8_t, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, kAlignment, std::int8_t,

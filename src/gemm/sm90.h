@@ -61,28 +61,28 @@ struct Sm90Gemm {
   using Expr = decltype(Epilogue::template make<Out>({}));
   using Lowered = epilogue::Lower<Target, Expr>;
   using LayoutD = std::conditional_t<kConfig.swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
-  static constexpr int kAlignment8 = 16;   // elements of 8 bits in the 16 bytes that TMA wants
+  static constexpr int kAlignment8 = 16;  // elements of 8 bits in the 16 bytes that TMA wants
   static constexpr int kAlignment16 = 8;
 
   // CUTLASS's own choice is 32 columns, which must divide the tile.
-  using EpilogueTile = std::conditional_t<kConfig.tile.n % 32 == 0 || kConfig.tile.n == 16,
-                                          cutlass::epilogue::collective::EpilogueTileAuto,
-                                          cute::Shape<cute::_64, cute::_16>>;
+  using EpilogueTile =
+      std::conditional_t<kConfig.tile.n % 32 == 0 || kConfig.tile.n == 16,
+                         cutlass::epilogue::collective::EpilogueTileAuto, cute::Shape<cute::_64, cute::_16>>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, std::int32_t, float, void, LayoutD, kAlignment16, Out, LayoutD,
-      kAlignment16, typename Tags::Epilogue, typename Lowered::type>::CollectiveOp;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, std::int32_t, float, void,
+      LayoutD, kAlignment16, Out, LayoutD, kAlignment16, typename Tags::Epilogue, typename Lowered::type>::CollectiveOp;
   // A second block on an SM starts streaming while the first one ends.
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kReserved = kConfig.blocks_per_sm == 1 ? 0 : kSharedMemory / 2 + 1024;
   using PlainMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t, cutlass::layout::RowMajor, kAlignment8,
       std::int8_t, cutlass::layout::ColumnMajor, kAlignment8, std::int32_t, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-          sizeof(typename CollectiveEpilogue::SharedStorage)) + kReserved>,
+      cutlass::gemm::collective::StageCountAutoCarveout<
+          static_cast<int>(sizeof(typename CollectiveEpilogue::SharedStorage)) + kReserved>,
       typename Tags::Mainloop>::CollectiveOp;
   using CollectiveMainloop =
-      std::conditional_t<(kConfig.early_bytes > 0),
-                         EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.early_bytes>, PlainMainloop>;
+      std::conditional_t<(kConfig.early_bytes > 0), EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.early_bytes>,
+                         PlainMainloop>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, CollectiveMainloop,
                                                       CollectiveEpilogue, void>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -95,18 +95,17 @@ struct Sm90Gemm {
     auto const first = std::pair(p.a, p.stride_a), second = std::pair(p.b, p.stride_b);
     auto const [left, stride_left] = kConfig.swap ? second : first;
     auto const [right, stride_right] = kConfig.swap ? first : second;
-    typename Adapter::Arguments arguments{
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {kConfig.swap ? p.n : p.m, kConfig.swap ? p.m : p.n, p.k, 1},
-        {left, {stride_left, Int<1>{}, 0}, right, {stride_right, Int<1>{}, 0}},
-        {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
+    typename Adapter::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
+                                          {kConfig.swap ? p.n : p.m, kConfig.swap ? p.m : p.n, p.k, 1},
+                                          {left, {stride_left, Int<1>{}, 0}, right, {stride_right, Int<1>{}, 0}},
+                                          {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
     arguments.hw_info.device_id = device;
     arguments.hw_info.sm_count = device_properties(device).sm_count;
     return arguments;
   }
 
-  // The parameters hold three TMA descriptors, which take the driver longer to make than a launch takes. A model comes back
-  // with the same tensors, so a few are kept, by everything that they are made from.
+  // The parameters hold three TMA descriptors, which take the driver longer to make than a launch takes. A model comes
+  // back with the same tensors, so a few are kept, by everything that they are made from.
   static typename Kernel::Params& params_of(Problem const& p, int device) {
     struct Slot {
       Problem problem{};

@@ -102,7 +102,7 @@ def _draw_errors(axes: Axes, scheme: Measured, colour: str) -> None:
 
 
 def speeds(results: Results) -> str:
-    """Prefill and decode tokens per second of every run, as two rows of bars."""
+    """Prefill and decode speed of every run in multiples of the fp32 teacher's, as two rows of bars."""
     palette = colours(results)
     bars = [
         (f"{measured.name}\n{run.place}", run, palette.get(measured.name, FLOAT_COLOUR))
@@ -111,13 +111,13 @@ def speeds(results: Results) -> str:
     ]
     labels, tints = [bar[0] for bar in bars], [bar[2] for bar in bars]
     panels = (
-        ("prefill, tokens/s", [run.speed.prefill_tokens_per_s for _, run, _ in bars]),
-        ("decode, tokens/s", [run.speed.decode_tokens_per_s for _, run, _ in bars]),
+        ("prefill", [run.speed.prefill_speedup for _, run, _ in bars]),
+        ("decode", [run.speed.decode_speedup for _, run, _ in bars]),
     )
     with canvas(0.9 + 0.42 * len(bars)) as figure:
         for axes, (title, values) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
             drawn = axes.barh(labels, values, color=tints, height=0.62)
-            axes.bar_label(drawn, fmt=lambda value: f"{value:.0f}" if value >= 100 else f"{value:.1f}", padding=3)
+            axes.bar_label(drawn, fmt="%.2fx", padding=3)
             axes.set_title(title, loc="left", fontsize="medium")
             axes.set_xlim(0, 1.35 * max(values))
             axes.xaxis.set_visible(False)

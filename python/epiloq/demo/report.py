@@ -60,8 +60,8 @@ def rows(results: Results) -> list[dict[str, str]]:
             "Perplexity": f"{run.perplexity:.2f}",
             "Change": f"{results.change_percent(run):+.2f} %",
             "Weights, MB": megabytes(run.weight_bytes),
-            "Prefill, tok/s": f"{run.speed.prefill_tokens_per_s:.0f} ({run.speed.prefill_speedup:.2f}x)",
-            "Decode, tok/s": f"{run.speed.decode_tokens_per_s:.1f} ({run.speed.decode_speedup:.2f}x)",
+            "Prefill": f"{run.speed.prefill_tokens_per_s:.0f} ({run.speed.prefill_speedup:.2f}x)",
+            "Decode": f"{run.speed.decode_tokens_per_s:.1f} ({run.speed.decode_speedup:.2f}x)",
             "Worst layer": f"{100 * worst[1]:.1f} %" if worst else "none",
         }
 

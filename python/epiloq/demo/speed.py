@@ -22,7 +22,7 @@ BUDGET_S = 12.0
 class Speed:
     """Tokens per second for one sequence, and their ratios to a baseline that was timed in turns with the model.
 
-    The ratios hold on a busy machine, where figures taken minutes apart do not compare.
+    On a busy machine the ratios still vary, but figures taken minutes apart do not compare at all.
     """
 
     prefill_tokens_per_s: float
@@ -70,7 +70,7 @@ def decode(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
 
 
 def measure(model: nn.Module, baseline: nn.Module, prompt: Tensor) -> Speed:
-    """Speed of a model for an int64 [1, n] prompt, in turns with a baseline on the same device (or the model itself)."""
+    """Speed of a model for an int64 [1, n] prompt, in turns with a baseline on its device (or itself)."""
     import torch
 
     device = next(model.parameters()).device

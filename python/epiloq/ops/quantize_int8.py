@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import LIBRARY, direct
+from epiloq._library import direct, expect_tensors, refuse_backward, register
 
-_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-_INT32 = torch.iinfo(torch.int32)
-
-LIBRARY.define("quantize_int8_symmetric(Tensor x, int pad_to) -> (Tensor, Tensor)")
-LIBRARY.define("quantize_int8_asymmetric(Tensor x, int pad_to, bool range_includes_zero) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define("quantize_int8_static(Tensor x, Tensor scale, Tensor? azp, int pad_to) -> Tensor")
-LIBRARY.define(
-    "quantize_int8_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? azp, bool is_static,"
-    " bool range_includes_zero) -> ()"
-)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantize_int8(
@@ -53,12 +44,54 @@ def quantize_int8(
         granularity: "token" or "tensor"; of measured scales.
         pad_to: q's columns are rounded up to a multiple of this and the extra ones are 0 (16 suits `scaled_mm`).
         range_includes_zero: False measures [lo, hi] as it is (unless lo == hi), in the manner of vLLM.
-        out: ``(q, scale, azp)`` to write into, azp None when symmetric; dynamic per token, or static with the same
-            scale. They are written and returned.
+        out: ``(q, scale, azp)`` to write into, azp None when symmetric; dynamic per token, or static with the very
+            ``scale`` and ``azp`` that are given. q's columns past K are set to 0, ``pad_to`` or not. It is returned.
 
     Returns:
         ``q`` int8 ``[.., K']``, ``scale`` float32 and ``azp`` int32 or None: ``[.., 1]`` per token, ``[1]`` per tensor.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches a measured scale, as there is no derivative.
     """
+    _expect(x, scale, azp, symmetric, granularity, pad_to, out)
+    if out is not None:
+        q, out_scale, out_azp = out
+        if direct((x, q, out_scale), (out_azp,)):
+            _run(x, q, out_scale, out_azp, scale is not None, range_includes_zero)
+        else:
+            expect_tensors("quantize_int8", {"x": x, "out": q, "scale": out_scale}, {"azp": out_azp}, writes=True)
+            torch.ops.epiloq.quantize_int8_out(x, q, out_scale, out_azp, scale is not None, range_includes_zero)
+        return out
+    if scale is None and granularity == "tensor":
+        scale, azp = _measure_tensor(x, symmetric, range_includes_zero)
+        refuse_backward("quantize_int8", scale)
+    if scale is not None:
+        if direct((x, scale), (azp,)):
+            return _static(x, scale, azp, pad_to), scale, azp
+        expect_tensors("quantize_int8", {"x": x, "scale": scale}, {"azp": azp}, writes=False)
+        return torch.ops.epiloq.quantize_int8_static(x, scale, azp, pad_to), scale, azp
+    if direct((x,)):
+        return (*_symmetric(x, pad_to), None) if symmetric else _asymmetric(x, pad_to, range_includes_zero)
+    expect_tensors("quantize_int8", {"x": x}, {}, writes=False)
+    if symmetric:
+        q, scale = torch.ops.epiloq.quantize_int8_symmetric(x, pad_to)
+    else:
+        q, scale, azp = torch.ops.epiloq.quantize_int8_asymmetric(x, pad_to, range_includes_zero)
+    return q, refuse_backward("quantize_int8", scale), azp
+
+
+def _expect(
+    x: Tensor,
+    scale: Tensor | None,
+    azp: Tensor | None,
+    symmetric: bool,
+    granularity: str,
+    pad_to: int,
+    out: tuple[Tensor, Tensor, Tensor | None] | None,
+) -> None:
+    """What the arguments ask of one another; the tensors themselves are checked in C++."""
     if granularity not in ("token", "tensor"):
         raise ValueError(f'epiloq.quantize_int8: granularity: expected "token" or "tensor", got {granularity!r}')
     if pad_to < 1:
@@ -68,75 +101,41 @@ def quantize_int8(
     if scale is not None and azp is None and not symmetric:
         raise ValueError("epiloq.quantize_int8: azp: expected a zero point beside scale with symmetric=False, got None")
     if out is not None:
-        _into(x, out[0], out[1], out[2], scale is not None, range_includes_zero)
-        return out
+        _expect_out(out, scale, azp, symmetric, granularity)
+    elif scale is None and granularity == "tensor" and isinstance(x, Tensor):
+        if x.dtype not in _FLOATS:
+            raise ValueError(f"epiloq.quantize_int8: x: expected float32 or float16 or bfloat16, got {x.dtype}")
+        if x.numel() == 0:
+            raise ValueError(f"epiloq.quantize_int8: x: expected elements to measure, got shape {list(x.shape)}")
+
+
+def _expect_out(
+    out: tuple[Tensor, Tensor, Tensor | None],
+    scale: Tensor | None,
+    azp: Tensor | None,
+    symmetric: bool,
+    granularity: str,
+) -> None:
+    if len(out) != 3:
+        raise ValueError(f"epiloq.quantize_int8: out: expected (q, scale, azp), got {len(out)} elements")
+    if scale is not None and (out[1] is not scale or out[2] is not azp):
+        raise ValueError("epiloq.quantize_int8: out: expected the given scale and azp as its last two, got others")
     if scale is None and granularity == "tensor":
-        scale, azp = _measure_tensor(x, symmetric, range_includes_zero)
-    if scale is not None:
-        static = _static if direct(x, scale, azp) else torch.ops.epiloq.quantize_int8_static
-        return static(x, scale, azp, pad_to), scale, azp
-    if symmetric:
-        dynamic = _symmetric if direct(x) else torch.ops.epiloq.quantize_int8_symmetric
-        return *dynamic(x, pad_to), None
-    asymmetric = _asymmetric if direct(x) else torch.ops.epiloq.quantize_int8_asymmetric
-    return asymmetric(x, pad_to, range_includes_zero)  # type: ignore[no-any-return]
-
-
-def _measure(lo: Tensor, hi: Tensor, symmetric: bool, range_includes_zero: bool) -> tuple[Tensor, Tensor | None]:
-    """float32 lowest and highest values -> scale and zero point. The same steps as the kernel's, one for one."""
-    if symmetric:
-        return (torch.maximum(-lo, hi) / 127).clamp_(min=_SMALLEST_NORMAL), None
-    widen = torch.ones_like(lo, dtype=torch.bool) if range_includes_zero else lo == hi
-    lo = torch.where(widen, lo.clamp(max=0), lo)
-    hi = torch.where(widen, hi.clamp(min=0), hi)
-    scale = ((hi - lo) / 255).clamp_(min=_SMALLEST_NORMAL)
-    azp = torch.round(-128 - lo / scale).nan_to_num_(nan=0)
-    return scale, azp.to(torch.float64).clamp_(_INT32.min, _INT32.max).to(torch.int32)
+        raise ValueError('epiloq.quantize_int8: granularity: expected "token" beside out, got "tensor"')
+    if scale is None and (out[2] is None) != symmetric:
+        wanted, got = ("None", "a tensor") if symmetric else ("a tensor", "None")
+        raise ValueError(f"epiloq.quantize_int8: out: expected {wanted} for azp with symmetric={symmetric}, got {got}")
 
 
 def _measure_tensor(x: Tensor, symmetric: bool, range_includes_zero: bool) -> tuple[Tensor, Tensor | None]:
-    if x.numel() == 0:
-        raise ValueError(f"epiloq.quantize_int8: x: expected elements to measure, got shape {list(x.shape)}")
-    lo, hi = torch.aminmax(x)
-    return _measure(lo.float().reshape(1), hi.float().reshape(1), symmetric, range_includes_zero)
-
-
-def _round_to_int8(x: Tensor, scale: Tensor, azp: Tensor | None) -> Tensor:
-    q = torch.round(x.to(torch.float32) / scale).nan_to_num_(nan=0)
-    if azp is not None:
-        q += azp
-    return q.clamp_(-128, 127).to(torch.int8)
-
-
-def _run_on_cpu(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, with_zero: bool) -> None:
-    _core.check_quantize_int8(q, x, scale, azp, is_static, with_zero)
-    if x.shape[:-1].numel() == 0:
-        return
-    columns = x.shape[-1]
-    if not is_static:
-        if columns:
-            lo, hi = torch.aminmax(x.to(torch.float32), dim=-1, keepdim=True)
-        else:
-            lo = hi = torch.zeros((*x.shape[:-1], 1))
-        measured, zero_point = _measure(lo, hi, azp is None, with_zero)
-        scale.copy_(measured.view(scale.shape))
-        if azp is not None and zero_point is not None:
-            azp.copy_(zero_point.view(azp.shape))
-    rows = (1,) if scale.numel() == 1 else (*x.shape[:-1], 1)
-    q[..., :columns].copy_(_round_to_int8(x, scale.reshape(rows), None if azp is None else azp.reshape(rows)))
-    q[..., columns:].zero_()
+    # The ends of the tensor's range, quantised as a token of their own, have its parameters.
+    ends = torch.stack(torch.aminmax(x)).to(torch.float32).view(1, 2)
+    _, scale, azp = quantize_int8(ends, symmetric=symmetric, range_includes_zero=range_includes_zero)
+    return scale.view(1), None if azp is None else azp.view(1)
 
 
 def _run(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, range_includes_zero: bool) -> None:
-    if x.is_cuda:
-        _core.quantize_int8(q, x, scale, azp, is_static, range_includes_zero)
-    else:
-        _run_on_cpu(x, q, scale, azp, is_static, range_includes_zero)
-
-
-def _into(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, range_includes_zero: bool) -> None:
-    run = _run if direct(x, q, scale, azp) else torch.ops.epiloq.quantize_int8_out
-    run(x, q, scale, azp, is_static, range_includes_zero)
+    _core.quantize_int8(q, x, scale, azp, is_static, range_includes_zero)
 
 
 def _empty_q(x: Tensor, pad_to: int) -> Tensor:
@@ -167,11 +166,29 @@ def _static(x: Tensor, scale: Tensor, azp: Tensor | None, pad_to: int) -> Tensor
     return q
 
 
-def explain(x: Tensor, **kwargs: Any) -> str:
+def explain(
+    x: Tensor,
+    *,
+    scale: Tensor | None = None,
+    azp: Tensor | None = None,
+    symmetric: bool = True,
+    granularity: str = "token",
+    pad_to: int = 1,
+    range_includes_zero: bool = True,
+    out: tuple[Tensor, Tensor, Tensor | None] | None = None,
+) -> str:
     """`epiloq.explain` for `quantize_int8`."""
-    _core.check_quantize_int8(_empty_q(x, kwargs.get("pad_to", 1)), x, _empty_parameter(x, torch.float32))
+    _expect(x, scale, azp, symmetric, granularity, pad_to, out)
+    is_static = scale is not None
+    if out is not None:
+        q, scale, azp = out
+    else:
+        q = _empty_q(x, pad_to)
+        if scale is None:
+            scale, azp = _empty_parameter(x, torch.float32), None if symmetric else _empty_parameter(x, torch.int32)
+    _core.check_quantize_int8(q, x, scale, azp, is_static, range_includes_zero)
     if not x.is_cuda:
-        return "cpu torch"
+        return "cpu, vectorised rows"
     whole = x.shape[-1] % 8 == 0 and x.shape[-1] <= 32768
     return "cuda, the row in registers, one pass" if whole else "cuda, an element at a time, two passes"
 
@@ -192,13 +209,19 @@ def _fake_out(*_: Any) -> None:
     return None
 
 
-_IMPLEMENTATIONS = {
-    "symmetric": (_symmetric, _fake_symmetric),
-    "asymmetric": (_asymmetric, _fake_asymmetric),
-    "static": (_static, _fake_static),
-    "out": (_run, _fake_out),
-}
-for _name, (_function, _fake) in _IMPLEMENTATIONS.items():
-    for _device in ("CPU", "CUDA"):
-        LIBRARY.impl(f"quantize_int8_{_name}", _function, _device)
-    torch.library.register_fake(f"epiloq::quantize_int8_{_name}", _fake, lib=LIBRARY)
+for _schema, _function, _shapes in (
+    ("symmetric(Tensor x, int pad_to) -> (Tensor, Tensor)", _symmetric, _fake_symmetric),
+    (
+        "asymmetric(Tensor x, int pad_to, bool range_includes_zero) -> (Tensor, Tensor, Tensor)",
+        _asymmetric,
+        _fake_asymmetric,
+    ),
+    ("static(Tensor x, Tensor scale, Tensor? azp, int pad_to) -> Tensor", _static, _fake_static),
+    (
+        "out(Tensor x, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? azp, bool is_static, bool range_includes_zero)"
+        " -> ()",
+        _run,
+        _fake_out,
+    ),
+):
+    register("quantize_int8", f"quantize_int8_{_schema}", _function, _shapes)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import LIBRARY, direct
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _EPILOGUE = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None"
-_EPILOGUE_AZP = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None"
-LIBRARY.define(f"scaled_mm({_EPILOGUE}, *, ScalarType out_dtype) -> Tensor")
-LIBRARY.define(f"scaled_mm_azp({_EPILOGUE_AZP}, *, ScalarType out_dtype) -> Tensor")
-LIBRARY.define(f"scaled_mm_out({_EPILOGUE}, *, Tensor(a!) out) -> ()")
-LIBRARY.define(f"scaled_mm_azp_out({_EPILOGUE_AZP}, *, Tensor(a!) out) -> ()")
+_EPILOGUE_AZP = (
+    "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None"
+)
 
 
 def scaled_mm(
@@ -47,15 +47,20 @@ def scaled_mm(
 
     Raises:
         ValueError: an argument does not fit; the message names it. ``K`` is at most 131071, where int32 stays exact.
-        NotImplementedError: no kernel of this build runs on the device.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: no kernel of this build runs on the device; or, later, a gradient reaches the result, as
+            there is no derivative (a compiled graph stops the gradient instead).
     """
-    if not direct(a, b, scale_a, scale_b, bias, out):
+    if not direct((a, b, scale_a, scale_b), (bias, out)):
+        required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+        expect_tensors("scaled_mm", required, {"bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            return torch.ops.epiloq.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+            result = torch.ops.epiloq.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
+            return refuse_backward("scaled_mm", result)
         torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, out=out)
         return out
     if out is None:
-        out = _empty(a, b, out_dtype)
+        out = _empty("scaled_mm", a, b, out_dtype)
     _run(out, a, b, scale_a, scale_b, bias, None, None)
     return out
 
@@ -86,22 +91,27 @@ def scaled_mm_azp(
     Raises:
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.
     """
-    if not direct(a, b, scale_a, scale_b, azp_adj, azp, bias, out):
+    if not direct((a, b, scale_a, scale_b, azp_adj), (azp, bias, out)):
+        required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "azp_adj": azp_adj}
+        expect_tensors("scaled_mm_azp", required, {"azp": azp, "bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            return torch.ops.epiloq.scaled_mm_azp(  # type: ignore[no-any-return]
-                a, b, scale_a, scale_b, azp_adj, azp, bias, out_dtype=out_dtype
-            )
+            result = torch.ops.epiloq.scaled_mm_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, out_dtype=out_dtype)
+            return refuse_backward("scaled_mm_azp", result)
         torch.ops.epiloq.scaled_mm_azp_out(a, b, scale_a, scale_b, azp_adj, azp, bias, out=out)
         return out
     if out is None:
-        out = _empty(a, b, out_dtype)
+        out = _empty("scaled_mm_azp", a, b, out_dtype)
     _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
     return out
 
 
-def _empty(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype not in _OUT_DTYPES:
+        raise ValueError(
+            f"epiloq.{operation}: out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}"
+        )
     # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
-    return torch.empty((*a.shape[:-1], b.shape[-1] if b.ndim else 0), dtype=out_dtype, device=a.device)
+    return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
 
 
 def _run(
@@ -118,6 +128,7 @@ def _run(
     implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
 
 
+@torch.no_grad()
 def _run_on_cpu(
     out: Tensor,
     a: Tensor,
@@ -145,18 +156,19 @@ def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
     # With K = 1 torch 2.13 misreads the strides of a column-major b.
     if a.shape[1] > 1 and _int_mm_is_exact():
         return torch._int_mm(a, b)
-    # fp32 sums of 1024 products of int8 stay below 2^24, where every integer is exact.
-    acc = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
-    for k in range(0, a.shape[1], 1024):
-        acc += (a[:, k : k + 1024].to(torch.float32) @ b[k : k + 1024].to(torch.float32)).to(torch.int32)
+    # fp32 sums of 1024 products of int8 stay within 2^24, up to where every integer is exact.
+    acc = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
+    with torch.autocast("cpu", enabled=False):
+        for k in range(0, a.shape[1], 1024):
+            acc += (a[:, k : k + 1024].to(torch.float32) @ b[k : k + 1024].to(torch.float32)).to(torch.int32)
     return acc
 
 
 @cache
 def _int_mm_is_exact() -> bool:
     """Whether this CPU's int8 matmul is: without VNNI, oneDNN's instructions saturate pairs of products to int16."""
-    a = torch.full((64, 64), 127, dtype=torch.int8)
-    b = torch.full((64, 64), 127, dtype=torch.int8)
+    a = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
+    b = a.clone()
     return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
 
 
@@ -209,15 +221,19 @@ def _explain(
 ) -> str:
     if a is None or b is None or scale_a is None or scale_b is None:
         raise TypeError("epiloq.explain: expected a, b, scale_a and scale_b, or m, n, k and arch by name")
-    operands = (_empty(a, b, out_dtype) if out is None else out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+    if out is None:
+        out = _empty("scaled_mm" if azp_adj is None else "scaled_mm_azp", a, b, out_dtype)
+    operands = (out, a, b, scale_a, scale_b, bias, azp_adj, azp)
     if a.is_cuda or _core.forced_arch() != "auto":
         return _core.explain_scaled_mm(*operands)
     _core.check_scaled_mm(*operands)
     return "cpu torch._int_mm (oneDNN)" if _int_mm_is_exact() else "cpu fp32 matmul in exact slices of K"
 
 
-def _impl(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype) -> Tensor:
-    out = _empty(a, b, out_dtype)
+def _impl(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype
+) -> Tensor:
+    out = _empty("scaled_mm", a, b, out_dtype)
     _run(out, a, b, scale_a, scale_b, bias, None, None)
     return out
 
@@ -233,12 +249,14 @@ def _impl_azp(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    out = _empty(a, b, out_dtype)
+    out = _empty("scaled_mm_azp", a, b, out_dtype)
     _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
     return out
 
 
-def _impl_out(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+def _impl_out(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out: Tensor
+) -> None:
     _run(out, a, b, scale_a, scale_b, bias, None, None)
 
 
@@ -256,18 +274,26 @@ def _impl_azp_out(
     _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
 
 
-def _fake(a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
+def _fake(operation: str, a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if a.ndim < 1 or b.ndim != 2:
+        raise ValueError(
+            f"epiloq.{operation}: b: expected [K, N], with a [.., K]; got {b.ndim} and {a.ndim} dimensions"
+        )
+    torch._check_value(
+        a.shape[-1] == b.shape[0], lambda: f"epiloq.{operation}: b: expected [{a.shape[-1]}, N], got {list(b.shape)}"
+    )
+    return _empty(operation, a, b, out_dtype)
 
 
 def _fake_out(*_: Tensor | None, out: Tensor) -> None:
     return None
 
 
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("scaled_mm", _impl, _device)
-    LIBRARY.impl("scaled_mm_azp", _impl_azp, _device)
-    LIBRARY.impl("scaled_mm_out", _impl_out, _device)
-    LIBRARY.impl("scaled_mm_azp_out", _impl_azp_out, _device)
-for _name, _function in (("", _fake), ("_azp", _fake), ("_out", _fake_out), ("_azp_out", _fake_out)):
-    torch.library.register_fake(f"epiloq::scaled_mm{_name}", _function, lib=LIBRARY)
+_fake_mm, _fake_mm_azp = partial(_fake, "scaled_mm"), partial(_fake, "scaled_mm_azp")
+for _operation, _schema, _function, _shapes in (
+    ("scaled_mm", f"scaled_mm({_EPILOGUE}, *, ScalarType out_dtype) -> Tensor", _impl, _fake_mm),
+    ("scaled_mm", f"scaled_mm_out({_EPILOGUE}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out),
+    ("scaled_mm_azp", f"scaled_mm_azp({_EPILOGUE_AZP}, *, ScalarType out_dtype) -> Tensor", _impl_azp, _fake_mm_azp),
+    ("scaled_mm_azp", f"scaled_mm_azp_out({_EPILOGUE_AZP}, *, Tensor(a!) out) -> ()", _impl_azp_out, _fake_out),
+):
+    register(_operation, _schema, _function, _shapes)

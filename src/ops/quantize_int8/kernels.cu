@@ -59,8 +59,8 @@ __device__ float round_quotient(float x, float scale) {
 // the low bits.
 constexpr float kRound = 12582912.f;  // 1.5 * 2^23
 
-// The definition's values without its divisions: x times 1 / scale is within 1e-4 of x / scale wherever the result does
-// not saturate, so unless it falls that close to a tie (or is NaN, or huge) both round alike.
+// The definition's values without its divisions: below 512, x times 1 / scale is within 1e-4 of x / scale (two
+// roundings of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike.
 template <int kCount>
 __device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, float (&q)[kCount]) {
   bool certain[kCount];
@@ -69,7 +69,7 @@ __device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p,
   for (int i = 0; i < kCount; ++i) {
     float const quotient = x[i] * inverse;
     q[i] = (quotient + kRound) - kRound;
-    certain[i] = fabsf(quotient - q[i]) < 0.4999f;
+    certain[i] = fabsf(quotient - q[i]) < 0.4999f && fabsf(quotient) < 512.f;
     all_certain = all_certain && certain[i];
   }
   if (!all_certain) {
@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
   }
   let_next_kernel_start();
   for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
-    q[c] = static_cast<std::int8_t>(clamp_to_int8(round_quotient(static_cast<float>(x[c]), parameters.scale) + parameters.azp));
+    q[c] = static_cast<std::int8_t>(
+        clamp_to_int8(round_quotient(static_cast<float>(x[c]), parameters.scale) + parameters.azp));
   }
   zero_padding(p, q);
 }

@@ -17,5 +17,6 @@ struct Problem {
 };
 
 void launch(Problem const& problem, DType x, int device, Stream stream);
+void run_on_host(Problem const& problem, DType x);
 
 }  // namespace epiloq::ops::quantize_int8

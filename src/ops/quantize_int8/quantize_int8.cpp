@@ -20,7 +20,8 @@ Sizes checked(QuantizeInt8 const& call) {
   Sizes const sizes{check.rows("x", call.x), check.rows("out", call.q)};
   bool const same_rows = std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.q.shape.begin());
   if (call.q.rank != call.x.rank || !same_rows || sizes.q.cols < sizes.x.cols) {
-    check.fail("out", "expected x's leading dimensions and at least ", sizes.x.cols, " columns, got ", describe(call.q));
+    check.fail("out", "expected x's leading dimensions and at least ", sizes.x.cols, " columns, got ",
+               describe(call.q));
   }
   check.tensor("scale", call.scale, {DType::kFloat32});
   if (call.is_static) {
@@ -55,9 +56,6 @@ void check(QuantizeInt8 const& call) { checked(call); }
 
 void quantize_int8(QuantizeInt8 const& call, Stream stream) {
   Sizes const sizes = checked(call);
-  if (call.x.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.quantize_int8: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
   if (sizes.x.rows == 0) return;
   ops::quantize_int8::Problem problem{};
   problem.rows = static_cast<int>(sizes.x.rows);
@@ -72,6 +70,7 @@ void quantize_int8(QuantizeInt8 const& call, Stream stream) {
   problem.per_row = call.scale.numel() != 1;
   problem.is_static = call.is_static;
   problem.range_includes_zero = call.range_includes_zero;
+  if (call.x.device.type == Device::Type::kCpu) return ops::quantize_int8::run_on_host(problem, call.x.dtype);
   ops::quantize_int8::launch(problem, call.x.dtype, call.x.device.index, stream);
 }
 

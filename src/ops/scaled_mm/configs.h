@@ -14,15 +14,16 @@ using gemm::Schedule;
 using gemm::SkinnyConfig;
 using gemm::WgmmaConfig;
 
-// The problems m <= m_max, n <= n_max take row `tile`; rules are tried in order, the first that fits wins. The last rule of
-// each list takes everything.
+// The problems m <= m_max, n <= n_max take row `tile`; rules are tried in order, the first that fits wins. The last
+// rule of each list takes everything.
 struct Rule {
   int m_max, n_max;
   int tile;
 };
 inline constexpr int kAny = INT_MAX;
 
-// SM75: tile, warp, stages. Shapes that public Turing kernels use; seen right (on an H200), never timed on a Turing card.
+// SM75: tile, warp, stages. Shapes that public Turing kernels use; seen right (on an H200), never timed on a Turing
+// card.
 inline constexpr std::array kSm75Tiles{
     MmaConfig{{32, 128, 64}, {32, 64, 64}, 2},
     MmaConfig{{64, 128, 64}, {64, 64, 64}, 2},
@@ -36,14 +37,12 @@ inline constexpr std::array kSm75Rules{
 
 // SM80: tile, warp, stages. H200, 2026-11-20.
 inline constexpr std::array kSm80Tiles{
-    MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},
-    MmaConfig{{64, 64, 128}, {32, 64, 64}, 5},
-    MmaConfig{{64, 128, 128}, {64, 64, 64}, 3},
-    MmaConfig{{128, 128, 64}, {64, 64, 64}, 5},
+    MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},  MmaConfig{{64, 64, 128}, {32, 64, 64}, 5},
+    MmaConfig{{64, 128, 128}, {64, 64, 64}, 3}, MmaConfig{{128, 128, 64}, {64, 64, 64}, 5},
     MmaConfig{{128, 256, 64}, {64, 64, 64}, 3},
 };
 inline constexpr std::array kSm80Rules{
-    Rule{32, kAny, 0},  Rule{64, 12288, 1}, Rule{64, kAny, 2}, Rule{128, 8448, 1},
+    Rule{32, kAny, 0},  Rule{64, 12288, 1},  Rule{64, kAny, 2},   Rule{128, 8448, 1},
     Rule{512, kAny, 3}, Rule{kAny, 4608, 3}, Rule{kAny, kAny, 4}, Rule{kAny, kAny, 3},  // where 128x256 does not fit
 };
 
@@ -55,8 +54,8 @@ inline constexpr std::array kSkinnyTiles{
     SkinnyConfig{1, 16, 16, 2}, SkinnyConfig{2, 16, 16, 2}, SkinnyConfig{3, 16, 16, 1}, SkinnyConfig{4, 16, 16, 1},
 };
 
-// SM90: tile, cluster m, cluster n, schedule, swap, blocks an SM, early bytes. H200, 2026-11-20, dependent launch, weights
-// cold: the best of 77 tiles on seven layer shapes. Swizzles and raster orders were level.
+// SM90: tile, cluster m, cluster n, schedule, swap, blocks an SM, early bytes. H200, 2026-11-20, dependent launch,
+// weights cold: the best of 77 tiles on seven layer shapes. Swizzles and raster orders were level.
 inline constexpr auto kW = Schedule::kWarpSpecialized;
 inline constexpr auto kP = Schedule::kPingpong;
 inline constexpr auto kC = Schedule::kCooperative;
@@ -80,10 +79,10 @@ inline constexpr std::array kSm90Tiles{
 inline constexpr std::array kSm90Rules{
     Rule{16, 2560, 3},    Rule{16, 4608, 2},    Rule{16, 6656, 1},    Rule{16, 8448, 2},    Rule{16, kAny, 0},
     Rule{32, 4608, 3},    Rule{32, 6656, 9},    Rule{32, 8448, 4},    Rule{32, kAny, 5},    Rule{64, 4608, 8},
-    Rule{64, 7168, 9},    Rule{64, 8448, 7},    Rule{64, kAny, 6},    Rule{128, 4608, 7},
-    Rule{128, kAny, 10},  Rule{256, 2560, 7},   Rule{256, 4608, 10},  Rule{256, kAny, 11},  Rule{768, 2560, 7},
-    Rule{768, 4608, 11},  Rule{768, 6656, 12},  Rule{768, kAny, 11},  Rule{1536, 2560, 12}, Rule{1536, 4608, 13},
-    Rule{1536, 6656, 11}, Rule{kAny, 2560, 12}, Rule{kAny, kAny, 13},
+    Rule{64, 7168, 9},    Rule{64, 8448, 7},    Rule{64, kAny, 6},    Rule{128, 4608, 7},   Rule{128, kAny, 10},
+    Rule{256, 2560, 7},   Rule{256, 4608, 10},  Rule{256, kAny, 11},  Rule{768, 2560, 7},   Rule{768, 4608, 11},
+    Rule{768, 6656, 12},  Rule{768, kAny, 11},  Rule{1536, 2560, 12}, Rule{1536, 4608, 13}, Rule{1536, 6656, 11},
+    Rule{kAny, 2560, 12}, Rule{kAny, kAny, 13},
 };
 
 }  // namespace epiloq::ops::scaled_mm

@@ -1,7 +1,7 @@
 #pragma once
 
-// Where scaled_mm's kernels live: declared here for the launch tables, defined in kernels_<family>.h, and instantiated one
-// table row, output type and epilogue at a time in sources that CMake expands from kernels.cu.in.
+// Where scaled_mm's kernels live: declared here for the launch tables, defined in kernels_<family>.h, and instantiated
+// one table row, output type and epilogue at a time in sources that CMake expands from kernels.cu.in.
 
 #include "epiloq/device.h"
 #include "gemm/problem.h"

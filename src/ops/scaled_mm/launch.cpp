@@ -20,17 +20,17 @@ struct Variants {
   gemm::Launch by_out_and_zero_point[2][2];
 };
 
-#define EPILOQ_VARIANTS(LAUNCH, ROW)                                                                            \
-  Variants {                                                                                                    \
-    {{&LAUNCH<ROW, DType::kFloat16, epilogue::Scaled>, &LAUNCH<ROW, DType::kFloat16, epilogue::ScaledAzp>},     \
+#define EPILOQ_VARIANTS(LAUNCH, ROW)                                                                           \
+  Variants {                                                                                                   \
+    {{&LAUNCH<ROW, DType::kFloat16, epilogue::Scaled>, &LAUNCH<ROW, DType::kFloat16, epilogue::ScaledAzp>},    \
      {&LAUNCH<ROW, DType::kBFloat16, epilogue::Scaled>, &LAUNCH<ROW, DType::kBFloat16, epilogue::ScaledAzp>}}, \
   }
 
-#define EPILOQ_TABLE(NAME, LAUNCH)                                        \
-  template <std::size_t... kRows>                                         \
-  Variants const* NAME(std::index_sequence<kRows...>) {                   \
+#define EPILOQ_TABLE(NAME, LAUNCH)                                            \
+  template <std::size_t... kRows>                                             \
+  Variants const* NAME(std::index_sequence<kRows...>) {                       \
     static constexpr Variants kTable[] = {EPILOQ_VARIANTS(LAUNCH, kRows)...}; \
-    return kTable;                                                        \
+    return kTable;                                                            \
   }
 EPILOQ_TABLE(generic_table, launch_generic)
 #if EPILOQ_HAS_SM75
@@ -99,8 +99,8 @@ Target target_of_device(int device) {
   std::string built_names;
   for (Arch arch : built_archs()) built_names += " " + name(arch);
   throw Unsupported("epiloq.scaled_mm: no kernel for cuda:" + std::to_string(device) + " (compute capability " +
-                    std::to_string(properties.compute_capability) + ", arch " + name(forced) +
-                    "); this build has" + built_names);
+                    std::to_string(properties.compute_capability) + ", arch " + name(forced) + "); this build has" +
+                    built_names);
 }
 
 void launch(Choice const& choice, DType out, bool has_zero_point, gemm::Problem const& problem, int device,

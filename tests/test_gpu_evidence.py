@@ -1,0 +1,123 @@
+"""Records of GPU runs: written from results, kept once, and read for what is owed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+gpu_record = pytest.importorskip("gpu_record", reason="the repository's tools are not here")
+import gpu_status
+import kernel_sources
+
+NEVER_RUN = {"kernels": "machine code of the SM75 kernels", "needs": "a Turing GPU"}
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    counts = {"passed": 3, "failed": 0, "errors": 0, "skipped": 1, "failures": []}
+    complete = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "gpu": "a GPU",
+        "driver": "1",
+        "torch": "2",
+        "commit": "c",
+        "kernel_sources": "d" * 64,
+        "tests": {"gpu": counts, "cpu": counts},
+        "benchmark": {"rows": 7, "failed": 0, "summary": []},
+    }
+    return complete | changes
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "verification.json"
+    path.write_text(json.dumps({"records": [], "never_run": [NEVER_RUN]}))
+    return path
+
+
+SUITE = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise RuntimeError
+
+def test_good(): pass
+def test_bad(): assert False
+def test_broken(broken): pass
+@pytest.mark.skip
+def test_skipped(): pass
+"""
+
+
+def test_tests_are_counted_by_outcome(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--junitxml=found.xml", "test_suite.py"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+    counts = gpu_record.count_tests(tmp_path / "found.xml")
+    failures = counts.pop("failures")
+    assert counts == {"passed": 1, "failed": 1, "errors": 1, "skipped": 1}
+    assert [name.rpartition("::")[2] for name in failures] == ["test_bad", "test_broken"]
+
+
+def test_a_run_that_left_no_results_counts_as_an_error(tmp_path: Path) -> None:
+    assert gpu_record.count_tests(tmp_path / "absent.xml")["errors"] == 1
+    assert gpu_record.benchmark(tmp_path / "absent.json") == {"rows": 0}
+
+
+def test_records_are_kept_once_and_in_order(ledger: Path) -> None:
+    late, early = record(date="2026-02-01"), record(date="2026-01-01")
+    gpu_record.append(late, ledger)
+    gpu_record.append(early, ledger)
+    with pytest.raises(ValueError, match="already has"):
+        gpu_record.append(late, ledger)
+    with pytest.raises(ValueError, match="driver missing"):
+        gpu_record.append({key: value for key, value in record().items() if key != "driver"}, ledger)
+    assert json.loads(ledger.read_text()) == {"records": [early, late], "never_run": [NEVER_RUN]}
+
+
+def owed(*records: dict[str, Any], digest: str = "d" * 64, never_run: tuple[dict[str, str], ...] = ()) -> list[str]:
+    lines = gpu_status.status({"records": list(records), "never_run": list(never_run)}, digest)
+    return lines[lines.index("owed:") + 1 :] if "owed:" in lines else []
+
+
+def test_what_is_owed() -> None:
+    assert owed(record()) == []
+    assert len(owed()) == 1
+    assert "sources changed" in owed(record(), digest="e" * 64)[0]
+    assert owed(record(), never_run=(NEVER_RUN,)) == [
+        "  never run: machine code of the SM75 kernels; needs a Turing GPU"
+    ]
+    # The newest record counts, wherever it stands.
+    assert owed(record(date="2027"), record(kernel_sources="old")) == []
+
+
+@pytest.mark.parametrize("outcome", [{"failed": 1}, {"errors": 1}, {"passed": 0}])
+def test_a_run_with_failures_owes_another(outcome: dict[str, int]) -> None:
+    tests = record()["tests"]
+    assert owed(record(tests=tests | {"gpu": tests["gpu"] | outcome})) == ["  a run without failures"]
+    assert owed(record(benchmark={"rows": 7, "failed": 1})) == ["  a run without failures"]
+
+
+def test_the_digest_sees_every_change_of_a_source(tmp_path: Path, seed: int) -> None:
+    for name in ("CMakeLists.txt", "src/a.h", "src/b/c.cu", "include/d.h", "cmake/e.cmake", "third_party/f.cmake"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(random.Random(seed).randbytes(20))
+    first = kernel_sources.digest(tmp_path)
+    (tmp_path / "README.md").write_text("no source")
+    assert kernel_sources.digest(tmp_path) == first
+    seen = {first}
+    for path in kernel_sources.files(tmp_path):
+        before = path.read_bytes()
+        path.write_bytes(before + b"x")
+        seen.add(kernel_sources.digest(tmp_path))
+        path.write_bytes(before)
+    (tmp_path / "src/a.h").rename(tmp_path / "src/g.h")
+    seen.add(kernel_sources.digest(tmp_path))
+    assert len(seen) == 8

@@ -1,0 +1,29 @@
+"""What `import epiloq` costs and brings along."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORT = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import epiloq
+seconds = time.perf_counter() - start
+heavy = {"typer", "rich", "matplotlib", "transformers", "safetensors", "torch._dynamo", "torch._inductor"}
+assert not heavy & (set(sys.modules) - before), heavy & (set(sys.modules) - before)
+print(seconds)
+"""
+
+
+def test_import_is_light() -> None:
+    """Best of three, and again when the machine was busy."""
+    best = 1.0
+    for _ in range(6):
+        run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        best = min(best, float(run.stdout))
+        if best < 0.05:
+            return
+    raise AssertionError(f"import epiloq adds {1e3 * best:.0f} ms")

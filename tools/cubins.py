@@ -1,0 +1,58 @@
+"""Looks into the machine code of a library, with NVIDIA's cuobjdump and nvdisasm where they are installed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+# Wheels of a few megabytes without dependencies; they put the programs where pip's environment can find them.
+PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+
+_ARCH = re.compile(r"\.(?P<arch>sm_\w+)\.cubin$")
+_TEXT = re.compile(r"\.text\.(?P<symbol>\w+)\s+PROGBITS\s+\w+\s+\w+\s+(?P<size>[0-9a-f]+)")
+
+
+def program(name: str) -> Path | None:
+    """One of NVIDIA's programs, from the PATH or from the wheels beside this interpreter."""
+    if found := shutil.which(name):
+        return Path(found)
+    inside = sorted(Path(sysconfig.get_path("purelib"), "nvidia").glob(f"*/bin/{name}"))
+    return inside[0] if inside else None
+
+
+def extract(library: Path, folder: Path) -> list[Path]:
+    """The cubins inside a library, written to an empty folder. FileNotFoundError without cuobjdump."""
+    cuobjdump = program("cuobjdump")
+    if cuobjdump is None:
+        raise FileNotFoundError(f"cuobjdump is not installed: pip install --no-deps {' '.join(PACKAGES)}")
+    subprocess.run([cuobjdump, "-xelf", "all", library], cwd=folder, stdout=subprocess.DEVNULL, check=True)
+    return sorted(folder.glob("*.cubin"))
+
+
+def arch(cubin: Path) -> str:
+    """The architecture in a cubin's name, as cuobjdump writes it."""
+    found = _ARCH.search(cubin.name)
+    if found is None:
+        raise ValueError(f"cubins.arch: cubin: expected a name that ends in .sm_*.cubin, got {cubin.name}")
+    return found["arch"]
+
+
+def code_sizes(cubin: Path) -> dict[str, int]:
+    """Bytes of machine code of each kernel, by its symbol."""
+    # readelf warns of fields whose meaning is NVIDIA's own.
+    command, quiet = ["readelf", "-SW", str(cubin)], subprocess.DEVNULL
+    listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=quiet, text=True, check=True).stdout
+    # Columns: type, address, offset, size.
+    return {found["symbol"]: int(found["size"], 16) for found in _TEXT.finditer(listing)}
+
+
+def uses_wgmma(cubin: Path) -> bool:
+    """Whether the machine code of a cubin holds warp-group matrix products. FileNotFoundError without nvdisasm."""
+    nvdisasm = program("nvdisasm")
+    if nvdisasm is None:
+        raise FileNotFoundError(f"nvdisasm is not installed: pip install --no-deps {' '.join(PACKAGES)}")
+    listing = subprocess.run([nvdisasm, cubin], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return re.search(r"\b[A-Z]GMMA\b", listing) is not None

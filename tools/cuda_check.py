@@ -1,0 +1,120 @@
+"""make cuda-check: compiles every kernel into a wheel and refuses what must not be in one.
+
+Refused: registers in local memory (stack or spills), serialised wgmma (C7510), ignored setmaxnreg (C7508), a missing
+architecture, SM90 code without wgmma, exported symbols that are not the public API, a wheel over 30 MB. A table of all
+kernels is printed and written to build/cuda-check/kernels.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import cubins
+import exports
+import ptxas
+import wheels
+
+FOLDER = wheels.ROOT / "build" / "cuda-check"
+ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm90": "sm_90a"}
+ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;90", "EPILOQ_OLD_ON_NEW": "OFF"}
+WHEEL_LIMIT = 30_000_000  # bytes
+
+
+def build(log: Path) -> Path:
+    """Build the wheel from nothing, so that the log tells of every kernel; ccache repeats what ptxas said."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    python, environment = Path(sys.executable), os.environ | ENVIRONMENT
+    wheels.install_tools(python, environment)
+    with log.open("w", encoding="utf-8") as file:
+        return wheels.build(python, FOLDER, FOLDER / "build", environment, file)
+
+
+def install_programs() -> None:
+    """Fetch cuobjdump and nvdisasm where they are not; without a network the check goes on with less."""
+    if cubins.program("cuobjdump") is None or cubins.program("nvdisasm") is None:
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", *cubins.PACKAGES], check=False)
+
+
+def check_machine_code(library: Path, kernels: Iterable[ptxas.Kernel]) -> list[str]:
+    """Fill in the kernels' code sizes; architectures without code, and SM90 code that does not use wgmma."""
+    folder = FOLDER / "cubins"
+    folder.mkdir(exist_ok=True)
+    found = cubins.extract(library, folder)
+    sizes = {(cubins.arch(cubin), symbol): size for cubin in found for symbol, size in cubins.code_sizes(cubin).items()}
+    for kernel in kernels:
+        kernel.code = sizes.get((kernel.arch, kernel.symbol))
+    present = {cubins.arch(cubin) for cubin in found}
+    faults = [f"{library.name}: no machine code for {arch}" for arch in ARCHS.values() if arch not in present]
+    sm90 = [cubin for cubin in found if cubins.arch(cubin) == ARCHS["sm90"]]
+    return faults + [f"{cubin.name}: no wgmma instruction" for cubin in sm90 if not cubins.uses_wgmma(cubin)]
+
+
+def check_wheel(wheel: Path, folder: Path) -> list[str]:
+    """Size, exported symbols and architectures of a wheel, which is unpacked into ``folder``."""
+    faults = []
+    size = wheel.stat().st_size
+    if size > WHEEL_LIMIT:
+        faults.append(f"{wheel.name}: {size / 1e6:.1f} MB, more than {WHEEL_LIMIT / 1e6:.0f} MB")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    for library in sorted(folder.rglob("*.so")):
+        faults += [f"{library.name}: exports {name}" for name in exports.stray(library)]
+    ask = [sys.executable, "-c", "from epiloq import _core; print(*_core.built_archs())"]
+    answer = subprocess.run(
+        ask, env=os.environ | {"PYTHONPATH": str(folder)}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    if answer.stdout.split() != list(ARCHS):
+        faults.append(f"{wheel.name}: built for {answer.stdout.strip() or 'nothing'}, expected {' '.join(ARCHS)}")
+    return faults
+
+
+def table(kernels: Iterable[ptxas.Kernel]) -> str:
+    """A line for each kernel and architecture. Shared memory is the static part; CUTLASS asks for more at run time."""
+    lines = [["source", "kernel", "arch", "registers", "shared", "stack", "spills", "code"]]
+    for kernel in kernels:
+        counts = (kernel.registers, kernel.shared, kernel.stack, kernel.spills)
+        code = "-" if kernel.code is None else str(kernel.code)
+        lines.append([kernel.source, kernel.name, kernel.arch, *map(str, counts), code])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [f"{{:{'<' if index < 3 else '>'}{width}}}" for index, width in enumerate(widths)]
+    return "\n".join("  ".join(aligned).format(*line).rstrip() for line in lines)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    start = time.monotonic()
+    log = FOLDER / "build.log"
+    wheel = build(log)
+    seconds = time.monotonic() - start
+    kernels, warnings = ptxas.parse(log.read_text(encoding="utf-8").splitlines())
+    faults = [*warnings, *ptxas.faults(kernels)]
+    compiled = {kernel.arch for kernel in kernels}
+    faults += [f"{log.name}: ptxas compiled nothing for {arch}" for arch in ARCHS.values() if arch not in compiled]
+    unpacked = FOLDER / "wheel"
+    faults += check_wheel(wheel, unpacked)
+    install_programs()
+    try:
+        faults += check_machine_code(unpacked / "epiloq" / "lib" / "libepiloq.so", kernels)
+    except FileNotFoundError as error:
+        print(f"note: machine code not looked at: {error}")
+    (FOLDER / "kernels.json").write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1) + "\n")
+    print(table(kernels))
+    print(f"{len(kernels)} kernels, {wheel.name} {wheel.stat().st_size / 1e6:.1f} MB, built in {seconds:.0f} s")
+    if faults:
+        sys.exit("\n".join(["cuda-check failed:", *faults]))
+    print("cuda-check passed")
+
+
+if __name__ == "__main__":
+    main()

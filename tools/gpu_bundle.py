@@ -1,0 +1,61 @@
+"""make gpu-bundle: a folder for a GPU machine without a network; there, `bash tools/gpu_verify.sh` does the rest.
+
+It holds a wheel for Python 3.12 whose SM75 and SM80 kernels are also compiled for SM90, so that all of them run on a
+Hopper GPU, the wheels that the tests need beside torch, the tests and these tools.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_sources
+import wheels
+
+FOLDER = wheels.ROOT / "build" / "gpu-bundle"
+PYTHON_MINOR = 12
+ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;90", "EPILOQ_OLD_ON_NEW": "ON"}
+TEST_PACKAGES = ("pytest", "hypothesis", "typer", "rich")
+LIMIT = 60 * 2**20  # bytes
+
+
+def commit() -> str:
+    """The checkout's commit, marked when it has local changes; empty outside a checkout."""
+    command = ["git", "-C", str(wheels.ROOT), "describe", "--match=", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+
+
+def fetch_test_packages(out: Path) -> None:
+    """Wheels for Python 3.12 on Linux of what the tests import, with their dependencies; none of them wants torch."""
+    platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "_2_17", "_2_28", "_2_34")]
+    options = ["--only-binary=:all:", f"--python-version=3.{PYTHON_MINOR}", *platforms, f"--dest={out}"]
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, *TEST_PACKAGES], check=True)
+
+
+def main() -> None:
+    python = next(wheels.interpreters((PYTHON_MINOR,)), None)
+    if python is None:
+        sys.exit(f"gpu-bundle: no CPython 3.{PYTHON_MINOR} was found, on the PATH or in pyenv")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    # Taken before the build: a change during it must not look tested.
+    facts = {"kernel_sources": kernel_sources.digest(), "commit": commit()}
+    environment = os.environ | ENVIRONMENT
+    inside = wheels.build_environment(python, environment)
+    wheel = wheels.build(inside, FOLDER / "wheels", wheels.ROOT / "build" / "gpu-bundle-build", environment)
+    fetch_test_packages(FOLDER / "wheels")
+    for name in ("tests", "tools"):
+        shutil.copytree(wheels.ROOT / name, FOLDER / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(wheels.ROOT / "pyproject.toml", FOLDER)
+    (FOLDER / "bundle.json").write_text(json.dumps(facts | {"wheel": wheel.name}, indent=1) + "\n")
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    print(f"{FOLDER.relative_to(wheels.ROOT)}: {size / 2**20:.1f} MiB, kernel sources {facts['kernel_sources'][:12]}")
+    if size > LIMIT:
+        sys.exit(f"gpu-bundle: expected at most {LIMIT / 2**20:.0f} MiB, got {size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

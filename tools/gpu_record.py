@@ -1,0 +1,100 @@
+"""Records of runs on a GPU: written beside the results there, and kept in docs/verification.json here.
+
+gpu_record.py --collect OUT   on the GPU machine (tools/gpu_verify.sh does it): OUT/record.json from what lies in OUT
+gpu_record.py FILE            in the checkout: append a record that came back to docs/verification.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LEDGER = ROOT / "docs" / "verification.json"
+REQUIRED = ("date", "gpu", "driver", "torch", "commit", "kernel_sources", "tests", "benchmark")
+
+
+def count_tests(junit: Path) -> dict[str, Any]:
+    """Outcomes of a pytest run by its JUnit file: counts, and the names of the tests that failed."""
+    if not junit.exists():
+        return {"passed": 0, "failed": 0, "errors": 1, "skipped": 0, "failures": ["pytest did not finish"]}
+    suite = ElementTree.parse(junit).getroot().find("testsuite")
+    if suite is None:
+        raise ValueError(f"gpu_record: {junit.name}: expected a <testsuite>, got none")
+    total, failures, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
+    names = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    counts = {"passed": total - failures - errors - skipped, "failed": failures, "errors": errors, "skipped": skipped}
+    return counts | {"failures": names}
+
+
+def benchmark(report: Path) -> dict[str, Any]:
+    """What a record keeps of a benchmark: the command, how many rows there are and failed, the geometric means."""
+    if not report.exists():
+        return {"rows": 0}
+    found = json.loads(report.read_text(encoding="utf-8"))
+    wrong = sum(row["status"] == "FAILED" for row in found["rows"])
+    command = found["environment"]["command"]
+    return {"command": command, "rows": len(found["rows"]), "failed": wrong, "summary": found["summary"]}
+
+
+def collect(out: Path) -> dict[str, Any]:
+    """The record of what gpu_verify.sh left in ``out``, on the machine where it ran."""
+    import torch
+
+    import epiloq
+    from epiloq import _core
+    from epiloq.bench.environment import describe
+
+    bundle = json.loads((ROOT / "bundle.json").read_text(encoding="utf-8"))
+    facts = describe(torch.device("cuda", 0), bundle["commit"])
+    state = facts["state"]
+    kept = {key: facts[key] for key in ("date", "gpu", "compute_capability", "torch", "cuda", "python", "commit")}
+    return kept | {
+        "driver": state.get("driver_version", "") if isinstance(state, dict) else "",
+        "epiloq": epiloq.__version__,
+        "kernels": list(_core.built_archs()),
+        "kernel_sources": bundle["kernel_sources"],
+        "tests": {name: count_tests(out / f"tests-{name}.xml") for name in ("gpu", "cpu")},
+        "benchmark": benchmark(out / "benchmark.json"),
+    }
+
+
+def append(record: dict[str, Any], ledger: Path = LEDGER) -> None:
+    """Add a record to the ledger. ValueError when it lacks a field or is there already."""
+    missing = [key for key in REQUIRED if key not in record]
+    if missing:
+        raise ValueError(f"gpu_record: record: expected {', '.join(REQUIRED)}; {', '.join(missing)} missing")
+    known = json.loads(ledger.read_text(encoding="utf-8"))
+    if record in known["records"]:
+        raise ValueError(f"gpu_record: record: the ledger already has the run of {record['date']} on {record['gpu']}")
+    known["records"].append(record)
+    known["records"].sort(key=lambda one: one["date"])
+    ledger.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="OUT with --collect, else FILE")
+    parser.add_argument("--collect", action="store_true", help="write OUT/record.json")
+    arguments = parser.parse_args()
+    if arguments.collect:
+        written = arguments.path / "record.json"
+        written.write_text(json.dumps(collect(arguments.path), indent=1) + "\n", encoding="utf-8")
+        print(written)
+        return
+    try:
+        append(json.loads(arguments.path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Wheels: the tools that build them, and the build itself, without pip's build isolation.
+
+Isolation puts CUTLASS under a new path each time, so that ccache and ninja would compile every kernel again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON_MINORS = (10, 11, 12, 13)
+
+
+def install_tools(python: Path, environment: Mapping[str, str]) -> None:
+    """Install what pyproject.toml asks for at build time into the environment of ``python``.
+
+    Only headers are used of most of it, so dependencies stay out, but for those of scikit-build-core.
+    """
+    pip = [str(python), "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, "scikit-build-core>=0.11"], check=True)
+    ask = [str(python), "-m", "scikit_build_core.build", "requires"]
+    answer = subprocess.run(ask, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True, check=True)
+    subprocess.run([*pip, "--no-deps", *json.loads(answer.stdout)], check=True)
+
+
+def build_environment(python: Path, environment: Mapping[str, str]) -> Path:
+    """The interpreter of a virtual environment for building with ``python``, made once under build/env."""
+    ask = [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"]
+    tag = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    inside = ROOT / "build" / "env" / tag / "bin" / "python"
+    if not inside.exists():
+        subprocess.run([str(python), "-m", "venv", str(inside.parents[1])], check=True)
+    install_tools(inside, environment)
+    return inside
+
+
+def build(python: Path, out: Path, build_dir: Path, environment: Mapping[str, str], log: TextIO | None = None) -> Path:
+    """Build the wheel for ``python``, whose environment holds the tools; its path in ``out``.
+
+    ``log`` receives the compilers' output; what ninja says of its progress is printed as well.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    options = ["-v", "--no-deps", "--no-build-isolation", f"--config-settings=build-dir={build_dir}", "-w", str(out)]
+    command = [str(python), "-m", "pip", "wheel", *options, str(ROOT)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=dict(environment), stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        lines = []
+        for line in process.stdout or ():
+            lines.append(line)
+            if log:
+                log.write(line)
+            if line.strip().startswith("["):
+                print(line.strip(), flush=True)
+    if process.returncode != 0:
+        sys.exit("".join(lines[-60:]) + f"\nbuilding the wheel failed: {' '.join(command)}")
+    return max(out.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+
+
+def _version(python: Path) -> str:
+    """Major and minor version of an interpreter, such as 3.12; empty when it does not start."""
+    ask = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    answer = subprocess.run(ask, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    return answer.stdout.strip()
+
+
+def interpreters(minors: tuple[int, ...] = PYTHON_MINORS) -> Iterator[Path]:
+    """One CPython for each minor version that is on the PATH or in pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for minor in minors:
+        name = f"python3.{minor}"
+        on_path = shutil.which(name)
+        candidates = [Path(on_path)] if on_path else []
+        candidates += sorted(pyenv.glob(f"3.{minor}.*/bin/{name}"))
+        # pyenv's shims are on the PATH also for versions that are not switched on; those do not start.
+        working = [python for python in candidates if _version(python) == f"3.{minor}"]
+        yield from working[:1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", action="store_true", help="only install the build tools, beside this interpreter")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels [dist]")
+    arguments = parser.parse_args()
+    if arguments.tools:
+        install_tools(Path(sys.executable), os.environ)
+        return
+    found = list(interpreters())
+    if not found:
+        sys.exit(f"no CPython 3.{PYTHON_MINORS[0]} to 3.{PYTHON_MINORS[-1]} was found")
+    environment = dict(os.environ)
+    for python in found:
+        inside = build_environment(python, environment)
+        # One build folder and one copy of CUTLASS for all: the kernels do not depend on Python and are compiled once.
+        cutlass = next(inside.parents[1].glob("lib/*/site-packages/cutlass_library/source"), None)
+        if cutlass and "CUTLASS_DIR" not in environment.get("CMAKE_ARGS", ""):
+            environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} -DCUTLASS_DIR={cutlass}"
+        print(build(inside, arguments.out.resolve(), ROOT / "build" / "wheel", environment))
+
+
+if __name__ == "__main__":
+    main()
