@@ -4,8 +4,6 @@ enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 include(${CMAKE_SOURCE_DIR}/third_party/cutlass.cmake)
 
-set(CMAKE_CUDA_STANDARD 20)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 
 # One compiler process of a CUTLASS 3.x source takes up to 4 GB.
 cmake_host_system_information(RESULT memory_mb QUERY TOTAL_PHYSICAL_MEMORY)
@@ -34,8 +32,9 @@ function(epiloq_kernels name)
     list(GET pair 1 code)
     target_compile_options(${name} PRIVATE "SHELL:-gencode arch=compute_${compute},code=${code}")
   endforeach()
+  # The standard as a flag, because CMake 3.25 does not know that nvcc 13 has it.
   # NDEBUG whatever the build type: without it ptxas serialises wgmma (C7510).
-  target_compile_options(${name} PRIVATE -DNDEBUG --expt-relaxed-constexpr -Xptxas=-v "SHELL:-diag-suppress 2908"
+  target_compile_options(${name} PRIVATE -std=c++20 -DNDEBUG --expt-relaxed-constexpr -Xptxas=-v "SHELL:-diag-suppress 2908"
                                          -Wno-deprecated-gpu-targets)
   if(arg_CUTLASS)
     target_include_directories(${name} SYSTEM PRIVATE ${EPILOQ_CUTLASS_INCLUDE_DIRS})

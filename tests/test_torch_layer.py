@@ -38,7 +38,7 @@ def linear(p: Problem, x: Tensor) -> tuple[Tensor, ...]:
     q, scale, azp = epiloq.quantize_int8(x, symmetric=False)
     with_azp = epiloq.scaled_mm_azp(q, p.b, scale, p.scale_b, p.azp_adj, azp, p.bias, out_dtype=torch.float16)
     q, scale, azp = epiloq.quantize_int8(x, symmetric=False, granularity="tensor")
-    per_tensor = epiloq.scaled_mm_azp(q, p.b, scale, p.scale_b, p.azp_adj, azp, out_dtype=torch.float32)
+    per_tensor = epiloq.scaled_mm_azp(q, p.b, scale, p.scale_b, p.azp_adj, azp, out_dtype=torch.bfloat16)
     q, scale, _ = epiloq.quantize_int8(x, scale=p.scale_b[:1], pad_to=8)
     return plain, with_azp, per_tensor, q
 

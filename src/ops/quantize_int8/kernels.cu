@@ -2,6 +2,7 @@
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
+#include "epiloq/device.h"
 #include "ops/quantize_int8/kernels.h"
 
 namespace epiloq::ops::quantize_int8 {
@@ -16,20 +17,35 @@ struct Range {
 };
 
 // NaN wins, so that a row that holds one gets a scale that is one.
-__device__ __forceinline__ float lower(float a, float b) { return a < b || a != a ? a : b; }
-__device__ __forceinline__ float upper(float a, float b) { return a > b || a != a ? a : b; }
+__device__ __forceinline__ float lower(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
+__device__ __forceinline__ float upper(float a, float b) { return -lower(-a, -b); }
 __device__ __forceinline__ Range merge(Range a, Range b) { return {lower(a.lo, b.lo), upper(a.hi, b.hi)}; }
 
-__device__ Range merge_block(Range range) {
-  __shared__ Range of_warp[kMaxThreads / 32];
+__device__ __forceinline__ Range empty() { return {__builtin_inff(), -__builtin_inff()}; }
+
+__device__ Range merge_warp(Range range) {
+#pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     range = merge(range, {__shfl_xor_sync(~0u, range.lo, offset), __shfl_xor_sync(~0u, range.hi, offset)});
   }
+  return range;
+}
+
+__device__ Range merge_block(Range range) {
+  __shared__ Range of_warp[kMaxThreads / 32];
+  range = merge_warp(range);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = range;
   __syncthreads();
-  range = of_warp[0];
-  for (unsigned w = 1; w < blockDim.x / 32; ++w) range = merge(range, of_warp[w]);
-  return range;
+  int const lane = threadIdx.x % 32;
+  return merge_warp(lane < blockDim.x / 32 ? of_warp[lane] : empty());
 }
 
 struct Parameters {
@@ -47,39 +63,47 @@ __device__ Parameters measure(Range range, bool symmetric, bool range_includes_z
   return {scale, azp == azp ? azp : 0.f};
 }
 
-__device__ __forceinline__ float clamp_to_int8(float x) { return fminf(fmaxf(x, -128.f), 127.f); }
-
-// The definition of a rounded quotient: divides, rounds ties to even, counts NaN as 0.
-__device__ float round_quotient(float x, float scale) {
-  float const rounded = rintf(__fdiv_rn(x, scale));
-  return rounded == rounded ? rounded : 0.f;
+// The definition: divides, rounds ties to even, counts NaN as 0.
+__device__ int define(float x, Parameters p) {
+  float const rounded = rintf(__fdiv_rn(x, p.scale));
+  float const shifted = (rounded == rounded ? rounded : 0.f) + p.azp;
+  return static_cast<int>(fminf(fmaxf(shifted, -128.f), 127.f));
 }
 
 // Added to a float of magnitude below 2^22, this rounds it to a whole number, ties to even, and leaves that number in
 // the low bits.
 constexpr float kRound = 12582912.f;  // 1.5 * 2^23
+constexpr int kRoundBits = 0x4b400000;
 
-// The definition's values without its divisions: below 512, x times 1 / scale is within 1e-4 of x / scale (two
-// roundings of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike.
+// The definition's values, unsaturated, without its divisions: below 512, x times 1 / scale is within 1e-4 of x / scale
+// (two roundings of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike.
 template <int kCount>
-__device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, float (&q)[kCount]) {
+__device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, int (&q)[kCount]) {
+  int const shift = __float2int_rn(p.azp) - kRoundBits;
   bool certain[kCount];
   bool all_certain = true;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     float const quotient = x[i] * inverse;
-    q[i] = (quotient + kRound) - kRound;
-    certain[i] = fabsf(quotient - q[i]) < 0.4999f && fabsf(quotient) < 512.f;
+    float const with_bits = quotient + kRound;
+    certain[i] = fabsf(quotient - (with_bits - kRound)) < 0.4999f && fabsf(quotient) < 512.f;
     all_certain = all_certain && certain[i];
+    q[i] = __float_as_int(with_bits) + shift;
   }
   if (!all_certain) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (!certain[i]) q[i] = round_quotient(x[i], p.scale);
+      if (!certain[i]) q[i] = define(x[i], p);
     }
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) q[i] = clamp_to_int8(q[i] + p.azp);
+}
+
+// Four int32 to four int8, saturating.
+__device__ __forceinline__ unsigned pack(int a, int b, int c, int d) {
+  unsigned low, all;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(low) : "r"(d), "r"(c));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(low));
+  return all;
 }
 
 template <class T>
@@ -106,19 +130,12 @@ struct Vector {
   }
   __device__ Range range() const;
   __device__ void store_quantized(std::int8_t* target, Parameters p, float inverse) const {
-    float x[kVector], q[kVector];
+    float x[kVector];
+    int q[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(values[i]);
     quantize(x, p, inverse, q);
-    unsigned words[2];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      unsigned bytes[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) bytes[i] = __float_as_uint(q[4 * w + i] + kRound);
-      words[w] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040), __byte_perm(bytes[2], bytes[3], 0x0040), 0x5410);
-    }
-    *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
+    *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
   }
 };
 
@@ -161,8 +178,6 @@ __device__ void zero_padding(Problem const& p, std::int8_t* q) {
   for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
 }
 
-constexpr Range kEmpty{__builtin_inff(), -__builtin_inff()};
-
 // A block a row, the row in registers: one pass over memory.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
@@ -180,7 +195,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   if (p.is_static) {
     parameters = read_static(p, row);
   } else {
-    Range range = kEmpty;
+    Range range = empty();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if ((v * blockDim.x + threadIdx.x) * kVector < p.cols) range = merge(range, held[v].range());
@@ -208,7 +223,7 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
   if (p.is_static) {
     parameters = read_static(p, row);
   } else {
-    Range range = kEmpty;
+    Range range = empty();
     for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
       float const value = static_cast<float>(x[c]);
       range = merge(range, {value, value});
@@ -217,8 +232,7 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
   }
   let_next_kernel_start();
   for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
-    q[c] = static_cast<std::int8_t>(
-        clamp_to_int8(round_quotient(static_cast<float>(x[c]), parameters.scale) + parameters.azp));
+    q[c] = static_cast<std::int8_t>(define(static_cast<float>(x[c]), parameters));
   }
   zero_padding(p, q);
 }
@@ -226,22 +240,23 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 template <class T>
-void launch_typed(Problem const& p, Stream stream) {
+void launch_typed(Problem const& p, int device, Stream stream) {
   auto const on_16_bytes = [](void const* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; };
   constexpr int kElements = 16 / sizeof(T);
   bool const aligned = p.cols % kVector == 0 && p.stride_x % kElements == 0 && p.stride_q % kVector == 0 &&
                        on_16_bytes(p.x) && on_16_bytes(p.q);
-  // The fewest vectors a thread that keep a block at 256 threads; past four of them, more threads.
+  // The fewest vectors a thread that keep a block comfortable: few rows want many threads each, for latency, and many
+  // rows want small blocks, of which an SM runs several (H200, 2026-11-20: 128, 256 and 512 threads at 1 to 4096 rows).
   struct Variant {
     int vectors;
     void (*kernel)(Problem);
   };
   constexpr Variant kVariants[] = {{1, one_pass<T, 1>}, {2, one_pass<T, 2>}, {4, one_pass<T, 4>}};
-  constexpr int kComfortable = 256;
+  int const comfortable = p.rows <= 2 * device_properties(device).sm_count ? kMaxThreads : 128;
   int const vectors = p.cols / kVector;
   Variant chosen = kVariants[2];
   for (Variant const& variant : kVariants) {
-    if (vectors <= variant.vectors * kComfortable) {
+    if (vectors <= variant.vectors * comfortable) {
       chosen = variant;
       break;
     }
@@ -260,11 +275,11 @@ void launch(Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
   switch (x) {
     case DType::kFloat16:
-      return launch_typed<__half>(problem, stream);
+      return launch_typed<__half>(problem, device, stream);
     case DType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(problem, stream);
+      return launch_typed<__nv_bfloat16>(problem, device, stream);
     default:
-      return launch_typed<float>(problem, stream);
+      return launch_typed<float>(problem, device, stream);
   }
 }
 
