@@ -18,8 +18,8 @@ def _ratio(name: str) -> Value:
 def _panel(axes: Any, rows: Sequence[Row], value: Value, title: str, level: float) -> None:
     tokens = sorted({row.m for row in rows})
     for shape in dict.fromkeys((row.n, row.k) for row in rows):
-        points = [(row.m, value(row)) for row in rows if (row.n, row.k) == shape]
-        drawn = [(tokens.index(m), y) for m, y in points if y is not None]
+        points = {row.m: value(row) for row in rows if (row.n, row.k) == shape}
+        drawn = [(x, points[m]) for x, m in enumerate(tokens) if points.get(m) is not None]
         label = f"{shape[0]}x{shape[1]}" if shape[0] else f"K={shape[1]}"
         axes.plot([x for x, _ in drawn], [y for _, y in drawn], marker="o", markersize=3, linewidth=1, label=label)
     axes.axhline(level, color="grey", linewidth=0.8, linestyle="--")
