@@ -24,13 +24,6 @@ from epiloq.bench.timing import CACHE_MULTIPLE, FEWEST_SETS, CpuTimer, CudaTimer
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed = {value}")
-    return value
-
-
 # --- case data
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -32,13 +31,6 @@ CPU = torch.device("cpu")
 READ = ReadFloor(overhead_us=2.0, bytes_per_us=5e4, samples=(ReadSample(1 << 20, 23.0, "made up"),))
 INT8 = Ceiling(0.5, "made up")
 CASES = [Case("scaled_mm", "bias", "odd", 17, 100, 33), Case("quantize_int8", "token_azp", "", 5, 0, 577)]
-
-
-@pytest.fixture
-def seed() -> int:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed = {value}")
-    return value
 
 
 def make_bench(seed: int, **changes: object) -> Bench:

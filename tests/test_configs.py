@@ -44,6 +44,12 @@ def test_explain_and_supports_take_the_calls_own_arguments() -> None:
     azp_adj = torch.zeros(48, dtype=torch.int32)
     assert epiloq.supports("scaled_mm_azp", a, b, one, one, azp_adj)[0]
     assert not epiloq.supports("scaled_mm_azp", a, b, one, one, azp_adj.float())[0]
+    assert not epiloq.supports("scaled_mm_azp", a, b, one, one)[0]
+    assert epiloq.supports("scaled_mm", a.numpy(), b, one, one) == (
+        False,
+        "epiloq.scaled_mm: a: expected a tensor, got ndarray",
+    )
+    assert not epiloq.supports("quantize_int8", a.numpy())[0]
     assert epiloq.supports("quantize_int8", torch.randn(3, 5)) == (True, "cpu, vectorised rows")
     with pytest.raises(ValueError, match="name: expected one of"):
         epiloq.explain("scaled_nn", a, b)

@@ -12,6 +12,7 @@ from reference import assert_within_one_ulp, make_problem
 
 PROBLEMS = st.fixed_dictionaries(
     {
+        "seed": st.integers(0, 2**31),
         "m": st.integers(1, 40),
         "n": st.integers(1, 70),
         "k": st.integers(1, 200),
@@ -24,7 +25,9 @@ PROBLEMS = st.fixed_dictionaries(
 
 
 def check(options: dict[str, object], device: str, dtype: torch.dtype) -> None:
-    p = make_problem(**options, dtype=dtype)  # type: ignore[arg-type]
+    sizes = dict(options)
+    torch.manual_seed(sizes.pop("seed"))  # type: ignore[arg-type]
+    p = make_problem(**sizes, dtype=dtype)  # type: ignore[arg-type]
     acc = (p.a.double() @ p.weight.double().t()).to(torch.int32)
     host = torch.full(acc.shape, float("nan"))
     bias = None if p.bias is None else p.bias.float()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import epiloq
+
 IMPORT = """
 import sys, time
 import torch
@@ -16,6 +18,12 @@ heavy = {"typer", "rich", "matplotlib", "transformers", "safetensors", "torch._d
 assert not heavy & (set(sys.modules) - before), heavy & (set(sys.modules) - before)
 print(seconds)
 """
+
+
+def test_modules_are_attributes() -> None:
+    assert epiloq.compat.vllm.cutlass_scaled_mm and epiloq.compat.sglang.int8_scaled_mm
+    assert epiloq.schemes.available() and epiloq.nn.Int8Linear
+    assert [name for name in epiloq.__all__ if not hasattr(epiloq, name)] == []
 
 
 def test_import_is_light() -> None:

@@ -114,7 +114,7 @@ def consume(cmake_dir: str | Path, build_dir: Path) -> str:
 
 
 def test_a_cmake_project_uses_the_installed_wheel(built: Built, tmp_path: Path) -> None:
-    ask = (sys.executable, "-m", "epiloq")
+    ask = (sys.executable, "-S", "-m", "epiloq")  # -S: no site-packages, so no torch, as in a build environment
     cmake_dir = run(*ask, "--cmake-dir", cwd=tmp_path, PYTHONPATH=str(built.site)).strip()
     include_dir = run(*ask, "--include-dir", cwd=tmp_path, PYTHONPATH=str(built.site)).strip()
     assert Path(include_dir, "epiloq", "scaled_mm.h").is_file()

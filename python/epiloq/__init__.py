@@ -1,19 +1,28 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
 `scaled_mm`, `scaled_mm_azp` and `quantize_int8` work on torch tensors, on a CUDA device and on the CPU alike;
-`nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs.
+`nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs;
+`compat` has other libraries' names.
 """
 
+from importlib.util import find_spec
+
 from epiloq import _core as _core
-from epiloq import nn as nn
-from epiloq.introspect import config, explain, supports
-from epiloq.ops import quantize_int8, scaled_mm, scaled_mm_azp
-from epiloq.schemes import quantize_
+
+# The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
+if find_spec("torch") is not None:
+    from epiloq import compat as compat
+    from epiloq import nn as nn
+    from epiloq import schemes as schemes
+    from epiloq.introspect import config, explain, supports
+    from epiloq.ops import quantize_int8, scaled_mm, scaled_mm_azp
+    from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
 
 __all__ = [
     "__version__",
+    "compat",
     "config",
     "explain",
     "nn",
@@ -21,5 +30,6 @@ __all__ = [
     "quantize_int8",
     "scaled_mm",
     "scaled_mm_azp",
+    "schemes",
     "supports",
 ]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from epiloq import _core
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
-from epiloq.ops.scaled_mm import explain as explain_scaled_mm
-from epiloq.ops.scaled_mm import explain_azp as explain_scaled_mm_azp
+from epiloq.ops.scaled_mm import explain as explain_product
+from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
     "quantize_int8": explain_quantize_int8,
-    "scaled_mm": explain_scaled_mm,
-    "scaled_mm_azp": explain_scaled_mm_azp,
+    "scaled_mm": partial(explain_product, scaled_mm),
+    "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
 }
 
 

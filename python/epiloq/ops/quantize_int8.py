@@ -33,8 +33,8 @@ def quantize_int8(
       values widened to hold 0, so that ``azp`` stays in [-128, 127] and 0 is represented exactly.
 
     ``scale`` is never below 2^-126: zeros give zeros. A row that holds NaN or Inf gets a scale that is not finite and
-    ``q`` 0, so what is computed from it is NaN, as in floating point. With a static scale NaN counts as 0 and
-    infinities saturate.
+    a ``q`` that stands for 0 throughout, so what is computed from it is NaN, as in floating point. With a static scale
+    NaN counts as 0 and infinities saturate.
 
     Args:
         x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
@@ -179,6 +179,7 @@ def explain(
 ) -> str:
     """`epiloq.explain` for `quantize_int8`."""
     _expect(x, scale, azp, symmetric, granularity, pad_to, out)
+    expect_tensors("quantize_int8", {"x": x}, {"scale": scale, "azp": azp}, writes=False)
     is_static = scale is not None
     if out is not None:
         q, scale, azp = out

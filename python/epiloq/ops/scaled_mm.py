@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -172,61 +174,25 @@ def _int_mm_is_exact() -> bool:
     return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
 
 
-def explain(
-    a: Tensor | None = None,
-    b: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: Tensor | None = None,
-    **problem: Any,
-) -> str:
-    """`epiloq.explain` for `scaled_mm`: its arguments, or ``m, n, k, arch, aligned, sm_count`` by name."""
-    if problem:
-        return _core.explain_scaled_mm_problem(**problem)
-    return _explain(a, b, scale_a, scale_b, bias, None, None, out_dtype, out)
-
-
-def explain_azp(
-    a: Tensor | None = None,
-    b: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    azp_adj: Tensor | None = None,
-    azp: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: Tensor | None = None,
-    **problem: Any,
-) -> str:
-    """`epiloq.explain` for `scaled_mm_azp`."""
-    if problem:
-        return _core.explain_scaled_mm_problem(**problem)
-    return _explain(a, b, scale_a, scale_b, bias, azp_adj, azp, out_dtype, out)
-
-
-def _explain(
-    a: Tensor | None,
-    b: Tensor | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    azp_adj: Tensor | None,
-    azp: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-) -> str:
-    if a is None or b is None or scale_a is None or scale_b is None:
-        raise TypeError("epiloq.explain: expected a, b, scale_a and scale_b, or m, n, k and arch by name")
+def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
+    """`epiloq.explain` for a product: its own arguments, or ``m, n, k, arch, aligned, sm_count`` by name."""
+    name, signature = operation.__name__, inspect.signature(operation)
+    try:
+        if "m" in kwargs and not args:
+            return _core.explain_scaled_mm_problem(**kwargs)
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"epiloq.{name}: {error}") from None
+    bound.apply_defaults()
+    out_dtype, given = bound.arguments.pop("out_dtype"), bound.arguments
+    required = {key: given[key] for key in given if signature.parameters[key].default is inspect.Parameter.empty}
+    expect_tensors(name, required, {key: given[key] for key in given if key not in required}, writes=False)
+    out = given.pop("out")
     if out is None:
-        out = _empty("scaled_mm" if azp_adj is None else "scaled_mm_azp", a, b, out_dtype)
-    operands = (out, a, b, scale_a, scale_b, bias, azp_adj, azp)
-    if a.is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_scaled_mm(*operands)
-    _core.check_scaled_mm(*operands)
+        out = _empty(name, given["a"], given["b"], out_dtype)
+    if given["a"].is_cuda or _core.forced_arch() != "auto":
+        return _core.explain_scaled_mm(out, **given)
+    _core.check_scaled_mm(out, **given)
     return "cpu torch._int_mm (oneDNN)" if _int_mm_is_exact() else "cpu fp32 matmul in exact slices of K"
 
 

@@ -1,0 +1,36 @@
+"""A language model small enough to measure in a test, and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+
+
+def tiny_model() -> Any:
+    """A Llama with tied embeddings, random weights and odd sizes."""
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=36,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=12,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config).train(False)
+
+
+def save(path: Path) -> Path:
+    """Save the tiny model and a tokenizer of single bytes as a Hugging Face directory, `path`."""
+    tiny_model().save_pretrained(path)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    wrapper: Any = transformers.PreTrainedTokenizerFast
+    wrapper(tokenizer_object=byte_level).save_pretrained(path)
+    return path
