@@ -2,8 +2,7 @@
 
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-include(${CMAKE_SOURCE_DIR}/third_party/cutlass.cmake)
-
+include(${PROJECT_SOURCE_DIR}/third_party/cutlass.cmake)
 
 # One compiler process of a CUTLASS 3.x source takes up to 4 GB.
 cmake_host_system_information(RESULT memory_mb QUERY TOTAL_PHYSICAL_MEMORY)
@@ -24,7 +23,7 @@ function(epiloq_kernels name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "CUTLASS" "" "GENCODE;SOURCES")
   add_library(${name} OBJECT ${arg_SOURCES})
   set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden JOB_POOL_COMPILE cuda)
-  target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR}/include ${CMAKE_BINARY_DIR}/include ${CMAKE_SOURCE_DIR}/src)
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_BINARY_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_compile_definitions(${name} PRIVATE ${EPILOQ_DEFINITIONS})
   foreach(pair ${arg_GENCODE})
     string(REPLACE ":" ";" pair ${pair})
@@ -43,8 +42,8 @@ function(epiloq_kernels name)
   target_sources(epiloq PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
-# compute:code lists. PTX goes with the SM80 code, so that newer GPUs than this build knows can run it.
-set(EPILOQ_GENCODE_75 75:sm_75)
+# compute:code lists. PTX goes with the SM75 and SM80 code, so that newer GPUs than this build knows can run it.
+set(EPILOQ_GENCODE_75 75:sm_75 75:compute_75)
 set(EPILOQ_GENCODE_80 80:sm_80 80:compute_80)
 set(EPILOQ_GENCODE_90 90a:sm_90a)
 if(EPILOQ_OLD_ON_NEW)
@@ -54,7 +53,7 @@ endif()
 # Hand-written kernels that run everywhere.
 set(EPILOQ_GENCODE_ALL "")
 if(EPILOQ_HAS_SM75)
-  list(APPEND EPILOQ_GENCODE_ALL 75:sm_75)
+  list(APPEND EPILOQ_GENCODE_ALL 75:sm_75 75:compute_75)
 endif()
 if(EPILOQ_HAS_SM80)
   list(APPEND EPILOQ_GENCODE_ALL 80:sm_80 80:compute_80)

@@ -20,8 +20,8 @@ struct DeviceProperties {
   int l2_bytes = 0;
 };
 
-// Read once per device and kept. Throws Unsupported when this build has no CUDA and CudaError when the device is not
-// there.
+// Read once per device and kept. Throws Unsupported when this build has no CUDA, CudaError when the device is not
+// there, and InvalidArgument for an index that no machine has.
 EPILOQ_API DeviceProperties const& device_properties(int device_index);
 
 // The architectures whose kernels this build contains, oldest first. Empty in a CPU build.

@@ -12,12 +12,12 @@ namespace epiloq {
 // Dynamic (is_static false): one scale a row is measured and written,
 //   symmetric (no azp):  scale = amax / 127
 //   asymmetric:          scale = (hi - lo) / 255, azp = round(-128 - lo / scale), [lo, hi] widened to hold 0
-// and never below 2^-126, so a row of zeros gives zeros. A row with NaN or Inf gets a scale that is not finite and q 0,
-// so what is computed from that row is NaN, as it would be in floating point.
+// and never below 2^-126, so a row of zeros gives zeros. A row with NaN or Inf gets a scale that is not finite, so
+// what is computed from that row is NaN, as it would be in floating point.
 struct QuantizeInt8 {
-  TensorView q;                   // [.., Kp] int8, rows dense, Kp >= K; columns past K are set to 0
-  TensorView x;                   // [.., K] float32, float16 or bfloat16, rows dense
-  TensorView scale;               // float32, one a row; static: one, or one a row
+  TensorView q;                     // [.., Kp] int8, rows dense, Kp >= K; columns past K are set to 0
+  TensorView x;                     // [.., K] float32, float16 or bfloat16, rows dense
+  TensorView scale;                 // float32, one a row; static: one, or one a row
   std::optional<TensorView> azp{};  // int32, as many as scales
   bool is_static = false;
   // False: lo and hi as they are, unless they are equal. The zero point then leaves [-128, 127] for rows without a 0.

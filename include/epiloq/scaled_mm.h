@@ -17,11 +17,11 @@ namespace epiloq {
 //   ScaledEpilogueAzp           azp_adj [N] = azp * column sums of B, multiplied ahead of time (static activations)
 //   ScaledEpilogueAzpPerToken   azp_adj [N] = column sums of B, and azp, one zero point a row of A
 struct ScaledMm {
-  TensorView out;                     // [.., M, N] float16 or bfloat16, rows dense
-  TensorView a;                       // [.., M, K] int8, rows dense
-  TensorView b;                       // [K, N] int8, columns dense: transposed(weight [N, K])
-  TensorView scale_a;                 // float32, one or M (a row of A each)
-  TensorView scale_b;                 // float32, one or N (a column of B each)
+  TensorView out;      // [.., M, N] float16 or bfloat16, rows dense (`check` takes float32 too, for CPU callers)
+  TensorView a;        // [.., M, K] int8, rows dense
+  TensorView b;        // [K, N] int8, columns dense: transposed(weight [N, K])
+  TensorView scale_a;  // float32, one or M (a row of A each)
+  TensorView scale_b;  // float32, one or N (a column of B each)
   std::optional<TensorView> bias{};     // [N], out's dtype
   std::optional<TensorView> azp_adj{};  // [N] int32
   std::optional<TensorView> azp{};      // int32, one or M

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "epiloq/export.h"
 
@@ -83,7 +84,7 @@ struct TensorView {
 // "int8 [17, 576] on cuda:0", for messages.
 EPILOQ_API std::string describe(TensorView const& tensor);
 
-// The same memory with its last two dimensions exchanged: a weight [N, K] as the operand [K, N].
+// The same memory with its last two dimensions, of two or more, exchanged: a weight [N, K] as the operand [K, N].
 inline TensorView transposed(TensorView view) {
   std::swap(view.shape[view.rank - 1], view.shape[view.rank - 2]);
   std::swap(view.strides[view.rank - 1], view.strides[view.rank - 2]);

@@ -42,7 +42,7 @@ Arch parse_arch(std::string const& text) {
     if (text == row.name) return row.arch;
     known += (known.empty() ? "" : ", ") + std::string(row.name);
   }
-  throw InvalidArgument("epiloq.config: arch: expected one of " + known + ", got " + text);
+  throw InvalidArgument("epiloq: arch: expected one of " + known + ", got " + text);
 }
 
 std::vector<Arch> built_archs() {

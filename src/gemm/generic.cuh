@@ -33,7 +33,7 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
   using G = Generic;
   __shared__ alignas(16) std::int8_t a[G::kTile][G::kPitch];
   __shared__ alignas(16) std::int8_t b[G::kTile][G::kPitch];
-  int const first_m = blockIdx.y * G::kTile, first_n = blockIdx.x * G::kTile;
+  int const first_m = blockIdx.x * G::kTile, first_n = blockIdx.y * G::kTile;
   int const row = threadIdx.x / G::kSide, column = threadIdx.x % G::kSide;
   int sums[G::kEach][G::kEach] = {};
   let_next_kernel_start();
@@ -72,7 +72,7 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
 template <class Out, class Epilogue>
 void launch_generic(Problem const& p, int, Stream stream) {
   constexpr unsigned kTile = Generic::kTile;
-  dim3 const grid((p.n + kTile - 1) / kTile, (p.m + kTile - 1) / kTile);
+  dim3 const grid((p.m + kTile - 1) / kTile, (p.n + kTile - 1) / kTile);  // y is the axis that ends at 65535
   cuda_check(launch_dependent(generic_kernel<Out, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
              "launching epiloq.scaled_mm");
 }

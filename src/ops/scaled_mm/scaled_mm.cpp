@@ -16,7 +16,8 @@ namespace {
 // makes the left factor as large as 255.
 constexpr std::int64_t kMaxK = (std::int64_t{1} << 31) / (128 * 128) - 1;
 constexpr std::int64_t kMaxKWithZeroPoint = ((std::int64_t{1} << 31) - 1) / (255 * 128);
-constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMaxColumns = 65535 * 64;  // blocks along a grid's second axis, by the smallest tile
 
 struct Sizes {
   Matrix out, a, weight;
@@ -44,9 +45,8 @@ Sizes check_operands(ScaledMm const& call, Checker const& check) {
   if (call.out.rank != call.a.rank || !same_rows || sizes.out.cols != n) {
     check.fail("out", "expected a's leading dimensions and ", n, " columns, got ", describe(call.out));
   }
-  for (auto [argument, size] : {std::pair{"a", sizes.a.rows}, std::pair{"b", n}}) {
-    if (size > kMaxSize) check.fail(argument, "expected at most 2^31 - 1 rows or columns, got ", size);
-  }
+  if (sizes.a.rows > kMaxRows) check.fail("a", "expected at most ", kMaxRows, " rows, got ", sizes.a.rows);
+  if (n > kMaxColumns) check.fail("b", "expected at most ", kMaxColumns, " columns, got ", n);
   check.aligned16("a", call.a);
   check.aligned16("b", call.b);
   check.aligned16("out", call.out);
