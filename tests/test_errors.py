@@ -264,7 +264,7 @@ def test_config_and_names() -> None:
         lambda: epiloq.explain("scaled_mm", m=1, n=8, k=16, arch="sm99"),
         lambda: epiloq.config(arch="sm99").__enter__(),
     ):
-        with pytest.raises(ValueError, match=r"epiloq\.(explain|config): (name|arch): expected one of"):
+        with pytest.raises(ValueError, match=r"epiloq(\.explain)?: (name|arch): expected one of"):
             call()
     with pytest.raises(RuntimeError, match="inside"), epiloq.config(arch="sm80"):
         assert _core.forced_arch() == "sm80"
