@@ -26,6 +26,7 @@ EPILOQ_API DeviceProperties const& device_properties(int device_index);
 
 // The architectures whose kernels this build contains, oldest first. Empty in a CPU build.
 EPILOQ_API std::vector<Arch> built_archs();
+EPILOQ_API bool is_built(Arch arch);
 
 // Calls made by this thread use kernels of `arch` (for testing older paths on a newer device); kAuto ends it.
 EPILOQ_API void force_arch(Arch arch);

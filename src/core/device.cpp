@@ -53,6 +53,13 @@ std::vector<Arch> built_archs() {
   return archs;
 }
 
+bool is_built(Arch arch) {
+  for (auto const& row : kArchs) {
+    if (row.arch == arch) return row.built;
+  }
+  return false;
+}
+
 void force_arch(Arch arch) { t_forced_arch = arch; }
 Arch forced_arch() { return t_forced_arch; }
 

@@ -72,13 +72,6 @@ Variants const* table_of(Family family) {
   }
 }
 
-bool built(Arch arch) {
-  for (Arch other : built_archs()) {
-    if (other == arch) return true;
-  }
-  return false;
-}
-
 // SM90 kernels use instructions of compute capability 9.0 alone; the others run on anything that is newer.
 bool runs_on(Arch arch, int compute_capability) {
   if (arch == Arch::kSm90) return compute_capability == 90;
@@ -92,7 +85,7 @@ Target target_of_device(int device) {
   Arch const forced = forced_arch();
   for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
     if (forced != Arch::kAuto && forced != arch) continue;
-    if (built(arch) && runs_on(arch, properties.compute_capability)) {
+    if (is_built(arch) && runs_on(arch, properties.compute_capability)) {
       return {arch, properties.sm_count, properties.shared_memory_per_block};
     }
   }
