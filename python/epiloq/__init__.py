@@ -2,7 +2,7 @@
 
 `scaled_mm`, `scaled_mm_azp` and `quantize_int8` work on torch tensors, on a CUDA device and on the CPU alike;
 `nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs;
-`compat` has other libraries' names.
+`quantize` holds the algorithms, `compat` other libraries' names.
 """
 
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from epiloq import _core as _core
 if find_spec("torch") is not None:
     from epiloq import compat as compat
     from epiloq import nn as nn
+    from epiloq import quantize as quantize
     from epiloq import schemes as schemes
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import quantize_int8, scaled_mm, scaled_mm_azp
@@ -26,6 +27,7 @@ __all__ = [
     "config",
     "explain",
     "nn",
+    "quantize",
     "quantize_",
     "quantize_int8",
     "scaled_mm",

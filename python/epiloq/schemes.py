@@ -118,7 +118,7 @@ def _choose(model: nn.Module, filter_fn: Filter | None, symmetric: bool) -> list
             "quantize_: model: expected a module that contains linear layers, got a linear layer; "
             "use epiloq.nn.Int8Linear.from_linear for it"
         )
-    takes = _default_filter(model) if filter_fn is None else filter_fn
+    takes = default_filter(model) if filter_fn is None else filter_fn
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) and takes(module, name):
@@ -141,7 +141,8 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, model.get_submodule(name))  # _choose names linear layers only.
 
 
-def _default_filter(model: nn.Module) -> Filter:
+def default_filter(model: nn.Module) -> Filter:
+    """What `quantize_` takes without a ``filter_fn``; its docstring says which layers that are."""
     modules = list(model.modules())
     embedded = {_identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     encoders = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
