@@ -43,7 +43,7 @@ void sizes_of_elements() {
 
 void architectures_have_names() {
   for (Arch arch : {Arch::kAuto, Arch::kSm75, Arch::kSm80, Arch::kSm90}) CHECK(parse_arch(name(arch)) == arch);
-  CHECK_THROWS(InvalidArgument, parse_arch("sm70"), "epiloq.config: arch: expected one of", "sm75", "got sm70");
+  CHECK_THROWS(InvalidArgument, parse_arch("sm70"), "epiloq: arch: expected one of", "sm75", "got sm70");
   force_arch(Arch::kSm80);
   CHECK(forced_arch() == Arch::kSm80);
   force_arch(Arch::kAuto);
