@@ -24,7 +24,7 @@ struct Tile {
 };
 #include "tiles.inc"  // written by sweep.py: the tiles' declarations, and kTiles
 
-// Bytes like quantised normal values; uniform ones draw more power than real tensors do.
+// Bytes like quantised normal values, as layers have.
 __global__ void fill(std::int8_t* p, std::size_t n, unsigned seed) {
   for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
        i += gridDim.x * std::size_t{blockDim.x}) {

@@ -22,7 +22,7 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     device = generator.device
 
     def int8(shape: tuple[int, int]) -> torch.Tensor:
-        # Quantised normal values: uniform bytes toggle more bits than real tensors, and large cases are bound by power.
+        # Quantised normal values, as layers have: a matrix product's power, and so its clock, depends on its bits.
         values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         return values.mul_(127 / 4).round_().clamp_(-128, 127).to(torch.int8)
 
