@@ -22,6 +22,8 @@ enum class DType : std::uint8_t {
   kFloat16,
   kBFloat16,
   kFloat32,
+  kFloat8E4M3,  // e4m3fn: no infinities, largest 448
+  kFloat8E5M2,
   kBool,
   kUInt8,
   kInt16,
@@ -32,7 +34,7 @@ enum class DType : std::uint8_t {
 
 EPILOQ_API char const* name(DType dtype);
 constexpr int size_of(DType dtype) {
-  constexpr int kBytes[] = {1, 4, 2, 2, 4, 1, 1, 2, 8, 8, 1};
+  constexpr int kBytes[] = {1, 4, 2, 2, 4, 1, 1, 1, 1, 2, 8, 8, 1};
   return kBytes[static_cast<int>(dtype)];
 }
 

@@ -30,11 +30,18 @@ inline DType dtype_of(DLDataType type) {
     DLDataType dl;
     DType dtype;
   };
-  constexpr Row kRows[] = {{{kDLInt, 8, 1}, DType::kInt8},       {{kDLInt, 32, 1}, DType::kInt32},
-                           {{kDLFloat, 16, 1}, DType::kFloat16}, {{kDLBfloat, 16, 1}, DType::kBFloat16},
-                           {{kDLFloat, 32, 1}, DType::kFloat32}, {{kDLBool, 8, 1}, DType::kBool},
-                           {{kDLUInt, 8, 1}, DType::kUInt8},     {{kDLInt, 16, 1}, DType::kInt16},
-                           {{kDLInt, 64, 1}, DType::kInt64},     {{kDLFloat, 64, 1}, DType::kFloat64}};
+  constexpr Row kRows[] = {{{kDLInt, 8, 1}, DType::kInt8},
+                           {{kDLInt, 32, 1}, DType::kInt32},
+                           {{kDLFloat, 16, 1}, DType::kFloat16},
+                           {{kDLBfloat, 16, 1}, DType::kBFloat16},
+                           {{kDLFloat, 32, 1}, DType::kFloat32},
+                           {{kDLFloat8_e4m3fn, 8, 1}, DType::kFloat8E4M3},
+                           {{kDLFloat8_e5m2, 8, 1}, DType::kFloat8E5M2},
+                           {{kDLBool, 8, 1}, DType::kBool},
+                           {{kDLUInt, 8, 1}, DType::kUInt8},
+                           {{kDLInt, 16, 1}, DType::kInt16},
+                           {{kDLInt, 64, 1}, DType::kInt64},
+                           {{kDLFloat, 64, 1}, DType::kFloat64}};
   for (Row const& row : kRows) {
     if (row.dl.code == type.code && row.dl.bits == type.bits && row.dl.lanes == type.lanes) return row.dtype;
   }

@@ -37,8 +37,8 @@ bool dense(TensorView const& view) {
 }  // namespace
 
 char const* name(DType dtype) {
-  constexpr char const* kNames[] = {"int8",  "int32", "float16", "bfloat16", "float32",      "bool",
-                                    "uint8", "int16", "int64",   "float64",  "another dtype"};
+  constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2",
+                                    "bool", "uint8", "int16",   "int64",    "float64", "another dtype"};
   return kNames[static_cast<int>(dtype)];
 }
 
