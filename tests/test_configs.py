@@ -12,6 +12,32 @@ import epiloq
 SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 2049, 10**6]
 SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
 ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 14}
+FLOAT8_ROWS = {"sm89": 6, "sm90": 19}
+
+
+@pytest.mark.parametrize("arch", FLOAT8_ROWS)
+def test_every_float8_row_is_reached(arch: str) -> None:
+    kernels = {
+        epiloq.explain("scaled_mm", m=m, n=n, k=4096, arch=arch, dtype=dtype, fast_accum=fast)
+        for m, n in itertools.product(SIZES_M, SIZES_N)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        for fast in (False, True)
+    }
+    assert len(kernels) == FLOAT8_ROWS[arch], sorted(kernels)
+    assert all(kernel.startswith(arch) for kernel in kernels)
+
+
+def test_sums_are_accurate_unless_asked_otherwise() -> None:
+    for arch, m, n in itertools.product(FLOAT8_ROWS, SIZES_M, SIZES_N):
+        answer = epiloq.explain("scaled_mm", m=m, n=n, k=4096, arch=arch, dtype=torch.float8_e4m3fn)
+        assert "fast" not in answer
+
+
+def test_float8_asks_for_an_architecture_that_has_it() -> None:
+    fits, reason = epiloq.supports("scaled_mm", m=16, n=64, k=64, arch="sm80", dtype=torch.float8_e4m3fn)
+    assert not fits and "expected sm89 or sm90 for float8" in reason
+    fits, reason = epiloq.supports("scaled_mm", m=16, n=64, k=64, dtype=torch.bfloat16)
+    assert not fits and "dtype: expected int8, float8_e4m3fn or float8_e5m2" in reason
 
 
 @pytest.mark.parametrize("arch", ROWS)

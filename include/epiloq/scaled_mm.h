@@ -9,7 +9,8 @@
 
 namespace epiloq {
 
-// D = scale_a * scale_b * (A B - azp * azp_adj) + bias, with A B in exact int32 and the rest in fp32.
+// D = scale_a * scale_b * (A B - azp * azp_adj) + bias. A B is exact in int32 for int8 operands and summed in fp32 for
+// float8 ones, which have no zero point; the rest is in fp32.
 //
 // Four epilogues, by what is given:
 //   ScaledEpilogue              neither bias nor zero point
@@ -18,19 +19,22 @@ namespace epiloq {
 //   ScaledEpilogueAzpPerToken   azp_adj [N] = column sums of B, and azp, one zero point a row of A
 struct ScaledMm {
   TensorView out;      // [.., M, N] float16 or bfloat16, rows dense (`check` takes float32 too, for CPU callers)
-  TensorView a;        // [.., M, K] int8, rows dense
-  TensorView b;        // [K, N] int8, columns dense: transposed(weight [N, K])
+  TensorView a;        // [.., M, K] int8, or float8 (E4M3, E5M2), rows dense
+  TensorView b;        // [K, N] of a's kind, columns dense: transposed(weight [N, K])
   TensorView scale_a;  // float32, one or M (a row of A each)
   TensorView scale_b;  // float32, one or N (a column of B each)
   std::optional<TensorView> bias{};     // [N], out's dtype
   std::optional<TensorView> azp_adj{};  // [N] int32
   std::optional<TensorView> azp{};      // int32, one or M
+  bool fast_accum = false;              // float8: leave sums to the tensor core, whose accumulator has about 14 bits
 };
 
 // What the choice of a kernel depends on.
 struct ScaledMmProblem {
   std::int64_t m = 0, n = 0, k = 0;
   bool aligned = true;  // 16-byte rows in A, B and D: what TMA and 128-bit copies need
+  DType a = DType::kInt8, b = DType::kInt8;
+  bool fast_accum = false;
 };
 
 // Throws InvalidArgument where an argument does not fit. Works without CUDA.
@@ -43,7 +47,8 @@ EPILOQ_API void scaled_mm(ScaledMm const& call, Stream stream);
 EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(ScaledMm const& call);
 
-// The epilogue alone, on the host, in the same expression as the kernels: out float32 [M, N] from acc int32 [M, N].
+// The epilogue alone, on the host, in the same expression as the kernels: out float32 [M, N] from acc int32 [M, N], or
+// float32 as float8 products have it.
 // For tests and for reading; every operand on the CPU and a bias in float32. `call.a` and `call.b` are not looked at.
 EPILOQ_API void evaluate_epilogue(TensorView const& acc, ScaledMm const& call);
 

@@ -33,6 +33,7 @@ enum class DType : std::uint8_t {
 };
 
 EPILOQ_API char const* name(DType dtype);
+EPILOQ_API DType parse_dtype(std::string const& name);
 constexpr int size_of(DType dtype) {
   constexpr int kBytes[] = {1, 4, 2, 2, 4, 1, 1, 1, 1, 2, 8, 8, 1};
   return kBytes[static_cast<int>(dtype)];

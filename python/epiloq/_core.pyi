@@ -17,6 +17,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
+    fast_accum: bool = False,
 ) -> None: ...
 def check_scaled_mm(
     out: Tensor,
@@ -27,6 +28,7 @@ def check_scaled_mm(
     bias: Tensor | None = None,
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
+    fast_accum: bool = False,
 ) -> None: ...
 def explain_scaled_mm(
     out: Tensor,
@@ -37,9 +39,17 @@ def explain_scaled_mm(
     bias: Tensor | None = None,
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
+    fast_accum: bool = False,
 ) -> str: ...
 def explain_scaled_mm_problem(
-    m: int, n: int, k: int, aligned: bool = True, arch: str = "sm90", sm_count: int = 0
+    m: int,
+    n: int,
+    k: int,
+    aligned: bool = True,
+    dtype: str = "int8",
+    fast_accum: bool = False,
+    arch: str = "sm90",
+    sm_count: int = 0,
 ) -> str: ...
 def evaluate_epilogue(
     out: Tensor,

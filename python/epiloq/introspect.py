@@ -42,7 +42,8 @@ def supports(name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
 
 @contextmanager
 def config(*, arch: str = "auto") -> Iterator[None]:
-    """Within the context, calls of this thread use kernels of ``arch``: "sm75", "sm80", "sm90", or "auto" for the best.
+    """Within the context, calls of this thread use kernels of ``arch``: "sm75", "sm80", "sm89", "sm90",
+    or "auto" for the best.
 
     An older architecture's kernels can so be tested on a newer GPU.
     """

@@ -7,8 +7,10 @@ namespace {
 using Optional = std::optional<TensorArg>;
 
 ScaledMm call_of(TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
-                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp) {
-  return {out.view, a.view, b.view, scale_a.view, scale_b.view, view_of(bias), view_of(azp_adj), view_of(azp)};
+                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp,
+                 bool fast_accum) {
+  return {out.view,      a.view,           b.view,       scale_a.view, scale_b.view,
+          view_of(bias), view_of(azp_adj), view_of(azp), fast_accum};
 }
 
 }  // namespace
@@ -18,10 +20,13 @@ void register_scaled_mm(py::module_& module) {
     module.def(
         name,
         [action](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
-                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj,
-                 Optional const& azp) { return action(call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp), a); },
+                 TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp,
+                 bool fast_accum) {
+          return action(call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp, fast_accum), a);
+        },
         py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"),
-        py::arg("bias") = py::none(), py::arg("azp_adj") = py::none(), py::arg("azp") = py::none());
+        py::arg("bias") = py::none(), py::arg("azp_adj") = py::none(), py::arg("azp") = py::none(),
+        py::arg("fast_accum") = false);
   };
   define("scaled_mm", [](ScaledMm const& call, TensorArg const& a) { scaled_mm(call, current_stream(a)); });
   define("check_scaled_mm", [](ScaledMm const& call, TensorArg const&) { check(call); });
@@ -29,16 +34,18 @@ void register_scaled_mm(py::module_& module) {
 
   module.def(
       "explain_scaled_mm_problem",
-      [](std::int64_t m, std::int64_t n, std::int64_t k, bool aligned, std::string const& arch, int sm_count) {
-        return explain_scaled_mm({m, n, k, aligned}, parse_arch(arch), sm_count);
+      [](std::int64_t m, std::int64_t n, std::int64_t k, bool aligned, std::string const& dtype, bool fast_accum,
+         std::string const& arch, int sm_count) {
+        DType const operand = parse_dtype(dtype);
+        return explain_scaled_mm({m, n, k, aligned, operand, operand, fast_accum}, parse_arch(arch), sm_count);
       },
-      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("aligned") = true, py::arg("arch") = "sm90",
-      py::arg("sm_count") = 0);
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("aligned") = true, py::arg("dtype") = "int8",
+      py::arg("fast_accum") = false, py::arg("arch") = "sm90", py::arg("sm_count") = 0);
   module.def(
       "evaluate_epilogue",
       [](TensorArg const& out, TensorArg const& acc, TensorArg const& scale_a, TensorArg const& scale_b,
          Optional const& bias, Optional const& azp_adj, Optional const& azp) {
-        evaluate_epilogue(acc.view, call_of(out, acc, acc, scale_a, scale_b, bias, azp_adj, azp));
+        evaluate_epilogue(acc.view, call_of(out, acc, acc, scale_a, scale_b, bias, azp_adj, azp, false));
       },
       py::arg("out"), py::arg("acc"), py::arg("scale_a"), py::arg("scale_b"), py::arg("bias") = py::none(),
       py::arg("azp_adj") = py::none(), py::arg("azp") = py::none());

@@ -34,12 +34,16 @@ bool dense(TensorView const& view) {
   return true;
 }
 
+constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2",
+                                  "bool", "uint8", "int16",   "int64",    "float64", "another dtype"};
 }  // namespace
 
-char const* name(DType dtype) {
-  constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2",
-                                    "bool", "uint8", "int16",   "int64",    "float64", "another dtype"};
-  return kNames[static_cast<int>(dtype)];
+char const* name(DType dtype) { return kNames[static_cast<int>(dtype)]; }
+
+DType parse_dtype(std::string const& text) {
+  auto const* const found = std::find(std::begin(kNames), std::end(kNames), text);
+  if (found == std::end(kNames)) throw InvalidArgument("epiloq: dtype: expected a name such as int8, got " + text);
+  return static_cast<DType>(found - kNames);
 }
 
 std::string describe(TensorView const& view) {

@@ -15,6 +15,18 @@ template <>
 struct CutlassTypeOf<DType::kBFloat16> {
   using type = cutlass::bfloat16_t;
 };
+template <>
+struct CutlassTypeOf<DType::kInt8> {
+  using type = std::int8_t;
+};
+template <>
+struct CutlassTypeOf<DType::kFloat8E4M3> {
+  using type = cutlass::float_e4m3_t;
+};
+template <>
+struct CutlassTypeOf<DType::kFloat8E5M2> {
+  using type = cutlass::float_e5m2_t;
+};
 template <DType kDType>
 using CutlassType = typename CutlassTypeOf<kDType>::type;
 

@@ -19,9 +19,8 @@ struct ArchName {
 };
 // One row an architecture; the build says which are in it.
 constexpr ArchName kArchs[] = {
-    {Arch::kAuto, "auto", false},
-    {Arch::kSm75, "sm75", EPILOQ_HAS_SM75},
-    {Arch::kSm80, "sm80", EPILOQ_HAS_SM80},
+    {Arch::kAuto, "auto", false},           {Arch::kSm75, "sm75", EPILOQ_HAS_SM75},
+    {Arch::kSm80, "sm80", EPILOQ_HAS_SM80}, {Arch::kSm89, "sm89", EPILOQ_HAS_SM89},
     {Arch::kSm90, "sm90", EPILOQ_HAS_SM90},
 };
 

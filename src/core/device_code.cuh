@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -24,6 +25,18 @@ struct CudaTypeOf<DType::kBFloat16> {
 template <>
 struct CudaTypeOf<DType::kFloat32> {
   using type = float;
+};
+template <>
+struct CudaTypeOf<DType::kInt8> {
+  using type = std::int8_t;
+};
+template <>
+struct CudaTypeOf<DType::kFloat8E4M3> {
+  using type = __nv_fp8_e4m3;
+};
+template <>
+struct CudaTypeOf<DType::kFloat8E5M2> {
+  using type = __nv_fp8_e5m2;
 };
 template <DType kDType>
 using CudaType = typename CudaTypeOf<kDType>::type;

@@ -26,17 +26,21 @@ EPILOQ_HD inline std::int32_t apply(Subtract, std::int32_t a, std::int32_t b) {
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) - static_cast<std::uint32_t>(b));
 }
 
-EPILOQ_HD inline std::int32_t eval(Acc, std::int32_t acc, std::int64_t, std::int64_t) { return acc; }
-template <class T>
-EPILOQ_HD T eval(Row<T> const& leaf, std::int32_t, std::int64_t, std::int64_t n) {
+// Sums are int32 of int8 products, float of float8 ones.
+template <class Sum>
+EPILOQ_HD Sum eval(Acc, Sum acc, std::int64_t, std::int64_t) {
+  return acc;
+}
+template <class T, class Sum>
+EPILOQ_HD T eval(Row<T> const& leaf, Sum, std::int64_t, std::int64_t n) {
   return leaf.ptr == nullptr ? leaf.null_default : leaf.ptr[leaf.is_vector ? n : 0];
 }
-template <class T>
-EPILOQ_HD T eval(Col<T> const& leaf, std::int32_t, std::int64_t m, std::int64_t) {
+template <class T, class Sum>
+EPILOQ_HD T eval(Col<T> const& leaf, Sum, std::int64_t m, std::int64_t) {
   return leaf.ptr == nullptr ? leaf.null_default : leaf.ptr[leaf.is_vector ? m : 0];
 }
-template <class Tag, class Out, class In, class... Kids>
-EPILOQ_HD Out eval(Op<Tag, Out, In, Kids...> const& op, std::int32_t acc, std::int64_t m, std::int64_t n) {
+template <class Sum, class Tag, class Out, class In, class... Kids>
+EPILOQ_HD Out eval(Op<Tag, Out, In, Kids...> const& op, Sum acc, std::int64_t m, std::int64_t n) {
   return std::apply(
       [&](auto const&... kid) { return static_cast<Out>(apply(Tag{}, static_cast<In>(eval(kid, acc, m, n))...)); },
       op.kids);

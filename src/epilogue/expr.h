@@ -1,8 +1,8 @@
 #pragma once
 
-// The vocabulary of epilogues. An expression is a small tree over the int32 accumulator; it carries its run-time
-// pointers, and everything that computes an output element is made from it: the visitor trees of CUTLASS 2.x and 3.x
-// (lower_sm80.h, lower_sm90.h) and plain evaluation on the host or in a hand-written kernel (eval.h).
+// The vocabulary of epilogues. An expression is a small tree over the accumulator (int32 or float); it carries its
+// run-time pointers, and everything that computes an output element is made from it: the visitor trees of CUTLASS 2.x
+// and 3.x (lower_sm80.h, lower_sm90.h) and plain evaluation on the host or in a hand-written kernel (eval.h).
 
 #include <cstdint>
 #include <tuple>

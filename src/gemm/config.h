@@ -5,17 +5,29 @@
 
 #include <cstdint>
 
+#include "epiloq/tensor.h"
+
 namespace epiloq::gemm {
 
 struct Shape {
   int m, n, k;
 };
 
-// SM75 and SM80: CUTLASS 2.x, mma.sync.
+// Elements of A, B and D. int8 is summed in int32, float8 in fp32.
+struct Types {
+  DType a, b, out;
+
+  constexpr bool is_float8() const { return a != DType::kInt8; }
+  friend bool operator==(Types, Types) = default;
+};
+
+// SM75, SM80 and SM89: CUTLASS 2.x, mma.sync. Tensor cores add float8 products with fewer bits than fp32 has; their
+// sums are added up in fp32 every so often, unless fast_accum says to leave it.
 struct MmaConfig {
   Shape tile;
   Shape warp;
   int stages;
+  bool fast_accum = false;
 
   constexpr int shared_bytes() const { return (tile.m + tile.n) * tile.k * stages; }
 };
@@ -30,6 +42,7 @@ struct WgmmaConfig {
   bool swap;
   int blocks_per_sm = 1;
   int early_bytes = 0;  // of a block's weights, asked for before the previous kernel has finished; needs swap
+  bool fast_accum = false;
 };
 
 // SM80, at most a few tokens: each warp streams its own slice of K straight into registers.

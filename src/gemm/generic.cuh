@@ -1,7 +1,7 @@
 #pragma once
 
-// int8 GEMM for what the fast kernels refuse: rows that do not start on 16 bytes. Any size, any stride, any
-// architecture with dp4a; bytes are gathered one at a time, so it is many times slower, and callers are told so.
+// GEMM for what the fast kernels refuse: rows that do not start on 16 bytes. Any size, any stride, no tensor cores;
+// bytes are gathered one at a time, so it is many times slower, and callers are told so.
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
@@ -9,6 +9,34 @@
 #include "gemm/problem.h"
 
 namespace epiloq::gemm {
+
+// Four neighbours along K, ready to be multiplied, and the sum that they are added to.
+struct Int8Quad {
+  using Sum = int;
+  int bytes;
+  explicit __device__ Int8Quad(int bytes_) : bytes(bytes_) {}
+  static __device__ __forceinline__ void multiply_add(Sum& sum, Int8Quad a, Int8Quad b) {
+    sum = __dp4a(a.bytes, b.bytes, sum);
+  }
+};
+template <class T>
+struct Float8Quad {
+  using Sum = float;
+  float values[4];
+  explicit __device__ Float8Quad(int bytes) {
+    for (int i = 0; i < 4; ++i) {
+      T element;
+      element.__x = static_cast<unsigned char>(bytes >> 8 * i);
+      values[i] = static_cast<float>(element);
+    }
+  }
+  template <class Other>
+  static __device__ __forceinline__ void multiply_add(Sum& sum, Float8Quad const& a, Other const& b) {
+    for (int i = 0; i < 4; ++i) sum = fmaf(a.values[i], b.values[i], sum);
+  }
+};
+template <class T>
+using Quad = std::conditional_t<std::is_same_v<T, std::int8_t>, Int8Quad, Float8Quad<T>>;
 
 struct Generic {
   static constexpr int kTile = 64;           // rows and columns of D, a block
@@ -18,24 +46,25 @@ struct Generic {
   static constexpr int kEach = kTile / kSide;
 
   // [rows, k] bytes into shared memory, zeros past the edges.
-  static __device__ void stage(std::int8_t (&tile)[kTile][kPitch], std::int8_t const* source, std::int64_t stride,
+  static __device__ void stage(std::uint8_t (&tile)[kTile][kPitch], void const* source, std::int64_t stride,
                                int first_row, int rows, int first_k, int k) {
     for (int i = threadIdx.x; i < kTile * kDepth; i += kSide * kSide) {
       int const row = i / kDepth, depth = i % kDepth;
       bool const inside = first_row + row < rows && first_k + depth < k;
-      tile[row][depth] = inside ? source[(first_row + row) * stride + first_k + depth] : std::int8_t{0};
+      auto const* const bytes = static_cast<std::uint8_t const*>(source);
+      tile[row][depth] = inside ? bytes[(first_row + row) * stride + first_k + depth] : std::uint8_t{0};
     }
   }
 };
 
-template <class Out, class Epilogue>
+template <class A, class B, class Out, class Epilogue>
 __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem const p) {
   using G = Generic;
-  __shared__ alignas(16) std::int8_t a[G::kTile][G::kPitch];
-  __shared__ alignas(16) std::int8_t b[G::kTile][G::kPitch];
+  __shared__ alignas(16) std::uint8_t a[G::kTile][G::kPitch];
+  __shared__ alignas(16) std::uint8_t b[G::kTile][G::kPitch];
   int const first_m = blockIdx.x * G::kTile, first_n = blockIdx.y * G::kTile;
   int const row = threadIdx.x / G::kSide, column = threadIdx.x % G::kSide;
-  int sums[G::kEach][G::kEach] = {};
+  typename Quad<A>::Sum sums[G::kEach][G::kEach] = {};
   let_next_kernel_start();
   wait_for_previous_kernel();
   for (int k = 0; k < p.k; k += G::kDepth) {
@@ -53,8 +82,9 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
       }
 #pragma unroll
       for (int i = 0; i < G::kEach; ++i) {
+        Quad<A> const left(x[i]);
 #pragma unroll
-        for (int j = 0; j < G::kEach; ++j) sums[i][j] = __dp4a(x[i], w[j], sums[i][j]);
+        for (int j = 0; j < G::kEach; ++j) Quad<A>::multiply_add(sums[i][j], left, Quad<B>(w[j]));
       }
     }
   }
@@ -69,11 +99,11 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
   }
 }
 
-template <class Out, class Epilogue>
+template <class A, class B, class Out, class Epilogue>
 void launch_generic(Problem const& p, int, Stream stream) {
   constexpr unsigned kTile = Generic::kTile;
   dim3 const grid((p.m + kTile - 1) / kTile, (p.n + kTile - 1) / kTile);  // y is the axis that ends at 65535
-  cuda_check(launch_dependent(generic_kernel<Out, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
+  cuda_check(launch_dependent(generic_kernel<A, B, Out, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
              "launching epiloq.scaled_mm");
 }
 

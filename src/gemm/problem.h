@@ -11,8 +11,8 @@ namespace epiloq::gemm {
 struct Problem {
   int m, n, k;
   std::int64_t stride_a, stride_b, stride_d;
-  std::int8_t const* a;
-  std::int8_t const* b;
+  void const* a;
+  void const* b;
   void* d;
   epilogue::Operands operands;
 

@@ -47,12 +47,14 @@ struct Skinny {
     int k_lane, k_end;
 
     __device__ Source(Problem const& p, int first_row, int lane)
-        : weight(p.b + (first_row + lane / 4) * p.stride_b + 16 * (lane % 4)),
+        : weight(static_cast<std::int8_t const*>(p.b) + (first_row + lane / 4) * p.stride_b + 16 * (lane % 4)),
           weight_stride(8 * p.stride_b),
           k_lane(16 * (lane % 4)),
           k_end(p.k) {
 #pragma unroll
-      for (int j = 0; j < kTokenTiles; ++j) token[j] = p.a + min(8 * j + lane / 4, p.m - 1) * p.stride_a + k_lane;
+      for (int j = 0; j < kTokenTiles; ++j) {
+        token[j] = static_cast<std::int8_t const*>(p.a) + min(8 * j + lane / 4, p.m - 1) * p.stride_a + k_lane;
+      }
     }
 
     __device__ void load(Step& step, int k) const {
@@ -89,7 +91,8 @@ struct Skinny {
     constexpr int kLine = 128;
     int const lines = (p.k + kLine - 1) / kLine;
     for (int i = threadIdx.x; i < kRows * lines; i += kThreads) {
-      auto const* line = p.b + (first_row + i / lines) * p.stride_b + (i % lines) * kLine;
+      auto const* line =
+          static_cast<std::int8_t const*>(p.b) + (first_row + i / lines) * p.stride_b + (i % lines) * kLine;
       asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
     }
   }

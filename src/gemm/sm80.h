@@ -1,10 +1,12 @@
 #pragma once
 
-// MmaConfig x architecture x output type x epilogue -> CUTLASS 2.x kernel, for SM75 (m8n8k16) and SM80 (m16n8k32).
+// MmaConfig x architecture x types x epilogue -> CUTLASS 2.x kernel: int8 for SM75 (m8n8k16) and SM80 (m16n8k32),
+// float8 for SM89 (m16n8k32).
 
 #include <type_traits>
 
 #include "core/cuda_check.h"
+#include "core/cutlass_types.h"
 #include "cute/tensor.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/default_gemm_universal_with_visitor.h"
@@ -15,24 +17,37 @@
 
 namespace epiloq::gemm {
 
-template <Arch>
+template <Arch, bool kFastAccum>
 struct MmaTraits;
 template <>
-struct MmaTraits<Arch::kSm75> {
+struct MmaTraits<Arch::kSm75, false> {
   using Tag = cutlass::arch::Sm75;
   using Instruction = cutlass::gemm::GemmShape<8, 8, 16>;
+  using Operator = cutlass::arch::OpMultiplyAddSaturate;
 };
 template <>
-struct MmaTraits<Arch::kSm80> {
+struct MmaTraits<Arch::kSm80, false> {
   using Tag = cutlass::arch::Sm80;
   using Instruction = cutlass::gemm::GemmShape<16, 8, 32>;
+  using Operator = cutlass::arch::OpMultiplyAddSaturate;
+};
+template <bool kFastAccum>
+struct MmaTraits<Arch::kSm89, kFastAccum> {
+  using Tag = cutlass::arch::Sm89;
+  using Instruction = cutlass::gemm::GemmShape<16, 8, 32>;
+  using Operator = std::conditional_t<kFastAccum, cutlass::arch::OpMultiplyAddFastAccum, cutlass::arch::OpMultiplyAdd>;
 };
 
-template <Arch kArch, MmaConfig kConfig, class Out, class Epilogue>
+template <Arch kArch, MmaConfig kConfig, Types kTypes, class Epilogue>
 struct MmaGemm {
+  using A = CutlassType<kTypes.a>;
+  using B = CutlassType<kTypes.b>;
+  using Out = CutlassType<kTypes.out>;
+  using Accumulator = std::conditional_t<kTypes.is_float8(), float, std::int32_t>;
+  using Traits = MmaTraits<kArch, kConfig.fast_accum>;
   using Tile = cutlass::gemm::GemmShape<kConfig.tile.m, kConfig.tile.n, kConfig.tile.k>;
   using Warp = cutlass::gemm::GemmShape<kConfig.warp.m, kConfig.warp.n, kConfig.warp.k>;
-  static constexpr int kAlignment = 16;         // int8 elements in a 128-bit copy
+  static constexpr int kAlignment = 16;         // 8-bit elements in a 128-bit copy
   static constexpr int kEpilogueAlignment = 4;  // fp32 elements in a 128-bit exchange through shared memory
 
   using ThreadMap = cutlass::epilogue::threadblock::OutputTileThreadLayout<Tile, Warp, float, kEpilogueAlignment, 1>;
@@ -44,18 +59,18 @@ struct MmaGemm {
                                                       cute::Stride<std::int64_t, cute::_1, cute::_0>>;
   using Root = cutlass::epilogue::threadblock::Sm80EVT<Store, typename Lowered::type>;
   using Kernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
-      std::int8_t, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, kAlignment, std::int8_t,
-      cutlass::layout::ColumnMajor, cutlass::ComplexTransform::kNone, kAlignment, float, cutlass::layout::RowMajor,
-      kEpilogueAlignment, std::int32_t, float, cutlass::arch::OpClassTensorOp, typename MmaTraits<kArch>::Tag, Tile,
-      Warp, typename MmaTraits<kArch>::Instruction, Root, cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>,
-      kConfig.stages, cutlass::arch::OpMultiplyAddSaturate, 1>::GemmKernel;
+      A, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, kAlignment, B, cutlass::layout::ColumnMajor,
+      cutlass::ComplexTransform::kNone, kAlignment, float, cutlass::layout::RowMajor, kEpilogueAlignment, Accumulator,
+      float, cutlass::arch::OpClassTensorOp, typename Traits::Tag, Tile, Warp, typename Traits::Instruction, Root,
+      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kConfig.stages, typename Traits::Operator,
+      1>::GemmKernel;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   static void launch(Problem const& p, int, Stream stream) {
     auto const expr = Epilogue::template make<Out>(p.operands);
     typename Root::Arguments const epilogue{Lowered::args(expr), {static_cast<Out*>(p.d), {p.stride_d, {}, {}}}};
-    auto* const a = const_cast<std::int8_t*>(p.a);
-    auto* const b = const_cast<std::int8_t*>(p.b);
+    auto* const a = const_cast<void*>(p.a);
+    auto* const b = const_cast<void*>(p.b);
     typename Adapter::Arguments const arguments{cutlass::gemm::GemmUniversalMode::kGemm,
                                                 {p.m, p.n, p.k},
                                                 1,

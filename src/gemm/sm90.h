@@ -1,11 +1,12 @@
 #pragma once
 
-// WgmmaConfig x output type x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x int8 GEMM is put together.
+// WgmmaConfig x types x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x GEMM is put together.
 
 #include <memory>
 #include <utility>
 
 #include "core/cuda_check.h"
+#include "core/cutlass_types.h"
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -23,16 +24,19 @@ struct ScheduleTags;
 template <>
 struct ScheduleTags<Schedule::kWarpSpecialized> {
   using Mainloop = cutlass::gemm::KernelTmaWarpSpecialized;
+  using FastAccum = cutlass::gemm::KernelTmaWarpSpecializedFP8FastAccum;
   using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
 };
 template <>
 struct ScheduleTags<Schedule::kPingpong> {
   using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
+  using FastAccum = cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum;
   using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
 };
 template <>
 struct ScheduleTags<Schedule::kCooperative> {
   using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+  using FastAccum = cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum;
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
@@ -52,11 +56,16 @@ struct EarlyWeights : Base {
   }
 };
 
-template <WgmmaConfig kConfig, class Out, class Epilogue>
+template <WgmmaConfig kConfig, Types kTypes, class Epilogue>
 struct Sm90Gemm {
+  using Left = CutlassType<kConfig.swap ? kTypes.b : kTypes.a>;
+  using Right = CutlassType<kConfig.swap ? kTypes.a : kTypes.b>;
+  using Out = CutlassType<kTypes.out>;
+  using Accumulator = std::conditional_t<kTypes.is_float8(), float, std::int32_t>;
   using Tile = cute::Shape<cute::Int<kConfig.tile.m>, cute::Int<kConfig.tile.n>, cute::Int<kConfig.tile.k>>;
   using Cluster = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
   using Tags = ScheduleTags<kConfig.schedule>;
+  using MainloopTag = std::conditional_t<kConfig.fast_accum, typename Tags::FastAccum, typename Tags::Mainloop>;
   using Target = std::conditional_t<kConfig.swap, epilogue::Transposed<epilogue::Sm90<Tile>>, epilogue::Sm90<Tile>>;
   using Expr = decltype(Epilogue::template make<Out>({}));
   using Lowered = epilogue::Lower<Target, Expr>;
@@ -69,17 +78,17 @@ struct Sm90Gemm {
       std::conditional_t<kConfig.tile.n % 32 == 0 || kConfig.tile.n == 16,
                          cutlass::epilogue::collective::EpilogueTileAuto, cute::Shape<cute::_64, cute::_16>>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, std::int32_t, float, void,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, Accumulator, float, void,
       LayoutD, kAlignment16, Out, LayoutD, kAlignment16, typename Tags::Epilogue, typename Lowered::type>::CollectiveOp;
   // A second block on an SM starts streaming while the first one ends.
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kReserved = kConfig.blocks_per_sm == 1 ? 0 : kSharedMemory / 2 + 1024;
   using PlainMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t, cutlass::layout::RowMajor, kAlignment8,
-      std::int8_t, cutlass::layout::ColumnMajor, kAlignment8, std::int32_t, Tile, Cluster,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Left, cutlass::layout::RowMajor, kAlignment8, Right,
+      cutlass::layout::ColumnMajor, kAlignment8, Accumulator, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<
           static_cast<int>(sizeof(typename CollectiveEpilogue::SharedStorage)) + kReserved>,
-      typename Tags::Mainloop>::CollectiveOp;
+      MainloopTag>::CollectiveOp;
   using CollectiveMainloop =
       std::conditional_t<(kConfig.early_bytes > 0), EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.early_bytes>,
                          PlainMainloop>;
@@ -97,8 +106,16 @@ struct Sm90Gemm {
     auto const [right, stride_right] = kConfig.swap ? first : second;
     typename Adapter::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
                                           {kConfig.swap ? p.n : p.m, kConfig.swap ? p.m : p.n, p.k, 1},
-                                          {left, {stride_left, Int<1>{}, 0}, right, {stride_right, Int<1>{}, 0}},
+                                          {static_cast<Left const*>(left),
+                                           {stride_left, Int<1>{}, 0},
+                                           static_cast<Right const*>(right),
+                                           {stride_right, Int<1>{}, 0}},
                                           {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
+    // The main loop adds sums up in fp32 at the end of a tile of K, or never: its interval must be a whole tile.
+    if constexpr (kTypes.is_float8() && !kConfig.fast_accum) {
+      constexpr int kInstructionDepth = 32;
+      arguments.mainloop.mma_promotion_interval = kConfig.tile.k / kInstructionDepth;
+    }
     arguments.hw_info.device_id = device;
     arguments.hw_info.sm_count = device_properties(device).sm_count;
     return arguments;

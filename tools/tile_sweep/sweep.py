@@ -1,9 +1,9 @@
 """Times SM90 tiles that are not in the table yet, on a GPU machine with nvcc and CUTLASS's headers.
 
-    python tools/tile_sweep/sweep.py --cutlass DIR "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
+    python tools/tile_sweep/sweep.py --cutlass DIR [--float8] "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
         [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
-A tile reads: [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
+A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
 
@@ -21,15 +21,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
-TILE = re.compile(r"(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])(?: b(\d))?(?: e(\d+))?")
+TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])(?: b(\d))?(?: e(\d+))?")
 
 
-def macros(tile: str) -> dict[str, str]:
+def macros(tile: str, operand: str) -> dict[str, str]:
     """What tile.cu wants to know of a tile."""
     match = TILE.fullmatch(tile)
     if match is None:
         raise SystemExit(f'sweep: tile: expected such as "swap 64x16x256 c1x1 W b2 e64", got {tile!r}')
-    swap, m, n, k, cluster_m, cluster_n, schedule, blocks, early = match.groups()
+    fast, swap, m, n, k, cluster_m, cluster_n, schedule, blocks, early = match.groups()
     return {
         "NAME": "tile_" + re.sub(r"\W", "_", tile),
         "TILE_M": m,
@@ -41,24 +41,26 @@ def macros(tile: str) -> dict[str, str]:
         "SWAP": "true" if swap else "false",
         "BLOCKS_PER_SM": blocks or "1",
         "EARLY_BYTES": str(1024 * int(early or 0)),
+        "FAST_ACCUM": "true" if fast else "false",
+        "OPERAND": operand,
     }
 
 
 def nvcc(cutlass: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     includes = [ROOT / "include", ROOT / "src", folder, cutlass / "include"]
     flags = ["-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-DCUTLASS_ENABLE_GDC_FOR_SM90=1"]
-    flags += ["-DEPILOQ_HAS_CUDA=1", *(f"-DEPILOQ_HAS_SM{arch}=0" for arch in (75, 80, 90))]
+    flags += ["-DEPILOQ_HAS_CUDA=1", *(f"-DEPILOQ_HAS_SM{arch}=0" for arch in (75, 80, 89, 90))]
     target = ["-gencode", "arch=compute_90a,code=sm_90a"]
     command = ["nvcc", *flags, *target, *(f"-I{path}" for path in includes), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def build(tiles: list[str], cutlass: Path, folder: Path) -> Path:
+def build(tiles: list[str], operand: str, cutlass: Path, folder: Path) -> Path:
     """Compile every tile and link the program; its path."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_tile(tile: str) -> str | None:
-        values = macros(tile)
+        values = macros(tile, operand)
         defines = [f"-D{name}={value}" for name, value in values.items()]
         result = nvcc(cutlass, folder, *defines, "-c", str(HERE / "tile.cu"), "-o", str(folder / f"{values['NAME']}.o"))
         if result.returncode:
@@ -68,14 +70,21 @@ def build(tiles: list[str], cutlass: Path, folder: Path) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = [tile for tile in pool.map(compile_tile, tiles) if tile]
-    names = {tile: macros(tile)["NAME"] for tile in built}
+    names = {tile: macros(tile, operand)["NAME"] for tile in built}
     lines = [f"void {name}(Problem const&, int, epiloq::Stream);" for name in names.values()]
     lines += ["static Tile const kTiles[] = {", *(f'    {{"{tile}", {name}}},' for tile, name in names.items()), "};"]
     (folder / "tiles.inc").write_text("\n".join(lines) + "\n")
     objects = [str(folder / f"{name}.o") for name in names.values()]
     program = folder / "sweep"
     result = nvcc(
-        cutlass, folder, str(HERE / "main.cu"), str(ROOT / "src/core/device.cpp"), *objects, "-o", str(program)
+        cutlass,
+        folder,
+        f"-DFLOAT8={int(operand != 'kInt8')}",
+        str(HERE / "main.cu"),
+        str(ROOT / "src/core/device.cpp"),
+        *objects,
+        "-o",
+        str(program),
     )
     if result.returncode:
         raise SystemExit(f"sweep: the program does not link:\n{result.stderr[-2000:]}")
@@ -86,11 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tiles", nargs="+")
     parser.add_argument("--cutlass", type=Path, required=True, help="CUTLASS's sources, the folder that holds include/")
+    parser.add_argument("--float8", action="store_true", help="float8_e4m3fn operands instead of int8")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,16,32,64,128,256,1024,4096")
     parser.add_argument("--build-only", action="store_true")
     options = parser.parse_args()
-    program = build(options.tiles, options.cutlass, ROOT / "build" / "tile-sweep")
+    operand, folder = ("kFloat8E4M3", "float8") if options.float8 else ("kInt8", "int8")
+    program = build(options.tiles, operand, options.cutlass, ROOT / "build" / "tile-sweep" / folder)
     if not options.build_only:
         subprocess.run([str(program), options.shapes, options.tokens], check=True)
 

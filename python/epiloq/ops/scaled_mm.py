@@ -1,4 +1,4 @@
-"""int8 matrix multiplication with a fused de-quantising epilogue."""
+"""int8 and float8 matrix multiplication with a fused de-quantising epilogue."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from epiloq._library import direct, expect_tensors, refuse_backward, register
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _EPILOGUE = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None"
+_FAST_ACCUM = "bool fast_accum=False"
 _EPILOGUE_AZP = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None"
 )
@@ -29,41 +30,49 @@ def scaled_mm(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``scale_a * scale_b * (a @ b) + bias``: exact int32 sums, one fp32 epilogue, one rounding.
+    """``scale_a * scale_b * (a @ b) + bias``: int32 or fp32 sums, one fp32 epilogue, one rounding.
 
     This is ScaledEpilogue, and with ``bias`` ScaledEpilogueBias, of CUTLASS's visitor trees.
 
     Args:
-        a: int8 ``[.., M, K]``, rows dense; leading dimensions must collapse into one.
-        b: int8 ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
+        a: int8 or float8 (e4m3fn, e5m2) ``[.., M, K]``, rows dense; leading dimensions must collapse into one.
+        b: ``[K, N]`` of ``a``'s kind, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
         scale_a: float32, one element or one a row of ``a`` (``[M]`` or ``[M, 1]``).
         scale_b: float32, one element or one a column of ``b``.
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
+        fast_accum: float8 on a GPU: leave all of a sum to the tensor cores, whose accumulators keep about 14 bits on
+            Hopper. Faster from some 128 tokens on; without it sums are added up in fp32 every 128 or 256 of K.
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:
-        ``[.., M, N]``, within one unit in the last place of the exact result.
+        ``[.., M, N]``, for int8 within one unit in the last place of the exact result; docs/numerics.md has the bounds
+        for float8.
 
     Raises:
-        ValueError: an argument does not fit; the message names it. ``K`` is at most 131071, where int32 stays exact.
+        ValueError: an argument does not fit; the message names it. For int8 ``K`` is at most 131071, where int32 stays
+            exact.
         TypeError: an argument is not a tensor.
-        NotImplementedError: no kernel of this build runs on the device; or, later, a gradient reaches the result, as
-            there is no derivative (a compiled graph stops the gradient instead).
+        NotImplementedError: no kernel of this build runs on the device (float8 needs compute capability 8.9); or,
+            later, a gradient reaches the result, as there is no derivative (a compiled graph stops the gradient
+            instead).
     """
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("scaled_mm", required, {"bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            result = torch.ops.epiloq.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
+            result = torch.ops.epiloq.scaled_mm(
+                a, b, scale_a, scale_b, bias, out_dtype=out_dtype, fast_accum=fast_accum
+            )
             return refuse_backward("scaled_mm", result)
-        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, out=out)
+        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum=fast_accum, out=out)
         return out
     if out is None:
         out = _empty("scaled_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, None, None)
+    _run(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
     return out
 
 
@@ -88,7 +97,7 @@ def scaled_mm_azp(
         azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point
             where ``azp`` is None.
         azp: int32, one element or one a row of ``a``; values in [-128, 127], as `quantize_int8` gives.
-        a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`.
+        a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`; int8 operands only.
 
     Raises:
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.
@@ -125,9 +134,10 @@ def _run(
     bias: Tensor | None,
     azp_adj: Tensor | None,
     azp: Tensor | None,
+    fast_accum: bool = False,
 ) -> None:
     implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
+    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp, fast_accum)
 
 
 @torch.no_grad()
@@ -140,11 +150,13 @@ def _run_on_cpu(
     bias: Tensor | None,
     azp_adj: Tensor | None,
     azp: Tensor | None,
+    fast_accum: bool,  # fp32 sums are what this device has
 ) -> None:
     _core.check_scaled_mm(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
     if out.numel() == 0:
         return
-    acc = exact_int_mm(a.reshape(out.numel() // b.shape[1], b.shape[0]), b)
+    rows = a.reshape(out.numel() // b.shape[1], b.shape[0])
+    acc = exact_int_mm(rows, b) if a.dtype == torch.int8 else _float8_mm(rows, b)
     if azp_adj is not None:
         acc -= azp_adj.reshape(-1) if azp is None else azp.reshape(-1, 1) * azp_adj.reshape(-1)
     result = acc.to(torch.float32).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
@@ -166,6 +178,12 @@ def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
     return acc
 
 
+def _float8_mm(a: Tensor, b: Tensor) -> Tensor:
+    """float8 ``[M, K] @ [K, N]`` on the CPU in fp32, which holds every product exactly."""
+    with torch.autocast("cpu", enabled=False):
+        return a.to(torch.float32) @ b.to(torch.float32)
+
+
 @cache
 def _int_mm_is_exact() -> bool:
     """Whether this CPU's int8 matmul is: without VNNI, oneDNN's instructions saturate pairs of products to int16."""
@@ -175,32 +193,44 @@ def _int_mm_is_exact() -> bool:
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for a product: its own arguments, or ``m, n, k, arch, aligned, sm_count`` by name."""
+    """`epiloq.explain` for a product: its own arguments, or by name some of ``m, n, k, dtype, fast_accum,
+    arch, aligned, sm_count``."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         if "m" in kwargs and not args:
-            return _core.explain_scaled_mm_problem(**kwargs)
+            dtype = str(kwargs.pop("dtype", torch.int8)).removeprefix("torch.")
+            return _core.explain_scaled_mm_problem(**kwargs, dtype=dtype)
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"epiloq.{name}: {error}") from None
     bound.apply_defaults()
-    out_dtype, given = bound.arguments.pop("out_dtype"), bound.arguments
+    given = bound.arguments
+    out_dtype, fast_accum = given.pop("out_dtype"), given.pop("fast_accum", False)
     required = {key: given[key] for key in given if signature.parameters[key].default is inspect.Parameter.empty}
     expect_tensors(name, required, {key: given[key] for key in given if key not in required}, writes=False)
     out = given.pop("out")
     if out is None:
         out = _empty(name, given["a"], given["b"], out_dtype)
     if given["a"].is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_scaled_mm(out, **given)
+        return _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
     _core.check_scaled_mm(out, **given)
+    if given["a"].dtype != torch.int8:
+        return "cpu fp32 matmul"
     return "cpu torch._int_mm (oneDNN)" if _int_mm_is_exact() else "cpu fp32 matmul in exact slices of K"
 
 
 def _impl(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> Tensor:
     out = _empty("scaled_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, None, None)
+    _run(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
     return out
 
 
@@ -221,9 +251,16 @@ def _impl_azp(
 
 
 def _impl_out(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out: Tensor
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    fast_accum: bool = False,
+    out: Tensor,
 ) -> None:
-    _run(out, a, b, scale_a, scale_b, bias, None, None)
+    _run(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
 
 
 def _impl_azp_out(
@@ -240,7 +277,9 @@ def _impl_azp_out(
     _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
 
 
-def _fake(operation: str, a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _fake(
+    operation: str, a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: torch.dtype, fast_accum: bool = False
+) -> Tensor:
     if a.ndim < 1 or b.ndim != 2:
         raise ValueError(
             f"epiloq.{operation}: b: expected [K, N], with a [.., K]; got {b.ndim} and {a.ndim} dimensions"
@@ -251,14 +290,14 @@ def _fake(operation: str, a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: to
     return _empty(operation, a, b, out_dtype)
 
 
-def _fake_out(*_: Tensor | None, out: Tensor) -> None:
+def _fake_out(*_: Tensor | None, fast_accum: bool = False, out: Tensor) -> None:
     return None
 
 
 _fake_mm, _fake_mm_azp = partial(_fake, "scaled_mm"), partial(_fake, "scaled_mm_azp")
 for _operation, _schema, _function, _shapes in (
-    ("scaled_mm", f"scaled_mm({_EPILOGUE}, *, ScalarType out_dtype) -> Tensor", _impl, _fake_mm),
-    ("scaled_mm", f"scaled_mm_out({_EPILOGUE}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out),
+    ("scaled_mm", f"scaled_mm({_EPILOGUE}, *, ScalarType out_dtype, {_FAST_ACCUM}) -> Tensor", _impl, _fake_mm),
+    ("scaled_mm", f"scaled_mm_out({_EPILOGUE}, *, {_FAST_ACCUM}, Tensor(a!) out) -> ()", _impl_out, _fake_out),
     ("scaled_mm_azp", f"scaled_mm_azp({_EPILOGUE_AZP}, *, ScalarType out_dtype) -> Tensor", _impl_azp, _fake_mm_azp),
     ("scaled_mm_azp", f"scaled_mm_azp_out({_EPILOGUE_AZP}, *, Tensor(a!) out) -> ()", _impl_azp_out, _fake_out),
 ):

@@ -1,22 +1,43 @@
 #pragma once
 
 // Where scaled_mm's kernels live: declared here for the launch tables, defined in kernels_<family>.h, and instantiated
-// one table row, output type and epilogue at a time in sources that CMake expands from kernels.cu.in.
+// a few table rows, types and an epilogue at a time in sources that CMake expands from kernels.cu.in.
 
-#include "epiloq/device.h"
+#include "epilogue/library.h"
+#include "gemm/config.h"
 #include "gemm/problem.h"
 
 namespace epiloq::ops::scaled_mm {
 
-template <int kRow, DType kOut, class Epilogue>
-void launch_sm75(gemm::Problem const&, int device, Stream);
-template <int kRow, DType kOut, class Epilogue>
-void launch_sm80(gemm::Problem const&, int device, Stream);
-template <int kRow, DType kOut, class Epilogue>
-void launch_sm90(gemm::Problem const&, int device, Stream);
-template <int kRow, DType kOut, class Epilogue>
-void launch_skinny(gemm::Problem const&, int device, Stream);
-template <int kRow, DType kOut, class Epilogue>  // one row: nothing to choose
-void launch_generic(gemm::Problem const&, int device, Stream);
+using gemm::Types;
+
+template <int kRow, Types kTypes, class Epilogue>
+struct Sm75 {
+  static void launch(gemm::Problem const&, int device, Stream);
+};
+template <int kRow, Types kTypes, class Epilogue>
+struct Sm80 {
+  static void launch(gemm::Problem const&, int device, Stream);
+};
+template <int kRow, Types kTypes, class Epilogue>
+struct Skinny {
+  static void launch(gemm::Problem const&, int device, Stream);
+};
+template <int kRow, Types kTypes, class Epilogue>
+struct Sm89 {
+  static void launch(gemm::Problem const&, int device, Stream);
+};
+template <int kRow, Types kTypes, class Epilogue>
+struct Sm90 {
+  static void launch(gemm::Problem const&, int device, Stream);
+};
+template <int kRow, Types kTypes, class Epilogue>
+struct Sm90Float8 {
+  static void launch(gemm::Problem const&, int device, Stream);
+};
+template <int kRow, Types kTypes, class Epilogue>
+struct Generic {  // one row: nothing to choose
+  static void launch(gemm::Problem const&, int device, Stream);
+};
 
 }  // namespace epiloq::ops::scaled_mm

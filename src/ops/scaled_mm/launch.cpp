@@ -1,5 +1,6 @@
 #include "ops/scaled_mm/launch.h"
 
+#include <span>
 #include <utility>
 
 #include "epiloq/error.h"
@@ -15,57 +16,83 @@ namespace epiloq::ops::scaled_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
-// A row of each table: one tile's kernels, by output type and epilogue.
-struct Variants {
-  gemm::Launch by_out_and_zero_point[2][2];
+struct Variant {
+  Types types;
+  bool has_zero_point;
+  gemm::Launch launch;
 };
 
-#define EPILOQ_VARIANTS(LAUNCH, ROW)                                                                           \
-  Variants {                                                                                                   \
-    {{&LAUNCH<ROW, DType::kFloat16, epilogue::Scaled>, &LAUNCH<ROW, DType::kFloat16, epilogue::ScaledAzp>},    \
-     {&LAUNCH<ROW, DType::kBFloat16, epilogue::Scaled>, &LAUNCH<ROW, DType::kBFloat16, epilogue::ScaledAzp>}}, \
-  }
+template <template <int, Types, class> class Kernel, int kRow, Types kTypes, bool kHasZeroPoint = false>
+constexpr Variant kVariant{
+    kTypes, kHasZeroPoint,
+    &Kernel<kRow, kTypes, std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>>::launch};
 
-#define EPILOQ_TABLE(NAME, LAUNCH)                                            \
-  template <std::size_t... kRows>                                             \
-  Variants const* NAME(std::index_sequence<kRows...>) {                       \
-    static constexpr Variants kTable[] = {EPILOQ_VARIANTS(LAUNCH, kRows)...}; \
-    return kTable;                                                            \
-  }
-EPILOQ_TABLE(generic_table, launch_generic)
-#if EPILOQ_HAS_SM75
-EPILOQ_TABLE(sm75_table, launch_sm75)
-#endif
-#if EPILOQ_HAS_SM80
-EPILOQ_TABLE(sm80_table, launch_sm80)
-EPILOQ_TABLE(skinny_table, launch_skinny)
-#endif
-#if EPILOQ_HAS_SM90
-EPILOQ_TABLE(sm90_table, launch_sm90)
-#endif
-#undef EPILOQ_TABLE
-#undef EPILOQ_VARIANTS
+constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
+constexpr auto kF16 = DType::kFloat16, kBF16 = DType::kBFloat16;
+
+// What a row of each table was compiled for, as in CMakeLists.txt.
+template <template <int, Types, class> class Kernel, int kRow>
+struct Int8 {
+  static constexpr std::array kVariants{
+      kVariant<Kernel, kRow, Types{kI8, kI8, kF16}>, kVariant<Kernel, kRow, Types{kI8, kI8, kF16}, true>,
+      kVariant<Kernel, kRow, Types{kI8, kI8, kBF16}>, kVariant<Kernel, kRow, Types{kI8, kI8, kBF16}, true>};
+};
+template <template <int, Types, class> class Kernel, int kRow>
+struct E4M3 {
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kF16}>,
+                                        kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kBF16}>};
+};
+template <template <int, Types, class> class Kernel, int kRow>
+struct AnyFloat8 {
+  static constexpr std::array kVariants{
+      kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kF16}>, kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kBF16}>,
+      kVariant<Kernel, kRow, Types{kE4M3, kE5M2, kF16}>, kVariant<Kernel, kRow, Types{kE4M3, kE5M2, kBF16}>,
+      kVariant<Kernel, kRow, Types{kE5M2, kE4M3, kF16}>, kVariant<Kernel, kRow, Types{kE5M2, kE4M3, kBF16}>,
+      kVariant<Kernel, kRow, Types{kE5M2, kE5M2, kF16}>, kVariant<Kernel, kRow, Types{kE5M2, kE5M2, kBF16}>};
+};
+template <template <int, Types, class> class Kernel, int kRow>
+struct Float8 : std::conditional_t<(kRow < kE5M2Rows), AnyFloat8<Kernel, kRow>, E4M3<Kernel, kRow>> {};
+
+using Variants = std::span<Variant const>;
+
+template <template <template <int, Types, class> class, int> class List, template <int, Types, class> class Kernel,
+          std::size_t... kRows>
+Variants row_of(int row, std::index_sequence<kRows...>) {
+  static constexpr Variants kTable[] = {List<Kernel, kRows>::kVariants...};
+  return kTable[row];
+}
 
 template <auto const& kTiles>
-using Rows = std::make_index_sequence<kTiles.size()>;
+constexpr std::make_index_sequence<kTiles.size()> kRowsOf{};
+constexpr std::make_index_sequence<1> kOneRow{};
 
-Variants const* table_of(Family family) {
-  switch (family) {
+Variants variants_of(Choice const& choice) {
+  switch (choice.family) {
     case Family::kGeneric:
-      return generic_table(std::make_index_sequence<1>{});
+      return row_of<Int8, Generic>(choice.row, kOneRow);
 #if EPILOQ_HAS_SM75
     case Family::kSm75:
-      return sm75_table(Rows<kSm75Tiles>{});
+      return row_of<Int8, Sm75>(choice.row, kRowsOf<kSm75Tiles>);
 #endif
 #if EPILOQ_HAS_SM80
     case Family::kSm80:
-      return sm80_table(Rows<kSm80Tiles>{});
+      return row_of<Int8, Sm80>(choice.row, kRowsOf<kSm80Tiles>);
     case Family::kSkinny:
-      return skinny_table(Rows<kSkinnyTiles>{});
+      return row_of<Int8, Skinny>(choice.row, kRowsOf<kSkinnyTiles>);
+#endif
+#if EPILOQ_HAS_SM89
+    case Family::kSm89:
+      return row_of<Float8, Sm89>(choice.row, kRowsOf<kSm89Tiles>);
 #endif
 #if EPILOQ_HAS_SM90
     case Family::kSm90:
-      return sm90_table(Rows<kSm90Tiles>{});
+      return row_of<Int8, Sm90>(choice.row, kRowsOf<kSm90Tiles>);
+    case Family::kSm90Float8:
+      return row_of<Float8, Sm90Float8>(choice.row, kRowsOf<kSm90Float8Tiles>);
+#endif
+#if EPILOQ_HAS_SM89 || EPILOQ_HAS_SM90
+    case Family::kGenericFloat8:
+      return row_of<AnyFloat8, Generic>(choice.row, kOneRow);
 #endif
     default:
       throw Unsupported("epiloq.scaled_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
@@ -78,12 +105,15 @@ bool runs_on(Arch arch, int compute_capability) {
   return compute_capability >= static_cast<int>(arch);
 }
 
+constexpr std::array kInt8Archs{Arch::kSm90, Arch::kSm80, Arch::kSm75};
+constexpr std::array kFloat8Archs{Arch::kSm90, Arch::kSm89};
+
 }  // namespace
 
-Target target_of_device(int device) {
+Target target_of_device(int device, bool is_float8) {
   DeviceProperties const& properties = device_properties(device);
   Arch const forced = forced_arch();
-  for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
+  for (Arch arch : is_float8 ? std::span<Arch const>(kFloat8Archs) : std::span<Arch const>(kInt8Archs)) {
     if (forced != Arch::kAuto && forced != arch) continue;
     if (is_built(arch) && runs_on(arch, properties.compute_capability)) {
       return {arch, properties.sm_count, properties.shared_memory_per_block};
@@ -91,24 +121,29 @@ Target target_of_device(int device) {
   }
   std::string built_names;
   for (Arch arch : built_archs()) built_names += " " + name(arch);
-  throw Unsupported("epiloq.scaled_mm: no kernel for cuda:" + std::to_string(device) + " (compute capability " +
-                    std::to_string(properties.compute_capability) + ", arch " + name(forced) + "); this build has" +
-                    built_names);
+  throw Unsupported(
+      "epiloq.scaled_mm: no kernel for cuda:" + std::to_string(device) + " (compute capability " +
+      std::to_string(properties.compute_capability) + ", arch " + name(forced) + "); this build has" + built_names +
+      (is_float8 ? "; float8 needs compute capability 8.9 or newer, int8 (scheme w8a8-int8) runs on 7.5" : ""));
 }
 
-void launch(Choice const& choice, DType out, bool has_zero_point, gemm::Problem const& problem, int device,
+void launch(Choice const& choice, Types types, bool has_zero_point, gemm::Problem const& problem, int device,
             Stream stream) {
   DeviceGuard const guard(device);
-  Variants const& variants = table_of(choice.family)[choice.row];
-  variants.by_out_and_zero_point[out == DType::kBFloat16][has_zero_point](problem, device, stream);
+  for (Variant const& variant : variants_of(choice)) {
+    if (variant.types == types && variant.has_zero_point == has_zero_point) {
+      return variant.launch(problem, device, stream);
+    }
+  }
+  throw Unsupported("epiloq.scaled_mm: no kernel for these operands");
 }
 #else
-Target target_of_device(int device) {
+Target target_of_device(int device, bool) {
   device_properties(device);
   return {};
 }
 
-void launch(Choice const&, DType, bool, gemm::Problem const&, int device, Stream) { device_properties(device); }
+void launch(Choice const&, gemm::Types, bool, gemm::Problem const&, int device, Stream) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::scaled_mm

@@ -23,9 +23,17 @@ struct Sizes {
   Matrix out, a, weight;
 };
 
+bool is_float8(ScaledMm const& call) {
+  return call.a.dtype == DType::kFloat8E4M3 || call.a.dtype == DType::kFloat8E5M2;
+}
+
 Sizes check_operands(ScaledMm const& call, Checker const& check) {
-  check.tensor("a", call.a, {DType::kInt8});
-  check.tensor("b", call.b, {DType::kInt8});
+  check.tensor("a", call.a, {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2});
+  if (is_float8(call)) {
+    check.tensor("b", call.b, {DType::kFloat8E4M3, DType::kFloat8E5M2});
+  } else {
+    check.tensor("b", call.b, {DType::kInt8});
+  }
   check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
   Sizes sizes;
   sizes.a = check.rows("a", call.a);
@@ -66,6 +74,7 @@ void check_epilogue(ScaledMm const& call, Checker const& check, std::int64_t m, 
     check.vector("bias", *call.bias, n);
   }
   if (call.azp_adj) {
+    if (is_float8(call)) check.fail("a", "expected int8 beside a zero point, got ", describe(call.a));
     check.tensor("azp_adj", *call.azp_adj, {DType::kInt32});
     check.vector("azp_adj", *call.azp_adj, n);
   }
@@ -78,7 +87,7 @@ void check_epilogue(ScaledMm const& call, Checker const& check, std::int64_t m, 
 
 void check_range_and_overlap(ScaledMm const& call, Checker const& check, std::int64_t k) {
   std::int64_t const limit = call.azp_adj ? kMaxKWithZeroPoint : kMaxK;
-  if (k > limit) {
+  if (!is_float8(call) && k > limit) {
     check.fail("a", "expected K of at most ", limit, call.azp_adj ? " with a zero point" : "",
                ", where int32 sums are exact, got ", k);
   }
@@ -99,11 +108,11 @@ Sizes checked(ScaledMm const& call) {
   return sizes;
 }
 
-ScaledMmProblem problem_of(Sizes const& sizes) {
+ScaledMmProblem problem_of(ScaledMm const& call, Sizes const& sizes) {
   auto const whole = [](std::int64_t elements, int per_16_bytes) { return elements % per_16_bytes == 0; };
   bool const aligned = whole(sizes.a.cols, 16) && whole(sizes.a.stride, 16) && whole(sizes.weight.stride, 16) &&
                        whole(sizes.out.cols, 8) && whole(sizes.out.stride, 8);
-  return {sizes.a.rows, sizes.weight.rows, sizes.a.cols, aligned};
+  return {sizes.a.rows, sizes.weight.rows, sizes.a.cols, aligned, call.a.dtype, call.b.dtype, call.fast_accum};
 }
 
 epilogue::Operands operands_of(ScaledMm const& call) {
@@ -125,7 +134,8 @@ ops::scaled_mm::Target target_of(ScaledMm const& call) {
   if (call.out.dtype == DType::kFloat32) {
     throw Unsupported("epiloq.scaled_mm: out: CUDA kernels write float16 or bfloat16, got float32");
   }
-  if (call.a.device.type == Device::Type::kCuda) return ops::scaled_mm::target_of_device(call.a.device.index);
+  if (call.a.device.type == Device::Type::kCuda)
+    return ops::scaled_mm::target_of_device(call.a.device.index, is_float8(call));
   Arch const forced = forced_arch();
   if (forced == Arch::kAuto) {
     throw Unsupported(
@@ -134,13 +144,13 @@ ops::scaled_mm::Target target_of(ScaledMm const& call) {
   return ops::scaled_mm::nominal(forced);
 }
 
-template <class Epilogue>
+template <class Epilogue, class Sum>
 void evaluate(TensorView const& acc, ScaledMm const& call) {
   auto const expr = Epilogue::template make<float>(operands_of(call));
   std::int64_t const m = acc.size(0), n = acc.size(1);
   for (std::int64_t i = 0; i < m; ++i) {
     for (std::int64_t j = 0; j < n; ++j) {
-      call.out.as<float>()[i * n + j] = epilogue::eval(expr, acc.as<std::int32_t>()[i * n + j], i, j);
+      call.out.as<float>()[i * n + j] = epilogue::eval(expr, acc.as<Sum>()[i * n + j], i, j);
     }
   }
 }
@@ -155,17 +165,23 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
     throw Unsupported("epiloq.scaled_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
   }
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
-  ScaledMmProblem const p = problem_of(sizes);
+  ScaledMmProblem const p = problem_of(call, sizes);
   int const device = call.a.device.index;
-  gemm::Problem problem{
-      static_cast<int>(p.m), static_cast<int>(p.n),    static_cast<int>(p.k),    sizes.a.stride, sizes.weight.stride,
-      sizes.out.stride,      call.a.as<std::int8_t>(), call.b.as<std::int8_t>(), call.out.data,  operands_of(call)};
+  gemm::Problem problem{static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k), sizes.a.stride,
+                        sizes.weight.stride,   sizes.out.stride,      call.a.data,           call.b.data,
+                        call.out.data,         operands_of(call)};
   bool const has_zero_point = call.azp_adj.has_value();
-  ops::scaled_mm::launch(ops::scaled_mm::choose(p, target_of(call)), call.out.dtype, has_zero_point, problem, device,
-                         stream);
+  ops::scaled_mm::launch(ops::scaled_mm::choose(p, target_of(call)), {call.a.dtype, call.b.dtype, call.out.dtype},
+                         has_zero_point, problem, device, stream);
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count) {
+  for (DType operand : {problem.a, problem.b}) {
+    if (operand != DType::kInt8 && operand != DType::kFloat8E4M3 && operand != DType::kFloat8E5M2) {
+      throw InvalidArgument("epiloq.explain: dtype: expected int8, float8_e4m3fn or float8_e5m2, got " +
+                            std::string(name(operand)));
+    }
+  }
   ops::scaled_mm::Target target = ops::scaled_mm::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem, target));
@@ -174,12 +190,12 @@ std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_
 std::string explain(ScaledMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
-  return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(sizes), target_of(call)));
+  return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)));
 }
 
 void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {
   Checker const check("evaluate_epilogue", Device{});
-  check.tensor("acc", acc, {DType::kInt32});
+  check.tensor("acc", acc, {DType::kInt32, DType::kFloat32});
   check.tensor("out", call.out, {DType::kFloat32});
   Matrix const rows = check.rows("acc", acc);
   if (acc.rank != 2 || call.out.rank != 2 || check.rows("out", call.out).stride != rows.cols ||
@@ -187,7 +203,12 @@ void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {
     check.fail("out", "expected a contiguous matrix like acc, got ", describe(call.out), " for ", describe(acc));
   }
   check_epilogue(call, check, rows.rows, rows.cols);
-  call.azp_adj ? evaluate<epilogue::ScaledAzp>(acc, call) : evaluate<epilogue::Scaled>(acc, call);
+  if (acc.dtype == DType::kFloat32) {
+    if (call.azp_adj) check.fail("acc", "expected int32 beside a zero point, got ", describe(acc));
+    return evaluate<epilogue::Scaled, float>(acc, call);
+  }
+  call.azp_adj ? evaluate<epilogue::ScaledAzp, std::int32_t>(acc, call)
+               : evaluate<epilogue::Scaled, std::int32_t>(acc, call);
 }
 
 }  // namespace epiloq

@@ -9,30 +9,71 @@
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-// Every list ends with a rule that takes any problem, and every tile is named by some rule.
-template <class Tiles, class Rules>
-constexpr bool complete(Tiles const& tiles, Rules const& rules) {
-  if (rules.back().m_max != kAny || rules.back().n_max != kAny) return false;
+// A list ends with a rule that takes any problem.
+template <class Rules>
+constexpr bool takes_everything(Rules const& rules) {
+  return rules.back().m_max == kAny && rules.back().n_max == kAny;
+}
+// Every tile is named by some rule.
+template <class Tiles, class... Rules>
+constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
   for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
     bool named = false;
-    for (Rule const& rule : rules) named |= rule.tile == tile;
+    auto const search = [&](auto const& rules) {
+      for (Rule const& rule : rules) named |= rule.tile == tile;
+    };
+    (search(lists), ...);
     if (!named) return false;
   }
   return true;
 }
-static_assert(complete(kSm75Tiles, kSm75Rules));
-static_assert(complete(kSm80Tiles, kSm80Rules));
-static_assert(complete(kSm90Tiles, kSm90Rules));
+static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
+static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
+static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
+static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
+static_assert(takes_everything(kSm90Rules) && all_named(kSm90Tiles, kSm90Rules));
+static_assert(takes_everything(kSm90AccurateRules) && takes_everything(kSm90FastRules) &&
+              takes_everything(kSm90E5M2Rules));
+static_assert(all_named(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules, kSm90FastRules, kSm90E5M2Rules));
 
-// Early weights are asked for by block number, which names a tile of weights only while the tokens fill one tile.
-constexpr bool early_weights_meet_one_token_tile() {
-  for (Rule const& rule : kSm90Rules) {
-    WgmmaConfig const& config = kSm90Tiles[rule.tile];
-    if (config.early_bytes > 0 && (!config.swap || rule.m_max > config.tile.n)) return false;
+// Sums that were asked to be accurate are.
+template <class Tiles, class... Rules>
+constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
+  bool accurate = true;
+  auto const search = [&](auto const& rules) {
+    for (Rule const& rule : rules) accurate &= !tiles[rule.tile].fast_accum;
+  };
+  (search(lists), ...);
+  return accurate;
+}
+static_assert(all_accurate(kSm89Tiles, kSm89AccurateRules));
+static_assert(all_accurate(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules, kSm90E5M2Rules));
+
+template <class Rules>
+constexpr bool has_e5m2(Rules const& rules) {
+  for (Rule const& rule : rules) {
+    if (rule.tile >= kE5M2Rows) return false;
   }
   return true;
 }
-static_assert(early_weights_meet_one_token_tile());
+static_assert(has_e5m2(kSm89AccurateRules) && has_e5m2(kSm90E5M2Rules));
+
+// Early weights are asked for by block number, which names a tile of weights only while the tokens fill one tile.
+template <class Tiles, class... Rules>
+constexpr bool early_weights_meet_one_token_tile(Tiles const& tiles, Rules const&... lists) {
+  bool meet = true;
+  auto const search = [&](auto const& rules) {
+    for (Rule const& rule : rules) {
+      WgmmaConfig const& config = tiles[rule.tile];
+      meet &= config.early_bytes == 0 || (config.swap && rule.m_max <= config.tile.n);
+    }
+  };
+  (search(lists), ...);
+  return meet;
+}
+static_assert(early_weights_meet_one_token_tile(kSm90Tiles, kSm90Rules));
+static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules,
+                                                kSm90FastRules, kSm90E5M2Rules));
 
 template <class Rules, class Fits>
 int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
@@ -69,12 +110,36 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   return {Family::kSkinny, best};
 }
 
+constexpr auto kAlwaysFits = [](int) { return true; };
+
+Choice sm90_float8_choice(ScaledMmProblem const& p) {
+  auto const choice = [&](auto const& rules) { return Choice{Family::kSm90Float8, first_fit(rules, p, kAlwaysFits)}; };
+  if (p.a == DType::kFloat8E5M2 || p.b == DType::kFloat8E5M2) return choice(kSm90E5M2Rules);
+  if (p.m <= kSm90FewTokensRules.back().m_max) return choice(kSm90FewTokensRules);
+  return p.fast_accum ? choice(kSm90FastRules) : choice(kSm90AccurateRules);
+}
+
+Choice float8_choice(ScaledMmProblem const& p, Target const& t) {
+  if (!p.aligned || p.k == 0) return {Family::kGenericFloat8, 0};
+  bool const is_e4m3 = p.a == DType::kFloat8E4M3 && p.b == DType::kFloat8E4M3;
+  switch (t.arch) {
+    case Arch::kSm90:
+      return sm90_float8_choice(p);
+    case Arch::kSm89:
+      return p.fast_accum && is_e4m3 ? mma_choice(Family::kSm89, kSm89Tiles, kSm89FastRules, p, t)
+                                     : mma_choice(Family::kSm89, kSm89Tiles, kSm89AccurateRules, p, t);
+    default:
+      throw Unsupported("epiloq.scaled_mm: arch: expected sm89 or sm90 for float8 operands, got " + name(t.arch));
+  }
+}
+
 char const* const kScheduleNames[] = {"warp-specialised", "pingpong", "cooperative"};
 
 std::string describe(MmaConfig const& c, char const* arch) {
   std::ostringstream text;
   text << arch << " mma.sync " << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " warp " << c.warp.m << 'x'
        << c.warp.n << 'x' << c.warp.k << " stages " << c.stages;
+  if (c.fast_accum) text << " fast accumulation";
   return text.str();
 }
 
@@ -83,6 +148,7 @@ std::string describe(WgmmaConfig const& c) {
   text << "sm90 wgmma " << (c.swap ? "swap " : "") << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " cluster "
        << c.cluster_m << 'x' << c.cluster_n << ' ' << kScheduleNames[static_cast<int>(c.schedule)];
   if (c.blocks_per_sm > 1) text << ' ' << c.blocks_per_sm << " blocks/SM";
+  if (c.fast_accum) text << " fast accumulation";
   return text.str();
 }
 
@@ -96,15 +162,18 @@ std::string describe(SkinnyConfig const& c) {
 }  // namespace
 
 Choice choose(ScaledMmProblem const& p, Target const& t) {
+  if (p.a != DType::kInt8) return float8_choice(p, t);
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
   switch (t.arch) {
     case Arch::kSm90:
-      return {Family::kSm90, first_fit(kSm90Rules, p, [](int) { return true; })};
+      return {Family::kSm90, first_fit(kSm90Rules, p, kAlwaysFits)};
     case Arch::kSm80:
       if (p.m <= kSkinnyTiles.back().tokens && p.n >= kSkinnyRows && p.n <= kSkinnyMaxN) return skinny_choice(p, t);
       return mma_choice(Family::kSm80, kSm80Tiles, kSm80Rules, p, t);
     case Arch::kSm75:
       return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
+    case Arch::kSm89:
+      throw Unsupported("epiloq.scaled_mm: arch: expected sm75, sm80 or sm90 for int8 operands, got sm89");
     case Arch::kAuto:
       break;
   }
@@ -115,25 +184,32 @@ std::string describe(Choice const& choice) {
   switch (choice.family) {
     case Family::kGeneric:
       return "generic dp4a (slow: K % 16, N % 8 or a row stride keeps rows off 16 bytes; pad the weight once)";
+    case Family::kGenericFloat8:
+      return "generic fp32 (slow: K % 16, N % 8 or a row stride keeps rows off 16 bytes; pad the weight once)";
     case Family::kSkinny:
       return describe(kSkinnyTiles[choice.row]);
     case Family::kSm75:
       return describe(kSm75Tiles[choice.row], "sm75");
     case Family::kSm80:
       return describe(kSm80Tiles[choice.row], "sm80");
+    case Family::kSm89:
+      return describe(kSm89Tiles[choice.row], "sm89");
     case Family::kSm90:
       return describe(kSm90Tiles[choice.row]);
+    case Family::kSm90Float8:
+      return describe(kSm90Float8Tiles[choice.row]);
   }
   return "";
 }
 
 Target nominal(Arch arch) {
-  // T4, A100, H100
-  constexpr Target kTargets[] = {{Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm90, 132, 232448}};
+  // T4, A100, RTX 4090, H100
+  constexpr Target kTargets[] = {
+      {Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm89, 128, 101376}, {Arch::kSm90, 132, 232448}};
   for (Target const& target : kTargets) {
     if (target.arch == arch) return target;
   }
-  throw InvalidArgument("epiloq.explain: arch: expected sm75, sm80 or sm90, got " + name(arch));
+  throw InvalidArgument("epiloq.explain: arch: expected sm75, sm80, sm89 or sm90, got " + name(arch));
 }
 
 }  // namespace epiloq::ops::scaled_mm

@@ -9,7 +9,7 @@
 
 namespace epiloq::ops::scaled_mm {
 
-enum class Family { kGeneric, kSkinny, kSm75, kSm80, kSm90 };
+enum class Family { kGeneric, kGenericFloat8, kSkinny, kSm75, kSm80, kSm89, kSm90, kSm90Float8 };
 
 struct Choice {
   Family family;

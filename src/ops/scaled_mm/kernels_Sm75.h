@@ -1,0 +1,14 @@
+#pragma once
+
+#include "gemm/sm80.h"
+#include "ops/scaled_mm/configs.h"
+#include "ops/scaled_mm/kernels.h"
+
+namespace epiloq::ops::scaled_mm {
+
+template <int kRow, Types kTypes, class Epilogue>
+void Sm75<kRow, kTypes, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
+  gemm::MmaGemm<Arch::kSm75, kSm75Tiles[kRow], kTypes, Epilogue>::launch(problem, device, stream);
+}
+
+}  // namespace epiloq::ops::scaled_mm

@@ -1,0 +1,14 @@
+#pragma once
+
+#include "gemm/sm90.h"
+#include "ops/scaled_mm/configs.h"
+#include "ops/scaled_mm/kernels.h"
+
+namespace epiloq::ops::scaled_mm {
+
+template <int kRow, Types kTypes, class Epilogue>
+void Sm90Float8<kRow, kTypes, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
+  gemm::Sm90Gemm<kSm90Float8Tiles[kRow], kTypes, Epilogue>::launch(problem, device, stream);
+}
+
+}  // namespace epiloq::ops::scaled_mm
