@@ -2,7 +2,6 @@
 
 // WgmmaConfig x types x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x GEMM is put together.
 
-#include <memory>
 #include <utility>
 
 #include "core/cuda_check.h"
@@ -15,6 +14,7 @@
 #include "epilogue/lower_sm90.h"
 #include "epiloq/device.h"
 #include "gemm/config.h"
+#include "gemm/params_cache.h"
 #include "gemm/problem.h"
 
 namespace epiloq::gemm {
@@ -121,26 +121,10 @@ struct Sm90Gemm {
     return arguments;
   }
 
-  // The parameters hold three TMA descriptors, which take the driver longer to make than a launch takes. A model comes
-  // back with the same tensors, so a few are kept, by everything that they are made from.
   static typename Kernel::Params& params_of(Problem const& p, int device) {
-    struct Slot {
-      Problem problem{};
-      int device = -1;
-      typename Kernel::Params params;
-    };
-    constexpr int kBits = 6;
-    thread_local auto const slots = std::make_unique<Slot[]>(1 << kBits);
-    auto const address = reinterpret_cast<std::uintptr_t>(p.b) ^ (reinterpret_cast<std::uintptr_t>(p.d) << 1) ^
-                         (reinterpret_cast<std::uintptr_t>(p.a) << 2);
-    Slot& slot = slots[(address * 0x9E3779B97F4A7C15u) >> (64 - kBits)];
-    if (slot.device != device || !(slot.problem == p)) {
-      slot.device = -1;
-      slot.params = Kernel::to_underlying_arguments(arguments_of(p, device), nullptr);
-      slot.problem = p;
-      slot.device = device;
-    }
-    return slot.params;
+    thread_local ParamsCache<Problem, typename Kernel::Params> cache;
+    return cache.get(cache_key(p.a, p.b, p.d), p, device,
+                     [&] { return Kernel::to_underlying_arguments(arguments_of(p, device), nullptr); });
   }
 
   static void launch(Problem const& p, int device, Stream stream) {

@@ -1,9 +1,10 @@
-"""Times SM90 tiles that are not in the table yet, on a GPU machine with nvcc and CUTLASS's headers.
+"""Times SM90 tiles that are not in the tables yet, on a GPU machine with nvcc and CUTLASS's headers.
 
-    python tools/tile_sweep/sweep.py --cutlass DIR [--float8] "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
-        [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
+    python tools/tile_sweep/sweep.py --cutlass DIR "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
+        [--kind int8|float8|groupwise] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
 A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
+A group-wise one: mM nN [k2: warpgroups along K] [t4|w2: four blocks share tokens, two share weights] [b2].
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
 
@@ -15,23 +16,56 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
+SHARES = {"t": "kTokens", "w": "kWeights", "": "kNothing"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
 TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])(?: b(\d))?(?: e(\d+))?")
+GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?(?: ([tw])(\d))?(?: b(\d))?")
 
 
-def macros(tile: str, operand: str) -> dict[str, str]:
-    """What tile.cu wants to know of a tile."""
+@dataclass(frozen=True)
+class Kind:
+    """Which program times a kind of tiles, and what its tile source is told."""
+
+    main: str
+    tile: str
+    problem: str
+    defines: dict[str, str]
+
+
+KINDS = {
+    "int8": Kind("main.cu", "tile.cu", "Problem", {"OPERAND": "kInt8", "FLOAT8": "0"}),
+    "float8": Kind("main.cu", "tile.cu", "Problem", {"OPERAND": "kFloat8E4M3", "FLOAT8": "1"}),
+    "groupwise": Kind("groupwise_main.cu", "groupwise.cu", "GroupwiseProblem", {}),
+}
+
+
+def macros(tile: str, kind: Kind) -> dict[str, str]:
+    """What the tile's source wants to know of it."""
+    name = {"NAME": "tile_" + re.sub(r"\W", "_", tile), **kind.defines}
+    if kind is KINDS["groupwise"]:
+        match = GROUPWISE.fullmatch(tile)
+        if match is None:
+            raise SystemExit(f'sweep: tile: expected such as "m128 n96 t4" or "m64 n48 k2 b2", got {tile!r}')
+        m, n, k, share, cluster, blocks = match.groups()
+        return name | {
+            "M_GROUPS": str(int(m) // 64),
+            "K_GROUPS": k or "1",
+            "TILE_N": n,
+            "CLUSTER": cluster or "1",
+            "SHARE": SHARES[share or ""],
+            "BLOCKS_PER_SM": blocks or "1",
+        }
     match = TILE.fullmatch(tile)
     if match is None:
         raise SystemExit(f'sweep: tile: expected such as "swap 64x16x256 c1x1 W b2 e64", got {tile!r}')
     fast, swap, m, n, k, cluster_m, cluster_n, schedule, blocks, early = match.groups()
-    return {
-        "NAME": "tile_" + re.sub(r"\W", "_", tile),
+    return name | {
         "TILE_M": m,
         "TILE_N": n,
         "TILE_K": k,
@@ -42,12 +76,11 @@ def macros(tile: str, operand: str) -> dict[str, str]:
         "BLOCKS_PER_SM": blocks or "1",
         "EARLY_BYTES": str(1024 * int(early or 0)),
         "FAST_ACCUM": "true" if fast else "false",
-        "OPERAND": operand,
     }
 
 
 def nvcc(cutlass: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    includes = [ROOT / "include", ROOT / "src", folder, cutlass / "include"]
+    includes = [ROOT / "include", ROOT / "src", HERE, folder, cutlass / "include"]
     flags = ["-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-DCUTLASS_ENABLE_GDC_FOR_SM90=1"]
     flags += ["-DEPILOQ_HAS_CUDA=1", *(f"-DEPILOQ_HAS_SM{arch}=0" for arch in (75, 80, 89, 90))]
     target = ["-gencode", "arch=compute_90a,code=sm_90a"]
@@ -55,14 +88,16 @@ def nvcc(cutlass: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def build(tiles: list[str], operand: str, cutlass: Path, folder: Path) -> Path:
+def build(tiles: list[str], kind: Kind, cutlass: Path, folder: Path) -> Path:
     """Compile every tile and link the program; its path."""
     folder.mkdir(parents=True, exist_ok=True)
+    flags = [f"-D{name}={value}" for name, value in kind.defines.items()]
 
     def compile_tile(tile: str) -> str | None:
-        values = macros(tile, operand)
+        values = macros(tile, kind)
         defines = [f"-D{name}={value}" for name, value in values.items()]
-        result = nvcc(cutlass, folder, *defines, "-c", str(HERE / "tile.cu"), "-o", str(folder / f"{values['NAME']}.o"))
+        target = folder / f"{values['NAME']}.o"
+        result = nvcc(cutlass, folder, *defines, "-c", str(HERE / kind.tile), "-o", str(target))
         if result.returncode:
             print(f"sweep: {tile} does not build:\n{result.stderr[-400:]}", file=sys.stderr)
             return None
@@ -70,22 +105,14 @@ def build(tiles: list[str], operand: str, cutlass: Path, folder: Path) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = [tile for tile in pool.map(compile_tile, tiles) if tile]
-    names = {tile: macros(tile, operand)["NAME"] for tile in built}
-    lines = [f"void {name}(Problem const&, int, epiloq::Stream);" for name in names.values()]
+    names = {tile: macros(tile, kind)["NAME"] for tile in built}
+    lines = [f"void {name}({kind.problem} const&, int, epiloq::Stream);" for name in names.values()]
     lines += ["static Tile const kTiles[] = {", *(f'    {{"{tile}", {name}}},' for tile, name in names.items()), "};"]
     (folder / "tiles.inc").write_text("\n".join(lines) + "\n")
     objects = [str(folder / f"{name}.o") for name in names.values()]
     program = folder / "sweep"
-    result = nvcc(
-        cutlass,
-        folder,
-        f"-DFLOAT8={int(operand != 'kInt8')}",
-        str(HERE / "main.cu"),
-        str(ROOT / "src/core/device.cpp"),
-        *objects,
-        "-o",
-        str(program),
-    )
+    sources = [str(HERE / kind.main), str(ROOT / "src/core/device.cpp")]
+    result = nvcc(cutlass, folder, *flags, *sources, *objects, "-o", str(program))
     if result.returncode:
         raise SystemExit(f"sweep: the program does not link:\n{result.stderr[-2000:]}")
     return program
@@ -95,13 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tiles", nargs="+")
     parser.add_argument("--cutlass", type=Path, required=True, help="CUTLASS's sources, the folder that holds include/")
-    parser.add_argument("--float8", action="store_true", help="float8_e4m3fn operands instead of int8")
+    parser.add_argument("--kind", choices=KINDS, default="int8")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,16,32,64,128,256,1024,4096")
     parser.add_argument("--build-only", action="store_true")
     options = parser.parse_args()
-    operand, folder = ("kFloat8E4M3", "float8") if options.float8 else ("kInt8", "int8")
-    program = build(options.tiles, operand, options.cutlass, ROOT / "build" / "tile-sweep" / folder)
+    program = build(options.tiles, KINDS[options.kind], options.cutlass, ROOT / "build" / "tile-sweep" / options.kind)
     if not options.build_only:
         subprocess.run([str(program), options.shapes, options.tokens], check=True)
 

@@ -83,7 +83,7 @@ inline constexpr int kEarly = 64 * 1024;
 inline constexpr std::array kSm90Tiles{
     WgmmaConfig{{64, 16, 256}, 1, 1, kP, true, 1, kEarly},      // 0: more weight tiles than SMs, so persistent
     WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 2, kEarly / 2},  // 1
-    WgmmaConfig{{64, 16, 512}, 1, 1, kW, true},                 // 2
+    WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 1, kEarly},      // 2
     WgmmaConfig{{64, 16, 256}, 1, 2, kW, true},                 // 3: tokens in pairs of tiles share the weights
     WgmmaConfig{{64, 32, 512}, 1, 1, kW, true},                 // 4
     WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 5

@@ -1,0 +1,44 @@
+#pragma once
+
+// TMA descriptors of 8-bit matrices, for kernels written by hand.
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "core/cuda_check.h"
+
+namespace epiloq::gemm {
+
+// The driver's encoder, found at run time: the library links no libcuda.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static auto const encoder = [] {
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    constexpr unsigned kSince = 12000;
+    cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, kSince, cudaEnableDefault, &found),
+               "finding the driver's tensor map encoder");
+    if (found != cudaDriverEntryPointSuccess) throw CudaError("epiloq: this driver has no tensor maps");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol);
+  }();
+  return encoder;
+}
+
+// Boxes of `box_rows` rows by 128 bytes, each row a line of the 128-byte swizzle that wgmma reads. What lies outside
+// the matrix is read as zero.
+inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                                 int box_rows) {
+  constexpr std::uint32_t kBoxColumns = 128;
+  std::uint64_t const sizes[] = {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)};
+  std::uint64_t const strides[] = {static_cast<std::uint64_t>(stride)};
+  std::uint32_t const box[] = {kBoxColumns, static_cast<std::uint32_t>(box_rows)};
+  std::uint32_t const steps[] = {1, 1};
+  CUtensorMap map;
+  CUresult const status =
+      tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes, strides, box,
+                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw CudaError("epiloq: the driver refused a tensor map");
+  return map;
+}
+
+}  // namespace epiloq::gemm

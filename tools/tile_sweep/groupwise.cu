@@ -1,0 +1,11 @@
+// One group-wise tile, named and shaped by the macros that sweep.py defines.
+
+#include "gemm/sm90_groupwise.cuh"
+
+using epiloq::gemm::Share;
+using Tile =
+    epiloq::gemm::Groupwise<M_GROUPS, K_GROUPS, TILE_N, CLUSTER, Share::SHARE, BLOCKS_PER_SM, /*column scales=*/false>;
+
+void NAME(epiloq::gemm::GroupwiseProblem const& problem, int device, epiloq::Stream stream) {
+  epiloq::gemm::GroupwiseGemm<Tile, __nv_bfloat16>::launch(problem, device, stream);
+}
