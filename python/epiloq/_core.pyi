@@ -66,3 +66,25 @@ def check_quantize_int8(
     is_static: bool = False,
     range_includes_zero: bool = True,
 ) -> None: ...
+def quantize_fp8(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    is_static: bool,
+    ue8m0: bool,
+    eps: float,
+    scale_ub: Tensor | None,
+) -> None: ...
+def explain_quantize_fp8(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    is_static: bool,
+    ue8m0: bool,
+    eps: float,
+    scale_ub: Tensor | None,
+) -> str: ...

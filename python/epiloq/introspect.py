@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
+    "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
