@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,10 +24,26 @@ def float8(x: Tensor) -> tuple[Tensor, ...]:
     return q.float(), scale, again.float(), block.float(), block_scale, out[0].float(), out[1]
 
 
+def fused(x: Tensor) -> tuple[Tensor, ...]:
+    """The fused producers' paths."""
+    weight, residual = x[0] + 2, x.flip(0)
+    q, scale = epiloq.rms_norm_quant(x, weight, pad_to=8)
+    added, added_scale, total = epiloq.rms_norm_quant(
+        x, weight, residual=residual, dtype=torch.float8_e4m3fn, granularity="group", group_size=4
+    )
+    gated, gated_scale = epiloq.silu_and_mul_quant(
+        torch.cat([x, x], -1), dtype=torch.float8_e4m3fn, granularity="group", group_size=8, scale_layout="column"
+    )
+    out = torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], 1), residual.clone()
+    epiloq.rms_norm_quant(x, weight, residual=out[2], out=out)
+    return q, scale, added.float(), added_scale, total, gated.float(), gated_scale, *out
+
+
+@pytest.mark.parametrize("f", [float8, fused])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_float8_compiles_whole(seed: int, device: str, dynamic: bool) -> None:
-    compiled = torch.compile(float8, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+def test_compiles_whole(seed: int, device: str, dynamic: bool, f: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for m in (5, 9, 1, 64):
         x = torch.randn(m, 17, device=device)
-        assert same(compiled(x), float8(x)) and shapes(compiled(x)) == shapes(float8(x))
-    assert shapes(float8(x)) == shapes(float8(x.to("meta")))
+        assert same(compiled(x), f(x)) and shapes(compiled(x)) == shapes(f(x))
+    assert shapes(f(x)) == shapes(f(x.to("meta")))

@@ -88,3 +88,63 @@ def explain_quantize_fp8(
     eps: float,
     scale_ub: Tensor | None,
 ) -> str: ...
+def rms_norm_quant(
+    q: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def check_rms_norm_quant(
+    q: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def explain_rms_norm_quant(
+    q: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> str: ...
+def silu_and_mul_quant(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def check_silu_and_mul_quant(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def explain_silu_and_mul_quant(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> str: ...

@@ -47,6 +47,8 @@ PYBIND11_MODULE(_core, module) {
   register_scaled_mm(module);
   register_quantize_fp8(module);
   register_quantize_int8(module);
+  register_rms_norm_quant(module);
+  register_silu_and_mul_quant(module);
 }
 
 }  // namespace epiloq::bindings

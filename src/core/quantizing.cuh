@@ -61,11 +61,17 @@ template <class T>
 struct Vector {
   alignas(16) T values[kVector];
 
-  // 16 bytes at a time, past the first-level cache.
+  // 16 bytes at a time; past the first-level cache, for what is read once.
   __device__ __forceinline__ void load(T const* source) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
       reinterpret_cast<int4*>(values)[i] = __ldcg(reinterpret_cast<int4 const*>(source) + i);
+    }
+  }
+  __device__ __forceinline__ void load_cached(T const* source) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
+      reinterpret_cast<int4*>(values)[i] = reinterpret_cast<int4 const*>(source)[i];
     }
   }
   __device__ __forceinline__ void clear() {
@@ -79,6 +85,19 @@ struct Vector {
       load(source);
     } else {
       clear();
+    }
+  }
+  __device__ __forceinline__ void store(T* target) const {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
+      reinterpret_cast<int4*>(target)[i] = reinterpret_cast<int4 const*>(values)[i];
+    }
+  }
+  // In fp32, rounded once.
+  __device__ __forceinline__ void add(Vector const& other) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      values[i] = static_cast<T>(static_cast<float>(values[i]) + static_cast<float>(other.values[i]));
     }
   }
   __device__ __forceinline__ void widen(float (&out)[kVector]) const {

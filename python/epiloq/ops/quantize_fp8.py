@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _GRANULARITIES = ("tensor", "token", "group", "block")
@@ -106,18 +106,9 @@ def _expect(
 ) -> None:
     """What the arguments ask of one another; the tensors themselves are checked in C++."""
     error = "epiloq.quantize_fp8: "
-    for argument, value, choices in (
-        ("granularity", granularity, _GRANULARITIES),
-        ("scale_layout", scale_layout, ("row", "column")),
-        ("dtype", dtype, _FORMATS),
-    ):
-        if value not in choices:
-            raise ValueError(f"{error}{argument}: expected {' or '.join(map(str, choices))}, got {value}")
-    for argument, number in (("group_size", group_size), ("pad_to", pad_to)):
-        if number < 1:
-            raise ValueError(f"{error}{argument}: expected a positive integer, got {number}")
-    if scale_layout == "column" and granularity != "group":
-        raise ValueError(f'{error}scale_layout: expected "row" for granularity {granularity}, got "column"')
+    expect_choice("quantize_fp8", "granularity", granularity, _GRANULARITIES)
+    expect_choice("quantize_fp8", "dtype", dtype, _FORMATS)
+    expect_layout("quantize_fp8", granularity, group_size, scale_layout, pad_to)
     if scale is not None:
         for argument, given in (("scale_ub", scale_ub is not None), ("eps", eps != 0), ("ue8m0", ue8m0)):
             if given:
@@ -127,37 +118,6 @@ def _expect(
             raise ValueError(f"{error}out: expected (q, scale), got {len(out)} elements")
         if scale is not None and out[1] is not scale:
             raise ValueError(f"{error}out: expected the given scale as its last, got another")
-
-
-def round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
-
-
-def scale_shape(x: Tensor, granularity: str, group_size: int) -> tuple[int, ...]:
-    """The shape of the scales of `x`."""
-    groups = (x.shape[-1] + group_size - 1) // group_size
-    if granularity == "tensor":
-        return (1,)
-    if granularity == "block":
-        return ((x.shape[0] + group_size - 1) // group_size, groups)
-    return (*x.shape[:-1], 1 if granularity == "token" else groups)
-
-
-def empty_scale(x: Tensor, granularity: str, group_size: int, scale_layout: str) -> Tensor:
-    """Memory for the scales of `x`, in one of the two layouts."""
-    shape = scale_shape(x, granularity, group_size)
-    if scale_layout == "row":
-        return x.new_empty(shape, dtype=torch.float32)
-    rows = math.prod(shape[:-1])
-    leading = [math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
-    return x.new_empty_strided(shape, (*leading, max(round_up(rows, 4), 1)), dtype=torch.float32)
-
-
-def empty_q(operation: str, x: Tensor, dtype: torch.dtype, columns: int, pad_to: int) -> Tensor:
-    """Memory for ``columns`` quantised values of each row of `x`, rounded up to a multiple of ``pad_to``."""
-    if x.ndim == 0:
-        raise ValueError(f"epiloq.{operation}: x: expected at least one dimension, got a scalar")
-    return x.new_empty((*x.shape[:-1], round_up(columns, pad_to)), dtype=dtype)
 
 
 def _empty_q(x: Tensor, dtype: torch.dtype, pad_to: int, granularity: str) -> Tensor:
@@ -192,7 +152,7 @@ def _empty_dynamic(
     dtype: torch.dtype,
     pad_to: int,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_q(x, dtype, pad_to, granularity), empty_scale(x, granularity, group_size, scale_layout)
+    return _empty_q(x, dtype, pad_to, granularity), empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
 
 
 def _dynamic(
@@ -207,7 +167,7 @@ def _dynamic(
     pad_to: int,
 ) -> tuple[Tensor, Tensor]:
     q = _empty_q(x, dtype, pad_to, granularity)
-    scale = empty_scale(x, granularity, group_size, scale_layout)
+    scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
     _run(x, q, scale, granularity, group_size, scale_ub, eps, ue8m0, False)
     return q, scale
 
@@ -246,7 +206,7 @@ def explain(
         q, scale = out
     else:
         q = _empty_q(x, dtype, pad_to, granularity)
-        scale = empty_scale(x, granularity, group_size, scale_layout) if scale is None else scale
+        scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout) if scale is None else scale
     return _core.explain_quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, eps, scale_ub)
 
 
