@@ -42,15 +42,18 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
     of_row = larger(of_row, amax[v]);
   }
   let_next_kernel_start();
-  if (p.lanes == 0) of_row = largest_of_block(of_row);
+  Divisor divisor{};
+  bool const by_row = p.lanes == 0;
+  if (by_row) divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0);
+  int const tile_bits = __ffs(p.tile_cols) - 1;  // a power of two, unless by row
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     int const c = column + v * step;
-    float const mine = p.lanes == 0 ? of_row : largest_of(amax[v], p.lanes);
+    float const of_tile = by_row ? 0.f : largest_of(amax[v], p.lanes);
     if (c < p.cols) {
-      int const tile = p.lanes == 0 ? 0 : c / p.tile_cols;
-      Divisor const divisor = measured<Format>(p, row, tile, mine, c == tile * p.tile_cols);
+      int const tile = c >> tile_bits;
+      if (!by_row) divisor = measured<Format>(p, row, tile, of_tile, tile << tile_bits == c);
       *reinterpret_cast<uint2*>(q + c) = quantize<Format, 1>(values[v], divisor);
     } else if (c < p.padded_cols) {
       *reinterpret_cast<uint2*>(q + c) = {};

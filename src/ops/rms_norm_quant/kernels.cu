@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   for (int v = 0; v < kVectors; ++v) held[v].load_if(column + v * step < p.out.cols, x + v * step);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    T const* const source = static_cast<T const*>(p.weight) + column + v * step;
-    if (column + v * step < p.out.cols) weight[v].load_cached(source);
+    weight[v].clear();
+    if (column + v * step < p.out.cols) weight[v].load_cached(static_cast<T const*>(p.weight) + column + v * step);
   }
   if (p.residual != nullptr) {
 #pragma unroll
