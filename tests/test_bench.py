@@ -167,7 +167,8 @@ def test_check_accepts_right_and_refuses_wrong(operation: str, variant: str, m: 
         first, *rest = result if isinstance(result, tuple) else (result,)
         assert isinstance(first, torch.Tensor)
         changed = {
-            "scaled": (first.float() * 1.03).to(first.dtype),
+            # Codes of FP8 are 6 to 12 % apart.
+            "scaled": (first.float() * (1.15 if first.dtype == torch.float8_e4m3fn else 1.03)).to(first.dtype),
             "rolled": first.roll(1, -1),
             "short": first[..., :-1],
             "zero": torch.zeros_like(first),

@@ -76,3 +76,85 @@ def check_quantize_int8(
     is_static: bool = False,
     range_includes_zero: bool = True,
 ) -> None: ...
+def quantize_fp8(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    is_static: bool,
+    ue8m0: bool,
+    eps: float,
+    scale_ub: Tensor | None,
+) -> None: ...
+def explain_quantize_fp8(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    is_static: bool,
+    ue8m0: bool,
+    eps: float,
+    scale_ub: Tensor | None,
+) -> str: ...
+def rms_norm_quant(
+    q: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def check_rms_norm_quant(
+    q: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def explain_rms_norm_quant(
+    q: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> str: ...
+def silu_and_mul_quant(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def check_silu_and_mul_quant(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None: ...
+def explain_silu_and_mul_quant(
+    q: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> str: ...

@@ -8,14 +8,20 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
+from epiloq.ops.rms_norm_quant import explain as explain_rms_norm_quant
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
+from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
+    "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
+    "rms_norm_quant": explain_rms_norm_quant,
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
+    "silu_and_mul_quant": explain_silu_and_mul_quant,
 }
 
 

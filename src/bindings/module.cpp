@@ -45,7 +45,10 @@ PYBIND11_MODULE(_core, module) {
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
   register_scaled_mm(module);
+  register_quantize_fp8(module);
   register_quantize_int8(module);
+  register_rms_norm_quant(module);
+  register_silu_and_mul_quant(module);
 }
 
 }  // namespace epiloq::bindings

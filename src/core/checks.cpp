@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "epiloq/granularity.h"
+
 namespace epiloq {
 namespace {
 
@@ -44,6 +46,11 @@ DType parse_dtype(std::string const& text) {
   auto const* const found = std::find(std::begin(kNames), std::end(kNames), text);
   if (found == std::end(kNames)) throw InvalidArgument("epiloq: dtype: expected a name such as int8, got " + text);
   return static_cast<DType>(found - kNames);
+}
+
+char const* name(Granularity granularity) {
+  constexpr char const* kNames[] = {"tensor", "token", "group", "block"};
+  return kNames[static_cast<int>(granularity)];
 }
 
 std::string describe(TensorView const& view) {
@@ -119,6 +126,33 @@ void Checker::scalar_or_vector(char const* argument, TensorView const& view, std
 void Checker::vector(char const* argument, TensorView const& view, std::int64_t count) const {
   if (view.numel() != count) fail(argument, "expected ", count, " elements, got ", describe(view));
   if (!dense(view)) fail(argument, "expected contiguous memory, got ", describe(view), "; call .contiguous()");
+}
+
+ScaleGrid Checker::scale_grid(char const* argument, TensorView const& view, std::int64_t rows,
+                              std::int64_t cols) const {
+  if (view.rank < 1 || view.size(-1) != cols || view.numel() != rows * cols) {
+    fail(argument, "expected shape [", rows, ", ", cols, "], got ", describe(view));
+  }
+  if (view.numel() == 0) return {rows, cols, cols, 1};
+  auto const refuse = [&] {
+    fail(argument,
+         "expected dense rows, or dense columns whose rows collapse into one dimension, got strides that are "
+         "neither in ",
+         describe(view), "; call .contiguous()");
+  };
+  // From the innermost row dimension outwards: each stride must continue the one inside it.
+  std::int64_t collapsed = 1, row_stride = 0;
+  for (int i = view.rank - 2; i >= 0; --i) {
+    if (view.shape[i] == 1) continue;
+    if (collapsed == 1) row_stride = view.strides[i];
+    if (view.strides[i] != row_stride * collapsed) refuse();
+    collapsed *= view.shape[i];
+  }
+  std::int64_t const col_stride = cols == 1 ? 0 : view.stride(-1);
+  bool const by_rows = (cols == 1 || col_stride == 1) && (rows == 1 || row_stride >= cols);
+  bool const by_columns = (rows == 1 || row_stride == 1) && (cols == 1 || col_stride >= rows);
+  if (!by_rows && !by_columns) refuse();
+  return {rows, cols, row_stride, col_stride};
 }
 
 void Checker::apart(char const* argument, TensorView const& out, char const* other_argument,

@@ -14,6 +14,16 @@ struct Matrix {
   std::int64_t stride = 0;
 };
 
+// [.., R, C] scales seen as rows x cols of them, either dense along the rows or along the columns.
+struct ScaleGrid {
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t col_stride = 0;
+};
+
+constexpr std::int64_t ceil_div(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
+
 // The checks of one operation; each names the argument, what was expected and what came.
 class Checker {
  public:
@@ -36,6 +46,8 @@ class Checker {
   // One value, or one for each of `count` `things` (rows, columns).
   void scalar_or_vector(char const* argument, TensorView const& view, std::int64_t count, char const* thing) const;
   void vector(char const* argument, TensorView const& view, std::int64_t count) const;
+  // rows x cols elements, the last dimension cols, in rows that are dense or in columns that are.
+  ScaleGrid scale_grid(char const* argument, TensorView const& view, std::int64_t rows, std::int64_t cols) const;
   void apart(char const* argument, TensorView const& out, char const* other_argument, TensorView const& other) const;
 
  private:

@@ -48,6 +48,14 @@ EVERYTHING = {
     "quantize_int8": ("token", "token_azp", "static"),
 }
 
+_FUSED = ("int8_token", "fp8_token", "fp8_group")
+QUANTISERS = {
+    "quantize_int8": ("token", "token_azp", "static"),
+    "quantize_fp8": ("tensor", "static", "token", "group", "group_column", "block"),
+    "rms_norm_quant": (*_FUSED, *(f"add_{variant}" for variant in _FUSED)),
+    "silu_and_mul_quant": _FUSED,
+}
+
 # Fused projections as serving stacks run them: q, k and v in one weight, gate and up in one weight.
 LLAMA3_8B = (
     Shape("qkv", 6144, 4096),
@@ -102,6 +110,10 @@ SUITES: dict[str, Suite] = {
     "llama3-8b": Suite(LLAMA3_8B, TOKENS, SCALED_AND_TOKEN),
     "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),
     "deepseek-v3": Suite(DEEPSEEK_V3, TOKENS, SCALED_AND_TOKEN),
+    # 8192 x 4096 and 4096 x 8192 are 64 MiB of bf16.
+    "quantisers": Suite(
+        (LLAMA3_8B[0], DEEPSEEK_V3[0], LLAMA3_70B[1], LLAMA3_8B[3]), (1, 64, 1024, 4096, 8192), QUANTISERS
+    ),
     "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
     "odd": Suite(ODD, (1, 17, 100, 300), EVERYTHING),
 }

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Operation
-from epiloq.bench.operations import quantize_int8, scaled_mm
+from epiloq.bench.operations import fused_quantisers, quantize_fp8, quantize_int8, scaled_mm
 
-OPERATIONS: dict[str, Operation] = {row.name: row for row in (scaled_mm.OPERATION, quantize_int8.OPERATION)}
+_ROWS = (
+    scaled_mm.OPERATION,
+    quantize_int8.OPERATION,
+    quantize_fp8.OPERATION,
+    fused_quantisers.NORM,
+    fused_quantisers.GATE,
+)
+OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 
 
 def expand(

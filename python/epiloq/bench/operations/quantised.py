@@ -1,0 +1,52 @@
+"""What the benchmarks of quantising operations share: the check of codes and scales, and a copy to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from epiloq.bench.cases import Case
+from epiloq.bench.contract import Binder, Bound, Inputs, Operation, worst
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def error(values: Tensor, q: Tensor, scale: Tensor, *, measured: bool, slack: float) -> float:
+    """Codes within half a step of float64 ``values`` over their scale; ``scale`` of amax's, one of each last dimension.
+
+    ``values`` and ``q`` are [.., count], ``scale`` [.., 1]; ``slack`` is what fp32 may be off by, relatively.
+    """
+    scale, largest = scale.double(), LARGEST[q.dtype]
+    over_scale = (values / scale).clamp(-largest, largest)
+    step = torch.ones_like(over_scale)
+    if q.dtype != torch.int8:
+        step = torch.exp2(torch.floor(torch.log2(over_scale.abs().clamp(min=2.0**-6))) - 3)
+    errors = [worst((q.double() - over_scale).abs(), 0.5 * step + slack * over_scale.abs())]
+    if measured:
+        expected = (values.abs().amax(-1, keepdim=True) / largest).clamp(min=SMALLEST_SCALE)
+        errors.append(worst((scale - expected).abs(), slack * expected))
+    return float(torch.tensor(errors).max())
+
+
+def by_group(part: Tensor, group: int) -> Tensor:
+    """[.., K] as [.., ceil(K / group), group], filled up with zeros."""
+    missing = -part.shape[-1] % group
+    return torch.nn.functional.pad(part.double(), (0, missing)).view(*part.shape[:-1], -1, group)
+
+
+def copy_of(operation: Operation) -> Binder:
+    """A plain copy that reads and writes as many bytes as the operation does together."""
+
+    def bind(case: Case, sets: Sequence[Inputs]) -> Bound:
+        result = operation.bind(case, sets).calls[0]()
+        outputs = result if isinstance(result, tuple) else (result,)
+        tensors = [*sets[0].values(), *(part for part in outputs if isinstance(part, Tensor))]
+        size, device = sum(part.nbytes for part in tensors) // 2, tensors[0].device
+        memory = [torch.zeros((2, size), dtype=torch.uint8, device=device) for _ in sets]
+        return Bound([partial(pair[0].copy_, pair[1]) for pair in memory], "as many bytes")
+
+    return bind

@@ -1,0 +1,53 @@
+"""Memory for what quantising operations return."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def expect_choice(operation: str, argument: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"epiloq.{operation}: {argument}: expected {' or '.join(map(str, choices))}, got {value}")
+
+
+def expect_layout(operation: str, granularity: str, group_size: int, scale_layout: str, pad_to: int) -> None:
+    """What decides the outputs' shapes and strides, before they can be allocated."""
+    expect_choice(operation, "scale_layout", scale_layout, ("row", "column"))
+    for argument, number in (("group_size", group_size), ("pad_to", pad_to)):
+        if number < 1:
+            raise ValueError(f"epiloq.{operation}: {argument}: expected a positive integer, got {number}")
+    if scale_layout == "column" and granularity != "group":
+        raise ValueError(
+            f'epiloq.{operation}: scale_layout: expected "row" for granularity {granularity}, got "column"'
+        )
+
+
+def empty_q(operation: str, x: Tensor, dtype: torch.dtype, columns: int, pad_to: int) -> Tensor:
+    """``columns`` values for each row of ``x``, rounded up to a multiple of ``pad_to``."""
+    if x.ndim == 0:
+        raise ValueError(f"epiloq.{operation}: x: expected at least one dimension, got a scalar")
+    return x.new_empty((*x.shape[:-1], round_up(columns, pad_to)), dtype=dtype)
+
+
+def empty_scale(x: Tensor, columns: int, granularity: str, group_size: int, scale_layout: str = "row") -> Tensor:
+    """The scales of ``columns`` values for each row of ``x``; in the column layout, rows are neighbours."""
+    groups = (columns + group_size - 1) // group_size
+    leading = x.shape[:-1]
+    if granularity == "tensor":
+        return x.new_empty((1,), dtype=torch.float32)
+    if granularity == "token":
+        return x.new_empty((*leading, 1), dtype=torch.float32)
+    if granularity == "block":
+        return x.new_empty(((x.shape[0] + group_size - 1) // group_size, groups), dtype=torch.float32)
+    if scale_layout == "row":
+        return x.new_empty((*leading, groups), dtype=torch.float32)
+    strides = [math.prod(leading[i + 1 :]) for i in range(len(leading))]
+    pitch = max(round_up(math.prod(leading), 4), 1)
+    return x.new_empty_strided((*leading, groups), (*strides, pitch), dtype=torch.float32)

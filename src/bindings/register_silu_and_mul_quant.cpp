@@ -1,0 +1,25 @@
+#include "bindings/granularity.h"
+#include "bindings/register.h"
+#include "epiloq/silu_and_mul_quant.h"
+
+namespace epiloq::bindings {
+
+void register_silu_and_mul_quant(py::module_& module) {
+  auto const define = [&module](char const* name, auto action) {
+    module.def(
+        name,
+        [action](TensorArg const& q, TensorArg const& x, TensorArg const& scale, std::string const& granularity,
+                 int group_size, bool ue8m0) {
+          return action(SiluAndMulQuant{q.view, x.view, scale.view,
+                                        parse_granularity("silu_and_mul_quant", granularity), group_size, ue8m0},
+                        x);
+        },
+        py::arg("q"), py::arg("x"), py::arg("scale"), py::arg("granularity"), py::arg("group_size"), py::arg("ue8m0"));
+  };
+  define("silu_and_mul_quant",
+         [](SiluAndMulQuant const& call, TensorArg const& x) { silu_and_mul_quant(call, current_stream(x)); });
+  define("check_silu_and_mul_quant", [](SiluAndMulQuant const& call, TensorArg const&) { check(call); });
+  define("explain_silu_and_mul_quant", [](SiluAndMulQuant const& call, TensorArg const&) { return explain(call); });
+}
+
+}  // namespace epiloq::bindings

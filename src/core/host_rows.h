@@ -1,0 +1,19 @@
+#pragma once
+
+#include <vector>
+
+#include "epiloq/tensor.h"
+
+// One binary for every x86-64: loops are compiled for AVX-512, AVX2 and the baseline, and chosen at load.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EPILOQ_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define EPILOQ_CLONES
+#endif
+
+namespace epiloq {
+
+// `count` elements of x (float32, float16 or bfloat16) from `offset` on as float32: where they lie, or in `scratch`.
+float const* as_float(void const* x, DType dtype, std::int64_t offset, int count, std::vector<float>& scratch);
+
+}  // namespace epiloq

@@ -1,0 +1,94 @@
+#pragma once
+
+// The end of kernels that compute a row in fp32 and quantise it; a block of threads a row.
+
+#include "core/device_code.cuh"
+#include "core/quantized_rows.h"
+#include "core/quantizing.cuh"
+
+namespace epiloq {
+
+// In a fixed order, so that the bits repeat. As largest_of_block, in shared memory of its own.
+__device__ __forceinline__ float sum_of_block(float value) {
+  __shared__ float of_warp[kMaxThreads / 32];
+  auto const sum_of_warp = [](float part) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) part += __shfl_xor_sync(~0u, part, offset);
+    return part;
+  };
+  value = sum_of_warp(value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  return sum_of_warp(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.f);
+}
+
+template <class Format>
+__device__ __forceinline__ Divisor measured(QuantizedRows const& p, int row, int tile, float amax, bool writes) {
+  float const scale = scale_of(amax, Format::kMax, p.rule);
+  if (writes) p.scale[row * p.scale_row + tile * p.scale_col] = scale;
+  return divide_by(scale);
+}
+
+// values[v] are the columns from (v * blockDim.x + threadIdx.x) * 8 on; past the row's end they are 0.
+template <class Format, int kVectors>
+__device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, float (&values)[kVectors][kVector]) {
+  int const column = threadIdx.x * kVector, step = blockDim.x * kVector;
+  float amax[kVectors], of_row = 0.f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    amax[v] = fabsf(values[v][0]);
+#pragma unroll
+    for (int i = 1; i < kVector; ++i) amax[v] = larger(amax[v], fabsf(values[v][i]));
+    of_row = larger(of_row, amax[v]);
+  }
+  let_next_kernel_start();
+  Divisor divisor{};
+  bool const by_row = p.lanes == 0;
+  if (by_row) divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0);
+  int const tile_bits = __ffs(p.tile_cols) - 1;  // a power of two, unless by row
+  std::uint8_t* const q = p.q + row * p.stride_q;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    int const c = column + v * step;
+    float const of_tile = by_row ? 0.f : largest_of(amax[v], p.lanes);
+    if (c < p.cols) {
+      int const tile = c >> tile_bits;
+      if (!by_row) divisor = measured<Format>(p, row, tile, of_tile, tile << tile_bits == c);
+      *reinterpret_cast<uint2*>(q + c) = quantize<Format, 1>(values[v], divisor);
+    } else if (c < p.padded_cols) {
+      *reinterpret_cast<uint2*>(q + c) = {};
+    }
+  }
+  for (int c = column + kVectors * step; c < p.padded_cols; c += step) *reinterpret_cast<uint2*>(q + c) = {};
+}
+
+// The same of rows in any layout: `value(column)` is computed twice.
+template <class Format, class Value>
+__device__ void quantize_elements(QuantizedRows const& p, int row, Value value) {
+  std::uint8_t* const q = p.q + row * p.stride_q;
+  auto const largest = [&](int begin, int end, int first, int step) {
+    float amax = 0.f;
+    for (int c = begin + first; c < end; c += step) amax = larger(amax, fabsf(value(c)));
+    return amax;
+  };
+  auto const store = [&](int begin, int end, int first, int step, float scale) {
+    for (int c = begin + first; c < end; c += step) {
+      q[c] = static_cast<std::uint8_t>(pack<Format>(__fdiv_rn(value(c), scale), 0.f, 0.f, 0.f));
+    }
+  };
+  if (p.tiles == 1) {
+    float const amax = largest_of_block(largest(0, p.cols, threadIdx.x, blockDim.x));
+    float const scale = measured<Format>(p, row, 0, amax, threadIdx.x == 0).scale;
+    store(0, p.cols, threadIdx.x, blockDim.x, scale);
+  } else {
+    int const lane = threadIdx.x % 32;
+    for (int tile = threadIdx.x / 32; tile < p.tiles; tile += blockDim.x / 32) {
+      int const begin = tile * p.tile_cols, end = min(p.tile_cols, p.cols - begin) + begin;
+      float const amax = largest_of(largest(begin, end, lane, 32), 32);
+      store(begin, end, lane, 32, measured<Format>(p, row, tile, amax, lane == 0).scale);
+    }
+  }
+  for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
+}
+
+}  // namespace epiloq

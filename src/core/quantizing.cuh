@@ -1,0 +1,174 @@
+#pragma once
+
+// What kernels that quantise to 8 bits share: vectors of eight elements, largest magnitudes, exact division, packing.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "core/float8.h"
+
+namespace epiloq {
+
+constexpr int kVector = 8;  // elements a thread reads and writes at once
+constexpr int kMaxThreads = 1024;
+
+struct Int8 {
+  static constexpr float kMax = 127.f;
+};
+
+// NaN wins.
+__device__ __forceinline__ float larger(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+
+// The largest of `lanes` neighbours, a power of two, in each of them.
+__device__ __forceinline__ float largest_of(float magnitude, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    magnitude = larger(magnitude, __shfl_xor_sync(~0u, magnitude, offset));
+  }
+  return magnitude;
+}
+
+// The largest of a block of whole warps, in every thread. Ends with reads of shared memory: synchronise before the
+// next.
+__device__ __forceinline__ float largest_of_block(float magnitude) {
+  __shared__ float of_warp[kMaxThreads / 32];
+  int const thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
+  magnitude = largest_of(magnitude, 32);
+  if (thread % 32 == 0) of_warp[thread / 32] = magnitude;
+  __syncthreads();
+  return largest_of(thread % 32 < warps ? of_warp[thread % 32] : 0.f, 32);
+}
+
+template <class T>
+struct TwoOf;
+template <>
+struct TwoOf<__half> {
+  using type = __half2;
+};
+template <>
+struct TwoOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+};
+
+template <class T>
+struct Vector {
+  alignas(16) T values[kVector];
+
+  // 16 bytes at a time; past the first-level cache, for what is read once.
+  __device__ __forceinline__ void load(T const* source) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
+      reinterpret_cast<int4*>(values)[i] = __ldcg(reinterpret_cast<int4 const*>(source) + i);
+    }
+  }
+  __device__ __forceinline__ void load_cached(T const* source) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
+      reinterpret_cast<int4*>(values)[i] = reinterpret_cast<int4 const*>(source)[i];
+    }
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
+      reinterpret_cast<int4*>(values)[i] = int4{};
+    }
+  }
+  __device__ __forceinline__ void load_if(bool there, T const* source) {
+    if (there) {
+      load(source);
+    } else {
+      clear();
+    }
+  }
+  __device__ __forceinline__ void store(T* target) const {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
+      reinterpret_cast<int4*>(target)[i] = reinterpret_cast<int4 const*>(values)[i];
+    }
+  }
+  // In fp32, rounded once.
+  __device__ __forceinline__ void add(Vector const& other) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      values[i] = static_cast<T>(static_cast<float>(values[i]) + static_cast<float>(other.values[i]));
+    }
+  }
+  __device__ __forceinline__ void widen(float (&out)[kVector]) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out[i] = static_cast<float>(values[i]);
+  }
+  // Of the magnitudes; NaN wins.
+  __device__ __forceinline__ float largest() const;
+};
+
+template <>
+__device__ __forceinline__ float Vector<float>::largest() const {
+  float result = fabsf(values[0]);
+#pragma unroll
+  for (int i = 1; i < kVector; ++i) result = larger(result, fabsf(values[i]));
+  return result;
+}
+// Two at a time.
+template <class T>
+__device__ __forceinline__ float Vector<T>::largest() const {
+  using Pair = typename TwoOf<T>::type;
+  auto const* const pairs = reinterpret_cast<Pair const*>(values);
+  Pair result = __habs2(pairs[0]);
+#pragma unroll
+  for (int i = 1; i < kVector / 2; ++i) result = __hmax2_nan(result, __habs2(pairs[i]));
+  return static_cast<float>(__hmax_nan(result.x, result.y));
+}
+
+// The steps that make quotients of a type exact.
+template <class T>
+constexpr int kExactSteps = sizeof(T) == 2 ? 1 : 2;
+
+template <class Format>
+__device__ __forceinline__ unsigned pack(float a, float b, float c, float d) {
+  return encode<Format>(a) | encode<Format>(b) << 8 | encode<Format>(c) << 16 | unsigned{encode<Format>(d)} << 24;
+}
+#if __CUDA_ARCH__ >= 890
+#define EPILOQ_PACK(FORMAT, NAME)                                                                     \
+  template <>                                                                                         \
+  __device__ __forceinline__ unsigned pack<FORMAT>(float a, float b, float c, float d) {              \
+    unsigned result;                                                                                  \
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite." NAME ".f32 low, %2, %1;\ncvt.rn.satfinite." NAME \
+        ".f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"                                             \
+        : "=r"(result)                                                                                \
+        : "f"(a), "f"(b), "f"(c), "f"(d));                                                            \
+    return result;                                                                                    \
+  }
+EPILOQ_PACK(E4M3, "e4m3x2")
+EPILOQ_PACK(E5M2, "e5m2x2")
+#undef EPILOQ_PACK
+#endif
+// Saturating; NaN becomes 0.
+template <>
+__device__ __forceinline__ unsigned pack<Int8>(float a, float b, float c, float d) {
+  unsigned low, all;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(low) : "r"(__float2int_rn(d)), "r"(__float2int_rn(c)));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(__float2int_rn(b)), "r"(__float2int_rn(a)), "r"(low));
+  return all;
+}
+
+// Eight values over the divisor, as bytes.
+template <class Format, int kSteps>
+__device__ __forceinline__ uint2 quantize(float (&x)[kVector], Divisor const& d) {
+  if (d.in_range) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = quotient<kSteps>(x[i], d);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = __fdiv_rn(x[i], d.scale);
+  }
+  return {pack<Format>(x[0], x[1], x[2], x[3]), pack<Format>(x[4], x[5], x[6], x[7])};
+}
+
+}  // namespace epiloq
