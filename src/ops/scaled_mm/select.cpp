@@ -65,7 +65,7 @@ constexpr bool early_weights_meet_one_token_tile(Tiles const& tiles, Rules const
 }
 static_assert(early_weights_meet_one_token_tile(kSm90Tiles, kSm90Rules));
 static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules,
-                                                kSm90FastRules, kSm90E5M2Rules));
+                                                kSm90FastRules));
 
 template <class Rules, class Fits>
 int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
