@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epiloq
+from blockwise_reference import make_weight
 from epiloq._library import direct
 from reference import Problem, make_problem
 
@@ -80,6 +81,15 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Iterator[tuple[Any, t
     yield OPS.quantize_int8_static, (x, scale, azp, 16), {}
     yield OPS.quantize_int8_out, (x, q, scale, azp, False, True), {}
     yield OPS.quantize_int8_out, (x, q, scale, None, True, True), {}
+    yield OPS.quantize_blockwise_int8, (x, 8), {}
+    yield OPS.quantize_blockwise_int8_symmetric, (x.half(), 32), {}
+    parts, total = ([torch.ones(m, -(-k // 8), device=device) for _ in range(2)], torch.zeros(m, -(-k // 8)).int())
+    yield OPS.quantize_blockwise_int8_out, (x, 8, q, *parts, total.to(device)), {}
+    for bits, bias in ((8, None), (4, p.bias)):
+        weight = make_weight(n, k, 32, bits=bits, device=device).prepared()
+        arguments = (x.half(), weight.values, weight.parameters, bias, k, 32, bits, 0.0, 6.0, bits == 4)
+        yield OPS.online_quant_mm, arguments, {}
+        yield OPS.online_quant_mm_out, arguments, {"out": out}
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 17), (1, 8, 16), (0, 8, 16), (3, 0, 16)], ids=str)

@@ -15,20 +15,32 @@ if find_spec("torch") is not None:
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.block_quant_weight import BlockQuantWeight
     from epiloq.introspect import config, explain, supports
-    from epiloq.ops import quantize_int8, scaled_mm, scaled_mm_azp
+    from epiloq.ops import (
+        online_quant_mm,
+        online_quant_weight,
+        quantize_blockwise_int8,
+        quantize_int8,
+        scaled_mm,
+        scaled_mm_azp,
+    )
     from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
 
 __all__ = [
+    "BlockQuantWeight",
     "__version__",
     "compat",
     "config",
     "explain",
     "nn",
+    "online_quant_mm",
+    "online_quant_weight",
     "quantize",
     "quantize_",
+    "quantize_blockwise_int8",
     "quantize_int8",
     "scaled_mm",
     "scaled_mm_azp",

@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
+from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
+    "online_quant_mm": explain_online_quant_mm,
+    "quantize_blockwise_int8": explain_quantize_blockwise_int8,
     "quantize_int8": explain_quantize_int8,
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),

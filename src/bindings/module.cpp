@@ -45,6 +45,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
   register_scaled_mm(module);
+  register_online_quant_mm(module);
+  register_quantize_blockwise_int8(module);
   register_quantize_int8(module);
 }
 

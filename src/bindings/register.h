@@ -5,6 +5,8 @@
 namespace epiloq::bindings {
 
 void register_scaled_mm(py::module_& module);
+void register_online_quant_mm(py::module_& module);
+void register_quantize_blockwise_int8(py::module_& module);
 void register_quantize_int8(py::module_& module);
 
 }  // namespace epiloq::bindings

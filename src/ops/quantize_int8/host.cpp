@@ -1,55 +1,18 @@
 // quantize_int8 on the CPU: the kernels' definition, row by row, in code that compilers vectorise.
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
 
+#include "core/host_float.h"
 #include "ops/quantize_int8/kernels.h"
-
-// One binary for every x86-64: the loops are compiled for AVX-512, AVX2 and the baseline, and chosen at load.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define EPILOQ_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define EPILOQ_CLONES
-#endif
 
 namespace epiloq::ops::quantize_int8 {
 namespace {
 
 constexpr float kSmallestNormal = std::numeric_limits<float>::min();
-
-struct Range {
-  float lo, hi;
-  bool has_nan;
-};
-
-// Lanes that do not meet until the end: compilers may not reorder a float minimum by themselves.
-EPILOQ_CLONES Range range_of(float const* x, int count) {
-  constexpr int kLanes = 32;
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  float lo[kLanes], hi[kLanes];
-  int nans[kLanes] = {};
-  std::fill_n(lo, kLanes, kInfinity);
-  std::fill_n(hi, kLanes, -kInfinity);
-  auto const take = [&](int lane, float value) {
-    lo[lane] = value < lo[lane] ? value : lo[lane];
-    hi[lane] = value > hi[lane] ? value : hi[lane];
-    nans[lane] += value != value;
-  };
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) take(lane, x[i + lane]);
-  }
-  for (; i < count; ++i) take(0, x[i]);
-  Range range{kInfinity, -kInfinity, false};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    range = {std::min(range.lo, lo[lane]), std::max(range.hi, hi[lane]), range.has_nan || nans[lane] != 0};
-  }
-  return range;
-}
 
 EPILOQ_CLONES void quantize_row(float const* x, int count, float scale, float azp, std::int8_t* q) {
   for (int i = 0; i < count; ++i) {
@@ -58,36 +21,6 @@ EPILOQ_CLONES void quantize_row(float const* x, int count, float scale, float az
     float const shifted = rounded + azp;
     float const low = shifted < -128.f ? -128.f : shifted;
     q[i] = static_cast<std::int8_t>(static_cast<int>(low > 127.f ? 127.f : low));
-  }
-}
-
-EPILOQ_CLONES void widen_bfloat16(std::uint16_t const* x, int count, float* out) {
-  for (int i = 0; i < count; ++i) out[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i]) << 16);
-}
-
-// By bits: the compiler's own _Float16 would tie the library to a new libgcc. The multiplication moves the exponent's
-// bias and normalises subnormals.
-EPILOQ_CLONES void widen_float16(std::uint16_t const* x, int count, float* out) {
-  for (int i = 0; i < count; ++i) {
-    std::uint32_t const magnitude = (x[i] & 0x7fffu) << 13;
-    std::uint32_t const bits = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
-    std::uint32_t const not_finite = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : bits;
-    out[i] = std::bit_cast<float>(not_finite | (x[i] & 0x8000u) << 16);
-  }
-}
-
-// The row as float32, where it lies or in `scratch`.
-float const* as_float(Problem const& p, DType dtype, int row, std::vector<float>& scratch) {
-  std::int64_t const offset = row * p.stride_x;
-  switch (dtype) {
-    case DType::kBFloat16:
-      widen_bfloat16(static_cast<std::uint16_t const*>(p.x) + offset, p.cols, scratch.data());
-      return scratch.data();
-    case DType::kFloat16:
-      widen_float16(static_cast<std::uint16_t const*>(p.x) + offset, p.cols, scratch.data());
-      return scratch.data();
-    default:
-      return static_cast<float const*>(p.x) + offset;
   }
 }
 
@@ -127,7 +60,7 @@ Parameters parameters_of(Problem const& p, int row, float const* x) {
 void run_on_host(Problem const& p, DType x) {
   std::vector<float> scratch(x == DType::kFloat32 ? 0 : p.cols);
   for (int row = 0; row < p.rows; ++row) {
-    float const* const values = as_float(p, x, row, scratch);
+    float const* const values = as_float32({p.x, x}, row * p.stride_x, p.cols, scratch);
     std::int8_t* const q = p.q + row * p.stride_q;
     Parameters const parameters = parameters_of(p, row, values);
     quantize_row(values, p.cols, parameters.scale, parameters.azp, q);

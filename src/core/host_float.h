@@ -1,0 +1,34 @@
+#pragma once
+
+// What the quantisers share on the CPU: rows as float32, and the range of their values.
+
+#include <vector>
+
+#include "epiloq/tensor.h"
+
+// One binary for every x86-64: the loops are compiled for AVX-512, AVX2 and the baseline, and chosen at load.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EPILOQ_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define EPILOQ_CLONES
+#endif
+
+namespace epiloq {
+
+struct Range {
+  float lo, hi;
+  bool has_nan;
+};
+
+// [inf, -inf] for no values.
+Range range_of(float const* x, int count);
+
+struct HostFloats {
+  void const* data;
+  DType dtype;  // float32, float16 or bfloat16
+};
+
+// `count` values from the element `offset` on as float32, where they lie or in `scratch`, which must hold as many.
+float const* as_float32(HostFloats x, std::int64_t offset, int count, std::vector<float>& scratch);
+
+}  // namespace epiloq

@@ -1,0 +1,42 @@
+#pragma once
+
+// Every tile that online_quant_mm is compiled for, and which problem takes which. Data: a new tile is one row and one
+// rule.
+
+#include <array>
+#include <climits>
+
+#include "gemm/config.h"
+
+namespace epiloq::ops::online_quant_mm {
+
+using gemm::BlockwiseConfig;
+
+inline constexpr std::array kGroups{32, 64, 128};
+
+// The problems m <= m_max, n <= n_max take row `tile`; rules are tried in order, the first that fits wins. The last
+// rule takes everything.
+struct Rule {
+  int m_max, n_max;
+  int tile;
+};
+inline constexpr int kAny = INT_MAX;
+
+// SM80: tokens and weight rows of a warp's tile, warps along each, teams that share K, stages. Reasoned from bytes in
+// flight and registers, not yet swept on a GPU.
+inline constexpr std::array kTiles{
+    BlockwiseConfig{16, 16, 1, 1, 8, 4},   // 0: few tokens: warps stream weights on their own
+    BlockwiseConfig{16, 32, 1, 1, 8, 3},   // 1
+    BlockwiseConfig{32, 32, 1, 1, 4, 4},   // 2
+    BlockwiseConfig{32, 32, 2, 2, 2, 4},   // 3
+    BlockwiseConfig{32, 64, 2, 1, 2, 4},   // 4
+    BlockwiseConfig{64, 32, 1, 4, 1, 4},   // 5
+    BlockwiseConfig{32, 128, 4, 1, 1, 3},  // 6
+};
+inline constexpr std::array kRules{
+    Rule{16, 4096, 0},   Rule{16, kAny, 1},   Rule{32, kAny, 2},   Rule{64, 8192, 3},
+    Rule{64, kAny, 4},   Rule{128, 4096, 3},  Rule{256, 8192, 5},  Rule{512, 2560, 5},
+    Rule{kAny, kAny, 6}, Rule{kAny, kAny, 5}, Rule{kAny, kAny, 2},  // where a larger tile does not fit
+};
+
+}  // namespace epiloq::ops::online_quant_mm
