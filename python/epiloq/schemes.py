@@ -86,9 +86,9 @@ _TABLE = (
     ),
     block_scheme(
         "w4a8-block",
-        "4-bit weights in blocks of 64 with offsets; int8 activations in the same blocks, scaled at run time",
+        "4-bit weights in blocks of 32 with offsets; int8 activations in the same blocks, scaled at run time",
         bits=4,
-        group_size=64,
+        group_size=32,
         symmetric=False,
     ),
 )

@@ -52,7 +52,7 @@ struct BlockwiseConfig {
   // Values and parameters in flight, or at the end every team's float32 sums.
   constexpr int shared_bytes(int group, int bits) const {
     int const stage = tile_m() * 128 + tile_n() * 16 * bits + 128 / group * 12 * (tile_m() + tile_n());
-    int const sums = tile_m() * (tile_n() + 4) * 4;
+    int const sums = tile_m() * (tile_n() + 8) * 4;
     return teams * (stages * stage > sums ? stages * stage : sums);
   }
 };

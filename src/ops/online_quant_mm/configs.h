@@ -25,13 +25,13 @@ inline constexpr int kAny = INT_MAX;
 // SM80: tokens and weight rows of a warp's tile, warps along each, teams that share K, stages. Reasoned from bytes in
 // flight and registers, not yet swept on a GPU.
 inline constexpr std::array kTiles{
-    BlockwiseConfig{16, 16, 1, 1, 8, 4},   // 0: few tokens: warps stream weights on their own
-    BlockwiseConfig{16, 32, 1, 1, 8, 3},   // 1
-    BlockwiseConfig{32, 32, 1, 1, 4, 4},   // 2
-    BlockwiseConfig{32, 32, 2, 2, 2, 4},   // 3
-    BlockwiseConfig{32, 64, 2, 1, 2, 4},   // 4
-    BlockwiseConfig{64, 32, 1, 4, 1, 4},   // 5
-    BlockwiseConfig{32, 128, 4, 1, 1, 3},  // 6
+    BlockwiseConfig{16, 16, 1, 1, 8, 4},  // 0: few tokens: warps stream weights on their own
+    BlockwiseConfig{16, 32, 1, 1, 8, 3},  // 1
+    BlockwiseConfig{32, 32, 1, 1, 4, 4},  // 2
+    BlockwiseConfig{32, 32, 2, 2, 2, 4},  // 3
+    BlockwiseConfig{32, 64, 2, 1, 2, 4},  // 4
+    BlockwiseConfig{64, 32, 1, 4, 1, 4},  // 5
+    BlockwiseConfig{64, 32, 2, 4, 1, 4},  // 6
 };
 inline constexpr std::array kRules{
     Rule{16, 4096, 0},   Rule{16, kAny, 1},   Rule{32, kAny, 2},   Rule{64, 8192, 3},

@@ -86,7 +86,9 @@ void check_workspace(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   shaped(check, "x_values", workspace.values, DType::kInt8, {m, padded_k(k)});
   shaped(check, "x_parameters", workspace.parameters, DType::kFloat32,
          {padded_blocks(k, call.group_size), 3, round_up(m, 4)});
-  if (!call.staged) return;
+  if (!call.staged && !needs_staging(call)) return;
+  if (!call.staged) check.fail("staged", "expected true where no fused kernel serves, got false");
+  if (call.bits != 8) check.fail("bits", "expected weights widened to 8 for the staged pipeline, got ", call.bits);
   if (!workspace.products || !workspace.sums) check.fail("products", "expected a workspace for the staged pipeline");
   shaped(check, "products", *workspace.products, DType::kInt32, {m, sizes.n});
   shaped(check, "sums", *workspace.sums, DType::kFloat32, {m, sizes.n});
@@ -122,6 +124,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   }
   check_workspace(call, workspace, sizes);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
+  int const choice = choose(call, sizes);
   online::Work work{};
   work.quantise.rows = static_cast<int>(sizes.x.rows);
   work.quantise.cols = static_cast<int>(call.in_features);
@@ -159,7 +162,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
     work.products = workspace.products->as<std::int32_t>();
     work.sums = workspace.sums->as<float>();
   }
-  online::launch(choose(call, sizes), problem_of(call, sizes), work, call.x.device.index, stream);
+  online::launch(choice, problem_of(call, sizes), work, call.x.device.index, stream);
 }
 
 std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count) {
