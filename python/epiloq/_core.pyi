@@ -102,19 +102,7 @@ def check_online_quant_mm(
     hi: float,
     staged: bool,
 ) -> None: ...
-def online_quant_mm_needs_staging(
-    out: Tensor,
-    x: Tensor,
-    values: Tensor,
-    parameters: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    bits: int,
-    lo: float,
-    hi: float,
-    staged: bool,
-) -> bool: ...
+def online_quant_mm_needs_staging(group_size: int, device_index: int) -> bool: ...
 def explain_online_quant_mm(
     out: Tensor,
     x: Tensor,

@@ -32,11 +32,11 @@ inline constexpr std::array kTiles{
     BlockwiseConfig{32, 64, 2, 1, 2, 4},  // 4
     BlockwiseConfig{64, 32, 1, 4, 1, 4},  // 5
     BlockwiseConfig{64, 32, 2, 4, 1, 4},  // 6
+    BlockwiseConfig{32, 32, 2, 2, 1, 4},  // 7: fits every card
 };
 inline constexpr std::array kRules{
-    Rule{16, 4096, 0},   Rule{16, kAny, 1},   Rule{32, kAny, 2},   Rule{64, 8192, 3},
-    Rule{64, kAny, 4},   Rule{128, 4096, 3},  Rule{256, 8192, 5},  Rule{512, 2560, 5},
-    Rule{kAny, kAny, 6}, Rule{kAny, kAny, 5}, Rule{kAny, kAny, 2},  // where a larger tile does not fit
+    Rule{16, 4096, 0},  Rule{16, kAny, 1},  Rule{32, kAny, 2},  Rule{64, 8192, 3},   Rule{64, kAny, 4},
+    Rule{128, 4096, 3}, Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
 
 }  // namespace epiloq::ops::online_quant_mm

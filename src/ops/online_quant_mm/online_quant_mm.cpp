@@ -86,8 +86,7 @@ void check_workspace(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   shaped(check, "x_values", workspace.values, DType::kInt8, {m, padded_k(k)});
   shaped(check, "x_parameters", workspace.parameters, DType::kFloat32,
          {padded_blocks(k, call.group_size), 3, round_up(m, 4)});
-  if (!call.staged && !needs_staging(call)) return;
-  if (!call.staged) check.fail("staged", "expected true where no fused kernel serves, got false");
+  if (!call.staged) return;
   if (call.bits != 8) check.fail("bits", "expected weights widened to 8 for the staged pipeline, got ", call.bits);
   if (!workspace.products || !workspace.sums) check.fail("products", "expected a workspace for the staged pipeline");
   shaped(check, "products", *workspace.products, DType::kInt32, {m, sizes.n});
@@ -115,7 +114,9 @@ int choose(OnlineQuantMm const& call, Sizes const& sizes) {
 
 void check(OnlineQuantMm const& call) { checked(call); }
 
-bool needs_staging(OnlineQuantMm const& call) { return choose(call, checked(call)) == online::kStaged; }
+bool needs_staging(std::int64_t group_size, int device_index) {
+  return !online::has_fused_kernel(group_size, online::target_of_device(device_index));
+}
 
 void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream) {
   Sizes const sizes = checked(call);
@@ -125,6 +126,10 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   check_workspace(call, workspace, sizes);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
   int const choice = choose(call, sizes);
+  if (choice == online::kStaged && !call.staged) {
+    throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size on this device, and " +
+                      std::string("staged is false"));
+  }
   online::Work work{};
   work.quantise.rows = static_cast<int>(sizes.x.rows);
   work.quantise.cols = static_cast<int>(call.in_features);

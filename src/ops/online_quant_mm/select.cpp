@@ -21,15 +21,18 @@ constexpr bool complete() {
 }
 static_assert(complete());
 
-bool has_fused_kernel(OnlineQuantProblem const& p, Target const& t) {
-  return t.arch != Arch::kSm75 && std::ranges::count(kGroups, p.group_size) > 0;
-}
+// Consumer cards of SM86 and SM89 give a block 99 KiB.
+static_assert(kTiles[kRules.back().tile].shared_bytes(kGroups.front(), 8) <= 99 * 1024);
 
 }  // namespace
 
+bool has_fused_kernel(std::int64_t group_size, Target const& t) {
+  return t.arch != Arch::kSm75 && std::ranges::count(kGroups, group_size) > 0;
+}
+
 int choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
-  if (!has_fused_kernel(p, t)) return kStaged;
+  if (!has_fused_kernel(p.group_size, t)) return kStaged;
   for (Rule const& rule : kRules) {
     bool const fits = kTiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
     if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return rule.tile;

@@ -19,6 +19,7 @@ inline constexpr int kStaged = -1;
 
 // A row of configs.h, or kStaged where no row serves.
 int choose(OnlineQuantProblem const& problem, Target const& target);
+bool has_fused_kernel(std::int64_t group_size, Target const& target);
 std::string describe(int choice, OnlineQuantProblem const& problem);
 
 // What an architecture's first card has, for answers without a device.
