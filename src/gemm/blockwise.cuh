@@ -19,6 +19,7 @@
 #include "gemm/blockwise_finish.cuh"
 #include "gemm/blockwise_problem.h"
 #include "gemm/config.h"
+#include "gemm/matrix_loads.cuh"
 
 namespace epiloq::gemm {
 
@@ -36,14 +37,6 @@ __device__ __forceinline__ Int4Fragment mma_s8(unsigned const (&a)[4], unsigned 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]),
         "r"(c.x[3]));
   return d;
-}
-
-// Four 8 x 16-byte matrices; a thread gets bytes 4 * (lane % 4) of row lane / 4 of each.
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
 }
 
 // 16 bytes, or as many zeros.
@@ -87,7 +80,7 @@ struct Blockwise {
   static constexpr int kSharedBytes =
       BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kTeams, kStages}.shared_bytes(kGroup, kBits);
 
-  using Finish = BlockwiseFinish<kTileM, kTileN, kTeams, kThreads>;
+  using Finish = BlockwiseFinish<kTileM, kTileN, kTeams, kThreads, 8>;
   static_assert(kTeams * kStages * kStageBytes <= kSharedBytes && Finish::kSharedBytes <= kSharedBytes);
 
   using Sums = float[kRows][kColumns][4];

@@ -7,10 +7,11 @@
 
 namespace epiloq::gemm {
 
-template <int kTileM, int kTileN, int kTeams, int kThreads>
+// kPadding keeps the rows of the fragments that are kept in different banks.
+template <int kTileM, int kTileN, int kTeams, int kThreads, int kPadding>
 struct BlockwiseFinish {
-  static constexpr int kPitch = kTileN + 8;  // rows of a fragment in different banks
-  static constexpr int kVector = 8;          // columns a thread
+  static constexpr int kPitch = kTileN + kPadding;
+  static constexpr int kVector = 8;  // columns a thread
   static constexpr int kSharedBytes = kTeams * kTileM * kPitch * 4;
 
   static __device__ void keep(float* sums, int team, int row, int column, float2 pair) {
@@ -39,7 +40,7 @@ struct BlockwiseFinish {
     auto const* const bias = static_cast<T const*>(p.bias);
     bool const aligned =
         reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0 && p.stride_out % (16 / static_cast<int>(sizeof(T))) == 0;
-    for (int i = threadIdx.x; i < kTileM * kTileN / kVector; i += kThreads) {
+    for (int i = threadIdx.x % kThreads; i < kTileM * kTileN / kVector; i += kThreads) {
       int const row = i / (kTileN / kVector), column = i % (kTileN / kVector) * kVector;
       int const m = first_m + row, n = first_n + column;
       if (m >= p.m || n >= p.n) continue;

@@ -11,6 +11,7 @@
 namespace epiloq::ops::online_quant_mm {
 
 using gemm::BlockwiseConfig;
+using gemm::BlockwiseSm90Config;
 
 inline constexpr std::array kGroups{32, 64, 128};
 
@@ -38,5 +39,17 @@ inline constexpr std::array kRules{
     Rule{16, 4096, 0},  Rule{16, kAny, 1},  Rule{32, kAny, 2},  Rule{64, 8192, 3},   Rule{64, kAny, 4},
     Rule{128, 4096, 3}, Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
+
+// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the time that a tile takes beside the others'.
+// Reasoned from instructions, not yet measured.
+inline constexpr int kSm90Group = 128;
+inline constexpr std::array kSm90Tiles{
+    BlockwiseSm90Config{64, 10},
+    BlockwiseSm90Config{128, 19},
+};
+// From where on these serve: with fewer tokens the weights' bytes are all the time there is.
+inline constexpr int kSm90MinTokens = 65;
+inline constexpr int kSm90MinTokensWide = 33;  // and as many weight rows as fill the card
+inline constexpr int kSm90WideRows = 8192;
 
 }  // namespace epiloq::ops::online_quant_mm

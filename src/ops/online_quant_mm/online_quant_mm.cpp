@@ -106,8 +106,9 @@ online::Target target_of(OnlineQuantMm const& call) {
   return online::nominal(forced);
 }
 
-int choose(OnlineQuantMm const& call, Sizes const& sizes) {
-  return call.staged ? online::kStaged : online::choose(problem_of(call, sizes), target_of(call));
+online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
+  return call.staged ? online::Choice{online::Family::kStaged, 0}
+                     : online::choose(problem_of(call, sizes), target_of(call));
 }
 
 }  // namespace
@@ -125,8 +126,8 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   }
   check_workspace(call, workspace, sizes);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
-  int const choice = choose(call, sizes);
-  if (choice == online::kStaged && !call.staged) {
+  online::Choice const choice = choose(call, sizes);
+  if (choice.family == online::Family::kStaged && !call.staged) {
     throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size on this device, and " +
                       std::string("staged is false"));
   }

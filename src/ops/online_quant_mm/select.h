@@ -9,18 +9,22 @@
 
 namespace epiloq::ops::online_quant_mm {
 
+enum class Family { kStaged, kSm80, kSm90 };
+
+struct Choice {
+  Family family;
+  int row;  // of the family's table in configs.h
+};
+
 struct Target {
   Arch arch;
   int sm_count;
   int shared_bytes;  // that a block may have
 };
 
-inline constexpr int kStaged = -1;
-
-// A row of configs.h, or kStaged where no row serves.
-int choose(OnlineQuantProblem const& problem, Target const& target);
+Choice choose(OnlineQuantProblem const& problem, Target const& target);
 bool has_fused_kernel(std::int64_t group_size, Target const& target);
-std::string describe(int choice, OnlineQuantProblem const& problem);
+std::string describe(Choice const& choice, OnlineQuantProblem const& problem);
 
 // What an architecture's first card has, for answers without a device.
 Target nominal(Arch arch);

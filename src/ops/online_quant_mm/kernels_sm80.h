@@ -7,7 +7,7 @@
 namespace epiloq::ops::online_quant_mm {
 
 template <int kRow, int kGroup, int kBits>
-void launch_blockwise(gemm::BlockwiseProblem const& problem, int device, Stream stream) {
+void launch_sm80(gemm::BlockwiseProblem const& problem, int device, Stream stream) {
   gemm::BlockwiseGemm<kTiles[kRow], kGroup, kBits>::launch(problem, device, stream);
 }
 
