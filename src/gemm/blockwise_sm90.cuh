@@ -3,8 +3,9 @@
 // The product of blockwise.cuh for SM90 and blocks of 128, for many tokens: weights first, so that D^T is computed.
 //
 // A thread block stays on its SM and takes tile after tile of 128 weight rows. One thread copies with TMA into a ring
-// of stages of one block of K each; two groups of four warps multiply 64 weight rows each with wgmma, and while one of
-// them de-quantises its int32 sums the other keeps the tensor cores busy. 4-bit weights reach wgmma through registers.
+// of stages of one block of K each; two groups of four warps multiply 64 weight rows each with wgmma. They take turns:
+// one de-quantises its int32 sums, which takes a little longer than the products, while the other keeps the tensor
+// cores busy. 4-bit weights reach wgmma through registers.
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
@@ -272,21 +273,33 @@ struct BlockwiseSm90 {
     }
   }
 
+  // Barriers 1 and 2 are the groups' own, 3 and 4 their turns.
+  static __device__ void wait_for_turn(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(kGroups * kGroupThreads) : "memory");
+  }
+  static __device__ void give_turn(int group) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(3 + group), "n"(kGroups * kGroupThreads) : "memory");
+  }
+
   static __device__ void multiply_all(BlockwiseProblem const& p, Shared const& shared, int steps, int group) {
     int const warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
     int const row = group * kGroupRows + 16 * warp + lane / 4, token = 2 * (lane % 4);
-    int stage = 0;
+    int stage = 0, turns = steps * ((tiles(p) - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1);
     std::uint32_t phase = 0;
+    if (group == 1) give_turn(0);
     for (int index = blockIdx.x; index < tiles(p); index += gridDim.x) {
       Sums sums = {};
       for (int step = 0; step < steps; ++step) {
         shared.full[stage].wait(phase);
+        wait_for_turn(group);
         Products d;
         multiply(d, shared.weights + stage * kWeights + group * kGroupRows * kRowBytes, shared.values + stage * kValues,
                  warp, lane);
         cute::warpgroup_wait<0>();
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) cute::warpgroup_fence_operand(d[i]);
+        // As many turns are given as are waited for: the first was given before the loop.
+        if (--turns > 0 || group == 0) give_turn(1 - group);
         accumulate(sums, d, shared.weight_parameters + stage * kWeightParameters / 4 + row,
                    shared.token_parameters + stage * kTokenParameters / 4 + token, p.kinds == kKinds);
         __syncwarp();

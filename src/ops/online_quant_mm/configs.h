@@ -26,18 +26,19 @@ inline constexpr int kAny = INT_MAX;
 // SM80: tokens and weight rows of a warp's tile, warps along each, teams that share K, stages. Reasoned from bytes in
 // flight and registers, not yet swept on a GPU.
 inline constexpr std::array kTiles{
-    BlockwiseConfig{16, 16, 1, 1, 8, 4},  // 0: few tokens: warps stream weights on their own
-    BlockwiseConfig{16, 32, 1, 1, 8, 3},  // 1
-    BlockwiseConfig{32, 32, 1, 1, 4, 4},  // 2
-    BlockwiseConfig{32, 32, 2, 2, 2, 4},  // 3
-    BlockwiseConfig{32, 64, 2, 1, 2, 4},  // 4
+    BlockwiseConfig{16, 16, 1, 1, 4, 4},  // 0: few tokens: warps stream weights on their own
+    BlockwiseConfig{16, 32, 1, 1, 4, 4},  // 1
+    BlockwiseConfig{32, 32, 1, 1, 4, 3},  // 2
+    BlockwiseConfig{32, 32, 2, 1, 2, 4},  // 3
+    BlockwiseConfig{32, 64, 2, 1, 2, 3},  // 4
     BlockwiseConfig{64, 32, 1, 4, 1, 4},  // 5
     BlockwiseConfig{64, 32, 2, 4, 1, 4},  // 6
     BlockwiseConfig{32, 32, 2, 2, 1, 4},  // 7: fits every card
 };
 inline constexpr std::array kRules{
-    Rule{16, 4096, 0},  Rule{16, kAny, 1},  Rule{32, kAny, 2},  Rule{64, 8192, 3},   Rule{64, kAny, 4},
-    Rule{128, 4096, 3}, Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
+    Rule{8, 8192, 0},   Rule{16, 2560, 0},  Rule{16, kAny, 1},   Rule{32, kAny, 2},
+    Rule{64, 8192, 3},  Rule{64, kAny, 4},  Rule{128, 2560, 7},  Rule{128, 4096, 3},
+    Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
 
 // SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the time that a tile takes beside the others'.
