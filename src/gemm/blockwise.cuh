@@ -16,6 +16,7 @@
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
+#include "gemm/blockwise_copies.cuh"
 #include "gemm/blockwise_finish.cuh"
 #include "gemm/blockwise_problem.h"
 #include "gemm/config.h"
@@ -39,17 +40,6 @@ __device__ __forceinline__ Int4Fragment mma_s8(unsigned const (&a)[4], unsigned 
   return d;
 }
 
-// 16 bytes, or as many zeros.
-__device__ __forceinline__ void copy_async(unsigned target, void const* source, bool inside) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(inside ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // The nearest float with 22 bits (Veltkamp's splitting).
 __device__ __forceinline__ float round_to_22_bits(float x) {
   float const c = __fmul_rn(5.f, x);
@@ -70,7 +60,7 @@ struct Blockwise {
   static constexpr int kDepth = kGroup / 32;      // products along K, a block
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;
   static constexpr int kBytesB = kStep * kBits / 8;  // a row of B, a stage
-  static constexpr int kKinds = 3;                   // of parameters, at most
+  static constexpr int kKinds = kParameterKinds;
 
   // A stage: A's values, B's values, A's parameters, B's parameters.
   static constexpr int kB = kTileM * kStep;
@@ -85,55 +75,18 @@ struct Blockwise {
 
   using Sums = float[kRows][kColumns][4];
 
-  // What a team copies: rows of a matrix by 16-byte chunks, each row's chunks permuted so that eight neighbouring rows
-  // of a chunk lie in different banks.
-  template <int kTileRows, int kRowBytes>
-  struct Values {
-    static constexpr int kChunks = kRowBytes / 16;
-    static constexpr int kRowsAtOnce = kTeamThreads / kChunks;
-    static_assert(kTileRows % kRowsAtOnce == 0);
-
-    static __device__ int place(int row, int chunk) {
-      int const key = kChunks == 8 ? row % 8 : row / 2 % 4;
-      return row * kRowBytes + ((chunk ^ key) << 4);
-    }
-    static __device__ void copy(unsigned target, std::int8_t const* source, std::int64_t stride, int first, int rows,
-                                int step, int thread) {
-      int const chunk = thread % kChunks;
-      std::int8_t const* const base = source + static_cast<std::int64_t>(step) * kRowBytes + chunk * 16;
-#pragma unroll
-      for (int i = 0; i < kTileRows / kRowsAtOnce; ++i) {
-        int const row = i * kRowsAtOnce + thread / kChunks;
-        bool const inside = first + row < rows;
-        copy_async(target + place(row, chunk), base + (inside ? first + row : 0) * stride, inside);
-      }
-    }
-  };
-  using ValuesA = Values<kTileM, kStep>;
-  using ValuesB = Values<kTileN, kBytesB>;
-
-  // Parameters of a stage's blocks: [block][kind][row].
-  template <int kTileRows>
-  static __device__ void copy_parameters(unsigned target, float const* source, int source_kinds, int kinds, int first,
-                                         int padded_rows, int step, int thread) {
-    constexpr int kChunks = kTileRows / 4;
-    for (int i = thread; i < kGroups * kinds * kChunks; i += kTeamThreads) {
-      int const row = 4 * (i % kChunks), line = i / kChunks;
-      int const kind = line / kGroups, block = line % kGroups;
-      bool const inside = first + row < padded_rows;
-      std::int64_t const from = static_cast<std::int64_t>(step * kGroups + block) * source_kinds + kind;
-      copy_async(target + ((block * kKinds + kind) * kTileRows + row) * 4,
-                 source + from * padded_rows + (inside ? first + row : 0), inside);
-    }
-  }
+  using ValuesA = ValueCopies<kTeamThreads, kTileM, kStep>;
+  using ValuesB = ValueCopies<kTeamThreads, kTileN, kBytesB>;
+  using ParametersA = ParameterCopies<kTeamThreads, kTileM, kGroups>;
+  using ParametersB = ParameterCopies<kTeamThreads, kTileN, kGroups>;
 
   static __device__ void copy_a(unsigned stage, BlockwiseProblem const& p, int first, int step, int thread) {
     ValuesA::copy(stage, p.a, p.k, first, p.m, step, thread);
-    copy_parameters<kTileM>(stage + kParametersA, p.a_parameters, kKinds, p.kinds, first, p.padded_m, step, thread);
+    ParametersA::copy(stage + kParametersA, p.a_parameters, kKinds, p.kinds, first, p.padded_m, step, thread);
   }
   static __device__ void copy_b(unsigned stage, BlockwiseProblem const& p, int first, int step, int thread) {
     ValuesB::copy(stage + kB, p.b, p.k / 8 * kBits, first, p.n, step, thread);
-    copy_parameters<kTileN>(stage + kParametersB, p.b_parameters, p.kinds, p.kinds, first, p.padded_n, step, thread);
+    ParametersB::copy(stage + kParametersB, p.b_parameters, p.kinds, p.kinds, first, p.padded_n, step, thread);
   }
 
   static __device__ void wait_for_team(int team) {

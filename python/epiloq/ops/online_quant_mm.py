@@ -14,21 +14,19 @@ from epiloq._library import direct, expect_tensors, refuse_backward, register
 from epiloq.block_quant_weight import (
     K_MULTIPLE,
     N_MULTIPLE,
-    RANGES,
     BlockQuantWeight,
     padded_blocks,
-    prepare,
     round_up,
-    unpack_pairs,
     widen,
 )
+from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8
 from epiloq.ops.scaled_mm import exact_int_mm
 
 _NAME = "online_quant_mm"
 _INFINITY = math.inf
-# The sum of a block's products, at most 2^14 each, stays within int32; and q's padding within Python's tensors.
-_MAX_GROUP = 2**17 - 1
+# Rows at a time on the CPU: a block's products stay in cache until they are added.
+_CPU_ROWS = 64
 
 
 def online_quant_mm(
@@ -92,60 +90,6 @@ def online_quant_mm(
         out = _empty(x, weight.values)
     _run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
     return out
-
-
-def online_quant_weight(
-    w_q: Tensor,
-    w_scale: Tensor,
-    w_offset: Tensor | None = None,
-    *,
-    group_size: int,
-    bits: int = 8,
-    in_features: int | None = None,
-) -> BlockQuantWeight:
-    """The weight of `online_quant_mm`, prepared once: padded, laid out for the kernels, block sums taken.
-
-    Args:
-        w_q: int8 ``[N, K]``; with ``bits=4`` int8 ``[N, ceil(K / 2)]``, two values from -8 to 7 a byte, value 2i in
-            the low half of byte i.
-        w_scale, w_offset, group_size: as for `online_quant_mm`.
-        in_features: K, for 4-bit weights of odd K.
-
-    Raises:
-        ValueError: an argument does not fit; the message names it.
-    """
-    expect_tensors("online_quant_weight", {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
-    if bits not in RANGES:
-        raise ValueError(f"epiloq.online_quant_weight: bits: expected 4 or 8, got {bits}")
-    if not 1 <= group_size <= _MAX_GROUP:
-        raise ValueError(f"epiloq.online_quant_weight: group_size: expected 1 to {_MAX_GROUP}, got {group_size}")
-    if w_q.dtype != torch.int8 or w_q.ndim != 2:
-        raise ValueError(
-            f"epiloq.online_quant_weight: w_q: expected int8 with 2 dimensions, got {w_q.dtype} {list(w_q.shape)}"
-        )
-    values_a_byte = 8 // bits
-    k = w_q.shape[1] * values_a_byte if in_features is None else in_features
-    if -(-k // values_a_byte) != w_q.shape[1]:
-        raise ValueError(
-            f"epiloq.online_quant_weight: w_q: expected {-(-k // values_a_byte)} columns for K = {k} at {bits} bits, "
-            f"got {w_q.shape[1]}"
-        )
-    shape = (w_q.shape[0], -(-k // group_size))
-    q = unpack_pairs(w_q, k) if bits == 4 else w_q
-    scale = _spread("w_scale", w_scale, shape, w_q.device)
-    offset = None if w_offset is None else _spread("w_offset", w_offset, shape, w_q.device)
-    return prepare(q, scale, offset, group_size, bits)
-
-
-def _spread(name: str, parameter: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """[N, G] from [N, G], [N, 1], [1, G] or [1, 1]."""
-    fits = parameter.ndim == 2 and all(p in (1, s) for p, s in zip(parameter.shape, shape, strict=True))
-    if parameter.dtype != torch.float32 or not fits or parameter.device != device:
-        raise ValueError(
-            f"epiloq.online_quant_weight: {name}: expected float32 {list(shape)} on {device}, or 1 for either size, "
-            f"got {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
-        )
-    return parameter.expand(shape)
 
 
 def _weight_of(
@@ -245,8 +189,11 @@ def _run_on_cpu(
         result = torch.cat(factors, 1) @ torch.cat(others, 0)
     for i in range(blocks):
         block = slice(i * group_size, min((i + 1) * group_size, in_features))
-        product = exact_int_mm(q_x[:, block], q_w[:, block].t()).to(torch.float32)
-        result.addcmul_(product.mul_(scale[i]), scale_x[:, i : i + 1])
+        weight = q_w[:, block].contiguous() if result.shape[0] > _CPU_ROWS else q_w[:, block]
+        for first in range(0, result.shape[0], _CPU_ROWS):
+            rows = slice(first, first + _CPU_ROWS)
+            product = exact_int_mm(q_x[rows, block], weight.t()).to(torch.float32)
+            result[rows].addcmul_(product.mul_(scale[i]), scale_x[rows, i : i + 1])
     if bias is not None:
         result += bias.reshape(-1)
     out.copy_(result.clamp_(lo, hi).view(out.shape))
