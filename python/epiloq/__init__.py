@@ -1,8 +1,9 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
-`scaled_mm`, `scaled_mm_azp` and `quantize_int8` work on torch tensors, on a CUDA device and on the CPU alike;
-`nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs;
-`quantize` holds the algorithms, `compat` other libraries' names.
+`scaled_mm`, `scaled_mm_azp` and `quantize_int8`, and in blocks `online_quant_mm` and `quantize_blockwise_int8`, work on
+torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models;
+`explain`, `supports` and `config` say and steer what runs; `quantize` holds the algorithms, `compat` other libraries'
+names.
 """
 
 from importlib.util import find_spec

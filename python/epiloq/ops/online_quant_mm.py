@@ -149,7 +149,7 @@ def _run(
     if not x.is_cuda:
         _core.check_online_quant_mm(*call, staged)
         return _run_on_cpu(*call)
-    m, n = x.numel() // max(1, x.shape[-1]), values.shape[0]
+    m, n = x.numel() // in_features, values.shape[0]
     x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
     x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, round_up(m, N_MULTIPLE)))
     products = sums = None
