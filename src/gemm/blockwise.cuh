@@ -26,13 +26,12 @@ namespace epiloq::gemm {
 
 constexpr int kFloatBits = 0x4b400000;  // of 1.5 * 2^23
 constexpr float kFloatOf = 12582912.f;
-
-struct Int4Fragment {
+struct Sums4 {
   int x[4];
 };
 
-__device__ __forceinline__ Int4Fragment mma_s8(unsigned const (&a)[4], unsigned const (&b)[2], Int4Fragment c) {
-  Int4Fragment d;
+__device__ __forceinline__ Sums4 mma_s8(unsigned const (&a)[4], unsigned const (&b)[2], Sums4 c) {
+  Sums4 d;
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
       : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]),
@@ -174,7 +173,7 @@ struct Blockwise {
         auto const total_b = *reinterpret_cast<float2 const*>(of_block + 8 * (j + c) + kTileN);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          Int4Fragment product{kFloatBits, kFloatBits, kFloatBits, kFloatBits};
+          Sums4 product{kFloatBits, kFloatBits, kFloatBits, kFloatBits};
 #pragma unroll
           for (int d = 0; d < kDepth; ++d) product = mma_s8(a[d][r], b[d][c].x, product);
 #pragma unroll
