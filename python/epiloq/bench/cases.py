@@ -42,6 +42,7 @@ class Suite:
 
 TOKENS = (1, 16, 32, 64, 128, 256, 1024, 4096)
 SCALED = {"scaled_mm": ("scaled",)}
+BLOCKWISE = {"online_quant_mm": ("w8g128", "w4g128")}
 SCALED_AND_TOKEN = {"scaled_mm": ("scaled",), "quantize_int8": ("token",)}
 EVERYTHING = {
     "scaled_mm": ("scaled", "bias", "azp", "azp_per_token"),
@@ -106,6 +107,7 @@ ODD = (
 SUITES: dict[str, Suite] = {
     "quick": Suite((SMOLLM2[2], Shape("square", 2048, 2048)), (1, 17, 256), SCALED_AND_TOKEN),
     "h200": Suite(H200, TOKENS, SCALED),
+    "blockwise": Suite((*H200, Shape("square", 4096, 4096)), TOKENS, BLOCKWISE),
     "epilogues": Suite((LLAMA3_8B[0], LLAMA3_8B[3], LLAMA3_70B[1]), (1, 64, 1024, 4096), EVERYTHING),
     "llama3-8b": Suite(LLAMA3_8B, TOKENS, SCALED_AND_TOKEN),
     "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),
