@@ -31,7 +31,7 @@ def assert_untouched(model: nn.Module, before: tuple[dict[str, nn.Module], dict[
 def test_calibration_takes_the_range_of_everything_seen(
     symmetric: bool, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = schemes.Scheme("test-static", "static activations", "static", symmetric)
+    row = schemes.int8_scheme("test-static", "static activations", "static", symmetric)
     monkeypatch.setitem(schemes.SCHEMES, row.name, row)
     model = nn.Sequential(nn.Linear(10, 8)).to(dtype)
     batches = [torch.randn(n, 10).add(0.5).to(dtype) for n in (5, 0, 1, 9)]

@@ -2,46 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.int8_linear import Int8Linear, check_convertible
+from epiloq.nn import Int8Linear, OnlineQuantLinear, int8_linear, online_quant_linear
 
 Filter = Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What `quantize_` makes of a linear layer; `activation` and `symmetric` are those of ``epiloq.nn.Int8Linear``."""
+    """What `quantize_` makes of a linear layer: ``from_linear(linear, **options)``.
+
+    `check` raises ValueError for a layer that it cannot take. A static scheme also passes ``input_scale`` and
+    ``input_zero_point``, from calibration.
+    """
 
     name: str
     description: str
-    activation: str
-    symmetric: bool
+    from_linear: Callable[..., nn.Module]
+    check: Callable[..., None]
+    options: Mapping[str, Any]
+
+    @property
+    def static(self) -> bool:
+        """Whether the range of each layer's inputs has to be seen beforehand."""
+        return self.options.get("activation") == "static"
+
+
+def int8_scheme(name: str, description: str, activation: str, symmetric: bool) -> Scheme:
+    """A row that makes ``epiloq.nn.Int8Linear``."""
+    return Scheme(
+        name,
+        description,
+        lambda linear, **options: Int8Linear.from_linear(linear, **options),
+        partial(int8_linear.check_convertible, symmetric=symmetric),
+        {"activation": activation, "symmetric": symmetric},
+    )
+
+
+def block_scheme(name: str, description: str, **options: Any) -> Scheme:
+    """A row that makes ``epiloq.nn.OnlineQuantLinear``."""
+    return Scheme(
+        name,
+        description,
+        lambda linear, **options: OnlineQuantLinear.from_linear(linear, **options),
+        online_quant_linear.check_convertible,
+        options,
+    )
 
 
 _TABLE = (
-    Scheme(
+    int8_scheme(
         "w8a8-int8",
         "int8 weights per channel; int8 activations per token, symmetric, scaled at run time",
-        activation="dynamic",
-        symmetric=True,
+        "dynamic",
+        True,
     ),
-    Scheme(
+    int8_scheme(
         "w8a8-int8-azp",
         "int8 weights per channel; int8 activations per token with a zero point, scaled at run time",
-        activation="dynamic",
-        symmetric=False,
+        "dynamic",
+        False,
     ),
-    Scheme(
+    int8_scheme(
         "w8a8-int8-static",
         "int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",
-        activation="static",
+        "static",
+        False,
+    ),
+    block_scheme(
+        "w8a8-block",
+        "int8 weights in blocks of 128; int8 activations in the same blocks with offsets, scaled at run time",
+        bits=8,
+        group_size=128,
+        symmetric=True,
+    ),
+    block_scheme(
+        "w4a8-block",
+        "4-bit weights in blocks of 32 with offsets; int8 activations in the same blocks, scaled at run time",
+        bits=4,
+        group_size=32,
         symmetric=False,
     ),
 )
@@ -88,30 +135,24 @@ def quantize_(
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
     chosen = SCHEMES[scheme]
-    if chosen.activation == "static" and calibrate is None:
+    if chosen.static and calibrate is None:
         raise ValueError(
             f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
-    groups = _choose(model, filter_fn, chosen.symmetric)
-    inputs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(groups)
-    if chosen.activation == "static" and calibrate is not None:
-        inputs = _calibrated(model, [names[0] for names in groups], chosen.symmetric, calibrate)
-    for names, (scale, zero_point) in zip(groups, inputs, strict=True):
-        quantised = Int8Linear.from_linear(
-            _linear(model, names[0]),
-            activation=chosen.activation,
-            symmetric=chosen.symmetric,
-            input_scale=scale,
-            input_zero_point=zero_point,
-        )
+    groups = _choose(model, filter_fn, chosen.check)
+    inputs: list[dict[str, Tensor | None]] = [{}] * len(groups)
+    if chosen.static and calibrate is not None:
+        inputs = _calibrated(model, [names[0] for names in groups], chosen.options["symmetric"], calibrate)
+    for names, seen in zip(groups, inputs, strict=True):
+        quantised = chosen.from_linear(_linear(model, names[0]), **chosen.options, **seen)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
     return model
 
 
-def _choose(model: nn.Module, filter_fn: Filter | None, symmetric: bool) -> list[list[str]]:
+def _choose(model: nn.Module, filter_fn: Filter | None, check: Callable[..., None]) -> list[list[str]]:
     """Names of the linear layers to replace, those of one layer together, each known to be convertible."""
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -130,7 +171,7 @@ def _choose(model: nn.Module, filter_fn: Filter | None, symmetric: bool) -> list
         )
     for module, (name, *_) in names.items():
         try:
-            check_convertible(module, symmetric)
+            check(module)
         except ValueError as error:
             raise ValueError(f"quantize_: layer {name!r}: {error}") from error
     # Names alone, so that the float layers are not kept alive.
@@ -185,7 +226,7 @@ class _Range:
 @torch.no_grad()
 def _calibrated(
     model: nn.Module, names: Iterable[str], symmetric: bool, calibrate: Callable[[nn.Module], object]
-) -> list[tuple[Tensor | None, Tensor | None]]:
+) -> list[dict[str, Tensor | None]]:
     """Input scale and zero point of each named layer, from the range that `calibrate` shows it."""
     ranges = {name: _Range() for name in names}
     handles = [
@@ -199,7 +240,7 @@ def _calibrated(
     return [_input_parameters(name, observer.ends, symmetric) for name, observer in ranges.items()]
 
 
-def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> tuple[Tensor, Tensor | None]:
+def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Tensor | None]:
     if ends is None:
         raise ValueError(
             f"quantize_: calibrate: expected every chosen layer to run, but {name!r} saw no input; "
@@ -209,4 +250,4 @@ def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> tuple[
         raise ValueError(f"quantize_: calibrate: expected finite inputs of {name!r}, got a range of {ends.tolist()}")
     # The two ends have the range of all inputs, so their quantiser parameters are those of all inputs.
     _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
-    return scale, zero_point
+    return {"input_scale": scale, "input_zero_point": zero_point}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +32,21 @@ def max_in_features(symmetric: bool) -> int:
 
 def check_convertible(linear: nn.Module, symmetric: bool) -> None:
     """Raise ValueError unless ``Int8Linear.from_linear`` can take `linear` as it is."""
+    check_linear("Int8Linear", linear)
+    _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
+
+
+def check_linear(name: str, linear: nn.Module) -> None:
+    """Raise ValueError, in the name of a quantised layer, unless `linear` is a linear layer with a float weight."""
     if not isinstance(linear, nn.Linear):
-        raise ValueError(f"Int8Linear: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, NonDynamicallyQuantizableLinear):
-        raise ValueError("Int8Linear: linear: expected a layer that is called, but MultiheadAttention reads its weight")
+        raise ValueError(f"{name}: linear: expected a layer that is called, but MultiheadAttention reads its weight")
     if isinstance(linear.weight, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            "Int8Linear: linear: its lazy weight has no shape yet; run the model once before quantising it"
-        )
+        raise ValueError(f"{name}: linear: its lazy weight has no shape yet; run the model once before quantising it")
     if linear.weight.dtype not in FLOAT_DTYPES:
         expected = ", ".join(map(str, FLOAT_DTYPES))
-        raise ValueError(f"Int8Linear: linear.weight: expected one of {expected}, got {linear.weight.dtype}")
-    _check_in_features(linear.in_features, symmetric)
+        raise ValueError(f"{name}: linear.weight: expected one of {expected}, got {linear.weight.dtype}")
 
 
 def _check_in_features(in_features: int, symmetric: bool) -> None:
