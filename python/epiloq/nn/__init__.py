@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from epiloq.nn.fp8_block_linear import Fp8BlockLinear
+from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.int8_linear import Int8Linear
 
-__all__ = ["Int8Linear"]
+__all__ = ["Fp8BlockLinear", "Fp8Linear", "Int8Linear"]
