@@ -1,7 +1,7 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
-`scaled_mm`, `scaled_mm_azp`, `quantize_int8`, `quantize_fp8`, `rms_norm_quant` and `silu_and_mul_quant` work on torch
-tensors, on a CUDA device and on the CPU alike;
+The operations (`scaled_mm`, `groupwise_mm`, `quantize_int8` and their like) work on torch tensors, on a CUDA device and
+on the CPU alike;
 `nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs;
 `quantize` holds the algorithms, `compat` other libraries' names.
 """
@@ -17,7 +17,16 @@ if find_spec("torch") is not None:
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
     from epiloq.introspect import config, explain, supports
-    from epiloq.ops import quantize_fp8, quantize_int8, rms_norm_quant, scaled_mm, scaled_mm_azp, silu_and_mul_quant
+    from epiloq.ops import (
+        grouped_mm,
+        groupwise_mm,
+        quantize_fp8,
+        quantize_int8,
+        rms_norm_quant,
+        scaled_mm,
+        scaled_mm_azp,
+        silu_and_mul_quant,
+    )
     from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
@@ -27,6 +36,8 @@ __all__ = [
     "compat",
     "config",
     "explain",
+    "grouped_mm",
+    "groupwise_mm",
     "nn",
     "quantize",
     "quantize_",

@@ -60,6 +60,52 @@ def evaluate_epilogue(
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
 ) -> None: ...
+def groupwise_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    rows_per_scale: int = 1,
+    columns_per_scale: int = 128,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+) -> None: ...
+def check_groupwise_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    rows_per_scale: int = 1,
+    columns_per_scale: int = 128,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+) -> None: ...
+def explain_groupwise_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    rows_per_scale: int = 1,
+    columns_per_scale: int = 128,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+) -> str: ...
+def explain_groupwise_mm_problem(
+    m: int,
+    n: int,
+    k: int,
+    column_scales: bool = False,
+    aligned: bool = True,
+    experts: int = 1,
+    arch: str = "sm90",
+    sm_count: int = 0,
+) -> str: ...
 def quantize_int8(
     q: Tensor,
     x: Tensor,

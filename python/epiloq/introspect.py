@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.groupwise_mm import explain as explain_groupwise
+from epiloq.ops.groupwise_mm import grouped_mm, groupwise_mm
 from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.rms_norm_quant import explain as explain_rms_norm_quant
@@ -16,6 +18,8 @@ from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
+    "grouped_mm": partial(explain_groupwise, grouped_mm),
+    "groupwise_mm": partial(explain_groupwise, groupwise_mm),
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
     "rms_norm_quant": explain_rms_norm_quant,

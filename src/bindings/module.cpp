@@ -44,6 +44,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("device_properties", &properties_of, py::arg("device_index"));
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
+  register_groupwise_mm(module);
   register_scaled_mm(module);
   register_quantize_fp8(module);
   register_quantize_int8(module);

@@ -45,6 +45,15 @@ struct WgmmaConfig {
   bool fast_accum = false;
 };
 
+// SM90, scales every 128 of K: warpgroups along M (64 tokens each) or along K, weights a tile, blocks of a cluster that
+// read tokens or weights for each other.
+enum class Share : std::uint8_t { kNothing, kTokens, kWeights };
+struct GroupwiseConfig {
+  int m_groups, k_groups, n;
+  int cluster = 1;
+  Share share = Share::kNothing;
+};
+
 // SM80, at most a few tokens: each warp streams its own slice of K straight into registers.
 struct SkinnyConfig {
   int slabs;   // of 16 weight rows, a block

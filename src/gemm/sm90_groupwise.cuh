@@ -27,14 +27,12 @@
 
 #include "core/device_code.cuh"
 #include "epiloq/device.h"
+#include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
 #include "gemm/params_cache.h"
 #include "gemm/tensor_map.h"
 
 namespace epiloq::gemm {
-
-enum class Share { kNothing, kTokens, kWeights };
-constexpr int kReaders = 2;  // of tiles, and of scales: each takes every other step, so that their waits overlap
 
 struct GroupwiseParams {
   CUtensorMap tokens, weights;
@@ -42,17 +40,19 @@ struct GroupwiseParams {
   int token_box;  // rows of A that a block reads of its tile
 };
 
-template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, int kBlocksPerSm_, bool kColumnScales_>
+// Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
+// __global__ template.
+template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, bool kColumnScales_, class Out_>
 struct Groupwise {
+  using Out = Out_;
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_, kCluster = kCluster_;
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr Share kShare = kShare_;
   static constexpr bool kColumnScales = kColumnScales_;  // of B, one a column; else one for 128 columns
   static constexpr int kM = 64 * kMGroups;
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part.
-  static constexpr bool kMovesRegisters = kMathGroups == 2 && kBlocksPerSm == 1;
+  static constexpr bool kMovesRegisters = kMathGroups == 2;
   static constexpr int kReadRegisters = kN > 160 || kN == 128 ? 40 : 72;
   static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
@@ -68,18 +68,18 @@ struct Groupwise {
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
   static_assert(kColumnScales || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
   static constexpr int kPitchPad = 16;
-  template <class Out>
   static constexpr int kPitch = kChunk * static_cast<int>(sizeof(Out)) + kPitchPad;
-  static constexpr int kStagingBytes = kMGroups * 4 * 16 * (kChunk * 4 + kPitchPad);
+  static constexpr int kStagingBytes = kMGroups * 4 * 16 * kPitch;
   static constexpr int kPartialBytes = (kKGroups - 1) * 128 * (kN / 2) * 4;
   static constexpr int kAlignment = 1024;  // of swizzled tiles
   static constexpr int kBarrierBytes = 512;
   static constexpr int kFixedBytes = kAlignment + kStagingBytes + kPartialBytes + kBarrierBytes;
-  static constexpr int kSharedMemory = 232448 / kBlocksPerSm - (kBlocksPerSm > 1 ? 1024 : 0);
+  static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
   static constexpr int kFit = (kSharedMemory - kFixedBytes) / kStageBytes;
   // Always the same warpgroup and the same readers have to do with a stage: a parity tells one use of it from the next,
   // but not from the one after that.
+  static constexpr int kReaders = kMGroups == 1 ? 2 : 1;  // where steps are short, their waits must overlap
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;
   static_assert(kStages >= 2);
@@ -233,7 +233,7 @@ struct TileReader {
     for (GroupwiseTile tile; scheduler.next(tile);) {
       int const weight_row = tile.expert * params.p.n + tile.first_column;
       for (int i = 0; i < depth; ++i, ++step) {
-        if (step % kReaders != reader) continue;
+        if (step % C::kReaders != reader) continue;
         auto& full = shared.full()[ring.stage];
         auto* const signal = reinterpret_cast<std::uint64_t*>(&full);
         shared.empty()[ring.stage].wait(ring.parity ^ 1);
@@ -242,7 +242,7 @@ struct TileReader {
                             i * kGroupDepth, tile.first_row + token_first);
         copy<kSharesWeights>(params.weights, signal, shared.weights(ring.stage) + weight_first * kGroupDepth,
                              i * kGroupDepth, weight_row + weight_first);
-        ring.advance(kReaders);
+        ring.advance(C::kReaders);
       }
     }
   }
@@ -269,7 +269,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       weight[t] = tile.expert * p.scale_b_expert + (column >> p.scale_b.shift) * p.scale_b.stride_row;
     }
     for (int i = 0; i < depth; ++i, ++step) {
-      if (step % kReaders != reader) continue;
+      if (step % C::kReaders != reader) continue;
       shared.empty()[ring.stage].wait(ring.parity ^ 1);
       std::uint32_t const target = cute::cast_smem_ptr_to_uint(shared.scales(ring.stage));
       auto const copy = [&](int index, float const* source) {
@@ -281,7 +281,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
           copy(C::kM + lane + 32 * t, p.scale_b.ptr + (weight[t] + i * p.scale_b.stride_k));
       }
       cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<std::uint64_t*>(shared.full() + ring.stage));
-      ring.advance(kReaders);
+      ring.advance(C::kReaders);
     }
   }
 }
@@ -363,8 +363,9 @@ struct GroupwiseMath {
     }
   }
 
-  // A tile of `steps` stages, every kKGroups-th of them.
-  static __device__ __forceinline__ void sum(float (&sums)[kSums], Position at, int steps) {
+  // The next `steps` stages, every kKGroups-th of them.
+  static __device__ __forceinline__ int sum(float (&sums)[kSums], Position& at, int steps) {
+    if (steps <= 0) return 0;
     float product[kSums];
     if constexpr (!C::kOverlaps) {
       for (int i = 0; i < steps; ++i) {
@@ -401,6 +402,7 @@ struct GroupwiseMath {
         finish_next(product, kNone);
       }
     }
+    return steps;
   }
 
   static __device__ __forceinline__ void fence(float (&product)[kSums]) {
@@ -450,8 +452,9 @@ struct GroupwiseMath {
   }
 };
 
-template <class C, class Out>
+template <class C>
 struct GroupwiseStore {
+  using Out = typename C::Out;
   static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
   static constexpr int kUnits = C::kChunk / kUnit;
 
@@ -477,7 +480,7 @@ struct GroupwiseStore {
       if (whole) {
 #pragma unroll
         for (int i = lane; i < 16 * kUnits; i += 32) {
-          auto const* const source = staging + i / kUnits * C::template kPitch<Out> + i % kUnits * 16;
+          auto const* const source = staging + i / kUnits * C::kPitch + i % kUnits * 16;
           *reinterpret_cast<int4*>(target + i / kUnits * p.stride_d + i % kUnits * kUnit) =
               *reinterpret_cast<int4 const*>(source);
         }
@@ -486,7 +489,7 @@ struct GroupwiseStore {
 #pragma unroll 1
         for (int i = lane; i < rows * C::kChunk; i += 32) {
           int const row = i / C::kChunk, column = i % C::kChunk;
-          auto const* const source = reinterpret_cast<Out const*>(staging + row * C::template kPitch<Out>);
+          auto const* const source = reinterpret_cast<Out const*>(staging + row * C::kPitch);
           if (column < columns) target[row * p.stride_d + column] = source[column];
         }
       }
@@ -509,7 +512,7 @@ struct GroupwiseStore {
   }
 
   static __device__ __forceinline__ void put(unsigned char* staging, int row, int column, float a, float b) {
-    auto* const target = reinterpret_cast<Out*>(staging + row * C::template kPitch<Out>) + column;
+    auto* const target = reinterpret_cast<Out*>(staging + row * C::kPitch) + column;
     if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
       *reinterpret_cast<__nv_bfloat162*>(target) = __floats2bfloat162_rn(a, b);
     } else if constexpr (std::is_same_v<Out, __half>) {
@@ -520,32 +523,44 @@ struct GroupwiseStore {
   }
 };
 
-template <class C, class Out>
+template <class C>
 __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared const& shared, int group, int warp,
                                int lane) {
   using Math = GroupwiseMath<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
   int before = 0;  // steps of the tiles that are done
+  // Warpgroups in step would also store their tiles at the same time, and nobody would multiply. The second one starts
+  // late; from then on each has the tensor cores to itself while the other stores.
+  constexpr int kLag = 3, kBarrier = 2, kEverybody = 256;
+  bool lags = C::kMGroups == 2;
   GroupwiseScheduler<C> scheduler(params.p);
   for (GroupwiseTile tile; scheduler.next(tile); before += depth) {
     float sums[Math::kSums] = {};
     int const boundary = kGroupDepth - tile.first_column % kGroupDepth;
     int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
-    if (steps > 0) {
-      Math::sum(sums, {shared, RingPosition<C>(before + group_k), group_m, boundary, warp, lane}, steps);
+    typename Math::Position at{shared, RingPosition<C>(before + group_k), group_m, boundary, warp, lane};
+    int first = 0;
+    if (lags) {
+      if (group_m == 0) first = Math::sum(sums, at, min(kLag, steps));
+      if (group_m == 0) {
+        asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory");
+      } else {
+        asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory");
+      }
+      lags = false;
     }
+    Math::sum(sums, at, steps - first);
     if constexpr (C::kKGroups > 1) Math::meet(sums, shared.partial(), group_k);
     if (group_k == 0) {
-      unsigned char* const staging = shared.staging() + (group_m * 4 + warp) * 16 * C::template kPitch<Out>;
-      GroupwiseStore<C, Out>::tile(sums, params.p, tile, staging, group_m * 64 + warp * 16, lane);
+      unsigned char* const staging = shared.staging() + (group_m * 4 + warp) * 16 * C::kPitch;
+      GroupwiseStore<C>::tile(sums, params.p, tile, staging, group_m * 64 + warp * 16, lane);
     }
   }
 }
 
-template <class C, class Out>
-__global__ __launch_bounds__(C::kThreads,
-                             C::kBlocksPerSm) void groupwise_kernel(__grid_constant__ GroupwiseParams const params) {
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_constant__ GroupwiseParams const params) {
   extern __shared__ unsigned char raw[];
   typename C::Shared const shared(raw);
   int const group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
@@ -564,17 +579,17 @@ __global__ __launch_bounds__(C::kThreads,
     __syncthreads();
   }
   TileReader<C> const reader{params, shared};
-  bool const reads_tiles = group == C::kMathGroups && warp < kReaders && lane == 0;
+  bool const reads_tiles = group == C::kMathGroups && warp < C::kReaders && lane == 0;
   if (reads_tiles && warp == 0) reader.prefetch();
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
     if (reads_tiles) reader.run(warp);
-    if (warp >= kReaders) read_scales<C>(params, shared, warp - kReaders, lane);
+    if (warp >= 2 && warp < 2 + C::kReaders) read_scales<C>(params, shared, warp - 2, lane);
     let_next_kernel_start();
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
-    multiply_tiles<C, Out>(params, shared, group, warp, lane);
+    multiply_tiles<C>(params, shared, group, warp, lane);
   }
   if constexpr (C::kCluster > 1) {  // others' TMA may still write here, and their releases arrive here
     __syncwarp();
@@ -583,7 +598,7 @@ __global__ __launch_bounds__(C::kThreads,
   }
 }
 
-template <class C, class Out>
+template <class C>
 struct GroupwiseGemm {
   static GroupwiseParams params_of(GroupwiseProblem const& p) {
     constexpr int kEight = 8;  // rows of the swizzle's pattern
@@ -615,10 +630,10 @@ struct GroupwiseGemm {
     static std::atomic<int> known[64];
     int blocks = known[device].load(std::memory_order_acquire);
     if (blocks != 0) return blocks;
-    auto* const kernel = groupwise_kernel<C, Out>;
+    auto* const kernel = groupwise_kernel<C>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
                "asking for shared memory");
-    blocks = device_properties(device).sm_count * C::kBlocksPerSm;
+    blocks = device_properties(device).sm_count;
     if constexpr (C::kCluster > 1) {
       cudaLaunchAttribute attributes[2];
       cudaLaunchConfig_t config = launch_config(attributes, C::kCluster, nullptr);
@@ -644,7 +659,7 @@ struct GroupwiseGemm {
     }
     cudaLaunchAttribute attributes[2];
     auto const config = launch_config(attributes, static_cast<int>(blocks), stream);
-    cuda_check(cudaLaunchKernelEx(&config, groupwise_kernel<C, Out>, params), "launching epiloq.groupwise_mm");
+    cuda_check(cudaLaunchKernelEx(&config, groupwise_kernel<C>, params), "launching epiloq.groupwise_mm");
   }
 };
 

@@ -4,8 +4,8 @@
 
 using epiloq::gemm::Share;
 using Tile =
-    epiloq::gemm::Groupwise<M_GROUPS, K_GROUPS, TILE_N, CLUSTER, Share::SHARE, BLOCKS_PER_SM, /*column scales=*/false>;
+    epiloq::gemm::Groupwise<M_GROUPS, K_GROUPS, TILE_N, CLUSTER, Share::SHARE, /*column scales=*/false, __nv_bfloat16>;
 
 void NAME(epiloq::gemm::GroupwiseProblem const& problem, int device, epiloq::Stream stream) {
-  epiloq::gemm::GroupwiseGemm<Tile, __nv_bfloat16>::launch(problem, device, stream);
+  epiloq::gemm::GroupwiseGemm<Tile>::launch(problem, device, stream);
 }

@@ -4,7 +4,7 @@
         [--kind int8|float8|groupwise] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
 A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
-A group-wise one: mM nN [k2: warpgroups along K] [t4|w2: four blocks share tokens, two share weights] [b2].
+A group-wise one: mM nN [k2: warpgroups along K] [t4|w2: four blocks share tokens, two share weights].
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
 
@@ -25,7 +25,7 @@ SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
 SHARES = {"t": "kTokens", "w": "kWeights", "": "kNothing"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
 TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])(?: b(\d))?(?: e(\d+))?")
-GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?(?: ([tw])(\d))?(?: b(\d))?")
+GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?(?: ([tw])(\d))?")
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,14 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
     if kind is KINDS["groupwise"]:
         match = GROUPWISE.fullmatch(tile)
         if match is None:
-            raise SystemExit(f'sweep: tile: expected such as "m128 n96 t4" or "m64 n48 k2 b2", got {tile!r}')
-        m, n, k, share, cluster, blocks = match.groups()
+            raise SystemExit(f'sweep: tile: expected such as "m128 n96 t4" or "m64 n48 k2", got {tile!r}')
+        m, n, k, share, cluster = match.groups()
         return name | {
             "M_GROUPS": str(int(m) // 64),
             "K_GROUPS": k or "1",
             "TILE_N": n,
             "CLUSTER": cluster or "1",
             "SHARE": SHARES[share or ""],
-            "BLOCKS_PER_SM": blocks or "1",
         }
     match = TILE.fullmatch(tile)
     if match is None:

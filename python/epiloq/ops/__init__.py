@@ -1,9 +1,19 @@
 """The operations, one file each."""
 
+from epiloq.ops.groupwise_mm import grouped_mm, groupwise_mm
 from epiloq.ops.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantize_int8 import quantize_int8
 from epiloq.ops.rms_norm_quant import rms_norm_quant
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.silu_and_mul_quant import silu_and_mul_quant
 
-__all__ = ["quantize_fp8", "quantize_int8", "rms_norm_quant", "scaled_mm", "scaled_mm_azp", "silu_and_mul_quant"]
+__all__ = [
+    "grouped_mm",
+    "groupwise_mm",
+    "quantize_fp8",
+    "quantize_int8",
+    "rms_norm_quant",
+    "scaled_mm",
+    "scaled_mm_azp",
+    "silu_and_mul_quant",
+]

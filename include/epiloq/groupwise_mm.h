@@ -1,0 +1,43 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "epiloq/device.h"
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+// D[m, n] = sum over blocks i of 128 along K of scale_a[m, i] scale_b[i, n] (A_i B_i)[m, n], plus bias[n]: float8 with
+// scales by groups, in the manner of DeepSeek-V3. Each block's product is added up in fp32.
+//
+// With experts (b of three dimensions), rows of A belong to one expert each: to e where offs[e - 1] <= row < offs[e],
+// or, with masked_m, the first masked_m[e] rows of a[e]. Neither is looked at on the host.
+struct GroupwiseMm {
+  TensorView out;      // [.., M, N] float16, bfloat16 or float32, rows dense
+  TensorView a;        // [.., M, K] float8 E4M3, rows dense
+  TensorView b;        // [K, N] float8 E4M3, columns dense; with experts [E, K, N]
+  TensorView scale_a;  // float32 [.., M, K/128 rounded up], or one a block of rows, any strides
+  TensorView scale_b;  // float32 [K/128, N/128 rounded up] or [K/128, N], any strides; with experts [E, ..]
+  std::optional<TensorView> bias{};      // [N], out's dtype
+  int rows_per_scale = 1;                // of A: 1 or 128
+  int columns_per_scale = 128;           // of B: 1 or 128
+  std::optional<TensorView> offs{};      // int32 [E], ascending, the last at most M
+  std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, ..] then
+};
+
+// What the choice of a kernel depends on.
+struct GroupwiseMmProblem {
+  std::int64_t m = 0, n = 0, k = 0;
+  bool column_scales = false;  // of B, one a column
+  bool aligned = true;         // 16-byte rows in A and B: what TMA needs
+  int experts = 1;             // whose rows are shared out evenly, as far as the host knows
+};
+
+EPILOQ_API void check(GroupwiseMm const& call);
+EPILOQ_API void groupwise_mm(GroupwiseMm const& call, Stream stream);
+EPILOQ_API std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
+EPILOQ_API std::string explain(GroupwiseMm const& call);
+
+}  // namespace epiloq

@@ -1,0 +1,41 @@
+#pragma once
+
+// Every tile that groupwise_mm is compiled for, with what a step of it costs. Data: a new tile is one row.
+
+#include <array>
+
+#include "gemm/config.h"
+
+namespace epiloq::ops::groupwise_mm {
+
+using gemm::GroupwiseConfig;
+using gemm::Share;
+
+// A tile and the time that all SMs together take for 128 of K of one tile each, in ns. H200, 2026-11-20: from times of
+// seven layer shapes at 1 to 4096 tokens. The tile whose waves cost least serves; this names the fastest tile of 24, or
+// one within 3 % of it, on all of them.
+struct Tile {
+  GroupwiseConfig config;
+  int step_ns;
+};
+inline constexpr std::array kTiles{
+    Tile{{1, 2, 32}, 135},
+    Tile{{1, 2, 48}, 190},
+    Tile{{1, 2, 56}, 220},
+    Tile{{1, 2, 64}, 250},
+    Tile{{1, 2, 96}, 290},
+    Tile{{1, 2, 128}, 340},
+    Tile{{2, 1, 64}, 310},
+    Tile{{2, 1, 96}, 380},
+    Tile{{2, 1, 128}, 450},
+    Tile{{2, 1, 160, 2, Share::kWeights}, 570},
+    Tile{{2, 1, 192, 2, Share::kWeights}, 650},
+};
+// With one scale a column of B, which costs registers and instructions.
+inline constexpr std::array kColumnScaleTiles{
+    Tile{{1, 2, 32}, 150},
+    Tile{{1, 2, 64}, 280},
+    Tile{{2, 1, 128}, 600},
+};
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,226 @@
+#include "epiloq/groupwise_mm.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/checks.h"
+#include "gemm/groupwise_problem.h"
+#include "ops/groupwise_mm/launch.h"
+#include "ops/groupwise_mm/select.h"
+
+namespace epiloq {
+namespace {
+
+constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
+constexpr int kBlock = gemm::kGroupDepth;
+
+std::int64_t blocks_of(std::int64_t size, int per_scale) { return (size + per_scale - 1) / per_scale; }
+
+struct Sizes {
+  Matrix out, a;
+  std::int64_t n = 0, k = 0, experts = 1;
+  std::int64_t stride_b = 0;
+  gemm::GroupScales scale_a, scale_b;
+  int scale_b_expert = 0;
+};
+
+bool has_experts(GroupwiseMm const& call) { return call.offs || call.masked_m; }
+
+char const* name_of(GroupwiseMm const& call) { return has_experts(call) ? "grouped_mm" : "groupwise_mm"; }
+
+// b: columns dense, and with experts each one's matrix right behind the one before it.
+void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
+  check.tensor("b", call.b, {DType::kFloat8E4M3});
+  int const rank = has_experts(call) ? 3 : 2;
+  if (call.b.rank != rank) {
+    check.fail("b", "expected ", rank, " dimensions ", rank == 3 ? "[E, K, N]" : "[K, N]", ", got ", describe(call.b));
+  }
+  if (call.b.size(-2) != sizes.k) {
+    check.fail("b", "expected ", sizes.k, " rows to follow a's columns, got ", describe(call.b));
+  }
+  sizes.n = call.b.size(-1);
+  if (sizes.k > 1 && sizes.n > 1 && call.b.stride(-2) != 1) {
+    check.fail("b", "expected column-major memory (stride 1 along K), got strides ending in ", call.b.stride(-2), ", ",
+               call.b.stride(-1), "; pass the transpose of a contiguous weight [.., N, K]");
+  }
+  Matrix const weight = check.rows("b", transposed(call.b));
+  sizes.stride_b = weight.stride;
+  sizes.experts = rank == 3 ? call.b.size(0) : 1;
+}
+
+// scale: a value for each of `rows` and 128 of K, of any strides.
+gemm::GroupScales check_scale(Checker const& check, char const* argument, TensorView const& scale, int row_dim,
+                              int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale) {
+  if (scale.size(row_dim) != rows || scale.size(k_dim) != blocks) {
+    check.fail(argument, "expected ", rows, " x ", blocks, " scales (one for ", per_scale, " of the ",
+               argument[6] == 'a' ? "rows" : "columns", " and ", kBlock, " of K), got ", describe(scale));
+  }
+  std::int64_t reach = 0;
+  for (int i = 0; i < scale.rank; ++i) {
+    if (scale.strides[i] < 0) check.fail(argument, "expected strides that are not negative, got ", scale.strides[i]);
+    reach += std::max<std::int64_t>(scale.shape[i] - 1, 0) * scale.strides[i];
+  }
+  if (reach > kMaxSize) check.fail(argument, "expected at most 2^31 elements of memory, got a reach of ", reach);
+  constexpr int kShiftOf128 = 7;
+  return {scale.as<float>(), static_cast<int>(scale.stride(row_dim)), static_cast<int>(scale.stride(k_dim)),
+          per_scale == 1 ? 0 : kShiftOf128};
+}
+
+void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
+  check.tensor("scale_a", call.scale_a, {DType::kFloat32});
+  check.tensor("scale_b", call.scale_b, {DType::kFloat32});
+  bool const known = (call.rows_per_scale == 1 && call.columns_per_scale == 128) ||
+                     (call.rows_per_scale == 128 && call.columns_per_scale == 128) ||
+                     (call.rows_per_scale == 1 && call.columns_per_scale == 1);
+  if (!known) {
+    check.fail("recipe", "expected (1, 128, 128), (128, 128, 128) or (1, 1, 128), got (", call.rows_per_scale, ", ",
+               call.columns_per_scale, ", ", kBlock, ")");
+  }
+  if (has_experts(call) && call.rows_per_scale != 1) {
+    check.fail("recipe", "expected one scale a row beside experts, whose rows begin anywhere, got ",
+               call.rows_per_scale, " rows a scale");
+  }
+  std::int64_t const blocks = blocks_of(sizes.k, kBlock);
+  TensorView scale_a = call.scale_a;
+  if (scale_a.rank > 2) {  // leading dimensions as a's: collapsed, as long as rows stay evenly spaced
+    std::int64_t rows = scale_a.size(-2);
+    std::int64_t const stride = scale_a.stride(-2);
+    for (int i = scale_a.rank - 3; i >= 0; --i) {
+      if (scale_a.shape[i] != 1 && scale_a.strides[i] != stride * rows) {
+        check.fail("scale_a", "expected leading dimensions that collapse into one, got ", describe(scale_a),
+                   "; call .contiguous()");
+      }
+      rows *= scale_a.shape[i];
+    }
+    scale_a = TensorView(scale_a.data, scale_a.dtype, scale_a.device, {rows, scale_a.size(-1)});
+    scale_a.strides = {stride, call.scale_a.stride(-1)};
+  }
+  if (scale_a.rank != 2) check.fail("scale_a", "expected [M, K/128], got ", describe(call.scale_a));
+  sizes.scale_a = check_scale(check, "scale_a", scale_a, 0, 1, blocks_of(sizes.a.rows, call.rows_per_scale), blocks,
+                              call.rows_per_scale);
+  int const rank = has_experts(call) ? 3 : 2;
+  if (call.scale_b.rank != rank) {
+    check.fail("scale_b", "expected ", rank, " dimensions as b has, got ", describe(call.scale_b));
+  }
+  if (rank == 3 && call.scale_b.size(0) != sizes.experts) {
+    check.fail("scale_b", "expected ", sizes.experts, " experts' scales, got ", describe(call.scale_b));
+  }
+  sizes.scale_b = check_scale(check, "scale_b", call.scale_b, -1, -2, blocks_of(sizes.n, call.columns_per_scale),
+                              blocks, call.columns_per_scale);
+  if (rank == 3) sizes.scale_b_expert = static_cast<int>(call.scale_b.stride(0));
+}
+
+void check_out_and_bias(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
+  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  sizes.out = check.rows("out", call.out);
+  bool const same_rows =
+      std::equal(call.a.shape.begin(), call.a.shape.begin() + call.a.rank - 1, call.out.shape.begin());
+  if (call.out.rank != call.a.rank || !same_rows || sizes.out.cols != sizes.n) {
+    check.fail("out", "expected a's leading dimensions and ", sizes.n, " columns, got ", describe(call.out));
+  }
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.out.dtype});
+    check.vector("bias", *call.bias, sizes.n);
+    check.apart("out", call.out, "bias", *call.bias);
+  }
+  check.apart("out", call.out, "a", call.a);
+  check.apart("out", call.out, "b", call.b);
+  check.apart("out", call.out, "scale_a", call.scale_a);
+  check.apart("out", call.out, "scale_b", call.scale_b);
+}
+
+void check_experts(GroupwiseMm const& call, Checker const& check, Sizes const& sizes) {
+  if (call.offs && call.masked_m) check.fail("masked_m", "expected either offs or masked_m, got both");
+  if (call.offs) {
+    check.tensor("offs", *call.offs, {DType::kInt32});
+    check.vector("offs", *call.offs, sizes.experts);
+  }
+  if (call.masked_m) {
+    check.tensor("masked_m", *call.masked_m, {DType::kInt32});
+    check.vector("masked_m", *call.masked_m, sizes.experts);
+    if (call.a.rank != 3 || call.a.size(0) != sizes.experts) {
+      check.fail("a", "expected [", sizes.experts, ", M, K] beside masked_m, got ", describe(call.a));
+    }
+  }
+}
+
+Sizes checked(GroupwiseMm const& call) {
+  Checker const check(name_of(call), call.a.device);
+  Sizes sizes;
+  check.tensor("a", call.a, {DType::kFloat8E4M3});
+  sizes.a = check.rows("a", call.a);
+  sizes.k = sizes.a.cols;
+  check_b(call, check, sizes);
+  check_out_and_bias(call, check, sizes);
+  check_experts(call, check, sizes);
+  check_scales(call, check, sizes);
+  constexpr std::int64_t kMaxColumns = 65535 * 128;  // blocks along the second axis of the generic kernel's grid
+  if (sizes.a.rows > kMaxSize || sizes.k > kMaxSize)
+    check.fail("a", "expected sizes below 2^31, got ", describe(call.a));
+  if (sizes.n > kMaxColumns || sizes.experts * sizes.n > kMaxSize) {
+    check.fail("b", "expected at most ", kMaxColumns, " columns, got ", describe(call.b));
+  }
+  check.aligned16("a", call.a);
+  check.aligned16("b", call.b);
+  check.aligned16("out", call.out);
+  return sizes;
+}
+
+GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
+  bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
+  return {sizes.a.rows, sizes.n, sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts)};
+}
+
+struct Target {
+  Arch arch;
+  int sm_count;
+};
+
+Target target_of(GroupwiseMm const& call) {
+  constexpr int kH100 = 132;
+  if (call.a.device.type == Device::Type::kCuda) {
+    int const device = call.a.device.index;
+    return {ops::groupwise_mm::arch_of_device(device), device_properties(device).sm_count};
+  }
+  return {forced_arch(), kH100};
+}
+
+}  // namespace
+
+void check(GroupwiseMm const& call) { checked(call); }
+
+void groupwise_mm(GroupwiseMm const& call, Stream stream) {
+  Sizes const sizes = checked(call);
+  if (call.a.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.groupwise_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
+  }
+  if (sizes.a.rows == 0 || sizes.n == 0 || sizes.experts == 0) return;
+  gemm::GroupwiseProblem p;
+  p.m = static_cast<int>(call.masked_m ? call.a.size(1) : sizes.a.rows);
+  p.n = static_cast<int>(sizes.n);
+  p.k = static_cast<int>(sizes.k);
+  p.experts = static_cast<int>(sizes.experts);
+  p.stride_a = sizes.a.stride, p.stride_b = sizes.stride_b, p.stride_d = sizes.out.stride;
+  p.a = call.a.data, p.b = call.b.data, p.d = call.out.data;
+  p.scale_a = sizes.scale_a, p.scale_b = sizes.scale_b, p.scale_b_expert = sizes.scale_b_expert;
+  p.bias = call.bias ? call.bias->data : nullptr;
+  p.offs = call.offs ? call.offs->as<std::int32_t>() : nullptr;
+  p.masked_m = call.masked_m ? call.masked_m->as<std::int32_t>() : nullptr;
+  Target const target = target_of(call);
+  auto const choice = ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count);
+  ops::groupwise_mm::launch(choice, p, call.out.dtype, call.a.device.index, stream);
+}
+
+std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count) {
+  constexpr int kH100 = 132;
+  return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem, arch, sm_count > 0 ? sm_count : kH100));
+}
+
+std::string explain(GroupwiseMm const& call) {
+  Sizes const sizes = checked(call);
+  if (sizes.a.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
+  Target const target = target_of(call);
+  return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count));
+}
+
+}  // namespace epiloq

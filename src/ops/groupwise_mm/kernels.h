@@ -1,0 +1,18 @@
+#pragma once
+
+// Where groupwise_mm's kernels live: declared here for the launch tables, defined and instantiated in kernels.cu.in's
+// expansions, and the generic one in generic.cu.
+
+#include "epiloq/device.h"
+#include "gemm/groupwise_problem.h"
+
+namespace epiloq::ops::groupwise_mm {
+
+template <int kRow, bool kColumnScales, DType kOut>
+struct Sm90 {
+  static void launch(gemm::GroupwiseProblem const&, int device, Stream);
+};
+
+void launch_generic(gemm::GroupwiseProblem const&, DType out, int device, Stream);
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,63 @@
+#include "ops/groupwise_mm/launch.h"
+
+#include <utility>
+
+#include "epiloq/error.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#include "ops/groupwise_mm/configs.h"
+#include "ops/groupwise_mm/kernels.h"
+#endif
+
+namespace epiloq::ops::groupwise_mm {
+
+#if EPILOQ_HAS_CUDA
+namespace {
+
+#if EPILOQ_HAS_SM90
+template <bool kColumnScales, std::size_t... kRows>
+gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows...>) {
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90<kRows, kColumnScales, DType::kFloat16>::launch,
+                                                         &Sm90<kRows, kColumnScales, DType::kBFloat16>::launch,
+                                                         &Sm90<kRows, kColumnScales, DType::kFloat32>::launch}...};
+  int const column = out == DType::kFloat16 ? 0 : out == DType::kBFloat16 ? 1 : 2;
+  return kTable[row][column];
+}
+#endif
+
+}  // namespace
+
+Arch arch_of_device(int device) {
+  Arch const forced = forced_arch();
+  bool const wants_sm90 = forced == Arch::kAuto || forced == Arch::kSm90;
+  bool const has_sm90 = is_built(Arch::kSm90) && device_properties(device).compute_capability == 90;
+  return wants_sm90 && has_sm90 ? Arch::kSm90 : Arch::kAuto;
+}
+
+void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType out, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  switch (choice.family) {
+#if EPILOQ_HAS_SM90
+    case Family::kSm90:
+      return sm90_launch<false>(choice.row, out, std::make_index_sequence<kTiles.size()>{})(problem, device, stream);
+    case Family::kSm90ColumnScales:
+      return sm90_launch<true>(choice.row, out, std::make_index_sequence<kColumnScaleTiles.size()>{})(problem, device,
+                                                                                                      stream);
+#endif
+    case Family::kGeneric:
+      return launch_generic(problem, out, device, stream);
+    default:
+      throw Unsupported("epiloq.groupwise_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
+  }
+}
+#else
+Arch arch_of_device(int device) {
+  device_properties(device);
+  return Arch::kAuto;
+}
+
+void launch(Choice const&, gemm::GroupwiseProblem const&, DType, int device, Stream) { device_properties(device); }
+#endif
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "gemm/groupwise_problem.h"
+#include "ops/groupwise_mm/select.h"
+
+namespace epiloq::ops::groupwise_mm {
+
+// The architecture whose kernels serve a device here: sm90, or auto for the generic one.
+Arch arch_of_device(int device);
+
+void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType out, int device, Stream stream);
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,67 @@
+#include "ops/groupwise_mm/select.h"
+
+#include <limits>
+#include <sstream>
+
+#include "ops/groupwise_mm/configs.h"
+
+namespace epiloq::ops::groupwise_mm {
+namespace {
+
+// The time of a problem in steps of a tile: waves of the SMs, each as long as a step.
+std::int64_t cost_of(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
+  auto const ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  GroupwiseConfig const& c = tile.config;
+  std::int64_t const rows = c.m_groups * 64 * (c.share == Share::kWeights ? c.cluster : 1);
+  std::int64_t const columns = c.n * (c.share == Share::kTokens ? c.cluster : 1);
+  std::int64_t const rows_of_expert = ceil_div(p.m, p.experts);
+  std::int64_t const tiles = p.experts * ceil_div(rows_of_expert, rows) * ceil_div(p.n, columns) * c.cluster;
+  return ceil_div(tiles, sm_count) * tile.step_ns;
+}
+
+// The cheapest row; of equals the last, whose tiles are larger.
+template <class Tiles>
+int cheapest(Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+  int best = 0;
+  std::int64_t best_cost = std::numeric_limits<std::int64_t>::max();
+  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+    std::int64_t const cost = cost_of(tiles[row], p, sm_count);
+    if (cost <= best_cost) {
+      best = row;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+std::string describe(GroupwiseConfig const& c) {
+  std::ostringstream text;
+  text << "sm90 group-wise wgmma, " << 64 * c.m_groups << " tokens x " << c.n << " weights";
+  if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
+  if (c.cluster > 1) {
+    text << ", " << c.cluster << " blocks share " << (c.share == Share::kTokens ? "tokens" : "weights");
+  }
+  return text.str();
+}
+
+}  // namespace
+
+Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
+  if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
+  if (p.column_scales) return {Family::kSm90ColumnScales, cheapest(kColumnScaleTiles, p, sm_count)};
+  return {Family::kSm90, cheapest(kTiles, p, sm_count)};
+}
+
+std::string describe(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kGeneric:
+      return "generic fp32 (slow: no SM90, or rows that do not start on 16 bytes)";
+    case Family::kSm90:
+      return describe(kTiles[choice.row].config);
+    case Family::kSm90ColumnScales:
+      return describe(kColumnScaleTiles[choice.row].config) + ", a scale a column";
+  }
+  return "";
+}
+
+}  // namespace epiloq::ops::groupwise_mm

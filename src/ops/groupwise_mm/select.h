@@ -1,0 +1,21 @@
+#pragma once
+
+// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+
+#include <string>
+
+#include "epiloq/groupwise_mm.h"
+
+namespace epiloq::ops::groupwise_mm {
+
+enum class Family { kGeneric, kSm90, kSm90ColumnScales };
+
+struct Choice {
+  Family family;
+  int row;  // of the family's table in configs.h
+};
+
+Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
+std::string describe(Choice const& choice);
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,251 @@
+"""groupwise_mm and grouped_mm against float64, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+from reference import poisoned, ulp
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32)
+RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
+Recipe = tuple[int, int, int]
+
+
+def up(size: int, multiple: int) -> int:
+    return -(-size // multiple)
+
+
+@dataclass
+class Problem:
+    a: Tensor
+    weight: Tensor  # [N, K], or [E, N, K]
+    scale_a: Tensor
+    scale_b: Tensor
+    recipe: Recipe
+
+    @property
+    def b(self) -> Tensor:
+        return self.weight.transpose(-1, -2)
+
+    def spread_weight(self) -> Tensor:
+        """The de-quantised weight's scales, element by element, in float64: [.., K, N]."""
+        scale = self.scale_b.double().repeat_interleave(128, dim=-2).repeat_interleave(self.recipe[1], dim=-1)
+        return scale[..., : self.b.shape[-2], : self.b.shape[-1]]
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """De-quantised, in float64."""
+        scale = self.scale_a.double().repeat_interleave(128, dim=-1).repeat_interleave(self.recipe[0], dim=-2)
+        scale = scale[..., : self.a.shape[-2], : self.a.shape[-1]]
+        return self.a.double() * scale, self.b.double() * self.spread_weight()
+
+
+def values(*shape: int, device: str) -> Tensor:
+    return (torch.randn(*shape) * 64).to(torch.float8_e4m3fn).to(device)
+
+
+def scales(*shape: int, device: str) -> Tensor:
+    return (torch.rand(*shape) * 0.02 + 1e-3).to(device)
+
+
+def make(m: int, n: int, k: int, *, device: str = "cpu", recipe: Recipe = RECIPES[0], experts: int = 0) -> Problem:
+    lead = (experts,) if experts else ()
+    return Problem(
+        values(m, k, device=device),
+        values(*lead, n, k, device=device),
+        scales(up(m, recipe[0]), up(k, 128), device=device),
+        scales(*lead, up(k, 128), up(n, recipe[1]), device=device),
+        recipe,
+    )
+
+
+def assert_close(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> None:
+    """Within one ulp of the output and 2^-8 of the root of the sum of squared terms, as docs/numerics.md says."""
+    reference = left @ right + (0 if bias is None else bias.double())
+    span = (left.square() @ right.square()).sqrt()
+    error = (out.double().reshape(reference.shape) - reference).abs()
+    assert not error.isnan().any(), "NaN: an element that was never written?"
+    limit = ulp(reference, out.dtype) + 2.0**-8 * span
+    worst = float((error / limit.clamp(min=1e-300)).max()) if error.numel() else 0.0
+    assert (error <= limit).all(), f"worst element {worst:.2f} times the bound"
+    if reference.count_nonzero() > 100:  # DeepGEMM's measure
+        difference = 1 - 2 * float((out.double().reshape(reference.shape) * reference).sum()) / float(
+            out.double().square().sum() + reference.square().sum()
+        )
+        assert difference < 1e-3
+
+
+def call(p: Problem, bias: Tensor | None = None, **kwargs: object) -> Tensor:
+    return epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, bias, recipe=p.recipe, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 16, 128), (17, 100, 100), (100, 17, 576), (576, 24, 4095), (3, 4095, 144)]
+)
+def test_odd_sizes(seed: int, device: str, recipe: Recipe, m: int, n: int, k: int) -> None:
+    p = make(m, n, k, device=device, recipe=recipe)
+    for dtype in DTYPES:
+        bias = torch.randn(n).to(dtype).to(device)
+        for row in (None, bias):
+            out = poisoned((m, n), dtype, device)
+            assert call(p, row, out=out) is out
+            assert_close(out, *p.operands(), row)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 128), (16, 0, 128), (16, 32, 0)])
+def test_empty(device: str, shape: tuple[int, int, int]) -> None:
+    p = make(*shape, device=device)
+    assert_close(call(p), *p.operands())
+
+
+def test_any_layout_of_scales(seed: int, device: str) -> None:
+    p = make(33, 200, 640, device=device)
+    expected = call(p)
+    padded = torch.zeros(5, 36, device=device)
+    padded[:, :33] = p.scale_a.t()
+    assert torch.equal(epiloq.groupwise_mm(p.a, p.b, padded[:, :33].t(), p.scale_b), expected)
+    assert torch.equal(epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b.t().contiguous().t()), expected)
+    nested = epiloq.groupwise_mm(p.a.view(3, 11, 640), p.b, p.scale_a.view(3, 11, 5), p.scale_b)
+    assert torch.equal(nested.view(33, 200), expected)
+
+
+def test_quantisers_scales_fit(seed: int, device: str) -> None:
+    x, weight = torch.randn(19, 300, device=device), torch.randn(130, 300, device=device)
+    q, scale = epiloq.quantize_fp8(x, granularity="group", scale_layout="column")
+    w, weight_scale = epiloq.quantize_fp8(weight, granularity="block")
+    out = epiloq.groupwise_mm(q, w.t(), scale, weight_scale.t(), out_dtype=torch.float32)
+    exact = x.double() @ weight.double().t()
+    assert (out.double() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_long_sums(seed: int, device: str) -> None:
+    for k in (16384, 65536):
+        p = make(40, 64, k, device=device)
+        assert_close(call(p, out_dtype=torch.float32), *p.operands())
+
+
+def test_strided_operands(seed: int, device: str) -> None:
+    p = make(24, 64, 256, device=device)
+    wide = torch.zeros(24, 512, device=device).to(torch.float8_e4m3fn)
+    wide[:, :256] = p.a
+    out = poisoned((24, 96), torch.bfloat16, device)
+    epiloq.groupwise_mm(wide[:, :256], p.b, p.scale_a, p.scale_b, out=out[:, :64])
+    assert torch.equal(out[:, :64], call(p)) and out[:, 64:].isnan().all()
+
+
+def test_compiles(seed: int, device: str) -> None:
+    p = make(32, 64, 256, device=device)
+    compiled = torch.compile(lambda *args: epiloq.groupwise_mm(*args), fullgraph=True)
+    assert torch.equal(compiled(p.a, p.b, p.scale_a, p.scale_b), call(p))
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2]])
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 64, 0], [17, 33, 128, 256]])
+def test_experts_by_offsets(seed: int, device: str, recipe: Recipe, counts: list[int]) -> None:
+    p = make(sum(counts) + 7, 136, 400, device=device, recipe=recipe, experts=len(counts))
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(device)
+    out = poisoned((p.a.shape[0], 136), torch.bfloat16, device)
+    epiloq.grouped_mm(p.a, p.b, p.scale_a, p.scale_b, offs=ends, recipe=recipe, out=out)
+    left, right = p.operands()
+    for expert, rows in enumerate(torch.arange(sum(counts)).split(counts)):
+        assert_close(out[rows], left[rows], right[expert])
+    assert out[sum(counts) :].isnan().all(), "rows of no expert were written"
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2]])
+def test_experts_by_mask(seed: int, device: str, recipe: Recipe) -> None:
+    counts, experts, most = [3, 0, 70, 130], 4, 130
+    p = make(most * experts, 200, 272, device=device, recipe=recipe, experts=experts)
+    a, scale_a = p.a.view(experts, most, 272), p.scale_a.view(experts, most, 3)
+    masked_m = torch.tensor(counts, dtype=torch.int32, device=device)
+    out = poisoned((experts, most, 200), torch.float16, device)
+    epiloq.grouped_mm(a, p.b, scale_a, p.scale_b, masked_m=masked_m, recipe=recipe, out=out)
+    left, right = p.operands()
+    for expert, count in enumerate(counts):
+        rows = slice(expert * most, expert * most + count)
+        assert_close(out[expert, :count], left[rows], right[expert])
+        assert out[expert, count:].isnan().all()
+
+
+BAD = {
+    "scale_a: expected 16 x 2 scales": {"scale_a": torch.ones(16, 3)},
+    "scale_a: expected \\[M, K/128\\]": {"scale_a": torch.ones(1)},
+    "scale_b: expected 1 x 2 scales": {"scale_b": torch.ones(2, 32)},
+    "a: expected float8_e4m3fn, got int8": {"a": torch.zeros(16, 256, dtype=torch.int8)},
+    "b: expected column-major": {"b": torch.zeros(256, 32).to(torch.float8_e4m3fn)},
+    "recipe: expected one of": {"recipe": (1, 64, 128)},
+    "out_dtype: expected": {"out_dtype": torch.int32},
+    "bias: expected bfloat16": {"bias": torch.ones(32)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message: str) -> None:
+    p = make(16, 32, 256)
+    good = {"a": p.a, "b": p.b, "scale_a": p.scale_a, "scale_b": p.scale_b}
+    with pytest.raises(ValueError, match=message):
+        epiloq.groupwise_mm(**{**good, **BAD[message]})
+
+
+def test_bad_experts_are_named() -> None:
+    p = make(16, 32, 256, experts=2)
+    good = (p.a, p.b, p.scale_a, p.scale_b)
+    ends = torch.tensor([4, 16], dtype=torch.int32)
+    with pytest.raises(ValueError, match="offs: expected either offs or masked_m, got both"):
+        epiloq.grouped_mm(*good, offs=ends, masked_m=ends)
+    with pytest.raises(ValueError, match="offs: expected 2 elements"):
+        epiloq.grouped_mm(*good, offs=ends[:1])
+    with pytest.raises(ValueError, match="offs: expected ascending ends"):
+        epiloq.grouped_mm(*good, offs=ends.flip(0))
+    with pytest.raises(ValueError, match="masked_m: expected 0 to 8 rows each"):
+        epiloq.grouped_mm(p.a.view(2, 8, 256), p.b, p.scale_a.view(2, 8, 2), p.scale_b, masked_m=ends)
+    with pytest.raises(ValueError, match="recipe: expected"):
+        epiloq.grouped_mm(*good, offs=ends, recipe=(128, 128, 128))
+
+
+def test_every_tile_is_chosen_somewhere() -> None:
+    sizes_m, sizes_n = (1, 64, 65, 128, 200, 256, 1024, 4096), (64, 512, 2112, 4096, 6144, 7168, 8192, 24576, 28672)
+    explain = epiloq.explain
+    dense = {explain("groupwise_mm", m=m, n=n, k=4096) for m, n in itertools.product(sizes_m, sizes_n)}
+    assert len(dense) == 11, sorted(dense)
+    columns = {
+        explain("groupwise_mm", m=m, n=n, k=4096, column_scales=True) for m, n in itertools.product(sizes_m, sizes_n)
+    }
+    assert len(columns) == 3, sorted(columns)
+    assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> None:
+    kernels = set()
+    for m, n in itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576)):
+        p = make(m, n, 400, device="cuda", recipe=recipe)
+        bias = torch.randn(n).to(dtype).cuda()
+        out = poisoned((m, n), dtype, "cuda")
+        call(p, bias, out=out)
+        assert_close(out, *p.operands(), bias)
+        kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
+    assert len(kernels) >= (3 if recipe[1] == 1 else 9), kernels
+
+
+@pytest.mark.gpu
+def test_graphs_and_repeats_give_the_same_bits(seed: int) -> None:
+    p = make(77, 4096, 2048, device="cuda")
+    expected, out = call(p), torch.empty(77, 4096, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            call(p, out=out)
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
