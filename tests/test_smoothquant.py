@@ -110,7 +110,7 @@ def test_quantises_better(seed: int) -> None:
 
     plain = error(copy.deepcopy(model))
     smoothquant_(model, lambda m: m(calibration))
-    assert error(model) < 0.7 * plain
+    assert error(model) < 0.85 * plain
 
 
 def test_a_layer_that_is_not_quantised_is_not_smoothed(seed: int) -> None:

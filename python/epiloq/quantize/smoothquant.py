@@ -87,23 +87,40 @@ def smoothquant_(
     if not 0 <= alpha <= 1:
         raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
     seen = observe(model, calibrate)
-    before = outputs(model, seen)
     takes = default_filter(model) if filter_fn is None else filter_fn
     done = []
-    for producer, names in seen.feeds.items():
-        consumers = [model.get_submodule(name) for name in names]
-        if not any(takes(consumer, name) for consumer, name in zip(consumers, names, strict=True)):
-            continue
-        linears = [consumer for consumer in consumers if isinstance(consumer, nn.Linear)]
-        module = model.get_submodule(producer)
-        if not _foldable(model, seen, before, module, linears):
-            continue
+    for producer, names in foldings(model, seen, takes):
+        consumers = linears(model, names)
         amax = torch.stack([seen.amax[name] for name in names]).amax(0)
-        scale = smooth_scale(amax, [linear.weight for linear in linears], alpha)
-        done.append((module, linears, Smoothed(producer, tuple(names), scale)))
-    for module, linears, smoothed in done:
-        fold_(module, linears, smoothed.scale)
-    return tuple(smoothed for _, _, smoothed in done)
+        scale = smooth_scale(amax, [linear.weight for linear in consumers], alpha)
+        done.append((consumers, Smoothed(producer, names, scale)))
+    for consumers, smoothed in done:
+        fold_(model.get_submodule(smoothed.producer), consumers, smoothed.scale)
+    return tuple(smoothed for _, smoothed in done)
+
+
+@torch.no_grad()
+def foldings(
+    model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """The candidates of a run that can be folded exactly: a producer and every linear layer that reads it, by name.
+
+    Those are left out of which no consumer is wanted, as ``takes(module, name)`` says.
+    """
+    before = outputs(model, seen)
+    found = []
+    for producer, names in seen.feeds.items():
+        consumers = linears(model, names)
+        if any(takes(consumer, name) for consumer, name in zip(consumers, names, strict=True)) and _foldable(
+            model, seen, before, model.get_submodule(producer), consumers
+        ):
+            found.append((producer, tuple(names)))
+    return found
+
+
+def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The linear layers of those names."""
+    return [module for module in map(model.get_submodule, names) if isinstance(module, nn.Linear)]
 
 
 def _foldable(
