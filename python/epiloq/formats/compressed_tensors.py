@@ -1,6 +1,6 @@
 """The layouts of the compressed-tensors package: ``pack-quantized`` (W4A16, W8A16) and ``int-quantized`` (W8A8).
 
-Its reader multiplies in the scale's type, so scales are written in the model's.
+Its reader multiplies in the scale's type, so scales of weights alone are written in the model's.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ PACKED, INTEGER = "pack-quantized", "int-quantized"
 
 
 def to_tensors(weight: QuantizedWeight, quantization: Quantization, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer's tensors by the last part of their names; scales in `dtype`. Raises FormatError for what it has no
-    words for: a last group that is shorter, and groups in another order than the channels."""
+    """A layer's tensors by the last part of their names; scales in `dtype`, or float32 for W8A8.
+
+    Raises FormatError for what it has no words for: a last group that is shorter, groups in activation order.
+    """
     columns = weight.q.shape[1]
-    divides("in_features", columns, weight.grid.length(columns), "compressed-tensors")
+    divides("in_features", columns, weight.grid.length(columns), "compressed-tensors (gptq has short last groups)")
     if weight.perm is not None:
         raise FormatError("compressed-tensors: groups in activation order cannot be said; use static groups")
-    scale = weight.scale.to(dtype)
     if quantization.activations:
         if weight.zero is not None or weight.bits != 8:
             raise FormatError("compressed-tensors: int-quantized: expected 8 bits and a symmetric grid")
-        return {"weight": weight.q, "weight_scale": scale}
+        return {"weight": weight.q, "weight_scale": weight.scale}
     q, zero = unsigned(weight)
     tensors = {
         "weight_packed": pack(q, weight.bits),
-        "weight_scale": scale,
+        "weight_scale": weight.scale.to(dtype),
         "weight_shape": torch.tensor(weight.q.shape, dtype=torch.int64),
     }
     if weight.zero is not None:

@@ -170,8 +170,11 @@ class _Work:
             }
         else:
             device = next(block.parameters()).device
-            runs = [partial(call.run, block, x.to(device)) for call, x in zip(calls, hidden, strict=True)]
-            groups = input_groups(layers, runs)
+
+            def run(window: int) -> Tensor:
+                return calls[window].run(block, hidden[window].to(device))
+
+            groups = input_groups(layers, [partial(run, window) for window in range(len(hidden))])
             self._fold(name, block, layers, groups, calls[0], hidden[0])
             for names, statistics in groups:
                 part, part_errors = self._round({n: layers[n] for n in names}, statistics)
