@@ -242,6 +242,19 @@ def test_rounding_needs_no_inputs(seed: int) -> None:
             assert torch.equal(value.q, rtn(before.get_submodule(name).weight, Grid(4, 16)).q)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [True, False])
+def test_blocks_on_a_gpu(seed: int, whole: bool) -> None:
+    """A model that is there, and one of which a block at a time is."""
+    original, calibration = outlying(llama()), texts(24)
+    nearest, found = copy.deepcopy(original), copy.deepcopy(original)
+    walk(nearest, [], "rtn", Grid(4, 32))
+    walk(found.cuda() if whole else found, calibration, "awq+gptq", Grid(4, 32), device="cuda")
+    assert {p.device.type for p in found.parameters()} == {"cuda" if whole else "cpu"}
+    evaluation = texts(8)
+    assert loss(found.cpu(), original, evaluation) < 0.85 * loss(nearest, original, evaluation)
+
+
 def test_overrides(seed: int) -> None:
     model, windows = llama().eval(), texts(2)
     blocks = walk(

@@ -91,6 +91,17 @@ def test_int8_per_channel(seed: int) -> None:
     assert output_error(value, weight, x) < 0.6 * output_error(rtn(weight, grid), weight, x)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(seed: int) -> None:
+    x, weight = inputs(300), torch.randn(40, 300)
+    for static_groups in (True, False):
+        grid = Grid(4, 64)
+        value = gptq(weight.cuda(), hessian(x.cuda()), grid, static_groups=static_groups)
+        assert value.q.is_cuda and value.scale.is_cuda
+        lost = output_error(value, weight.cuda(), x.cuda())
+        assert lost < 0.5 * output_error(rtn(weight, grid), weight, x)
+
+
 def test_dead_channels_are_rounded_and_compensate_nothing(seed: int) -> None:
     x, weight = inputs(80), torch.randn(9, 80)
     x[:, [0, 17, 79]] = 0

@@ -124,6 +124,15 @@ def test_rows_are_independent(seed: int) -> None:
         assert torch.equal(part.q, alone.q) and torch.equal(part.scale, alone.scale)
 
 
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits(seed: int) -> None:
+    weight = torch.randn(50, 300)
+    for grid in (Grid(4, 64), Grid(8, -1, True), Grid(4, 32, scale_dtype=torch.float16)):
+        cpu, gpu = rtn(weight, grid), rtn(weight.cuda(), grid)
+        assert torch.equal(cpu.q, gpu.q.cpu()) and torch.equal(cpu.scale, gpu.scale.cpu())
+        assert torch.equal(cpu.dequantize(), gpu.dequantize().cpu())
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="bits"):
         Grid(9)

@@ -168,7 +168,10 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
     """A copy of the teacher with something wrong."""
     shutil.copytree(teacher, folder)
     weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    if how == "truncated":
+    if how == "no tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    elif how == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])
     elif how == "missing shard":
         weights.rename(folder / "model-00001-of-00002.safetensors")
@@ -213,6 +216,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
         ("no linear", "found none"),
         ("nan", "finite"),
         ("pickle", "expected model.safetensors"),
+        ("no tokenizer", "no tokenizer"),
     ],
 )
 def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said: str) -> None:
@@ -239,6 +243,7 @@ def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said
         (("--scheme", "w8a16", "--format", "awq"), "4 bits"),
         (("--scheme", "w4a16-g32", "--calibration", "absent.txt"), "nothing there"),
         (("--scheme", "w4a16-g32", "--blocks", "model.norm"), "ModuleList"),
+        (("--scheme", "w4a16-g32", "--device", "quantum"), "expected cpu"),
     ],
 )
 def test_bad_requests_touch_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from epiloq.cli.env import check_json_target
-from epiloq.cli.quantize import failures, quiet
+from epiloq.cli.quantize import check_device, failures, quiet
 
 ALL = 0
 
@@ -20,17 +20,14 @@ def measure(
     folder: Path, text: Path, tokens: int, length: int, device: str, begin: Callable[[int], Callable[[], None]]
 ) -> dict[str, Any]:
     """The figures as a JSON-ready dictionary. ``begin(windows)`` gives what is called after each window."""
-    from transformers import AutoTokenizer
-
     from epiloq.demo.layers import weight_bytes
     from epiloq.demo.perplexity import perplexity
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.model import load
-    from epiloq.quantize.text import read_texts, windows
+    from epiloq.quantize.text import load_tokenizer, read_texts, windows
 
     checkpoint = Checkpoint(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    parts = windows(tokenizer, read_texts(text), length)
+    parts = windows(load_tokenizer(folder), read_texts(text), length)
     if tokens != ALL:
         parts = parts[: -(-tokens // length)]
     model, quantization = load(checkpoint)
@@ -69,6 +66,7 @@ def evaluate(
     from rich.console import Console
 
     check_json_target(json_file)
+    check_device(device)
     console = Console()
     with failures("eval"):
         quiet()

@@ -56,6 +56,15 @@ def one_of(value: str, known: dict[str, Any], option: str) -> str:
     return value
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    import torch
+
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"expected cpu, or cuda where torch sees one, got {device!r}", param_hint="--device")
+
+
 def quiet() -> None:
     """Keep transformers off the network and its bars and warnings off our display."""
     from epiloq.demo.teacher import keep_offline
@@ -116,6 +125,7 @@ def quantize(
     from rich.console import Console
 
     check_json_target(json_file)
+    check_device(device)
     console = Console()
     with failures("quantize", GO_ON):
         quiet()

@@ -129,8 +129,9 @@ def _walk(
             with without_cache(model):
                 done = work.quantise(name, block, layers, recorded.calls[index], recorded.hidden)
         install_(block, layers, done)
-        for i, call in enumerate(recorded.calls[index]):
-            recorded.hidden[i] = call.run(block, recorded.hidden[i].to(device or home)).cpu()
+        if index + 1 < len(blocks):
+            for i, call in enumerate(recorded.calls[index]):
+                recorded.hidden[i] = call.run(block, recorded.hidden[i].to(device or home)).cpu()
         recorded.calls[index].clear()
         block.to(home)
         yield done

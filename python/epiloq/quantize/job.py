@@ -24,7 +24,7 @@ from epiloq.quantize.blocks import find_blocks, linears_of
 from epiloq.quantize.calibrate import ALGORITHMS, calibrate
 from epiloq.quantize.store import Store
 from epiloq.quantize.targets import TARGETS
-from epiloq.quantize.text import SEED, read_texts, sample, windows
+from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
 from epiloq.schemes import default_filter
 
 
@@ -73,8 +73,9 @@ def prepare(settings: Settings) -> Job:
     texts: list[Tensor] = []
     if algorithm.needs_inputs:
         if settings.calibration is None:
-            raise ValueError(f"the algorithm {algorithm.name} needs calibration text")
-        texts = sample(_windows(settings), settings.count, settings.seed)
+            raise ValueError(f"the algorithm {algorithm.name} needs calibration text (--calibration FILE)")
+        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
+        texts = sample(found, settings.count, settings.seed)
     model = load_float(source)
     dtype = next(model.parameters()).dtype
     grid = target.grid(settings.symmetric, layout.scale_dtype(dtype, target.activations))
@@ -132,14 +133,6 @@ def peak_memory() -> int:
     """The most memory that this process has held, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _windows(settings: Settings) -> list[Tensor]:
-    from transformers import AutoTokenizer
-
-    assert settings.calibration is not None
-    tokenizer = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
-    return windows(tokenizer, read_texts(settings.calibration), settings.length)
 
 
 def _weight_bytes(folder: Path) -> int:

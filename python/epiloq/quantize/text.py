@@ -34,6 +34,16 @@ def read_texts(source: str | Path | Sequence[str]) -> list[str]:
     return texts
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """A model directory's tokenizer. Raises ValueError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: no tokenizer: {str(error).strip().splitlines()[0]}") from error
+
+
 def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Tensor]:
     """Each text in consecutive windows, int64 ``[1, <= length]``, as the tokenizer itself cuts and frames them.
 
