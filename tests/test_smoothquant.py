@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.quantize import fold_, smooth_scale, smoothquant_
+from epiloq.quantize import fold_, search_smooth_scale, smooth_scale, smoothquant_
 
 
 class Block(nn.Module):
@@ -70,6 +70,25 @@ def test_scale_is_the_formula(seed: int) -> None:
         np.testing.assert_allclose(smooth_scale(amax, weights, alpha).numpy(), expected, rtol=1e-5)
     with pytest.raises(ValueError, match="alpha"):
         smooth_scale(amax, weights, 1.5)
+
+
+def test_searched_scale_has_the_best_alpha(seed: int) -> None:
+    x, weights = torch.randn(200, 48), [torch.randn(20, 48), torch.randn(12, 48)]
+    x[:, ::11] *= 30
+    amax = x.abs().amax(0)
+    found = search_smooth_scale(x, amax, weights)
+
+    def error(s: Tensor) -> float:
+        def int8(value: Tensor) -> np.ndarray:
+            exact = value.double().numpy()
+            step = 2 * np.abs(exact).max(1, keepdims=True) / 255
+            return np.clip(np.round(exact / step), -128, 127) * step
+
+        return sum(float(((int8(x / s) @ int8(w * s).T - (x @ w.t()).double().numpy()) ** 2).sum()) for w in weights)
+
+    errors = {alpha: error(smooth_scale(amax, weights, alpha)) for alpha in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)}
+    assert error(found) <= 1.01 * min(errors.values())
+    assert error(found) < 0.5 * error(torch.ones(48))
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])

@@ -1,11 +1,14 @@
-"""Algorithms that quantise weights, or prepare a model for it: plain functions on layers and their inputs."""
+"""Algorithms that quantise weights, or prepare a model for it: plain functions on layers and their inputs.
+
+`epiloq.quantize.calibrate` applies them to a model block by block; it is not imported with epiloq.
+"""
 
 from __future__ import annotations
 
 from epiloq.quantize.awq import awq, awq_scale, output_error
 from epiloq.quantize.gptq import gptq
 from epiloq.quantize.grid import Grid, QuantizedWeight, fit, rtn
-from epiloq.quantize.smoothquant import Smoothed, fold_, smooth_scale, smoothquant_
+from epiloq.quantize.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
 from epiloq.quantize.statistics import InputStatistics
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "gptq",
     "output_error",
     "rtn",
+    "search_smooth_scale",
     "smooth_scale",
     "smoothquant_",
 ]

@@ -14,8 +14,8 @@ from epiloq.quantize.awq import awq_scale, output_error
 from epiloq.quantize.blocks import Call, Filter, Recorded, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.gptq import gptq
 from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
-from epiloq.quantize.inputs import input_groups, observe
-from epiloq.quantize.smoothquant import fold_, foldings, smooth_scale
+from epiloq.quantize.inputs import input_groups, last_inputs, observe
+from epiloq.quantize.smoothquant import fold_, foldings, search_smooth_scale
 from epiloq.quantize.statistics import InputStatistics
 from epiloq.schemes import default_filter
 
@@ -50,7 +50,9 @@ _TABLE = (
     Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
     Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
     Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
-    Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
+    Algorithm(
+        "smoothquant", "move the range of activations into the weights, by an alpha searched", fold="smoothquant"
+    ),
     Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),
     Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
 )
@@ -227,9 +229,10 @@ class _Work:
         if self.algorithm.fold is None:
             return
         of_layer = {name: statistics for names, statistics in groups for name in names}
-        device = next(block.parameters()).device
-        seen = observe(block, lambda m: call.run(m, hidden.to(device)))
-        seen.probe = call.filled(hidden.to(device))
+        x = hidden.to(next(block.parameters()).device)
+        seen = observe(block, lambda m: call.run(m, x))
+        seen.probe = call.filled(x)
+        inputs = last_inputs(layers, lambda: call.run(block, x))
         full = {n: f"{prefix}.{n}" for names in seen.feeds.values() for n in names}
         for producer, names in foldings(block, seen, lambda module, n: full[n] in layers):
             consumers = [layers[full[n]] for n in names if full[n] in layers]
@@ -240,6 +243,6 @@ class _Work:
             if self.algorithm.fold == "awq":
                 scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid)
             else:
-                scale = smooth_scale(statistics.amax, weights)
+                scale = search_smooth_scale(inputs[full[names[0]]], statistics.amax, weights)
             fold_(block.get_submodule(producer), consumers, scale)
             statistics.divide(scale)

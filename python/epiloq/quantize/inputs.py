@@ -118,6 +118,15 @@ def outputs(model: nn.Module, seen: Observed) -> list[Tensor]:
 
 
 @torch.no_grad()
+def last_inputs(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
+    """What each layer was last called with in a run."""
+    found: dict[str, Tensor] = {}
+    with _watched(layers, found.__setitem__):
+        run()
+    return found
+
+
+@torch.no_grad()
 def input_groups(
     layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
 ) -> list[tuple[list[str], InputStatistics]]:

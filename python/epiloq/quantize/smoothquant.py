@@ -13,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from epiloq.quantize.grid import Grid, rtn
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
 from epiloq.schemes import default_filter
 
 SMALLEST = 1e-5
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+INT8 = Grid(8, symmetric=True)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,27 @@ def smooth_scale(amax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) ->
     columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
     scale = inputs.clamp(min=SMALLEST) ** alpha / columns.clamp(min=SMALLEST) ** (1 - alpha)
     return torch.where((inputs > 0) & (columns > 0), scale.clamp(min=SMALLEST), torch.ones_like(scale))
+
+
+@torch.no_grad()
+def search_smooth_scale(x: Tensor, amax: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`smooth_scale` with the alpha of `ALPHAS` whose int8 product is nearest to the exact one on a sample.
+
+    Args:
+        x: ``[T, K]``, some of the inputs; each token gets a scale, as in W8A8.
+        amax, weights: as for `smooth_scale`.
+    """
+    weight = torch.cat([weight.float() for weight in weights])
+    tokens = x.reshape(-1, x.shape[-1]).float()
+    exact = tokens @ weight.t()
+    best, least = torch.ones_like(amax), torch.inf
+    for alpha in ALPHAS:
+        scale = smooth_scale(amax, weights, alpha)
+        product = rtn(tokens / scale, INT8).dequantize() @ rtn(weight * scale, INT8).dequantize().t()
+        error = float((product - exact).square().sum())
+        if error < least:
+            best, least = scale, error
+    return best
 
 
 @torch.no_grad()
