@@ -42,6 +42,9 @@ def test_words(seed: int, bits: int) -> None:
         assert torch.equal(unpack(words, bits, length), values)
     with pytest.raises(ValueError, match="bits"):
         pack(values, 3)
+    if bits < 8:
+        with pytest.raises(ValueError, match="below"):
+            pack(torch.tensor([0, 2**bits]), bits)
     with pytest.raises(ValueError, match="int32"):
         unpack(words, bits, 999)
 
@@ -65,6 +68,19 @@ def test_gptq(seed: int, bits: int, group: int, symmetric: bool, version: str) -
             found[n, k] = (q - zero) * tensors["scales"][g, n].float()
     assert torch.equal(found, value.dequantize())
     assert same(gptq.from_tensors(tensors, value.grid, version, (32, 96)), value)
+
+
+def test_version_one_has_sixteen(seed: int) -> None:
+    """A stored 15 means a zero point of 16, which the other formats have no field for."""
+    value = weight(8, 32, Grid(4, 32))
+    assert value.zero is not None
+    sixteen = replace(value, zero=torch.full_like(value.zero, 16))
+    tensors = gptq.to_tensors(sixteen, "gptq")
+    assert (tensors["qzeros"] == -1).all()
+    assert same(gptq.from_tensors(tensors, value.grid, "gptq", (8, 32)), sixteen)
+    for refused in (lambda: gptq.to_tensors(sixteen, "gptq_v2"), lambda: awq.to_tensors(sixteen)):
+        with pytest.raises(ValueError, match="below 16"):
+            refused()
 
 
 def test_gptq_in_activation_order(seed: int) -> None:

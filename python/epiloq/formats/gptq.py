@@ -1,5 +1,5 @@
 """The GPTQ layout: ``qweight`` packed along the input channels, transposed; ``gptq_v2`` stores zero points as they are,
-``gptq`` stores them less one, which has no word for zero."""
+``gptq`` stores them less one, which has no word for 0 but has one for 2^bits."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def from_tensors(tensors: Mapping[str, Tensor], grid: Grid, version: str, shape:
         },
     )
     q = unpack(tensors["qweight"].t(), grid.bits, columns)
-    zero = unpack(tensors["qzeros"], grid.bits, rows)
+    zero = unpack(tensors["qzeros"], grid.bits, rows).int()
     if version == "gptq":
-        zero = zero + 1 & (1 << grid.bits) - 1
+        zero = zero + 1
     perm = tensors["g_idx"].argsort(stable=True)
     expected = torch.arange(columns, dtype=torch.int32, device=q.device) // length
     if not torch.equal(tensors["g_idx"][perm], expected):

@@ -26,12 +26,12 @@ class FormatError(ValueError):
 
 
 def unsigned(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """q and zero points ``[N, G]`` of any grid, both from 0 to 2^bits - 1, uint8."""
+    """q, uint8, and zero points, int32 ``[N, G]``, of any grid, q from 0 to 2^bits - 1."""
     if weight.zero is not None:
-        return weight.q, weight.zero.to(torch.uint8)
+        return weight.q, weight.zero
     middle = 1 << (weight.bits - 1)
     q = (weight.q.to(torch.int16) + middle).to(torch.uint8)
-    return q, torch.full_like(weight.scale, middle, dtype=torch.uint8)
+    return q, torch.full_like(weight.scale, middle, dtype=torch.int32)
 
 
 def from_unsigned(q: Tensor, scale: Tensor, zero: Tensor, grid: Grid, perm: Tensor | None = None) -> QuantizedWeight:

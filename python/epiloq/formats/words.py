@@ -16,8 +16,13 @@ def per_word(bits: int) -> int:
 
 
 def pack(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Unsigned ``[.., n]`` fields as int32 ``[.., ceil(n / fields)]``; field i of a word holds its value order[i]."""
+    """Unsigned ``[.., n]`` fields as int32 ``[.., ceil(n / fields)]``; field i of a word holds its value order[i].
+
+    Raises ValueError for a value that does not fit.
+    """
     count = per_word(bits)
+    if values.numel() and (largest := int(values.max())) >= 1 << bits:
+        raise ValueError(f"words: expected values below {1 << bits}, got {largest}")
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % count))
     words = torch.zeros(*padded.shape[:-1], padded.shape[-1] // count, dtype=torch.int32, device=values.device)
     for field, source in enumerate(order or range(count)):
