@@ -94,7 +94,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8 or w8a8-int8-azp.")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
-        str, typer.Option(metavar="A", help="rtn, rtn-mse, gptq, awq, smoothquant, awq+gptq or smoothquant+gptq.")
+        str, typer.Option(metavar="A", help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them).")
     ] = "gptq",
     calibration: Annotated[
         Path | None,

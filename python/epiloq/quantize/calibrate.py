@@ -15,7 +15,7 @@ from epiloq.quantize.blocks import Call, Filter, Recorded, find_blocks, linears_
 from epiloq.quantize.gptq import gptq
 from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
 from epiloq.quantize.inputs import input_groups, last_inputs, observe
-from epiloq.quantize.smoothquant import fold_, foldings, search_smooth_scale
+from epiloq.quantize.smoothquant import fold_, foldings, search_smooth_scale, smooth_scale
 from epiloq.quantize.statistics import InputStatistics
 from epiloq.schemes import default_filter
 
@@ -35,7 +35,7 @@ class Algorithm:
 
     name: str
     description: str
-    fold: Literal["awq", "smoothquant"] | None = None
+    fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
     compensate: bool = False
     clip: Literal["mse", "weighted", "output"] | None = None
 
@@ -50,9 +50,8 @@ _TABLE = (
     Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
     Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
     Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
-    Algorithm(
-        "smoothquant", "move the range of activations into the weights, by an alpha searched", fold="smoothquant"
-    ),
+    Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
+    Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
     Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),
     Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
 )
@@ -242,6 +241,8 @@ class _Work:
             weights = [consumer.weight for consumer in consumers]
             if self.algorithm.fold == "awq":
                 scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid)
+            elif self.algorithm.fold == "smoothquant":
+                scale = smooth_scale(statistics.amax, weights)
             else:
                 scale = search_smooth_scale(inputs[full[names[0]]], statistics.amax, weights)
             fold_(block.get_submodule(producer), consumers, scale)
