@@ -231,7 +231,8 @@ class _Work:
         x = hidden.to(next(block.parameters()).device)
         seen = observe(block, lambda m: call.run(m, x))
         seen.probe = call.filled(x)
-        inputs = last_inputs(layers, lambda: call.run(block, x))
+        searches = self.algorithm.fold == "smoothquant-search"
+        inputs = last_inputs(layers, lambda: call.run(block, x)) if searches else {}
         full = {n: f"{prefix}.{n}" for names in seen.feeds.values() for n in names}
         for producer, names in foldings(block, seen, lambda module, n: full[n] in layers):
             consumers = [layers[full[n]] for n in names if full[n] in layers]
