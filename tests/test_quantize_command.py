@@ -101,10 +101,15 @@ def test_int8_runs_on_its_own_module(teacher: Path, tmp_path: Path, scheme: str)
     assert weight.dtype == torch.int8 and weight.shape == (64, 96)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
-def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, scheme: str) -> None:
+def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors")
-    assert make(teacher, tmp_path / "out", "--scheme", scheme).exit_code == 0
+    original = models.load_float(Checkpoint(teacher)).to(dtype)
+    save(tmp_path / "model", original)
+    (tmp_path / "text.txt").write_text(text(teacher).read_text())
+    result = make(tmp_path / "model", tmp_path / "out", "--scheme", scheme)
+    assert result.exit_code == 0, result.output
     config = transformers.CompressedTensorsConfig(run_compressed=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", quantization_config=config, dtype="auto"
@@ -112,8 +117,11 @@ def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, sc
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MODULES, "int8", models.MODULES[None])
         ours, _ = models.load(Checkpoint(tmp_path / "out"))
-    name = "model.layers.1.mlp.down_proj.weight"
-    torch.testing.assert_close(theirs.get_parameter(name), ours.get_parameter(name), rtol=0, atol=0)
+    for name, parameter in ours.named_parameters():
+        other = theirs.get_parameter(name).to(dtype)  # W8A8 has float32 scales, and their weights that type.
+        assert parameter.dtype == dtype and torch.equal(other, parameter), name
+    if dtype == torch.float32 or scheme == "w4a16-g32":
+        assert torch.equal(logits(theirs), logits(ours))
 
 
 def test_eval(teacher: Path, tmp_path: Path) -> None:

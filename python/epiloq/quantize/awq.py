@@ -48,4 +48,4 @@ def awq(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
 
 def output_error(difference: Tensor, hessian: Tensor) -> float:
     """``trace(D H D^T)``: the squared output error of a weight that is off by D ``[N, K]``, in the Hessian's scale."""
-    return float(((difference @ hessian.to(difference.dtype)) * difference).sum())
+    return max(0.0, float(((difference @ hessian.to(difference.dtype)) * difference).sum()))
