@@ -120,17 +120,20 @@ def test_leaves_alone_what_something_else_reads(seed: int) -> None:
 
 def test_quantises_better(seed: int) -> None:
     """Outlier channels that spoil a scale per token: smoothing wins back most of the error."""
-    model = with_outliers(nn.Sequential(*(Block(64, 96) for _ in range(2))))
-    calibration, x = torch.randn(200, 64), torch.randn(50, 64)
-    reference = model(x)
+    plain = smoothed = 0.0
+    for _ in range(4):  # One such model may gain little.
+        model = with_outliers(nn.Sequential(*(Block(64, 96) for _ in range(2))))
+        calibration, x = torch.randn(200, 64), torch.randn(50, 64)
+        reference = model(x)
 
-    def error(candidate: nn.Module) -> float:
-        epiloq.quantize_(candidate, "w8a8-int8")
-        return float(((candidate(x) - reference).norm() / reference.norm()).detach())
+        def error(candidate: nn.Module, x: Tensor = x, reference: Tensor = reference) -> float:
+            epiloq.quantize_(candidate, "w8a8-int8")
+            return float(((candidate(x) - reference).norm() / reference.norm()).detach())
 
-    plain = error(copy.deepcopy(model))
-    smoothquant_(model, lambda m: m(calibration))
-    assert error(model) < 0.85 * plain
+        plain += error(copy.deepcopy(model))
+        smoothquant_(model, lambda m, calibration=calibration: m(calibration))
+        smoothed += error(model)
+    assert smoothed < 0.85 * plain
 
 
 def test_a_layer_that_is_not_quantised_is_not_smoothed(seed: int) -> None:
