@@ -22,7 +22,7 @@ from epiloq.formats.architecture import distinct, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer
 from epiloq.formats.layouts import FormatError
 from epiloq.nn import Fp8BlockLinear
-from epiloq.nn.fp8_block_linear import BLOCK
+from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
 
 METHOD = "fp8"
 SCALE = "weight_scale_inv"

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.prepared_linear import K_MULTIPLE, N_MULTIPLE, PreparedLinear, check_float_linear
-
-BLOCK = 128
+from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, PreparedLinear, check_float_linear
 
 
 class Fp8BlockLinear(PreparedLinear):
@@ -40,7 +38,7 @@ class Fp8BlockLinear(PreparedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features)
-        blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+        blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
         self._hold("weight", (out_features, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale_inv", blocks, (1, 1), torch.float32, device)
         self._hold("bias", (out_features,), (N_MULTIPLE,), dtype, device, wanted=bias)

@@ -16,6 +16,9 @@ FLOAT32 = torch.finfo(torch.float32)
 K_MULTIPLE = 16
 N_MULTIPLE = 8
 
+# Rows and columns of a weight that share a scale in DeepSeek-V3's manner.
+FP8_BLOCK = 128
+
 _Layer = TypeVar("_Layer", bound="PreparedLinear")
 
 
@@ -110,10 +113,13 @@ class PreparedLinear(nn.Module):
     def _derive(self) -> None:
         """Recompute what follows from the buffers; called after they were filled or loaded."""
 
-    def _tokens(self, x: Tensor) -> Tensor:
-        """`x` as a matrix with dense rows."""
+    def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """`x` as a matrix with dense rows."""
+        self._check_width(x)
         tokens = x.reshape(-1, self.in_features)
         return tokens if tokens.stride(1) == 1 else tokens.contiguous()
 
