@@ -123,7 +123,7 @@ def test_every_kernel_of_an_architecture(seed: int, arch: str, fast_accum: bool)
                 call(p, out=out, fast_accum=fast_accum)
                 assert_float8_close(out, p, **bound)
                 kernels.add(epiloq.explain("scaled_mm", p.a, p.b, p.scale_a, p.scale_b, fast_accum=fast_accum))
-    assert len(kernels) >= {"sm89": 3, "sm90": 12}[arch], kernels
+    assert len(kernels) >= {"sm89": 3, "sm90": 9}[arch], kernels
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epiloq
 from epiloq._library import direct
-from quantizer_calls import quantizer_calls
+from operator_calls import operator_calls
 from reference import Problem, make_problem
 
 Call = Callable[[Tensor], Any]
@@ -64,25 +64,6 @@ def problem(m: int = 5, n: int = 7, k: int = 17, device: str = "cpu") -> tuple[P
 
 def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-def operator_calls(m: int, n: int, k: int, device: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    p, x = problem(m, n, k, device)
-    q, out = torch.zeros((m, k), dtype=torch.int8, device=device), torch.zeros(m, n, dtype=torch.float16, device=device)
-    scale, azp = torch.ones(m, 1, device=device), torch.zeros(m, 1, dtype=torch.int32, device=device)
-    plain, with_azp = (p.a, p.b, p.scale_a, p.scale_b), (p.a, p.b, p.scale_a, p.scale_b, p.azp_adj)
-    for bias in (None, p.bias):
-        yield OPS.scaled_mm, (*plain, bias), {"out_dtype": torch.float16}
-        yield OPS.scaled_mm_out, (*plain, bias), {"out": out}
-        yield OPS.scaled_mm_azp, (*with_azp, p.azp, bias), {"out_dtype": torch.float16}
-        yield OPS.scaled_mm_azp_out, (*with_azp, None, bias), {"out": out}
-    yield from quantizer_calls(x)
-    yield OPS.quantize_int8_symmetric, (x, 16), {}
-    yield OPS.quantize_int8_asymmetric, (x.half(), 1, False), {}
-    yield OPS.quantize_int8_static, (x, scale[:1], None, 1), {}
-    yield OPS.quantize_int8_static, (x, scale, azp, 16), {}
-    yield OPS.quantize_int8_out, (x, q, scale, azp, False, True), {}
-    yield OPS.quantize_int8_out, (x, q, scale, None, True, True), {}
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 17), (1, 8, 16), (0, 8, 16), (3, 0, 16)], ids=str)

@@ -1,9 +1,8 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
-The operations (`scaled_mm`, `groupwise_mm`, `quantize_int8` and their like) work on torch tensors, on a CUDA device and
-on the CPU alike;
-`nn.Int8Linear` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs;
-`quantize` holds the algorithms, `compat` other libraries' names.
+The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `quantize_int8` and their like) work on torch tensors,
+on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models; `explain`, `supports`
+and `config` say and steer what runs; `quantize` holds the algorithms, `compat` other libraries' names.
 """
 
 from importlib.util import find_spec
@@ -16,10 +15,14 @@ if find_spec("torch") is not None:
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.block_quant_weight import BlockQuantWeight
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import (
         grouped_mm,
         groupwise_mm,
+        online_quant_mm,
+        online_quant_weight,
+        quantize_blockwise_int8,
         quantize_fp8,
         quantize_int8,
         rms_norm_quant,
@@ -32,6 +35,7 @@ if find_spec("torch") is not None:
 __version__: str = _core.__version__
 
 __all__ = [
+    "BlockQuantWeight",
     "__version__",
     "compat",
     "config",
@@ -39,8 +43,11 @@ __all__ = [
     "grouped_mm",
     "groupwise_mm",
     "nn",
+    "online_quant_mm",
+    "online_quant_weight",
     "quantize",
     "quantize_",
+    "quantize_blockwise_int8",
     "quantize_fp8",
     "quantize_int8",
     "rms_norm_quant",

@@ -106,6 +106,59 @@ def explain_groupwise_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...
+def quantize_blockwise_int8(
+    q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
+) -> None: ...
+def check_quantize_blockwise_int8(
+    q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
+) -> None: ...
+def online_quant_mm(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+    staged: bool,
+    x_values: Tensor,
+    x_parameters: Tensor,
+    products: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None: ...
+def check_online_quant_mm(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+    staged: bool,
+) -> None: ...
+def online_quant_mm_needs_staging(group_size: int, device_index: int) -> bool: ...
+def explain_online_quant_mm(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+    staged: bool,
+) -> str: ...
+def explain_online_quant_mm_problem(
+    m: int, n: int, k: int, group_size: int = 128, bits: int = 8, arch: str = "sm90", sm_count: int = 0
+) -> str: ...
 def quantize_int8(
     q: Tensor,
     x: Tensor,

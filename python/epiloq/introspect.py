@@ -10,6 +10,8 @@ from typing import Any
 from epiloq import _core
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import grouped_mm, groupwise_mm
+from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
+from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.rms_norm_quant import explain as explain_rms_norm_quant
@@ -20,6 +22,8 @@ from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 _EXPLAIN: dict[str, Callable[..., str]] = {
     "grouped_mm": partial(explain_groupwise, grouped_mm),
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),
+    "online_quant_mm": explain_online_quant_mm,
+    "quantize_blockwise_int8": explain_quantize_blockwise_int8,
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
     "rms_norm_quant": explain_rms_norm_quant,

@@ -3,86 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.fp8_block_linear import Fp8BlockLinear
-from epiloq.nn.fp8_linear import Fp8Linear
-from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear
 
 Filter = Callable[[nn.Module, str], bool]
 
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
-QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear
+QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What `quantize_` makes of a linear layer.
+    """What `quantize_` makes of a linear layer: ``module.from_linear(linear, **options)``.
 
-    `activation` is "dynamic", "static" (which calibrates) or "float", `symmetric` says whether zero is in the middle
-    of the grid (of the activations, unless they stay floating-point). `module` is the layer's class, `options` what
-    its `from_linear` takes; left empty, for ``Int8Linear``, they are `activation` and `symmetric`.
+    A static scheme, whose options have ``activation="static"``, also passes ``input_scale`` and ``input_zero_point``,
+    from calibration.
     """
 
     name: str
     description: str
-    activation: str
-    symmetric: bool
-    module: type[QuantisedLinear] = Int8Linear
-    options: Mapping[str, Any] = field(default_factory=dict)
+    module: type[QuantisedLinear]
+    options: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        if not self.options and self.module is Int8Linear:
-            object.__setattr__(self, "options", {"activation": self.activation, "symmetric": self.symmetric})
+    @property
+    def static(self) -> bool:
+        """Whether the range of each layer's inputs has to be seen beforehand."""
+        return self.options.get("activation") == "static"
 
 
 _TABLE = (
     Scheme(
         "w8a8-int8",
         "int8 weights per channel; int8 activations per token, symmetric, scaled at run time",
-        activation="dynamic",
-        symmetric=True,
+        Int8Linear,
+        {"activation": "dynamic", "symmetric": True},
     ),
     Scheme(
         "w8a8-int8-azp",
         "int8 weights per channel; int8 activations per token with a zero point, scaled at run time",
-        activation="dynamic",
-        symmetric=False,
+        Int8Linear,
+        {"activation": "dynamic", "symmetric": False},
     ),
     Scheme(
         "w8a8-int8-static",
         "int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",
-        activation="static",
-        symmetric=False,
+        Int8Linear,
+        {"activation": "static", "symmetric": False},
+    ),
+    Scheme(
+        "w8a8-block",
+        "int8 weights in blocks of 128; int8 activations in the same blocks with offsets, scaled at run time",
+        OnlineQuantLinear,
+        {"bits": 8, "group_size": 128, "symmetric": True},
+    ),
+    Scheme(
+        "w4a8-block",
+        "4-bit weights in blocks of 32 with offsets; int8 activations in the same blocks, scaled at run time",
+        OnlineQuantLinear,
+        {"bits": 4, "group_size": 32, "symmetric": False},
     ),
     Scheme(
         "fp8",
         "FP8 weights per tensor; FP8 activations per tensor, scaled at run time",
-        activation="dynamic",
-        symmetric=True,
-        module=Fp8Linear,
-        options={"activation": "tensor", "weight": "tensor"},
+        Fp8Linear,
+        {"activation": "tensor", "weight": "tensor"},
     ),
     Scheme(
         "fp8-token",
         "FP8 weights per channel; FP8 activations per token, scaled at run time",
-        activation="dynamic",
-        symmetric=True,
-        module=Fp8Linear,
-        options={"activation": "token", "weight": "channel"},
+        Fp8Linear,
+        {"activation": "token", "weight": "channel"},
     ),
     Scheme(
         "fp8-block",
         "FP8 weights per block of 128 x 128; FP8 activations per group of 128 in a token, scaled at run time",
-        activation="dynamic",
-        symmetric=True,
-        module=Fp8BlockLinear,
+        Fp8BlockLinear,
+        {},
     ),
 )
 SCHEMES = {scheme.name: scheme for scheme in _TABLE}
@@ -121,24 +124,24 @@ def quantize_(
     carried over.
 
     Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
-    chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
-    ``from_linear``); a layer that cannot be converted; a chosen layer that calibration never reached, or reached with
-    NaN or infinite inputs.
+    chosen; `model` itself a linear layer (there is nothing to replace it in; use ``Int8Linear.from_linear``); a
+    layer that cannot be converted; a chosen layer that calibration never reached, or reached with NaN or infinite
+    inputs.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
     chosen = SCHEMES[scheme]
-    if chosen.activation == "static" and calibrate is None:
+    if chosen.static and calibrate is None:
         raise ValueError(
             f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
     groups = _choose(model, filter_fn, chosen)
-    inputs: list[dict[str, Any]] = [{} for _ in groups]
-    if chosen.activation == "static" and calibrate is not None:
-        inputs = _calibrated(model, [names[0] for names in groups], chosen.symmetric, calibrate)
-    for names, parameters in zip(groups, inputs, strict=True):
-        quantised = chosen.module.from_linear(_linear(model, names[0]), **chosen.options, **parameters)
+    inputs: list[dict[str, Any]] = [{}] * len(groups)
+    if chosen.static and calibrate is not None:
+        inputs = _calibrated(model, [names[0] for names in groups], chosen.options["symmetric"], calibrate)
+    for names, seen in zip(groups, inputs, strict=True):
+        quantised = chosen.module.from_linear(_linear(model, names[0]), **chosen.options, **seen)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
@@ -150,7 +153,7 @@ def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[
     if isinstance(model, nn.Linear):
         raise ValueError(
             "quantize_: model: expected a module that contains linear layers, got a linear layer; "
-            "use the from_linear of a class in epiloq.nn for it"
+            "use epiloq.nn.Int8Linear.from_linear for it"
         )
     takes = default_filter(model) if filter_fn is None else filter_fn
     names: dict[nn.Module, list[str]] = {}

@@ -45,10 +45,12 @@ PYBIND11_MODULE(_core, module) {
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
   register_groupwise_mm(module);
-  register_scaled_mm(module);
+  register_online_quant_mm(module);
+  register_quantize_blockwise_int8(module);
   register_quantize_fp8(module);
   register_quantize_int8(module);
   register_rms_norm_quant(module);
+  register_scaled_mm(module);
   register_silu_and_mul_quant(module);
 }
 

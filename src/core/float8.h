@@ -43,6 +43,8 @@ EPILOQ_HOST_DEVICE std::uint8_t encode(float x) {
   return static_cast<std::uint8_t>(magnitude > kInfinityBits ? 0x7fu : code);
 }
 
+constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal number
+
 // How the largest magnitude becomes a scale.
 struct ScaleRule {
   float const* upper = nullptr;  // amax is at most this,
@@ -52,11 +54,10 @@ struct ScaleRule {
 
 // `largest` is the format's. NaN stays NaN. Monotonic: the scale of a union is the largest of its parts' scales.
 EPILOQ_HOST_DEVICE float scale_of(float amax, float largest, ScaleRule const& rule) {
-  constexpr float kSmallestNormal = 0x1p-126f;
   if (rule.upper != nullptr) amax = amax > *rule.upper ? *rule.upper : amax;
   amax = amax < rule.eps ? rule.eps : amax;
   float const step = amax / largest;
-  float const scale = step < kSmallestNormal ? kSmallestNormal : step;
+  float const scale = step < kSmallestScale ? kSmallestScale : step;
   if (!rule.power_of_two || !(scale < std::bit_cast<float>(kInfinityBits))) return scale;
   return std::bit_cast<float>((std::bit_cast<std::uint32_t>(scale) + 0x7fffffu) & kInfinityBits);
 }

@@ -1,6 +1,8 @@
 #include "core/host_rows.h"
 
+#include <algorithm>
 #include <bit>
+#include <limits>
 
 namespace epiloq {
 namespace {
@@ -21,6 +23,31 @@ EPILOQ_CLONES void widen_float16(std::uint16_t const* x, int count, float* out) 
 }
 
 }  // namespace
+
+// Lanes that do not meet until the end: compilers may not reorder a float minimum by themselves.
+EPILOQ_CLONES Range range_of(float const* x, int count) {
+  constexpr int kLanes = 32;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  float lo[kLanes], hi[kLanes];
+  int nans[kLanes] = {};
+  std::fill_n(lo, kLanes, kInfinity);
+  std::fill_n(hi, kLanes, -kInfinity);
+  auto const take = [&](int lane, float value) {
+    lo[lane] = value < lo[lane] ? value : lo[lane];
+    hi[lane] = value > hi[lane] ? value : hi[lane];
+    nans[lane] += value != value;
+  };
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) take(lane, x[i + lane]);
+  }
+  for (; i < count; ++i) take(0, x[i]);
+  Range range{kInfinity, -kInfinity, false};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    range = {std::min(range.lo, lo[lane]), std::max(range.hi, hi[lane]), range.has_nan || nans[lane] != 0};
+  }
+  return range;
+}
 
 float const* as_float(void const* x, DType dtype, std::int64_t offset, int count, std::vector<float>& scratch) {
   if (dtype == DType::kFloat32) return static_cast<float const*>(x) + offset;

@@ -1,5 +1,7 @@
 #pragma once
 
+// What the quantisers share on the CPU: rows as float32, and the range of their values.
+
 #include <vector>
 
 #include "epiloq/tensor.h"
@@ -15,5 +17,13 @@ namespace epiloq {
 
 // `count` elements of x (float32, float16 or bfloat16) from `offset` on as float32: where they lie, or in `scratch`.
 float const* as_float(void const* x, DType dtype, std::int64_t offset, int count, std::vector<float>& scratch);
+
+struct Range {
+  float lo, hi;
+  bool has_nan;
+};
+
+// [inf, -inf] for no values.
+Range range_of(float const* x, int count);
 
 }  // namespace epiloq

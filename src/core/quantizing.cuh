@@ -1,6 +1,7 @@
 #pragma once
 
-// What kernels that quantise to 8 bits share: vectors of eight elements, largest magnitudes, exact division, packing.
+// What kernels that quantise to 8 bits share: vectors of eight elements, ranges and largest magnitudes, exact division,
+// packing.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,7 +17,16 @@ struct Int8 {
   static constexpr float kMax = 127.f;
 };
 
-// NaN wins.
+// NaN wins, here and in all that is made of these, so that what holds one gets a scale that is one.
+__device__ __forceinline__ float smaller(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
 __device__ __forceinline__ float larger(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float result;
@@ -25,6 +35,21 @@ __device__ __forceinline__ float larger(float a, float b) {
 #else
   return a > b || a != a ? a : b;
 #endif
+}
+
+struct Range {
+  float lo, hi;
+};
+
+__device__ __forceinline__ Range empty() { return {__builtin_inff(), -__builtin_inff()}; }
+__device__ __forceinline__ Range merge(Range a, Range b) { return {smaller(a.lo, b.lo), larger(a.hi, b.hi)}; }
+
+// Over `lanes` neighbours, a power of two, in each of them.
+__device__ __forceinline__ Range merge_lanes(Range range, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    range = merge(range, {__shfl_xor_sync(~0u, range.lo, offset), __shfl_xor_sync(~0u, range.hi, offset)});
+  }
+  return range;
 }
 
 // The largest of `lanes` neighbours, a power of two, in each of them.
@@ -104,8 +129,8 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) out[i] = static_cast<float>(values[i]);
   }
-  // Of the magnitudes; NaN wins.
-  __device__ __forceinline__ float largest() const;
+  __device__ __forceinline__ float largest() const;  // of the magnitudes
+  __device__ __forceinline__ Range range() const;
 };
 
 template <>
@@ -114,6 +139,13 @@ __device__ __forceinline__ float Vector<float>::largest() const {
 #pragma unroll
   for (int i = 1; i < kVector; ++i) result = larger(result, fabsf(values[i]));
   return result;
+}
+template <>
+__device__ __forceinline__ Range Vector<float>::range() const {
+  Range range{values[0], values[0]};
+#pragma unroll
+  for (int i = 1; i < kVector; ++i) range = merge(range, {values[i], values[i]});
+  return range;
 }
 // Two at a time.
 template <class T>
@@ -124,6 +156,18 @@ __device__ __forceinline__ float Vector<T>::largest() const {
 #pragma unroll
   for (int i = 1; i < kVector / 2; ++i) result = __hmax2_nan(result, __habs2(pairs[i]));
   return static_cast<float>(__hmax_nan(result.x, result.y));
+}
+template <class T>
+__device__ __forceinline__ Range Vector<T>::range() const {
+  using Pair = typename TwoOf<T>::type;
+  auto const* const pairs = reinterpret_cast<Pair const*>(values);
+  Pair lo = pairs[0], hi = pairs[0];
+#pragma unroll
+  for (int i = 1; i < kVector / 2; ++i) {
+    lo = __hmin2_nan(lo, pairs[i]);
+    hi = __hmax2_nan(hi, pairs[i]);
+  }
+  return {static_cast<float>(__hmin_nan(lo.x, lo.y)), static_cast<float>(__hmax_nan(hi.x, hi.y))};
 }
 
 // The steps that make quotients of a type exact.
@@ -149,13 +193,17 @@ EPILOQ_PACK(E4M3, "e4m3x2")
 EPILOQ_PACK(E5M2, "e5m2x2")
 #undef EPILOQ_PACK
 #endif
-// Saturating; NaN becomes 0.
+// Saturating.
+__device__ __forceinline__ unsigned pack(int a, int b, int c, int d) {
+  unsigned low, all;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(low) : "r"(d), "r"(c));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(low));
+  return all;
+}
+// NaN becomes 0.
 template <>
 __device__ __forceinline__ unsigned pack<Int8>(float a, float b, float c, float d) {
-  unsigned low, all;
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(low) : "r"(__float2int_rn(d)), "r"(__float2int_rn(c)));
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(__float2int_rn(b)), "r"(__float2int_rn(a)), "r"(low));
-  return all;
+  return pack(__float2int_rn(a), __float2int_rn(b), __float2int_rn(c), __float2int_rn(d));
 }
 
 // Eight values over the divisor, as bytes.

@@ -62,4 +62,27 @@ struct SkinnyConfig {
   int unroll;  // steps of 64 bytes of K in flight a warp
 };
 
+// SM80, products of blocks with their own scales (blockwise.cuh).
+struct BlockwiseConfig {
+  int warp_m, warp_n;    // of D, a warp: multiples of 16
+  int warps_m, warps_n;  // a team
+  int teams;             // that share K
+  int stages;            // of 128 values of K, a team
+
+  constexpr int tile_m() const { return warp_m * warps_m; }
+  constexpr int tile_n() const { return warp_n * warps_n; }
+  // Values and parameters in flight, or at the end every team's float32 sums.
+  constexpr int shared_bytes(int group, int bits) const {
+    int const stage = tile_m() * 128 + tile_n() * 16 * bits + 128 / group * 12 * (tile_m() + tile_n());
+    int const sums = tile_m() * (tile_n() + 8) * 4;
+    return teams * (stages * stage > sums ? stages * stage : sums);
+  }
+};
+
+// SM90, the same for blocks of 128 (blockwise_sm90.cuh).
+struct BlockwiseSm90Config {
+  int tokens;
+  int cost;  // of a tile, in units of its own
+};
+
 }  // namespace epiloq::gemm

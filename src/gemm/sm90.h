@@ -40,15 +40,42 @@ struct ScheduleTags<Schedule::kCooperative> {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-// A main loop that asks L2 for the first of a block's weights while it may still have to wait for the kernel before it.
-// Prefetching into L2 is safe even if that kernel writes the weights: its writes arrive there. For swapped operands
-// (weights first) and one tile of tokens, where a call is bound by reading them.
+// A main loop that asks L2 for the first of a block's weights, and for what the epilogue reads beside them, while it
+// may still have to wait for the kernel before it. Prefetching into L2 is safe even if that kernel writes the weights:
+// its writes arrive there. For swapped operands (weights first) and one tile of tokens, where a call is bound by
+// reading them, and where the epilogue's cold vectors, one after the other, would be a tenth of its time.
 template <class Base, int kRows, int kBytes>
 struct EarlyWeights : Base {
-  CUTLASS_DEVICE static void prefetch_tma_descriptors(typename Base::Params const& params) {
+  struct Vector {  // an element for each row of the weights; null where there is none
+    char const* begin = nullptr;
+    int bytes = 0;  // an element
+  };
+  struct Early {
+    Vector vectors[3];
+    int rows = 0;
+  };
+  struct Arguments : Base::Arguments {
+    Early early{};
+  };
+  struct Params : Base::Params {
+    Early early{};
+  };
+
+  template <class ProblemShape>
+  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments, void* workspace) {
+    return {Base::to_underlying_arguments(shape, arguments, workspace), arguments.early};
+  }
+
+  CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     Base::prefetch_tma_descriptors(params);
-    constexpr int kBox = 128;  // bytes of K in one TMA box, the widest swizzle
+    constexpr int kBox = 128;  // bytes of K in one TMA box, the widest swizzle; and of a line of L2
     int const row = (blockIdx.x + blockIdx.y * gridDim.x) * kRows;
+    for (Vector const& vector : params.early.vectors) {
+      char const* const end = vector.begin + min(row + kRows, params.early.rows) * vector.bytes;
+      for (char const* line = vector.begin + row * vector.bytes; line < end; line += kBox) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+      }
+    }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < kBytes / kRows; k += kBox) {
       cute::SM90_TMA_LOAD::PREFETCH::copy(params.tma_load_a.get_tma_descriptor(), k, row, 0);
@@ -115,6 +142,17 @@ struct Sm90Gemm {
     if constexpr (kTypes.is_float8() && !kConfig.fast_accum) {
       constexpr int kInstructionDepth = 32;
       arguments.mainloop.mma_promotion_interval = kConfig.tile.k / kInstructionDepth;
+    }
+    if constexpr (kConfig.early_bytes > 0) {
+      auto const vector = [](auto const* begin, bool is_vector, std::size_t bytes) {
+        using Vector = typename CollectiveMainloop::Vector;
+        return is_vector ? Vector{reinterpret_cast<char const*>(begin), static_cast<int>(bytes)} : Vector{};
+      };
+      auto const& o = p.operands;
+      arguments.mainloop.early = {{vector(o.scale_b, o.scale_b_is_vector, sizeof(float)),
+                                   vector(o.azp_adj, o.azp_adj != nullptr, sizeof(std::int32_t)),
+                                   vector(static_cast<char const*>(o.bias), o.bias != nullptr, sizeof(Out))},
+                                  p.n};
     }
     arguments.hw_info.device_id = device;
     arguments.hw_info.sm_count = device_properties(device).sm_count;

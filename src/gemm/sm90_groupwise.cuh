@@ -364,8 +364,8 @@ struct GroupwiseMath {
   }
 
   // The next `steps` stages, every kKGroups-th of them.
-  static __device__ __forceinline__ int sum(float (&sums)[kSums], Position& at, int steps) {
-    if (steps <= 0) return 0;
+  static __device__ __forceinline__ void sum(float (&sums)[kSums], Position at, int steps) {
+    if (steps <= 0) return;
     float product[kSums];
     if constexpr (!C::kOverlaps) {
       for (int i = 0; i < steps; ++i) {
@@ -402,7 +402,6 @@ struct GroupwiseMath {
         finish_next(product, kNone);
       }
     }
-    return steps;
   }
 
   static __device__ __forceinline__ void fence(float (&product)[kSums]) {
@@ -530,27 +529,12 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
   int before = 0;  // steps of the tiles that are done
-  // Warpgroups in step would also store their tiles at the same time, and nobody would multiply. The second one starts
-  // late; from then on each has the tensor cores to itself while the other stores.
-  constexpr int kLag = 3, kBarrier = 2, kEverybody = 256;
-  bool lags = C::kMGroups == 2;
   GroupwiseScheduler<C> scheduler(params.p);
   for (GroupwiseTile tile; scheduler.next(tile); before += depth) {
     float sums[Math::kSums] = {};
     int const boundary = kGroupDepth - tile.first_column % kGroupDepth;
     int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
-    typename Math::Position at{shared, RingPosition<C>(before + group_k), group_m, boundary, warp, lane};
-    int first = 0;
-    if (lags) {
-      if (group_m == 0) first = Math::sum(sums, at, min(kLag, steps));
-      if (group_m == 0) {
-        asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory");
-      } else {
-        asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory");
-      }
-      lags = false;
-    }
-    Math::sum(sums, at, steps - first);
+    Math::sum(sums, {shared, RingPosition<C>(before + group_k), group_m, boundary, warp, lane}, steps);
     if constexpr (C::kKGroups > 1) Math::meet(sums, shared.partial(), group_k);
     if (group_k == 0) {
       unsigned char* const staging = shared.staging() + (group_m * 4 + warp) * 16 * C::kPitch;

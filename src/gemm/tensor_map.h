@@ -23,20 +23,19 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// Boxes of `box_rows` rows by 128 bytes, each row a line of the 128-byte swizzle that wgmma reads. What lies outside
-// the matrix is read as zero.
+// Boxes of `box_rows` rows by `box_columns` bytes (64 or 128), each row a line of a swizzle of that width, as wgmma
+// reads it. What lies outside the matrix is read as zero. The matrix and its stride are multiples of 16 bytes.
 inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                                 int box_rows) {
-  constexpr std::uint32_t kBoxColumns = 128;
+                                 int box_rows, int box_columns = 128) {
   std::uint64_t const sizes[] = {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)};
   std::uint64_t const strides[] = {static_cast<std::uint64_t>(stride)};
-  std::uint32_t const box[] = {kBoxColumns, static_cast<std::uint32_t>(box_rows)};
+  std::uint32_t const box[] = {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows)};
   std::uint32_t const steps[] = {1, 1};
+  auto const swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   CUtensorMap map;
-  CUresult const status =
-      tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes, strides, box,
-                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const status = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes,
+                                               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw CudaError("epiloq: the driver refused a tensor map");
   return map;
 }

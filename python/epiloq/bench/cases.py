@@ -42,7 +42,9 @@ class Suite:
 
 TOKENS = (1, 16, 32, 64, 128, 256, 1024, 4096)
 SCALED = {"scaled_mm": ("scaled",)}
+BLOCKWISE = {"online_quant_mm": ("w8g128", "w4g128")}
 SCALED_AND_TOKEN = {"scaled_mm": ("scaled",), "quantize_int8": ("token",)}
+FLOAT8 = {"scaled_mm_fp8": ("fast", "accurate"), "groupwise_mm": ("group",)}
 EVERYTHING = {
     "scaled_mm": ("scaled", "bias", "azp", "azp_per_token"),
     "quantize_int8": ("token", "token_azp", "static"),
@@ -106,6 +108,8 @@ ODD = (
 SUITES: dict[str, Suite] = {
     "quick": Suite((SMOLLM2[2], Shape("square", 2048, 2048)), (1, 17, 256), SCALED_AND_TOKEN),
     "h200": Suite(H200, TOKENS, SCALED),
+    "blockwise": Suite((*H200, Shape("square", 4096, 4096)), TOKENS, BLOCKWISE),
+    "h200-fp8": Suite(H200, TOKENS, FLOAT8),
     "epilogues": Suite((LLAMA3_8B[0], LLAMA3_8B[3], LLAMA3_70B[1]), (1, 64, 1024, 4096), EVERYTHING),
     "llama3-8b": Suite(LLAMA3_8B, TOKENS, SCALED_AND_TOKEN),
     "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),

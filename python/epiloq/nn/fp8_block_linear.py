@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, PreparedLinear, check_float_linear
+from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, PreparedLinear, check_linear
 
 
 class Fp8BlockLinear(PreparedLinear):
@@ -69,7 +69,7 @@ class Fp8BlockLinear(PreparedLinear):
     @staticmethod
     def check_convertible(linear: nn.Module) -> None:
         """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
-        check_float_linear("Fp8BlockLinear", linear)
+        check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)

@@ -12,7 +12,7 @@ from epiloq.nn.prepared_linear import (
     N_MULTIPLE,
     PreparedLinear,
     check_choice,
-    check_float_linear,
+    check_linear,
     number,
 )
 
@@ -112,7 +112,7 @@ class Fp8Linear(PreparedLinear):
     @staticmethod
     def check_convertible(linear: nn.Module, *, activation: str = "token", weight: str = "channel") -> None:
         """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
-        check_float_linear("Fp8Linear", linear)
+        check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype

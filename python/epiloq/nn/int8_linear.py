@@ -14,7 +14,7 @@ from epiloq.nn.prepared_linear import (
     N_MULTIPLE,
     PreparedLinear,
     check_choice,
-    check_float_linear,
+    check_linear,
     number,
 )
 
@@ -143,7 +143,7 @@ class Int8Linear(PreparedLinear):
     @staticmethod
     def check_convertible(linear: nn.Module, *, activation: str = "dynamic", symmetric: bool = True) -> None:
         """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
-        check_float_linear("Int8Linear", linear)
+        check_linear("Int8Linear", linear)
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ FP8_BLOCK = 128
 _Layer = TypeVar("_Layer", bound="PreparedLinear")
 
 
-def check_float_linear(name: str, linear: nn.Module) -> None:
+def check_linear(name: str, linear: nn.Module) -> None:
     """Raise ValueError, from the class `name`, unless `linear` is a float ``nn.Linear`` that is called."""
     if not isinstance(linear, nn.Linear):
         raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")

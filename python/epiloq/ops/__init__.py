@@ -1,6 +1,9 @@
 """The operations, one file each."""
 
 from epiloq.ops.groupwise_mm import grouped_mm, groupwise_mm
+from epiloq.ops.online_quant_mm import online_quant_mm
+from epiloq.ops.online_quant_weight import online_quant_weight
+from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8
 from epiloq.ops.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantize_int8 import quantize_int8
 from epiloq.ops.rms_norm_quant import rms_norm_quant
@@ -10,6 +13,9 @@ from epiloq.ops.silu_and_mul_quant import silu_and_mul_quant
 __all__ = [
     "grouped_mm",
     "groupwise_mm",
+    "online_quant_mm",
+    "online_quant_weight",
+    "quantize_blockwise_int8",
     "quantize_fp8",
     "quantize_int8",
     "rms_norm_quant",

@@ -6,43 +6,12 @@
 #include <limits>
 #include <vector>
 
+#include "core/float8.h"
 #include "core/host_rows.h"
 #include "ops/quantize_int8/kernels.h"
 
 namespace epiloq::ops::quantize_int8 {
 namespace {
-
-constexpr float kSmallestNormal = std::numeric_limits<float>::min();
-
-struct Range {
-  float lo, hi;
-  bool has_nan;
-};
-
-// Lanes that do not meet until the end: compilers may not reorder a float minimum by themselves.
-EPILOQ_CLONES Range range_of(float const* x, int count) {
-  constexpr int kLanes = 32;
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  float lo[kLanes], hi[kLanes];
-  int nans[kLanes] = {};
-  std::fill_n(lo, kLanes, kInfinity);
-  std::fill_n(hi, kLanes, -kInfinity);
-  auto const take = [&](int lane, float value) {
-    lo[lane] = value < lo[lane] ? value : lo[lane];
-    hi[lane] = value > hi[lane] ? value : hi[lane];
-    nans[lane] += value != value;
-  };
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) take(lane, x[i + lane]);
-  }
-  for (; i < count; ++i) take(0, x[i]);
-  Range range{kInfinity, -kInfinity, false};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    range = {std::min(range.lo, lo[lane]), std::max(range.hi, hi[lane]), range.has_nan || nans[lane] != 0};
-  }
-  return range;
-}
 
 EPILOQ_CLONES void quantize_row(float const* x, int count, float scale, float azp, std::int8_t* q) {
   for (int i = 0; i < count; ++i) {
@@ -60,10 +29,10 @@ struct Parameters {
 
 Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
   if (range.has_nan) return {std::numeric_limits<float>::quiet_NaN(), 0.f};
-  if (symmetric) return {std::max(std::max(-range.lo, range.hi) / 127.f, kSmallestNormal), 0.f};
+  if (symmetric) return {std::max(std::max(-range.lo, range.hi) / 127.f, kSmallestScale), 0.f};
   if (range_includes_zero || range.lo == range.hi) range = {std::min(range.lo, 0.f), std::max(range.hi, 0.f), false};
   float const step = (range.hi - range.lo) / 255.f;
-  float const scale = step < kSmallestNormal ? kSmallestNormal : step;
+  float const scale = step < kSmallestScale ? kSmallestScale : step;
   float const azp = std::nearbyint(-128.f - range.lo / scale);
   return {scale, azp == azp ? azp : 0.f};
 }

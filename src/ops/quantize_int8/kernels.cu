@@ -2,50 +2,20 @@
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
+#include "core/quantizing.cuh"
 #include "epiloq/device.h"
 #include "ops/quantize_int8/kernels.h"
 
 namespace epiloq::ops::quantize_int8 {
 namespace {
 
-constexpr int kVector = 8;  // elements a thread reads at once
-constexpr int kMaxThreads = 1024;
-constexpr float kSmallestNormal = 1.17549435e-38f;
-
-struct Range {
-  float lo, hi;
-};
-
-// NaN wins, so that a row that holds one gets a scale that is one.
-__device__ __forceinline__ float lower(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#else
-  return a < b || a != a ? a : b;
-#endif
-}
-__device__ __forceinline__ float upper(float a, float b) { return -lower(-a, -b); }
-__device__ __forceinline__ Range merge(Range a, Range b) { return {lower(a.lo, b.lo), upper(a.hi, b.hi)}; }
-
-__device__ __forceinline__ Range empty() { return {__builtin_inff(), -__builtin_inff()}; }
-
-__device__ Range merge_warp(Range range) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    range = merge(range, {__shfl_xor_sync(~0u, range.lo, offset), __shfl_xor_sync(~0u, range.hi, offset)});
-  }
-  return range;
-}
-
 __device__ Range merge_block(Range range) {
   __shared__ Range of_warp[kMaxThreads / 32];
-  range = merge_warp(range);
+  range = merge_lanes(range, 32);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = range;
   __syncthreads();
   int const lane = threadIdx.x % 32;
-  return merge_warp(lane < blockDim.x / 32 ? of_warp[lane] : empty());
+  return merge_lanes(lane < blockDim.x / 32 ? of_warp[lane] : empty(), 32);
 }
 
 struct Parameters {
@@ -54,10 +24,10 @@ struct Parameters {
 };
 
 __device__ Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
-  float const amax = upper(-range.lo, range.hi);
+  float const amax = larger(-range.lo, range.hi);
   if (!symmetric && (range_includes_zero || range.lo == range.hi)) range = merge(range, {0.f, 0.f});
   float const step = symmetric ? __fdiv_rn(amax, 127.f) : __fdiv_rn(range.hi - range.lo, 255.f);
-  float const scale = step < kSmallestNormal ? kSmallestNormal : step;  // NaN stays
+  float const scale = step < kSmallestScale ? kSmallestScale : step;  // NaN stays
   if (symmetric) return {scale, 0.f};
   float const azp = rintf(-128.f - __fdiv_rn(range.lo, scale));
   return {scale, azp == azp ? azp : 0.f};
@@ -98,66 +68,14 @@ __device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p,
   }
 }
 
-// Four int32 to four int8, saturating.
-__device__ __forceinline__ unsigned pack(int a, int b, int c, int d) {
-  unsigned low, all;
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(low) : "r"(d), "r"(c));
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(low));
-  return all;
-}
-
 template <class T>
-struct Two;
-template <>
-struct Two<__half> {
-  using type = __half2;
-};
-template <>
-struct Two<__nv_bfloat16> {
-  using type = __nv_bfloat162;
-};
-
-template <class T>
-struct Vector {
-  alignas(16) T values[kVector];
-
-  __device__ void load(T const* source) {
-    constexpr int kPieces = sizeof(values) / sizeof(int4);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      reinterpret_cast<int4*>(values)[i] = __ldcg(reinterpret_cast<int4 const*>(source) + i);
-    }
-  }
-  __device__ Range range() const;
-  __device__ void store_quantized(std::int8_t* target, Parameters p, float inverse) const {
-    float x[kVector];
-    int q[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(values[i]);
-    quantize(x, p, inverse, q);
-    *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
-  }
-};
-
-template <>
-__device__ Range Vector<float>::range() const {
-  Range range{values[0], values[0]};
-#pragma unroll
-  for (int i = 1; i < kVector; ++i) range = merge(range, {values[i], values[i]});
-  return range;
-}
-// Two at a time; NaN wins here too.
-template <class T>
-__device__ Range Vector<T>::range() const {
-  using Pair = typename Two<T>::type;
-  auto const* const pairs = reinterpret_cast<Pair const*>(values);
-  Pair lo = pairs[0], hi = pairs[0];
-#pragma unroll
-  for (int i = 1; i < kVector / 2; ++i) {
-    lo = __hmin2_nan(lo, pairs[i]);
-    hi = __hmax2_nan(hi, pairs[i]);
-  }
-  return {static_cast<float>(__hmin_nan(lo.x, lo.y)), static_cast<float>(__hmax_nan(hi.x, hi.y))};
+__device__ __forceinline__ void store_quantized(std::int8_t* target, Vector<T> const& values, Parameters p,
+                                                float inverse) {
+  float x[kVector];
+  int q[kVector];
+  values.widen(x);
+  quantize(x, p, inverse, q);
+  *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
 }
 
 __device__ Parameters read_static(Problem const& p, int row) {
@@ -207,7 +125,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     int const column = (v * blockDim.x + threadIdx.x) * kVector;
-    if (column < p.cols) held[v].store_quantized(q + column, parameters, inverse);
+    if (column < p.cols) store_quantized(q + column, held[v], parameters, inverse);
   }
   zero_padding(p, q);
 }

@@ -57,18 +57,18 @@ inline constexpr std::array kSkinnyTiles{
 // SM89, float8: tile, warp, stages, fast accumulation. Accurate sums take twice the registers, so smaller warp tiles.
 // Seen right (on an H200), never timed on an Ada card.
 inline constexpr std::array kSm89Tiles{
-    MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},        MmaConfig{{64, 128, 128}, {32, 64, 64}, 3},
+    MmaConfig{{64, 128, 128}, {32, 64, 64}, 3},       MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},
     MmaConfig{{128, 128, 64}, {64, 32, 64}, 4},       MmaConfig{{64, 64, 128}, {32, 64, 64}, 4, true},
     MmaConfig{{64, 128, 128}, {64, 64, 64}, 3, true}, MmaConfig{{128, 128, 64}, {64, 64, 64}, 5, true},
 };
-inline constexpr int kE5M2Rows = 3;  // of each float8 table, the first ones are compiled for e5m2 operands too
+inline constexpr int kE5M2Row = 0;  // of each float8 table: what e5m2 operands, on either side, are compiled for
 inline constexpr std::array kSm89AccurateRules{
-    Rule{32, kAny, 0},
-    Rule{128, kAny, 1},
+    Rule{32, kAny, 1},
+    Rule{128, kAny, 0},
     Rule{kAny, kAny, 2},
 };
 inline constexpr std::array kSm89FastRules{
-    Rule{32, kAny, 0},
+    Rule{32, kAny, 1},
     Rule{64, kAny, 3},
     Rule{128, kAny, 4},
     Rule{kAny, kAny, 5},
@@ -108,9 +108,9 @@ inline constexpr std::array kSm90Rules{
 // SM90, float8: as above, and fast accumulation last. H200, 2026-11-20: the best of 49 tiles on seven layer shapes.
 // Adding up in fp32 costs nothing while weights are waited for, so few tokens have accurate tiles only.
 inline constexpr std::array kSm90Float8Tiles{
-    WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 0
-    WgmmaConfig{{64, 128, 128}, 1, 1, kP, false},               // 1
-    WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},               // 2
+    WgmmaConfig{{64, 128, 128}, 1, 1, kP, false},               // 0
+    WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},               // 1
+    WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 2
     WgmmaConfig{{64, 16, 256}, 1, 1, kP, true, 1, kEarly},      // 3
     WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 2, kEarly / 2},  // 4
     WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 1, kEarly},      // 5
@@ -120,33 +120,23 @@ inline constexpr std::array kSm90Float8Tiles{
     WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},                // 9
     WgmmaConfig{{64, 64, 256}, 1, 1, kP, true, 1, kEarly},      // 10
     WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},              // 11
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, true},               // 12
-    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false, 1, 0, true},   // 13
-    WgmmaConfig{{128, 128, 128}, 1, 1, kP, true, 1, 0, true},   // 14
-    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, 1, 0, true},   // 15
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, 1, 0, true},  // 16
-    WgmmaConfig{{256, 128, 128}, 1, 1, kC, true, 1, 0, true},   // 17
-    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false, 1, 0, true},  // 18
+    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false, 1, 0, true},   // 12
+    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, 1, 0, true},   // 13
+    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, 1, 0, true},  // 14
+    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false, 1, 0, true},  // 15
 };
 inline constexpr std::array kSm90FewTokensRules{
     // up to 64; the other lists go on from here
     Rule{16, 4608, 5}, Rule{16, 6656, 4}, Rule{16, 8448, 5}, Rule{16, kAny, 3}, Rule{32, 4608, 7},
-    Rule{32, 7168, 8}, Rule{32, kAny, 0}, Rule{64, 4608, 6}, Rule{64, 7168, 8}, Rule{64, kAny, 10},
+    Rule{32, 7168, 8}, Rule{32, kAny, 2}, Rule{64, 4608, 6}, Rule{64, 7168, 8}, Rule{64, kAny, 10},
 };
 inline constexpr std::array kSm90AccurateRules{
-    Rule{128, 4608, 9},   Rule{128, 12288, 1},  Rule{128, kAny, 2},   Rule{256, 4608, 9},
-    Rule{256, kAny, 2},   Rule{1536, 2560, 11}, Rule{1536, 4608, 2},  Rule{1536, 6656, 11},
-    Rule{1536, 12288, 2}, Rule{1536, kAny, 11}, Rule{kAny, kAny, 12},
+    Rule{128, 4608, 9},   Rule{128, 12288, 0}, Rule{128, kAny, 1},   Rule{256, 4608, 9},   Rule{256, kAny, 1},
+    Rule{1536, 2560, 11}, Rule{1536, 4608, 1}, Rule{1536, 6656, 11}, Rule{1536, 12288, 1}, Rule{kAny, kAny, 11},
 };
 inline constexpr std::array kSm90FastRules{
-    Rule{128, 4608, 9},   Rule{128, kAny, 13},  Rule{256, 2560, 9},   Rule{256, 4608, 13},   Rule{256, kAny, 14},
-    Rule{1536, 2560, 16}, Rule{1536, 4608, 17}, Rule{1536, 6656, 14}, Rule{1536, 12288, 17}, Rule{1536, kAny, 14},
-    Rule{kAny, 2560, 16}, Rule{kAny, 4608, 18}, Rule{kAny, 6656, 15}, Rule{kAny, 12288, 18}, Rule{kAny, kAny, 15},
-};
-inline constexpr std::array kSm90E5M2Rules{
-    Rule{32, kAny, 0},
-    Rule{256, kAny, 1},
-    Rule{kAny, kAny, 2},
+    Rule{128, 4608, 9},   Rule{128, kAny, 12},  Rule{256, 2560, 9},   Rule{256, 4608, 12},   Rule{256, kAny, 13},
+    Rule{kAny, 2560, 14}, Rule{kAny, 4608, 15}, Rule{kAny, 6656, 13}, Rule{kAny, 12288, 15}, Rule{kAny, kAny, 13},
 };
 
 }  // namespace epiloq::ops::scaled_mm

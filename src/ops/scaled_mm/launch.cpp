@@ -51,7 +51,7 @@ struct AnyFloat8 {
       kVariant<Kernel, kRow, Types{kE5M2, kE5M2, kF16}>, kVariant<Kernel, kRow, Types{kE5M2, kE5M2, kBF16}>};
 };
 template <template <int, Types, class> class Kernel, int kRow>
-struct Float8 : std::conditional_t<(kRow < kE5M2Rows), AnyFloat8<Kernel, kRow>, E4M3<Kernel, kRow>> {};
+struct Float8 : std::conditional_t<kRow == kE5M2Row, AnyFloat8<Kernel, kRow>, E4M3<Kernel, kRow>> {};
 
 using Variants = std::span<Variant const>;
 

@@ -32,9 +32,8 @@ static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules))
 static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
 static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
 static_assert(takes_everything(kSm90Rules) && all_named(kSm90Tiles, kSm90Rules));
-static_assert(takes_everything(kSm90AccurateRules) && takes_everything(kSm90FastRules) &&
-              takes_everything(kSm90E5M2Rules));
-static_assert(all_named(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules, kSm90FastRules, kSm90E5M2Rules));
+static_assert(takes_everything(kSm90AccurateRules) && takes_everything(kSm90FastRules));
+static_assert(all_named(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules, kSm90FastRules));
 
 // Sums that were asked to be accurate are.
 template <class Tiles, class... Rules>
@@ -47,16 +46,9 @@ constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
   return accurate;
 }
 static_assert(all_accurate(kSm89Tiles, kSm89AccurateRules));
-static_assert(all_accurate(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules, kSm90E5M2Rules));
+static_assert(all_accurate(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules));
 
-template <class Rules>
-constexpr bool has_e5m2(Rules const& rules) {
-  for (Rule const& rule : rules) {
-    if (rule.tile >= kE5M2Rows) return false;
-  }
-  return true;
-}
-static_assert(has_e5m2(kSm89AccurateRules) && has_e5m2(kSm90E5M2Rules));
+static_assert(!kSm89Tiles[kE5M2Row].fast_accum && !kSm90Float8Tiles[kE5M2Row].fast_accum);
 
 // Early weights are asked for by block number, which names a tile of weights only while the tokens fill one tile.
 template <class Tiles, class... Rules>
@@ -73,7 +65,7 @@ constexpr bool early_weights_meet_one_token_tile(Tiles const& tiles, Rules const
 }
 static_assert(early_weights_meet_one_token_tile(kSm90Tiles, kSm90Rules));
 static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules,
-                                                kSm90FastRules, kSm90E5M2Rules));
+                                                kSm90FastRules));
 
 template <class Rules, class Fits>
 int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
@@ -114,20 +106,23 @@ constexpr auto kAlwaysFits = [](int) { return true; };
 
 Choice sm90_float8_choice(ScaledMmProblem const& p) {
   auto const choice = [&](auto const& rules) { return Choice{Family::kSm90Float8, first_fit(rules, p, kAlwaysFits)}; };
-  if (p.a == DType::kFloat8E5M2 || p.b == DType::kFloat8E5M2) return choice(kSm90E5M2Rules);
   if (p.m <= kSm90FewTokensRules.back().m_max) return choice(kSm90FewTokensRules);
   return p.fast_accum ? choice(kSm90FastRules) : choice(kSm90AccurateRules);
 }
 
+Choice sm89_choice(ScaledMmProblem const& p, Target const& t) {
+  return p.fast_accum ? mma_choice(Family::kSm89, kSm89Tiles, kSm89FastRules, p, t)
+                      : mma_choice(Family::kSm89, kSm89Tiles, kSm89AccurateRules, p, t);
+}
+
 Choice float8_choice(ScaledMmProblem const& p, Target const& t) {
   if (!p.aligned || p.k == 0) return {Family::kGenericFloat8, 0};
-  bool const is_e4m3 = p.a == DType::kFloat8E4M3 && p.b == DType::kFloat8E4M3;
+  bool const has_e5m2 = p.a == DType::kFloat8E5M2 || p.b == DType::kFloat8E5M2;
   switch (t.arch) {
     case Arch::kSm90:
-      return sm90_float8_choice(p);
+      return has_e5m2 ? Choice{Family::kSm90Float8, kE5M2Row} : sm90_float8_choice(p);
     case Arch::kSm89:
-      return p.fast_accum && is_e4m3 ? mma_choice(Family::kSm89, kSm89Tiles, kSm89FastRules, p, t)
-                                     : mma_choice(Family::kSm89, kSm89Tiles, kSm89AccurateRules, p, t);
+      return has_e5m2 ? Choice{Family::kSm89, kE5M2Row} : sm89_choice(p, t);
     default:
       throw Unsupported("epiloq.scaled_mm: arch: expected sm89 or sm90 for float8 operands, got " + name(t.arch));
   }

@@ -6,10 +6,20 @@ from collections.abc import Sequence
 
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Operation
-from epiloq.bench.operations import fused_quantisers, quantize_fp8, quantize_int8, scaled_mm
+from epiloq.bench.operations import (
+    float8_mm,
+    fused_quantisers,
+    online_quant_mm,
+    quantize_fp8,
+    quantize_int8,
+    scaled_mm,
+)
 
 _ROWS = (
     scaled_mm.OPERATION,
+    float8_mm.ROWS,
+    float8_mm.GROUPS,
+    online_quant_mm.OPERATION,
     quantize_int8.OPERATION,
     quantize_fp8.OPERATION,
     fused_quantisers.NORM,

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "epiloq/device.h"
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+// out = clamp(x W^T + bias), x quantised on the way in: each row of x and of W is cut into blocks of group_size along
+// K, each with a scale and an offset, and the int8 products of a block are exact. Per block, accumulated in float32:
+//   scale_x (scale_w sum(q_x q_w)) + offset_x total_w + scale_x sum(q_x) offset_w
+// with total_w = scale_w sum(q_w) + (values in the block) offset_w, the sum of the block's weights.
+//
+// A prepared weight: K is padded with zeros to a multiple of 128 (Kp), and where group_size divides 128 the blocks are
+// counted on Kp (Gp), otherwise on K. At 4 bits (values -8 to 7) 32 values take 16 bytes: byte b holds value b in its
+// low half and value b + 16 in its high half.
+struct OnlineQuantMm {
+  TensorView out;                    // [.., M, N] x's dtype, rows dense
+  TensorView x;                      // [.., M, K] float32, float16 or bfloat16, rows dense
+  TensorView values;                 // int8 [N, Kp], or [N, Kp / 2] at 4 bits, contiguous
+  TensorView parameters;             // float32 [Gp, 2 or 3, Np], N rounded up to 4: scale, total and offset (if any)
+  std::optional<TensorView> bias{};  // [N], x's dtype
+  std::int64_t in_features = 0;      // K, of the weight
+  std::int64_t group_size = 128;
+  int bits = 8;
+  float lo = -std::numeric_limits<float>::infinity();
+  float hi = std::numeric_limits<float>::infinity();
+  bool staged = false;  // the reference on the GPU: quantise, an int32 product a block, accumulate, finish
+};
+
+// Where the quantised activations go, and for the staged pipeline each block's products and their sum. The caller
+// allocates; `launch` needs nothing else.
+struct OnlineQuantWorkspace {
+  TensorView values;                     // int8 [M, Kp]
+  TensorView parameters;                 // float32 [Gp, 3, Mp], M rounded up to 4: scale, offset, scale sum(q)
+  std::optional<TensorView> products{};  // int32 [M, N], staged only
+  std::optional<TensorView> sums{};      // float32 [M, N], staged only
+};
+
+struct OnlineQuantProblem {
+  std::int64_t m = 0, n = 0, k = 0, group_size = 128;
+  int bits = 8;
+};
+
+EPILOQ_API void check(OnlineQuantMm const& call);
+EPILOQ_API void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream);
+
+// Whether a device has no fused kernel for a group size, so that only the staged pipeline serves.
+EPILOQ_API bool needs_staging(std::int64_t group_size, int device_index);
+
+// Which kernel serves a problem, in words; the tables are the same in every build.
+EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count);
+EPILOQ_API std::string explain(OnlineQuantMm const& call);
+
+}  // namespace epiloq

@@ -1,0 +1,160 @@
+"""float8 x float8 -> bf16 with scales of whole rows, or by groups of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import epiloq
+from epiloq.bench.cases import Case
+from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, require, sample, worst
+
+OUT_DTYPE = torch.bfloat16
+_GROUP = 128
+# Of the root of the sum of squared terms; docs/numerics.md has where they come from.
+_ACCURATE = 2.0**-8
+_FAST = 2.0**-10.5
+
+
+def _values(case: Case, generator: torch.Generator) -> Inputs:
+    def float8(shape: tuple[int, int]) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+        return values.mul_(448 / 4).clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+    return {"a": float8((case.m, case.k)), "b": float8((case.n, case.k)).t()}
+
+
+def _scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return 0.002 + 0.02 * torch.rand(shape, generator=generator, device=generator.device)
+
+
+def _row_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    scales = {"scale_a": _scales(generator, case.m, 1), "scale_b": _scales(generator, case.n)}
+    return {**_values(case, generator), **scales}
+
+
+def _group_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    groups, padded = -(-case.k // _GROUP), -(-case.m // 4) * 4
+    return {
+        **_values(case, generator),
+        # M-major and padded, as the quantisers give it on request and DeepGEMM wants it.
+        "scale_a": _scales(generator, groups, padded).t()[: case.m],
+        "scale_b": _scales(generator, -(-case.n // _GROUP), groups).t(),
+    }
+
+
+def _operands(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    return inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"]
+
+
+def _rows(case: Case, sets: Sequence[Inputs]) -> Bound:
+    scaled = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE, fast_accum=case.variant == "fast")
+    return Bound([partial(scaled, *_operands(s)) for s in sets])
+
+
+def _groups(case: Case, sets: Sequence[Inputs]) -> Bound:
+    return Bound([partial(epiloq.groupwise_mm, *_operands(s), out_dtype=OUT_DTYPE) for s in sets])
+
+
+def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, torch.Generator], float]:
+    def error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+        """Against float64, de-quantised: one output ulp, and a part of the terms' span."""
+        if result.shape != (case.m, case.n) or result.dtype != OUT_DTYPE:
+            return float("inf")
+        rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)
+        a, b = inputs["a"][rows].double(), inputs["b"][:, columns].double()
+        if inputs["scale_b"].ndim == 1:
+            a, b = a * inputs["scale_a"][rows].double(), b * inputs["scale_b"][columns].double()
+        else:
+            k = torch.arange(case.k, device=rows.device) // _GROUP
+            a = a * inputs["scale_a"][rows][:, k].double()
+            b = b * inputs["scale_b"][k][:, columns // _GROUP].double()
+        reference, span = a @ b, (a.square() @ b.square()).sqrt()
+        tolerance = torch.finfo(OUT_DTYPE).eps * reference.abs() + bound(case) * span + 1e-30
+        return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
+
+    return error
+
+
+def _row_bound(case: Case) -> float:
+    return _FAST * case.k**0.5 if case.variant == "fast" else _ACCURATE
+
+
+def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
+    return Bound([partial(F.linear, s["a"].to(OUT_DTYPE), s["b"].t().to(OUT_DTYPE)) for s in sets])
+
+
+def _cublas(case: Case, sets: Sequence[Inputs]) -> Bound:
+    if sets[0]["a"].device.type == "cpu":
+        raise Unavailable("row-wise scales on a GPU only")
+    multiply = partial(torch._scaled_mm, out_dtype=OUT_DTYPE, use_fast_accum=case.variant == "fast")
+    return _tried([partial(multiply, s["a"], s["b"], s["scale_a"], s["scale_b"].reshape(1, -1)) for s in sets])
+
+
+def _cublas_groups(case: Case, sets: Sequence[Inputs]) -> Bound:
+    kinds = getattr(F, "ScalingType", None)
+    if kinds is None or sets[0]["a"].device.type == "cpu":
+        raise Unavailable("block-wise scales need torch.nn.functional.scaled_mm and a GPU")
+
+    def call(s: Inputs) -> partial[torch.Tensor]:
+        tokens, weights = kinds.BlockWise1x128, kinds.BlockWise128x128
+        scales = (s["scale_a"], tokens, s["scale_b"], weights)
+        return partial(F.scaled_mm, s["a"], s["b"], *scales, output_dtype=OUT_DTYPE)
+
+    return _tried([call(s) for s in sets])
+
+
+def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
+    library = require("deep_gemm")
+
+    def call(s: Inputs) -> partial[object]:
+        out = torch.empty((case.m, case.n), dtype=OUT_DTYPE, device=s["a"].device)
+        return partial(library.fp8_gemm_nt, (s["a"], s["scale_a"]), (s["b"].t(), s["scale_b"].t()), out)
+
+    return _tried([call(s) for s in sets])
+
+
+def _tried(calls: list[partial[Any]]) -> Bound:
+    """Peers whose limits differ from release to release: called once, and set aside with their own reason."""
+    try:
+        calls[0]()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise Unavailable(str(error).splitlines()[0]) from error
+    return Bound(calls)
+
+
+def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
+    scaled = require("vllm._custom_ops").cutlass_scaled_mm
+    return Bound([partial(scaled, *_operands(s), OUT_DTYPE) for s in sets])
+
+
+def _work(case: Case) -> int:
+    return 2 * case.m * case.n * case.k
+
+
+ROWS = Operation(
+    name="scaled_mm_fp8",
+    variants=("fast", "accurate"),
+    has_weight=True,
+    inputs=_row_inputs,
+    bind=_rows,
+    error=_error_with(_row_bound),
+    work=_work,
+    ceiling="int8",  # the same rate
+    peers={"bf16": _bf16, "_scaled_mm": _cublas, "vllm": _vllm},
+)
+GROUPS = Operation(
+    name="groupwise_mm",
+    variants=("group",),
+    has_weight=True,
+    inputs=_group_inputs,
+    bind=_groups,
+    error=_error_with(lambda case: _ACCURATE),
+    work=_work,
+    ceiling="int8",
+    peers={"bf16": _bf16, "scaled_mm blocks": _cublas_groups, "deep_gemm": _deep_gemm, "vllm": _vllm},
+)

@@ -1,0 +1,257 @@
+"""Matrix product with activations quantised block by block inside the call, on int8 products."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.block_quant_weight import (
+    K_MULTIPLE,
+    N_MULTIPLE,
+    BlockQuantWeight,
+    padded_blocks,
+    round_up,
+    widen,
+)
+from epiloq.ops.online_quant_weight import online_quant_weight
+from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8
+from epiloq.ops.scaled_mm import exact_int_mm
+
+_NAME = "online_quant_mm"
+_INFINITY = math.inf
+# Rows at a time on the CPU: a block's products stay in cache until they are added.
+_CPU_ROWS = 64
+
+
+def online_quant_mm(
+    x: Tensor,
+    w_q: Tensor | BlockQuantWeight,
+    w_scale: Tensor | None = None,
+    w_offset: Tensor | None = None,
+    *,
+    group_size: int | None = None,
+    bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+    staged: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``clamp(x W^T + bias)`` with W about ``w_scale * w_q + w_offset`` by blocks, and x quantised on the way in.
+
+    x is quantised as `quantize_blockwise_int8` does it, with the weight's block size. The int8 products of a block are
+    exact; over blocks i, in float32, with sA, oA, sumA of x's blocks, sB, oB, sumB of the weight's, and g values a
+    block:
+
+        ``y = sum_i  sA (sB sum(q_x q_w) + sumA oB) + oA (sumB sB + g oB)``
+
+    A row of x that holds NaN or an infinity gives NaN.
+
+    Args:
+        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
+        w_q: a `BlockQuantWeight` from `online_quant_weight`, which is prepared once; or int8 ``[N, K]``, or int8
+            ``[N, ceil(K / 2)]`` with two 4-bit values a byte (value 2i in the low half of byte i), to be prepared in
+            this call.
+        w_scale: float32 ``[N, G]`` with G = ceil(K / group_size), or ``[N, 1]`` or ``[1, G]`` for one a row or one a
+            block; None beside a prepared weight.
+        w_offset: float32 in one of those shapes, or None for weights without offsets.
+        group_size: values a block, of x and of the weight; the last block of a row may be short. CUDA has a fused
+            kernel for 32, 64 and 128, and the staged pipeline for others. None beside a prepared weight.
+        bias: ``[N]`` in x's dtype, added in float32.
+        clamp: (lo, hi) that the result is limited to: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6. NaN stays.
+        staged: on CUDA, run the reference pipeline instead of the fused kernel: the same numbers but for the order of
+            float32 roundings, and many times slower.
+        out: ``[.., N]`` in x's dtype, rows dense, apart from every input in memory; it is written and returned.
+
+    Returns:
+        ``[.., N]`` in x's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: no kernel of this build runs on the device; or, later, a gradient reaches the result.
+    """
+    weight = _weight_of(x, w_q, w_scale, w_offset, group_size)
+    lo, hi = _limits(clamp)
+    parts = (x, weight.values, weight.parameters)
+    if not direct(parts, (bias, out)):
+        required = dict(zip(("x", "w_q", "w_scale"), parts, strict=True))
+        expect_tensors(_NAME, required, {"bias": bias, "out": out}, writes=out is not None)
+        meaning = (weight.in_features, weight.group_size, weight.bits, lo, hi, staged)
+        if out is None:
+            return refuse_backward(_NAME, torch.ops.epiloq.online_quant_mm(*parts, bias, *meaning))
+        torch.ops.epiloq.online_quant_mm_out(*parts, bias, *meaning, out=out)
+        return out
+    if out is None:
+        out = _empty(x, weight.values)
+    _run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
+    return out
+
+
+def _weight_of(
+    x: Tensor, w_q: Tensor | BlockQuantWeight, w_scale: Tensor | None, w_offset: Tensor | None, group_size: int | None
+) -> BlockQuantWeight:
+    if isinstance(w_q, BlockQuantWeight):
+        for name, value in (("w_scale", w_scale), ("w_offset", w_offset)):
+            if value is not None:
+                raise ValueError(
+                    f"epiloq.online_quant_mm: {name}: expected None beside a prepared weight, got a tensor"
+                )
+        if group_size not in (None, w_q.group_size):
+            raise ValueError(
+                f"epiloq.online_quant_mm: group_size: expected the weight's, {w_q.group_size}, got {group_size}"
+            )
+        return w_q
+    expect_tensors(_NAME, {"x": x, "w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
+    if group_size is None or w_scale is None:
+        raise ValueError("epiloq.online_quant_mm: group_size: expected a number beside a weight in tensors, got None")
+    if x.ndim < 1:
+        raise ValueError("epiloq.online_quant_mm: x: expected at least one dimension, got a scalar")
+    k = x.shape[-1]
+    packed = w_q.ndim == 2 and w_q.shape[1] != k and w_q.shape[1] == (k + 1) // 2
+    return online_quant_weight(w_q, w_scale, w_offset, group_size=group_size, bits=4 if packed else 8, in_features=k)
+
+
+def _limits(clamp: tuple[float, float] | None) -> tuple[float, float]:
+    if clamp is None:
+        return -_INFINITY, _INFINITY
+    lo, hi = clamp
+    if not lo <= hi:
+        raise ValueError(f"epiloq.online_quant_mm: clamp: expected (lo, hi) with lo <= hi, got {clamp}")
+    return float(lo), float(hi)
+
+
+def _empty(x: Tensor, values: Tensor) -> Tensor:
+    if x.ndim == 0:
+        raise ValueError("epiloq.online_quant_mm: x: expected at least one dimension, got a scalar")
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+def _run(
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+    staged: bool,
+    *,
+    out: Tensor,
+) -> None:
+    call = (out, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
+    if not x.is_cuda:
+        _core.check_online_quant_mm(*call, staged)
+        return _run_on_cpu(*call)
+    m, n = x.numel() // in_features, values.shape[0]
+    x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
+    x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, round_up(m, N_MULTIPLE)))
+    products = sums = None
+    if staged or _core.online_quant_mm_needs_staging(group_size, x.device.index):
+        staged = True
+        products, sums = (out.new_empty((m, n), dtype=dtype) for dtype in (torch.int32, torch.float32))
+        if bits == 4:
+            call = (out, x, widen(values), parameters, bias, in_features, group_size, 8, lo, hi)
+    _core.online_quant_mm(*call, staged, x_values, x_parameters, products, sums)
+
+
+@torch.no_grad()
+def _run_on_cpu(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+) -> None:
+    if out.numel() == 0:
+        return
+    n = values.shape[0]
+    q_x, scale_x, offset_x, sum_x = quantize_blockwise_int8(x.reshape(out.numel() // n, in_features), group_size)
+    assert offset_x is not None
+    q_w = widen(values) if bits == 4 else values
+    blocks = scale_x.shape[1]
+    scale, total, *offset = parameters[:blocks, :, :n].unbind(1)
+    factors, others = [offset_x], [total]
+    if offset:
+        factors, others = [offset_x, scale_x * sum_x], [total, offset[0]]
+    with torch.autocast("cpu", enabled=False):
+        result = torch.cat(factors, 1) @ torch.cat(others, 0)
+    for i in range(blocks):
+        block = slice(i * group_size, min((i + 1) * group_size, in_features))
+        weight = q_w[:, block].contiguous() if result.shape[0] > _CPU_ROWS else q_w[:, block]
+        for first in range(0, result.shape[0], _CPU_ROWS):
+            rows = slice(first, first + _CPU_ROWS)
+            product = exact_int_mm(q_x[rows, block], weight.t()).to(torch.float32)
+            result[rows].addcmul_(product.mul_(scale[i]), scale_x[rows, i : i + 1])
+    if bias is not None:
+        result += bias.reshape(-1)
+    out.copy_(result.clamp_(lo, hi).view(out.shape))
+
+
+def explain(*args: Any, **kwargs: Any) -> str:
+    """`epiloq.explain`: the call's own arguments, or ``m, n, k, group_size, bits, arch, sm_count`` by name."""
+    if "m" in kwargs and not args:
+        return _core.explain_online_quant_mm_problem(**kwargs)
+    try:
+        given = inspect.signature(online_quant_mm).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"epiloq.{_NAME}: {error}") from None
+    given.apply_defaults()
+    call = given.arguments
+    weight = _weight_of(call["x"], call["w_q"], call["w_scale"], call["w_offset"], call["group_size"])
+    x, bias, out = call["x"], call["bias"], call["out"]
+    expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
+    meaning = (weight.in_features, weight.group_size, weight.bits, *_limits(call["clamp"]), call["staged"])
+    described = (_empty(x, weight.values) if out is None else out, x, weight.values, weight.parameters, bias, *meaning)
+    if x.is_cuda or _core.forced_arch() != "auto":
+        return _core.explain_online_quant_mm(*described)
+    _core.check_online_quant_mm(*described)
+    return "cpu, an exact int8 product a block"
+
+
+def _impl(
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+    staged: bool,
+) -> Tensor:
+    out = _empty(x, values)
+    _run(x, values, parameters, bias, in_features, group_size, bits, lo, hi, staged, out=out)
+    return out
+
+
+def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in_features: int, *_: Any) -> Tensor:
+    torch._check_value(
+        x.ndim > 0 and x.shape[-1] == in_features,
+        lambda: f"epiloq.online_quant_mm: x: expected [.., {in_features}], got {list(x.shape)}",
+    )
+    return _empty(x, values)
+
+
+def _fake_out(*_: Any, out: Tensor) -> None:
+    return None
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor values, Tensor parameters, Tensor? bias, SymInt in_features, int group_size, int bits, "
+    "float lo, float hi, bool staged"
+)
+register(_NAME, f"online_quant_mm({_ARGUMENTS}) -> Tensor", _impl, _fake)
+register(_NAME, f"online_quant_mm_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run, _fake_out)

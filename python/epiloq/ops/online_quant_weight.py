@@ -1,0 +1,66 @@
+"""Weights in blocks, prepared for products that quantise their activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq._library import expect_tensors
+from epiloq.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
+
+# int32 holds the sum of as many products of at most 2^14.
+_MAX_GROUP = 2**17 - 1
+
+
+def online_quant_weight(
+    w_q: Tensor,
+    w_scale: Tensor,
+    w_offset: Tensor | None = None,
+    *,
+    group_size: int,
+    bits: int = 8,
+    in_features: int | None = None,
+) -> BlockQuantWeight:
+    """The weight of `online_quant_mm`, prepared once: padded, laid out for the kernels, block sums taken.
+
+    Args:
+        w_q: int8 ``[N, K]``; with ``bits=4`` int8 ``[N, ceil(K / 2)]``, two values from -8 to 7 a byte, value 2i in
+            the low half of byte i.
+        w_scale, w_offset, group_size: as for `online_quant_mm`.
+        in_features: K, for 4-bit weights of odd K.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+    """
+    expect_tensors("online_quant_weight", {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
+    if bits not in RANGES:
+        raise ValueError(f"epiloq.online_quant_weight: bits: expected 4 or 8, got {bits}")
+    if not 1 <= group_size <= _MAX_GROUP:
+        raise ValueError(f"epiloq.online_quant_weight: group_size: expected 1 to {_MAX_GROUP}, got {group_size}")
+    if w_q.dtype != torch.int8 or w_q.ndim != 2:
+        raise ValueError(
+            f"epiloq.online_quant_weight: w_q: expected int8 with 2 dimensions, got {w_q.dtype} {list(w_q.shape)}"
+        )
+    values_a_byte = 8 // bits
+    k = w_q.shape[1] * values_a_byte if in_features is None else in_features
+    if -(-k // values_a_byte) != w_q.shape[1]:
+        raise ValueError(
+            f"epiloq.online_quant_weight: w_q: expected {-(-k // values_a_byte)} columns for K = {k} at {bits} bits, "
+            f"got {w_q.shape[1]}"
+        )
+    shape = (w_q.shape[0], -(-k // group_size))
+    q = unpack_pairs(w_q, k) if bits == 4 else w_q
+    scale = _spread("w_scale", w_scale, shape, w_q.device)
+    offset = None if w_offset is None else _spread("w_offset", w_offset, shape, w_q.device)
+    return prepare(q, scale, offset, group_size, bits)
+
+
+def _spread(name: str, parameter: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """[N, G] from [N, G], [N, 1], [1, G] or [1, 1]."""
+    fits = parameter.ndim == 2 and all(p in (1, s) for p, s in zip(parameter.shape, shape, strict=True))
+    if parameter.dtype != torch.float32 or not fits or parameter.device != device:
+        raise ValueError(
+            f"epiloq.online_quant_weight: {name}: expected float32 {list(shape)} on {device}, or 1 for either size, "
+            f"got {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
+        )
+    return parameter.expand(shape)

@@ -1,0 +1,150 @@
+"""int8 quantisation in blocks along the last dimension, each block with a scale and an offset of its own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+
+Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
+
+
+def quantize_blockwise_int8(
+    x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantised | None = None
+) -> Quantised:
+    """``x`` as about ``scale * q + offset``, by blocks of ``group_size`` along K; CPU and GPU bit-equal.
+
+    A block whose values span [lo, hi] has ``scale = (hi - lo) / 255`` and ``offset = hi - 127 scale``, and
+
+        ``q = clamp(round((x - offset) / scale), -128, 127)``,
+
+    one float32 rounding an operation, a true division, ties to even. With ``symmetric`` there is no offset, and
+    ``scale = amax / 127``. A constant block (symmetric: one of zeros) has scale 1 and ``offset = hi``, and comes back
+    exactly. The scale is never below 2^-126. A block that holds NaN or an infinity, or whose range is past the largest
+    float32, has NaN for its parameters and ``q = 0``, so that whatever is computed from it is NaN.
+
+    Args:
+        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
+        group_size: values a block; the last block of a row is shorter where K is not a multiple.
+        symmetric: no offset, for weights around 0.
+        out: ``(q, scale, offset, sum)`` to write into and return; offset None when symmetric.
+
+    Returns:
+        ``q`` int8 ``[.., K]``; with G = ceil(K / group_size): ``scale`` and ``offset`` float32 ``[.., G]`` (offset
+        None when symmetric) and ``sum`` int32 ``[.., G]``, the sum of each block's ``q``.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches a scale or an offset, as there is no derivative.
+    """
+    if out is None:
+        if direct((x,)):
+            return _quantise(x, group_size) if not symmetric else _with_none(*_quantise_symmetric(x, group_size))
+        expect_tensors("quantize_blockwise_int8", {"x": x}, {}, writes=False)
+        if symmetric:
+            q, scale, total = torch.ops.epiloq.quantize_blockwise_int8_symmetric(x, group_size)
+            return q, refuse_backward("quantize_blockwise_int8", scale), None, total
+        q, scale, offset, total = torch.ops.epiloq.quantize_blockwise_int8(x, group_size)
+        scale, offset = (refuse_backward("quantize_blockwise_int8", part) for part in (scale, offset))
+        return q, scale, offset, total
+    q, scale, maybe_offset, total = _expect_out(out, symmetric)
+    if direct((x, q, scale, total), (maybe_offset,)):
+        _core.quantize_blockwise_int8(q, x, scale, maybe_offset, total, group_size)
+    else:
+        required = {"x": x, "out": q, "scale": scale, "sum": total}
+        expect_tensors("quantize_blockwise_int8", required, {"offset": maybe_offset}, writes=True)
+        torch.ops.epiloq.quantize_blockwise_int8_out(x, group_size, q, scale, maybe_offset, total)
+    return out
+
+
+def _expect_out(out: Quantised, symmetric: bool) -> Quantised:
+    if len(out) != 4:
+        raise ValueError(
+            f"epiloq.quantize_blockwise_int8: out: expected (q, scale, offset, sum), got {len(out)} elements"
+        )
+    if (out[2] is None) != symmetric:
+        wanted, got = ("None", "a tensor") if symmetric else ("a tensor", "None")
+        raise ValueError(
+            f"epiloq.quantize_blockwise_int8: offset: expected {wanted} with symmetric={symmetric}, got {got}"
+        )
+    return out
+
+
+def _empty(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, a float parameter and the sums."""
+    if x.ndim == 0:
+        raise ValueError("epiloq.quantize_blockwise_int8: x: expected at least one dimension, got a scalar")
+    if group_size < 1:
+        raise ValueError(f"epiloq.quantize_blockwise_int8: group_size: expected a positive integer, got {group_size}")
+    parameters = (*x.shape[:-1], (x.shape[-1] + group_size - 1) // group_size)
+    return (
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(parameters, dtype=torch.float32),
+        x.new_empty(parameters, dtype=torch.int32),
+    )
+
+
+def _quantise(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, scale, total = _empty(x, group_size)
+    offset = torch.empty_like(scale)
+    _core.quantize_blockwise_int8(q, x, scale, offset, total, group_size)
+    return q, scale, offset, total
+
+
+def _quantise_symmetric(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, scale, total = _empty(x, group_size)
+    _core.quantize_blockwise_int8(q, x, scale, None, total, group_size)
+    return q, scale, total
+
+
+def _with_none(q: Tensor, scale: Tensor, total: Tensor) -> Quantised:
+    return q, scale, None, total
+
+
+def _quantise_out(x: Tensor, group_size: int, q: Tensor, scale: Tensor, offset: Tensor | None, total: Tensor) -> None:
+    _core.quantize_blockwise_int8(q, x, scale, offset, total, group_size)
+
+
+def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantised | None = None) -> str:
+    """`epiloq.explain` for `quantize_blockwise_int8`."""
+    expect_tensors("quantize_blockwise_int8", {"x": x}, {}, writes=False)
+    if out is None:
+        q, scale, total = _empty(x, group_size)
+        out = q, scale, None if symmetric else torch.empty_like(scale), total
+    q, scale, offset, total = _expect_out(out, symmetric)
+    _core.check_quantize_blockwise_int8(q, x, scale, offset, total, group_size)
+    if not x.is_cuda:
+        return "cpu, vectorised blocks"
+    return f"cuda, {_lanes(group_size)} threads a block of {group_size}"
+
+
+def _lanes(group_size: int) -> int:
+    """Threads that share a block in the kernel: 8 values each where that divides a warp, else a warp."""
+    lanes, rest = divmod(group_size, 8)
+    return lanes if rest == 0 and lanes in (1, 2, 4, 8, 16, 32) else 32
+
+
+def _fake(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, scale, total = _empty(x, group_size)
+    return q, scale, torch.empty_like(scale), total
+
+
+def _fake_out(*_: Any) -> None:
+    return None
+
+
+for _schema, _function, _shapes in (
+    ("(Tensor x, int group_size) -> (Tensor, Tensor, Tensor, Tensor)", _quantise, _fake),
+    ("_symmetric(Tensor x, int group_size) -> (Tensor, Tensor, Tensor)", _quantise_symmetric, _empty),
+    (
+        "_out(Tensor x, int group_size, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? offset, Tensor(d!) sum) -> ()",
+        _quantise_out,
+        _fake_out,
+    ),
+):
+    register("quantize_blockwise_int8", f"quantize_blockwise_int8{_schema}", _function, _shapes)

@@ -1,0 +1,43 @@
+#include "bindings/register.h"
+#include "epiloq/online_quant_mm.h"
+
+namespace epiloq::bindings {
+
+void register_online_quant_mm(py::module_& module) {
+  using Optional = std::optional<TensorArg>;
+  auto const define = [&module](char const* name, auto action, auto const&... more) {
+    module.def(name, action, py::arg("out"), py::arg("x"), py::arg("values"), py::arg("parameters"), py::arg("bias"),
+               py::arg("in_features"), py::arg("group_size"), py::arg("bits"), py::arg("lo"), py::arg("hi"),
+               py::arg("staged"), more...);
+  };
+  auto const ask = [&define](char const* name, auto question) {
+    define(name, [question](TensorArg const& out, TensorArg const& x, TensorArg const& values,
+                            TensorArg const& parameters, Optional const& bias, std::int64_t in_features,
+                            std::int64_t group_size, int bits, float lo, float hi, bool staged) {
+      return question(OnlineQuantMm{out.view, x.view, values.view, parameters.view, view_of(bias), in_features,
+                                    group_size, bits, lo, hi, staged});
+    });
+  };
+  define(
+      "online_quant_mm",
+      [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
+         Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
+         bool staged, TensorArg const& x_values, TensorArg const& x_parameters, Optional const& products,
+         Optional const& sums) {
+        online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
+                         lo, hi, staged},
+                        {x_values.view, x_parameters.view, view_of(products), view_of(sums)}, current_stream(x));
+      },
+      py::arg("x_values"), py::arg("x_parameters"), py::arg("products") = py::none(), py::arg("sums") = py::none());
+  ask("check_online_quant_mm", [](OnlineQuantMm const& call) { check(call); });
+  ask("explain_online_quant_mm", [](OnlineQuantMm const& call) { return explain(call); });
+  module.def("online_quant_mm_needs_staging", &needs_staging, py::arg("group_size"), py::arg("device_index"));
+  module.def(
+      "explain_online_quant_mm_problem",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t group_size, int bits, std::string const& arch,
+         int sm_count) { return explain_online_quant_mm({m, n, k, group_size, bits}, parse_arch(arch), sm_count); },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("group_size") = 128, py::arg("bits") = 8,
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+}
+
+}  // namespace epiloq::bindings

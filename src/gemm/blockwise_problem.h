@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+#include "epiloq/tensor.h"
+
+namespace epiloq::gemm {
+
+// D [m, n] = clamp(A B^T + bias), A [m, k] and B [n, k] int8 in blocks along k with float32 parameters, laid out as
+// epiloq/online_quant_mm.h says: parameters [blocks, kinds, padded rows], 3 kinds of A's and 2 or 3 of B's.
+struct BlockwiseProblem {
+  int m, n, k;  // k is padded
+  int padded_m, padded_n;
+  int kinds;  // 3: B has offsets
+  std::int8_t const* a;
+  std::int8_t const* b;
+  float const* a_parameters;  // scale, offset, scale times the sum of q
+  float const* b_parameters;  // scale, sum of the de-quantised values, offset
+  void const* bias;           // or null
+  void* out;
+  std::int64_t stride_out;
+  DType dtype;  // of bias and out
+  float lo, hi;
+};
+
+using BlockwiseLaunch = void (*)(BlockwiseProblem const&, int device, Stream);
+
+}  // namespace epiloq::gemm

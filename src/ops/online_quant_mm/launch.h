@@ -1,0 +1,28 @@
+#pragma once
+
+#include "gemm/blockwise_problem.h"
+#include "ops/online_quant_mm/select.h"
+#include "ops/quantize_blockwise_int8/kernels.h"
+
+namespace epiloq::ops::online_quant_mm {
+
+// Values of K that kernels step by, and that prepared weights are padded to.
+inline constexpr std::int64_t kStep = 128;
+
+// Both halves of a call: the quantising pass writes what the product reads.
+struct Work {
+  quantize_blockwise_int8::Problem quantise;
+  gemm::BlockwiseProblem gemm;
+  std::int32_t* products;  // staged only
+  float* sums;             // staged only
+};
+
+// The architecture whose kernels a device runs (the forced one, where one is) and the device's sizes.
+Target target_of_device(int device);
+
+void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream);
+
+// The reference: an int32 product a block, and passes over float32 sums.
+void launch_staged(Work const& work, int device, Stream stream);
+
+}  // namespace epiloq::ops::online_quant_mm

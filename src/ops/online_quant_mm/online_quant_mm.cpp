@@ -1,0 +1,186 @@
+#include "epiloq/online_quant_mm.h"
+
+#include <algorithm>
+
+#include "core/checks.h"
+#include "epiloq/device.h"
+#include "ops/online_quant_mm/launch.h"
+#include "ops/online_quant_mm/select.h"
+
+namespace epiloq {
+namespace {
+
+namespace online = ops::online_quant_mm;
+
+constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMaxColumns = 65535 * 16;   // blocks along a grid's second axis, by the smallest tile
+constexpr std::int64_t kMaxGroup = (1 << 17) - 1;  // int32 holds the sum of as many products
+constexpr std::int64_t kMaxFeatures = std::int64_t{1} << 30;
+
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+std::int64_t padded_k(std::int64_t k) { return round_up(k, online::kStep); }
+std::int64_t padded_blocks(std::int64_t k, std::int64_t group) {
+  return round_up(online::kStep % group == 0 ? padded_k(k) : k, group) / group;
+}
+
+struct Sizes {
+  Matrix x, out;
+  std::int64_t n;
+};
+
+void shaped(Checker const& check, char const* name, TensorView const& view, DType dtype,
+            std::initializer_list<std::int64_t> shape) {
+  check.tensor(name, view, {dtype});
+  TensorView const expected(nullptr, dtype, view.device, shape);
+  bool const fits = view.rank == expected.rank &&
+                    std::equal(view.shape.begin(), view.shape.begin() + view.rank, expected.shape.begin());
+  if (!fits) check.fail(name, "expected ", describe(expected), ", got ", describe(view));
+  check.vector(name, view, view.numel());
+  check.aligned16(name, view);
+}
+
+void check_weight(OnlineQuantMm const& call, Checker const& check, std::int64_t n) {
+  std::int64_t const k = call.in_features, group = call.group_size;
+  if (group < 1 || group > kMaxGroup) check.fail("group_size", "expected 1 to ", kMaxGroup, ", got ", group);
+  if (call.bits != 4 && call.bits != 8) check.fail("bits", "expected 4 or 8, got ", call.bits);
+  if (k < 1 || k > kMaxFeatures) check.fail("in_features", "expected 1 to ", kMaxFeatures, ", got ", k);
+  if (n > kMaxColumns) check.fail("w_q", "expected at most ", kMaxColumns, " rows, got ", n);
+  shaped(check, "w_q", call.values, DType::kInt8, {n, padded_k(k) * call.bits / 8});
+  std::int64_t const kinds = call.parameters.rank == 3 && call.parameters.size(1) == 3 ? 3 : 2;
+  shaped(check, "w_scale", call.parameters, DType::kFloat32, {padded_blocks(k, group), kinds, round_up(n, 4)});
+}
+
+Sizes checked(OnlineQuantMm const& call) {
+  Checker const check("online_quant_mm", call.x.device);
+  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("out", call.out, {call.x.dtype});
+  Sizes const sizes{check.rows("x", call.x), check.rows("out", call.out),
+                    call.values.rank < 1 ? 0 : call.values.shape[0]};
+  if (sizes.x.cols != call.in_features) {
+    check.fail("x", "expected [.., ", call.in_features, "] to suit the weight, got ", describe(call.x));
+  }
+  check_weight(call, check, sizes.n);
+  if (sizes.x.rows > kMaxRows) check.fail("x", "expected at most ", kMaxRows, " rows, got ", sizes.x.rows);
+  bool const same_rows =
+      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
+  if (call.out.rank != call.x.rank || !same_rows || sizes.out.cols != sizes.n) {
+    check.fail("out", "expected x's leading dimensions and ", sizes.n, " columns, got ", describe(call.out));
+  }
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.x.dtype});
+    check.vector("bias", *call.bias, sizes.n);
+    check.apart("out", call.out, "bias", *call.bias);
+  }
+  if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got ", call.lo, " and ", call.hi);
+  check.apart("out", call.out, "x", call.x);
+  check.apart("out", call.out, "w_q", call.values);
+  check.apart("out", call.out, "w_scale", call.parameters);
+  return sizes;
+}
+
+void check_workspace(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Sizes const& sizes) {
+  Checker const check("online_quant_mm", call.x.device);
+  std::int64_t const m = sizes.x.rows, k = call.in_features;
+  shaped(check, "x_values", workspace.values, DType::kInt8, {m, padded_k(k)});
+  shaped(check, "x_parameters", workspace.parameters, DType::kFloat32,
+         {padded_blocks(k, call.group_size), 3, round_up(m, 4)});
+  if (!call.staged) return;
+  if (call.bits != 8) check.fail("bits", "expected weights widened to 8 for the staged pipeline, got ", call.bits);
+  if (!workspace.products || !workspace.sums) check.fail("products", "expected a workspace for the staged pipeline");
+  shaped(check, "products", *workspace.products, DType::kInt32, {m, sizes.n});
+  shaped(check, "sums", *workspace.sums, DType::kFloat32, {m, sizes.n});
+}
+
+OnlineQuantProblem problem_of(OnlineQuantMm const& call, Sizes const& sizes) {
+  return {sizes.x.rows, sizes.n, call.in_features, call.group_size, call.bits};
+}
+
+online::Target target_of(OnlineQuantMm const& call) {
+  if (call.x.device.type == Device::Type::kCuda) return online::target_of_device(call.x.device.index);
+  Arch const forced = forced_arch();
+  if (forced == Arch::kAuto) {
+    throw Unsupported("epiloq.explain: the operands are on the CPU, where torch runs; force an arch to ask");
+  }
+  return online::nominal(forced);
+}
+
+online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
+  return call.staged ? online::Choice{online::Family::kStaged, 0}
+                     : online::choose(problem_of(call, sizes), target_of(call));
+}
+
+}  // namespace
+
+void check(OnlineQuantMm const& call) { checked(call); }
+
+bool needs_staging(std::int64_t group_size, int device_index) {
+  return !online::has_fused_kernel(group_size, online::target_of_device(device_index));
+}
+
+void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream) {
+  Sizes const sizes = checked(call);
+  if (call.x.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.online_quant_mm: x: expected a tensor on a CUDA device, got " + describe(call.x));
+  }
+  check_workspace(call, workspace, sizes);
+  if (sizes.x.rows == 0 || sizes.n == 0) return;
+  online::Choice const choice = choose(call, sizes);
+  if (choice.family == online::Family::kStaged && !call.staged) {
+    throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size on this device, and " +
+                      std::string("staged is false"));
+  }
+  online::Work work{};
+  work.quantise.rows = static_cast<int>(sizes.x.rows);
+  work.quantise.cols = static_cast<int>(call.in_features);
+  work.quantise.padded_cols = static_cast<int>(padded_k(call.in_features));
+  work.quantise.group = static_cast<int>(call.group_size);
+  work.quantise.stride_x = sizes.x.stride;
+  work.quantise.stride_q = padded_k(call.in_features);
+  std::int64_t const padded_m = round_up(sizes.x.rows, 4);
+  work.quantise.row_stride = 1;
+  work.quantise.block_stride = 3 * padded_m;
+  work.quantise.x = call.x.data;
+  work.quantise.q = workspace.values.as<std::int8_t>();
+  work.quantise.scale = workspace.parameters.as<float>();
+  work.quantise.offset = work.quantise.scale + padded_m;
+  work.quantise.scaled_sum = work.quantise.offset + padded_m;
+
+  gemm::BlockwiseProblem& p = work.gemm;
+  p.m = work.quantise.rows;
+  p.n = static_cast<int>(sizes.n);
+  p.k = work.quantise.padded_cols;
+  p.padded_m = static_cast<int>(padded_m);
+  p.padded_n = static_cast<int>(round_up(sizes.n, 4));
+  p.kinds = static_cast<int>(call.parameters.size(1));
+  p.a = work.quantise.q;
+  p.b = call.values.as<std::int8_t>();
+  p.a_parameters = work.quantise.scale;
+  p.b_parameters = call.parameters.as<float>();
+  p.bias = call.bias ? call.bias->data : nullptr;
+  p.out = call.out.data;
+  p.stride_out = sizes.out.stride;
+  p.dtype = call.x.dtype;
+  p.lo = call.lo;
+  p.hi = call.hi;
+  if (call.staged) {
+    work.products = workspace.products->as<std::int32_t>();
+    work.sums = workspace.sums->as<float>();
+  }
+  online::launch(choice, problem_of(call, sizes), work, call.x.device.index, stream);
+}
+
+std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count) {
+  online::Target target = online::nominal(arch);
+  if (sm_count > 0) target.sm_count = sm_count;
+  return online::describe(online::choose(problem, target), problem);
+}
+
+std::string explain(OnlineQuantMm const& call) {
+  Sizes const sizes = checked(call);
+  if (sizes.x.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
+  return online::describe(choose(call, sizes), problem_of(call, sizes));
+}
+
+}  // namespace epiloq

@@ -1,0 +1,32 @@
+#pragma once
+
+// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+
+#include <string>
+
+#include "epiloq/device.h"
+#include "epiloq/online_quant_mm.h"
+
+namespace epiloq::ops::online_quant_mm {
+
+enum class Family { kStaged, kSm80, kSm90 };
+
+struct Choice {
+  Family family;
+  int row;  // of the family's table in configs.h
+};
+
+struct Target {
+  Arch arch;
+  int sm_count;
+  int shared_bytes;  // that a block may have
+};
+
+Choice choose(OnlineQuantProblem const& problem, Target const& target);
+bool has_fused_kernel(std::int64_t group_size, Target const& target);
+std::string describe(Choice const& choice, OnlineQuantProblem const& problem);
+
+// What an architecture's first card has, for answers without a device.
+Target nominal(Arch arch);
+
+}  // namespace epiloq::ops::online_quant_mm

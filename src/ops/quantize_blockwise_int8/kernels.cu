@@ -1,0 +1,182 @@
+#include <algorithm>
+#include <bit>
+
+#include "core/cuda_check.h"
+#include "core/device_code.cuh"
+#include "core/quantizing.cuh"
+#include "ops/quantize_blockwise_int8/kernels.h"
+
+namespace epiloq::ops::quantize_blockwise_int8 {
+namespace {
+
+constexpr int kBlockThreads = 256;
+constexpr int kMaxGridY = 65535;
+constexpr float kLargest = 3.402823466e38f;
+
+struct Parameters {
+  float scale, offset;
+};
+
+// One rounding an operation, as on the host. No values: 0.
+__device__ Parameters measure(Range range, bool symmetric) {
+  if (range.hi < range.lo) return {0.f, 0.f};
+  float const reach = symmetric ? larger(-range.lo, range.hi) : __fsub_rn(range.hi, range.lo);
+  float const nan = __int_as_float(0x7fffffff);
+  if (!(reach <= kLargest)) return {nan, symmetric ? 0.f : nan};
+  float const scale = reach == 0.f ? 1.f : fmaxf(__fdiv_rn(reach, symmetric ? 127.f : 255.f), kSmallestScale);
+  if (symmetric) return {scale, 0.f};
+  // + 0: never -0
+  return {scale, reach == 0.f ? __fadd_rn(range.hi, 0.f) : __fsub_rn(range.hi, __fmul_rn(127.f, scale))};
+}
+
+__device__ __forceinline__ int define(float x, Parameters p) {
+  float const rounded = rintf(__fdiv_rn(__fsub_rn(x, p.offset), p.scale));
+  return static_cast<int>(fminf(fmaxf(rounded == rounded ? rounded : 0.f, -128.f), 127.f));
+}
+
+// Over `lanes` neighbouring threads, a power of two.
+__device__ __forceinline__ int add_lanes(int sum, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  return sum;
+}
+
+__device__ void store_parameters(Problem const& p, int row, int block, Parameters parameters, int sum) {
+  std::int64_t const i = row * p.row_stride + block * p.block_stride;
+  p.scale[i] = parameters.scale;
+  if (p.offset != nullptr) p.offset[i] = parameters.offset;
+  if (p.sum != nullptr) p.sum[i] = sum;
+  if (p.scaled_sum != nullptr) p.scaled_sum[i] = __fmul_rn(parameters.scale, static_cast<float>(sum));
+}
+
+template <class T>
+__device__ void load(T const* source, int valid, bool vectors, float (&x)[kVector]) {
+  Vector<T> values;
+  if (vectors && valid == kVector) {
+    values.load(source);
+  } else {
+    values.clear();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i < valid) values.values[i] = source[i];
+    }
+  }
+  values.widen(x);
+}
+
+__device__ void store(std::int8_t* target, int room, bool vectors, int const (&q)[kVector]) {
+  if (vectors && room >= kVector) {
+    *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i < room) target[i] = static_cast<std::int8_t>(q[i]);
+  }
+}
+
+// Blocks of 8 * lanes values, lanes a power of two up to 32: each value is read once.
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
+  wait_for_previous_kernel();
+  int const row = blockIdx.x;
+  int const vectors = (p.padded_cols + p.group - 1) / p.group * lanes;
+  T const* const x_row = static_cast<T const*>(p.x) + row * p.stride_x;
+  std::int8_t* const q_row = p.q + row * p.stride_q;
+  let_next_kernel_start();
+  // Whole warps stay in the loop: they shuffle.
+  for (int first = blockIdx.y * blockDim.x; first < vectors; first += gridDim.y * blockDim.x) {
+    int const vector = first + threadIdx.x;
+    int const column = vector * kVector;
+    int const valid = max(0, min(kVector, p.cols - column));
+    float x[kVector];
+    load(x_row + column, valid, x_vectors, x);
+    Range range = empty();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i < valid) range = merge(range, {x[i], x[i]});
+    }
+    Parameters const parameters = measure(merge_lanes(range, lanes), p.offset == nullptr);
+    int q[kVector], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      q[i] = i < valid ? define(x[i], parameters) : 0;
+      sum += q[i];
+    }
+    sum = add_lanes(sum, lanes);
+    if (vector >= vectors) continue;
+    store(q_row + column, p.padded_cols - column, q_vectors, q);
+    if (vector % lanes == 0) store_parameters(p, row, vector / lanes, parameters, sum);
+  }
+}
+
+// Blocks of any size, a warp each; read twice.
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Problem const p) {
+  wait_for_previous_kernel();
+  int const row = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
+  std::int8_t* const q = p.q + row * p.stride_q;
+  int const blocks = (p.cols + p.group - 1) / p.group;
+  let_next_kernel_start();
+  for (int block = blockIdx.y * warps + threadIdx.x / 32; block < blocks; block += gridDim.y * warps) {
+    int const begin = block * p.group, end = min(begin + p.group, p.cols);
+    Range range = empty();
+    for (int c = begin + lane; c < end; c += 32) {
+      float const value = static_cast<float>(x[c]);
+      range = merge(range, {value, value});
+    }
+    Parameters const parameters = measure(merge_lanes(range, 32), p.offset == nullptr);
+    int sum = 0;
+    for (int c = begin + lane; c < end; c += 32) {
+      int const value = define(static_cast<float>(x[c]), parameters);
+      q[c] = static_cast<std::int8_t>(value);
+      sum += value;
+    }
+    sum = add_lanes(sum, 32);
+    if (lane == 0) store_parameters(p, row, block, parameters, sum);
+  }
+  if (blockIdx.y == 0) {
+    for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
+  }
+}
+
+template <class T>
+void launch_typed(Problem const& p, Stream stream) {
+  auto const on = [](void const* pointer, int bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; };
+  int const lanes = p.group / kVector;
+  char const* const doing = "launching epiloq.quantize_blockwise_int8";
+  auto const grid = [&p](int pieces, int each) {
+    return dim3(p.rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
+  };
+  if (p.group % kVector == 0 && lanes <= 32 && std::has_single_bit(static_cast<unsigned>(lanes))) {
+    constexpr int kElements = 16 / sizeof(T);
+    bool const x_vectors = on(p.x, 16) && p.stride_x % kElements == 0;
+    bool const q_vectors = on(p.q, 8) && p.stride_q % 8 == 0;
+    int const vectors = (p.padded_cols + p.group - 1) / p.group * lanes;
+    int const threads = std::min(kBlockThreads, (vectors + 31) / 32 * 32);
+    cuda_check(
+        launch_dependent(by_lanes<T>, grid(vectors, threads), threads, 0, stream, p, lanes, x_vectors, q_vectors),
+        doing);
+  } else {
+    int const blocks = (p.cols + p.group - 1) / p.group;
+    int const warps = std::min(kBlockThreads / 32, blocks);
+    cuda_check(launch_dependent(by_warp<T>, grid(blocks, warps), warps * 32, 0, stream, p), doing);
+  }
+}
+
+}  // namespace
+
+void launch(Problem const& problem, DType x, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  switch (x) {
+    case DType::kFloat16:
+      return launch_typed<__half>(problem, stream);
+    case DType::kBFloat16:
+      return launch_typed<__nv_bfloat16>(problem, stream);
+    default:
+      return launch_typed<float>(problem, stream);
+  }
+}
+
+}  // namespace epiloq::ops::quantize_blockwise_int8

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "epiloq/tensor.h"
+
+namespace epiloq::ops::quantize_blockwise_int8 {
+
+// Parameters lie at [row * row_stride + block * block_stride], so that a caller can have them in either order. Blocks
+// past the last value, up to padded_cols, have q, scale, offset and sums of 0.
+struct Problem {
+  int rows, cols, padded_cols, group;
+  std::int64_t stride_x, stride_q, row_stride, block_stride;
+  void const* x;
+  std::int8_t* q;
+  float* scale;
+  float* offset;      // null: symmetric
+  std::int32_t* sum;  // the sum of q, or null
+  float* scaled_sum;  // scale times the sum of q, or null
+};
+
+void launch(Problem const& problem, DType x, int device, Stream stream);
+void run_on_host(Problem const& problem, DType x);
+
+}  // namespace epiloq::ops::quantize_blockwise_int8

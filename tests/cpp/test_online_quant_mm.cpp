@@ -1,0 +1,91 @@
+// quantize_blockwise_int8 and online_quant_mm without a GPU: the argument checks, the CPU's blocks, the choices.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "check.h"
+#include "epiloq/error.h"
+#include "epiloq/online_quant_mm.h"
+#include "epiloq/quantize_blockwise_int8.h"
+
+using namespace epiloq;
+
+namespace {
+
+constexpr int kM = 5, kN = 18, kK = 100, kGroup = 32, kBlocks = 4;
+
+void blocks_come_back_to_within_half_a_step() {
+  auto random = test::generator();
+  std::normal_distribution<float> values(0.5F, 3.0F);
+  std::vector<float> x(kM * kK), scale(kM * kBlocks), offset(kM * kBlocks);
+  std::vector<std::int8_t> q(kM * kK);
+  std::vector<std::int32_t> sum(kM * kBlocks);
+  for (auto& value : x) value = values(random);
+  quantize_blockwise_int8({.q = {q.data(), DType::kInt8, {}, {kM, kK}},
+                           .x = {x.data(), DType::kFloat32, {}, {kM, kK}},
+                           .scale = {scale.data(), DType::kFloat32, {}, {kM, kBlocks}},
+                           .offset = TensorView(offset.data(), DType::kFloat32, {}, {kM, kBlocks}),
+                           .sum = {sum.data(), DType::kInt32, {}, {kM, kBlocks}},
+                           .group_size = kGroup},
+                          nullptr);
+  for (int row = 0; row < kM; ++row) {
+    std::vector<std::int32_t> sums(kBlocks);
+    for (int i = 0; i < kK; ++i) {
+      int const block = row * kBlocks + i / kGroup;
+      sums[i / kGroup] += q[row * kK + i];
+      CHECK(std::abs(scale[block] * double(q[row * kK + i]) + offset[block] - x[row * kK + i]) <= 0.501 * scale[block]);
+    }
+    CHECK(std::equal(sums.begin(), sums.end(), sum.begin() + row * kBlocks));
+  }
+}
+
+// Kp = 128 and, as 32 divides 128, four blocks; N = 18 is padded to 20.
+struct Operands {
+  std::vector<float> x = std::vector<float>(kM * kK), out = std::vector<float>(kM * kN);
+  alignas(16) float parameters[4 * 2 * 20] = {};
+  alignas(16) std::int8_t values[kN * 128] = {};
+  OnlineQuantMm call{.out = {out.data(), DType::kFloat32, {}, {kM, kN}},
+                     .x = {x.data(), DType::kFloat32, {}, {kM, kK}},
+                     .values = {values, DType::kInt8, {}, {kN, 128}},
+                     .parameters = {parameters, DType::kFloat32, {}, {4, 2, 20}},
+                     .in_features = kK,
+                     .group_size = kGroup};
+};
+
+template <class Change>
+void refused(int line, Change change, std::initializer_list<std::string> parts) {
+  Operands operands;
+  change(operands.call);
+  test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
+}
+
+void misfits_are_named() {
+  Operands const fitting;
+  check(fitting.call);
+  refused(__LINE__, [](auto& c) { c.in_features = 99; }, {"epiloq.online_quant_mm: x: expected [.., 99]"});
+  refused(__LINE__, [](auto& c) { c.bits = 4; }, {"w_q: expected int8 [18, 64]"});
+  refused(__LINE__, [](auto& c) { c.bits = 5; }, {"bits: expected 4 or 8"});
+  refused(__LINE__, [](auto& c) { c.group_size = 64; }, {"w_scale: expected float32 [2, 2, 20]"});
+  refused(__LINE__, [](auto& c) { c.parameters.shape[2] = 18; }, {"w_scale: expected float32 [4, 2, 20]"});
+  refused(__LINE__, [](auto& c) { c.out.dtype = DType::kFloat16; }, {"out: expected float32"});
+  refused(__LINE__, [](auto& c) { c.out.data = c.x.data; }, {"out: expected memory apart from x"});
+  refused(__LINE__, [](auto& c) { c.lo = 2, c.hi = 1; }, {"clamp: expected lo <= hi"});
+}
+
+void choices_are_functions_of_numbers() {
+  CHECK(explain_online_quant_mm({1, 4096, 4096, 128, 4}, Arch::kSm80, 108).starts_with("sm80 mma.sync w4a8"));
+  CHECK(explain_online_quant_mm({1024, 4096, 4096, 128, 8}, Arch::kSm90, 132).starts_with("sm90 wgmma w8a8"));
+  CHECK(explain_online_quant_mm({1024, 4096, 4096, 64, 8}, Arch::kSm90, 132).starts_with("sm80 mma.sync w8a8"));
+  CHECK(explain_online_quant_mm({64, 64, 64, 128, 8}, Arch::kSm75, 40).starts_with("staged"));
+  CHECK_THROWS(InvalidArgument, explain_online_quant_mm({1, 1, 1, 128, 8}, Arch::kAuto, 0), "arch");
+}
+
+}  // namespace
+
+int main() {
+  blocks_come_back_to_within_half_a_step();
+  misfits_are_named();
+  choices_are_functions_of_numbers();
+  return test::failures != 0;
+}

@@ -1,0 +1,104 @@
+"""Every operator with each of its optional arguments, as ``torch.library.opcheck`` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import blockwise_reference
+from reference import make_problem
+
+Calls = Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+OPS = torch.ops.epiloq
+
+
+def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
+    x, out = torch.randn(m, k, device=device), torch.zeros(m, n, dtype=torch.float16, device=device)
+    yield from int8_products(m, n, k, device, out)
+    yield from int8_quantisers(x)
+    yield from fp8_quantisers(x)
+    yield from fused_quantisers(x)
+    yield from blockwise_quantisers(x)
+    yield from blockwise_products(x.half(), n, out)
+    yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
+
+
+def int8_products(m: int, n: int, k: int, device: str, out: Tensor) -> Calls:
+    p = make_problem(m, n, k, bias=True, zero_point="token", dtype=torch.float16, device=device)
+    plain, with_azp = (p.a, p.b, p.scale_a, p.scale_b), (p.a, p.b, p.scale_a, p.scale_b, p.azp_adj)
+    for bias in (None, p.bias):
+        yield OPS.scaled_mm, (*plain, bias), {"out_dtype": torch.float16}
+        yield OPS.scaled_mm_out, (*plain, bias), {"out": out}
+        yield OPS.scaled_mm_azp, (*with_azp, p.azp, bias), {"out_dtype": torch.float16}
+        yield OPS.scaled_mm_azp_out, (*with_azp, None, bias), {"out": out}
+
+
+def int8_quantisers(x: Tensor) -> Calls:
+    q, scale = torch.zeros_like(x, dtype=torch.int8), x.new_ones(x.shape[0], 1)
+    azp = torch.zeros_like(scale, dtype=torch.int32)
+    yield OPS.quantize_int8_symmetric, (x, 16), {}
+    yield OPS.quantize_int8_asymmetric, (x.half(), 1, False), {}
+    yield OPS.quantize_int8_static, (x, scale[:1], None, 1), {}
+    yield OPS.quantize_int8_static, (x, scale, azp, 16), {}
+    yield OPS.quantize_int8_out, (x, q, scale, azp, False, True), {}
+    yield OPS.quantize_int8_out, (x, q, scale, None, True, True), {}
+
+
+def fp8_quantisers(x: Tensor) -> Calls:
+    e4m3, bound = torch.float8_e4m3fn, x.new_ones(1)
+    for granularity, layout in (("tensor", "row"), ("token", "row"), ("group", "row"), ("group", "column")):
+        yield OPS.quantize_fp8_dynamic, (x, granularity, 4, bound, 0.0, True, layout, e4m3, 16), {}
+    yield OPS.quantize_fp8_dynamic, (x, "block", 4, None, 0.5, False, "row", torch.float8_e5m2, 1), {}
+    yield OPS.quantize_fp8_static, (x, bound, "tensor", 128, e4m3, 16), {}
+    scale = x.new_ones(x.shape[0], 1)
+    yield OPS.quantize_fp8_out, (x, torch.zeros_like(x, dtype=e4m3), scale, "token", 1, bound, 0.0, False, False), {}
+
+
+def fused_quantisers(x: Tensor) -> Calls:
+    weight, pair = x.new_ones(x.shape[-1]), torch.cat([x, x], -1)
+    for measure in (
+        ("token", 128, False, "row", torch.int8, 16),
+        ("group", 4, True, "column", torch.float8_e4m3fn, 1),
+    ):
+        yield OPS.rms_norm_quant, (x, weight, 1e-6, *measure), {}
+        yield OPS.rms_norm_quant_add, (x, weight, 1e-6, x.flip(0), *measure), {}
+        yield OPS.silu_and_mul_quant, (pair, *measure), {}
+    into = (torch.zeros_like(x, dtype=torch.float8_e4m3fn), x.new_ones(x.shape[0], 1))
+    yield OPS.rms_norm_quant_out, (x, weight, 1e-6, x.flip(0), *into, torch.zeros_like(x), "token", 128, False), {}
+    yield OPS.silu_and_mul_quant_out, (pair, *into, "token", 128, False), {}
+
+
+def blockwise_quantisers(x: Tensor) -> Calls:
+    yield OPS.quantize_blockwise_int8, (x, 8), {}
+    yield OPS.quantize_blockwise_int8_symmetric, (x.half(), 32), {}
+    q, scale = torch.zeros_like(x, dtype=torch.int8), x.new_ones(x.shape[0], -(-x.shape[1] // 8))
+    total = torch.zeros_like(scale, dtype=torch.int32)
+    yield OPS.quantize_blockwise_int8_out, (x, 8, q, scale, scale.clone(), total), {}
+
+
+def blockwise_products(x: Tensor, n: int, out: Tensor) -> Calls:
+    k = x.shape[1]
+    for bits, bias in ((8, None), (4, x.new_ones(n))):
+        weight = blockwise_reference.make_weight(n, k, 32, bits=bits, device=str(x.device)).prepared()
+        arguments = (x, weight.values, weight.parameters, bias, k, 32, bits, 0.0, 6.0, bits == 4)
+        yield OPS.online_quant_mm, arguments, {}
+        yield OPS.online_quant_mm_out, arguments, {"out": out}
+
+
+def groupwise_products(a: Tensor, n: int, out: Tensor) -> Calls:
+    (m, k), experts = a.shape, 2
+    weights = torch.ones(experts, n, k, device=a.device).to(a.dtype).transpose(1, 2)
+    scale_a = torch.ones(m, -(-k // 128), device=a.device)
+    scale_b = torch.ones(experts, -(-k // 128), -(-n // 128), device=a.device)
+    for bias in (None, out.new_ones(n)):
+        yield OPS.groupwise_mm, (a, weights[0], scale_a, scale_b[0], bias), {"out_dtype": torch.float16}
+        yield OPS.groupwise_mm_out, (a, weights[0], scale_a, scale_b[0], bias, 1, 128), {"out": out}
+    by_rows = (weights, scale_a, scale_b, torch.tensor([m // 2, m], dtype=torch.int32, device=a.device))
+    yield OPS.grouped_mm, (a, *by_rows), {"out_dtype": torch.float16}
+    yield OPS.grouped_mm_out, (a, *by_rows), {"out": out}
+    counts = torch.full((experts,), m, dtype=torch.int32, device=a.device)
+    by_mask = (weights, scale_a.expand(experts, -1, -1).contiguous(), scale_b, None, counts)
+    yield OPS.grouped_mm, (torch.stack([a, a]), *by_mask), {"out_dtype": torch.bfloat16}

@@ -1,0 +1,181 @@
+"""online_quant_mm on a GPU: every kernel of the tables, the staged reference, graphs, streams, overlapping launches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+from blockwise_reference import RawWeight, assert_close, make_weight
+from reference import poisoned, ulp
+
+ROWS = {"sm80": 8, "sm90": 10}
+SIZES_M = (1, 7, 9, 16, 17, 32, 33, 64, 65, 100, 128, 200, 256, 300, 513, 2050)
+SIZES_N = (16, 100, 2560, 2576, 4096, 4100, 8192, 8208, 16384)
+
+
+def kernel(m: int, n: int, k: int, group: int, bits: int, arch: str) -> str:
+    return epiloq.explain("online_quant_mm", m=m, n=n, k=k, group_size=group, bits=bits, arch=arch, sm_count=132)
+
+
+@pytest.mark.parametrize("arch", ROWS)
+def test_every_row_is_reached(arch: str) -> None:
+    kernels = {kernel(m, n, 4096, 128, 8, arch) for m, n in itertools.product(SIZES_M, SIZES_N)}
+    kernels |= {
+        kernel(m, n, 4096, 64, 8, arch).replace("of 64", "of 128") for m, n in itertools.product(SIZES_M, SIZES_N)
+    }
+    assert len(kernels) == ROWS[arch], sorted(kernels)
+    assert all(name.startswith(("sm80 mma.sync w8a8", "sm90 wgmma w8a8")) for name in kernels)
+
+
+def test_what_has_no_fused_kernel_is_staged_and_says_so() -> None:
+    assert kernel(64, 64, 64, 48, 8, "sm90").startswith("staged")
+    assert kernel(64, 64, 64, 128, 8, "sm75").startswith("staged")
+    with pytest.raises(ValueError, match="arch"):
+        epiloq.explain("online_quant_mm", m=1, n=1, k=1, arch="sm91")
+
+
+def test_explain_takes_the_calls_own_arguments(seed: int) -> None:
+    x, weight = torch.randn(3, 100), make_weight(24, 100, 32)
+    for arguments in ((x, weight.prepared()), (x, weight.q, weight.scale, weight.offset)):
+        group = {} if len(arguments) == 2 else {"group_size": 32}
+        assert epiloq.explain("online_quant_mm", *arguments, **group).startswith("cpu")
+        with epiloq.config(arch="sm80"):
+            assert epiloq.explain("online_quant_mm", *arguments, **group).startswith("sm80 mma.sync w8a8 blocks of 32")
+            assert epiloq.explain("online_quant_mm", *arguments, **group, staged=True).startswith("staged")
+    assert epiloq.supports("online_quant_mm", x) == (
+        False,
+        "epiloq.online_quant_mm: missing a required argument: 'w_q'",
+    )
+
+
+def some(size: int, count: int) -> Tensor:
+    """The first, the last and random indices below `size`."""
+    return torch.cat((torch.tensor([0, size - 1]), torch.randint(size, (count,)))).unique()
+
+
+def shapes_of_every_kernel(group: int, bits: int, arch: str) -> list[tuple[int, int]]:
+    """A few shapes for each kernel, in random order."""
+    shapes = list(itertools.product(SIZES_M, SIZES_N))
+    of_kernel: dict[str, list[tuple[int, int]]] = {}
+    for i in torch.randperm(len(shapes)).tolist():
+        of_kernel.setdefault(kernel(*shapes[i], 4096, group, bits, arch), []).append(shapes[i])
+    return [shape for chosen in of_kernel.values() for shape in chosen[:4]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ROWS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_kernel(seed: int, arch: str, group: int, bits: int) -> None:
+    """Odd M and N leave ragged tiles; K is ragged in the last block and step, once with more steps than stages."""
+    if arch not in epiloq._core.built_archs():
+        pytest.skip(f"built without {arch}")
+    for i, (m, n) in enumerate(shapes_of_every_kernel(group, bits, arch)):
+        k, offset = ((2300, False), (300, True), (100, True), (2300, True))[i % 4]
+        x = (torch.randn(m, k) * torch.rand(m, 1) + 0.2).to("cuda", torch.bfloat16)
+        weight = make_weight(n, k, group, bits=bits, offset=offset, device="cuda")
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        out = poisoned((m, n), torch.bfloat16, "cuda")
+        with epiloq.config(arch=arch):
+            epiloq.online_quant_mm(x, weight.prepared(), bias=bias, out=out)
+        assert not out.isnan().any(), (m, n, k)
+        rows, columns = some(m, 40).cuda(), some(n, 60).cuda()
+        chosen = replace(
+            weight,
+            q=weight.q[columns],
+            scale=weight.scale[columns],
+            offset=None if weight.offset is None else weight.offset[columns],
+        )
+        assert_close(out[rows][:, columns], x[rows], chosen, bias[columns])
+
+
+def term_magnitude(x: Tensor, weight: RawWeight) -> Tensor:
+    return x.double().abs() @ weight.prepared().dequantize(torch.float64).abs().t()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_fused_and_staged_agree(seed: int, group: int, bits: int) -> None:
+    """Equal integers, so that only the float32 roundings of the sums differ."""
+    for m, n, k in ((1, 300, 4096), (40, 520, 1000), (300, 520, 2048)):
+        x = torch.randn(m, k, device="cuda")
+        weight = make_weight(n, k, group, bits=bits, device="cuda")
+        fused = epiloq.online_quant_mm(x, weight.prepared())
+        staged = epiloq.online_quant_mm(x, weight.prepared(), staged=True)
+        limit = ulp(staged.double(), torch.float32) + 2.0**-20 * term_magnitude(x, weight)
+        assert ((fused.double() - staged.double()).abs() <= limit).all()
+        assert torch.equal(fused, epiloq.online_quant_mm(x, weight.prepared())), "the same call twice"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "bits"), [(48, 8), (16, 4), (256, 8), (1, 4)])
+def test_other_group_sizes_are_staged(seed: int, group: int, bits: int) -> None:
+    x, weight = torch.randn(20, 300, device="cuda"), make_weight(50, 300, group, bits=bits, device="cuda")
+    assert_close(epiloq.online_quant_mm(x, weight.prepared()), x, weight)
+    assert epiloq.explain("online_quant_mm", x, weight.prepared()).startswith("staged")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [5, 200])
+def test_graph_capture_and_streams(seed: int, m: int) -> None:
+    x, weight = torch.randn(m, 512, device="cuda").half(), make_weight(256, 512, 128, device="cuda").prepared()
+    expected = epiloq.online_quant_mm(x, weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = epiloq.online_quant_mm(x, weight)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+    graph, captured = torch.cuda.CUDAGraph(), torch.zeros_like(expected)
+    with torch.cuda.graph(graph):
+        epiloq.online_quant_mm(x, weight, out=captured)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4, 48, 160])
+@pytest.mark.parametrize("group", [64, 128])
+def test_a_chain_of_dependent_launches(seed: int, m: int, group: int) -> None:
+    """Kernels that overlap must see what those before them wrote: activations, and weights written just before."""
+    weights = [make_weight(512, 512, group, device="cuda", offset=False).prepared() for _ in range(4)]
+    x0 = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+    scratch = make_weight(512, 512, group, device="cuda", offset=False).prepared()
+
+    def chain(synchronise: bool) -> Tensor:
+        x = x0
+        for step in range(40):
+            scratch.values.copy_(weights[step % 4].values)
+            scratch.parameters.copy_(weights[step % 4].parameters)
+            if synchronise:
+                torch.cuda.synchronize()
+            x = epiloq.online_quant_mm(epiloq.online_quant_mm(x, scratch), weights[step % 4])
+            x = x / x.abs().amax()
+            if synchronise:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(True)
+    for _ in range(10):
+        assert torch.equal(chain(False), expected)
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_not_current(seed: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x, weight = torch.randn(33, 512, device="cuda:1"), make_weight(256, 512, 128, device="cuda:1")
+    for rows in (5, 33):
+        with torch.cuda.device(0):
+            out = epiloq.online_quant_mm(x[:rows], weight.prepared())
+        assert out.device.index == 1
+        assert_close(out, x[:rows], weight)
