@@ -59,7 +59,7 @@ def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> 
     The folder appears by one rename when all is written. A tokenizer is saved beside by its own ``save_pretrained``.
 
     transformers divides a weight evenly into as many blocks as there are scales when it de-quantises, which is wrong
-    for sizes above 128 that are no multiples of it; such layers are warned of. (vLLM and SGLang read them rightly.)
+    for sizes above 128 that are no multiples of it; such layers are warned of.
 
     Raises FormatError for another quantised layer, or none of this kind; ValueError where `folder` exists.
     """
