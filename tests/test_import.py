@@ -22,6 +22,7 @@ print(seconds)
 
 def test_modules_are_attributes() -> None:
     assert epiloq.compat.vllm.cutlass_scaled_mm and epiloq.compat.sglang.int8_scaled_mm
+    assert epiloq.compat.deep_gemm.fp8_gemm_nt
     assert epiloq.schemes.available() and epiloq.nn.Int8Linear
     assert [name for name in epiloq.__all__ if not hasattr(epiloq, name)] == []
 

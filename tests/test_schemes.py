@@ -12,11 +12,12 @@ from torch import nn
 
 import epiloq
 from epiloq import schemes
-from epiloq.nn import Int8Linear, OnlineQuantLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
 NAMES = (*INT8, "w8a8-block", "w4a8-block")
+FP8 = ("fp8", "fp8-token", "fp8-block")
 QUANTISED = (Int8Linear, OnlineQuantLinear)
 
 
@@ -25,7 +26,7 @@ def quantised(model: nn.Module) -> list[str]:
 
 
 def test_the_table() -> None:
-    assert schemes.available() == NAMES
+    assert schemes.available() == (*NAMES, *FP8)
     assert all("\n" not in scheme.description and scheme.description for scheme in schemes.SCHEMES.values())
 
 
@@ -43,7 +44,28 @@ def test_quantises_in_place_and_stays_close(scheme: str, seed: int) -> None:
     assert 0 < error < (0.15 if scheme.startswith("w4") else 0.03)
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize(
+    ("scheme", "same"),
+    [
+        ("fp8", lambda linear: Fp8Linear.from_linear(linear, activation="tensor", weight="tensor")),
+        ("fp8-token", Fp8Linear.from_linear),
+        ("fp8-block", Fp8BlockLinear.from_linear),
+    ],
+)
+def test_fp8_schemes(scheme: str, same: Callable[[nn.Linear], nn.Module], seed: int) -> None:
+    model, inputs = LanguageModel().eval(), tokens()
+    expected, linear = model(inputs), copy.deepcopy(model.blocks[1].up)
+    epiloq.quantize_(model, scheme, calibrate=lambda m: pytest.fail("calibrated"))
+    made = [name for name, module in model.named_modules() if isinstance(module, (Fp8BlockLinear, Fp8Linear))]
+    assert made == [*IN_BLOCKS, "head"]
+    x = torch.randn(5, 20)
+    assert repr(model.blocks[1].up) == repr(same(linear))
+    assert torch.equal(model.blocks[1].up(x), same(linear)(x))
+    error = (model(inputs) - expected).norm() / expected.norm()
+    assert 0 < error < 0.06
+
+
+@pytest.mark.parametrize("scheme", (*NAMES, *FP8))
 def test_a_quantised_model_compiles(scheme: str, seed: int) -> None:
     model, inputs = LanguageModel().eval(), tokens()
     epiloq.quantize_(model, scheme, calibrate=lambda m: m(inputs))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from epiloq.nn.fp8_block_experts import Fp8BlockExperts
+from epiloq.nn.fp8_block_linear import Fp8BlockLinear
+from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
 
-__all__ = ["Int8Linear", "OnlineQuantLinear"]
+__all__ = ["Fp8BlockExperts", "Fp8BlockLinear", "Fp8Linear", "Int8Linear", "OnlineQuantLinear"]
