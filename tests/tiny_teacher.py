@@ -9,24 +9,22 @@ import tokenizers
 import transformers
 
 
-def tiny_model() -> Any:
-    """A Llama with tied embeddings, random weights and odd sizes."""
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=36,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=12,
-        tie_word_embeddings=True,
-    )
+def tiny_model(**sizes: int) -> Any:
+    """A Llama with tied embeddings, random weights and, unless told otherwise, odd sizes."""
+    odd = {
+        "hidden_size": 36,
+        "intermediate_size": 100,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+    }
+    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=2, tie_word_embeddings=True, **(odd | sizes))
     return transformers.LlamaForCausalLM(config).train(False)
 
 
-def save(path: Path) -> Path:
-    """Save the tiny model and a tokenizer of single bytes as a Hugging Face directory, `path`."""
-    tiny_model().save_pretrained(path)
+def save(path: Path, model: Any = None) -> Path:
+    """Save the tiny model (or another) and a tokenizer of single bytes as a Hugging Face directory, `path`."""
+    (model or tiny_model()).save_pretrained(path)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     byte_level = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))

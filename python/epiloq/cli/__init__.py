@@ -1,1 +1,1 @@
-"""The command line: ``epiloq env``, ``epiloq demo`` and ``epiloq bench``."""
+"""The command line: ``epiloq env``, ``demo``, ``bench``, ``quantize`` and ``eval``."""

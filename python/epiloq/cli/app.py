@@ -13,6 +13,8 @@ COMMANDS = {
     "env": "epiloq.cli.env:env",
     "demo": "epiloq.cli.demo:demo",
     "bench": "epiloq.bench.cli:bench",
+    "quantize": "epiloq.cli.quantize:quantize",
+    "eval": "epiloq.cli.eval:evaluate",
 }
 EPILOG = "python -m epiloq --cmake-dir | --include-dir prints where the CMake package and the C++ headers are."
 

@@ -1,7 +1,29 @@
-"""Algorithms that prepare a model for quantisation: plain functions on layers and their inputs."""
+"""Algorithms that quantise weights, or prepare a model for it: plain functions on layers and their inputs.
+
+`epiloq.quantize.calibrate` applies them to a model block by block; it is not imported with epiloq.
+"""
 
 from __future__ import annotations
 
-from epiloq.quantize.smoothquant import Smoothed, fold_, smooth_scale, smoothquant_
+from epiloq.quantize.awq import awq, awq_scale, output_error
+from epiloq.quantize.gptq import gptq
+from epiloq.quantize.grid import Grid, QuantizedWeight, fit, rtn
+from epiloq.quantize.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
+from epiloq.quantize.statistics import InputStatistics
 
-__all__ = ["Smoothed", "fold_", "smooth_scale", "smoothquant_"]
+__all__ = [
+    "Grid",
+    "InputStatistics",
+    "QuantizedWeight",
+    "Smoothed",
+    "awq",
+    "awq_scale",
+    "fit",
+    "fold_",
+    "gptq",
+    "output_error",
+    "rtn",
+    "search_smooth_scale",
+    "smooth_scale",
+    "smoothquant_",
+]

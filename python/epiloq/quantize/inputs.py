@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+from epiloq.quantize.statistics import InputStatistics
 
 Calibrate = Callable[[nn.Module], object]
 PROBE_TOKENS = 16
@@ -113,3 +115,61 @@ def outputs(model: nn.Module, seen: Observed) -> list[Tensor]:
     return [
         leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
+
+
+@torch.no_grad()
+def last_inputs(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
+    """What each layer was last called with in a run."""
+    found: dict[str, Tensor] = {}
+    with _watched(layers, found.__setitem__):
+        run()
+    return found
+
+
+@torch.no_grad()
+def input_groups(
+    layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
+) -> list[tuple[list[str], InputStatistics]]:
+    """Layers by the input that they share, as the first of the runs shows, each with the statistics of all runs."""
+    groups = _shared(layers, runs[0])
+    found = [
+        (names, InputStatistics(layers[names[0]].in_features, device=layers[names[0]].weight.device))
+        for names in groups
+    ]
+    of_first = {names[0]: statistics for names, statistics in found}
+    with _watched({name: layers[name] for name in of_first}, lambda name, x: of_first[name].add(x)):
+        for run in runs:
+            run()
+    return found
+
+
+def _shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
+    seen: dict[str, list[object]] = {name: [] for name in layers}
+    alive: list[Tensor] = []  # So that no address is used twice.
+
+    def note(name: str, x: Tensor) -> None:
+        alive.append(x)
+        seen[name].append((x.data_ptr(), x.shape, x.stride(), x._version))
+
+    with _watched(layers, note):
+        run()
+    # A layer that the first call did not reach (an expert, say) is on its own.
+    groups: dict[object, list[str]] = {}
+    for name, inputs in seen.items():
+        groups.setdefault(tuple(inputs) or name, []).append(name)
+    return list(groups.values())
+
+
+@contextmanager
+def _watched(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``note(name, input)`` whenever one of the layers runs."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda module, args, kwargs: note(name, args[0] if args else kwargs["input"])
+
+    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from epiloq.quantize.grid import Grid, rtn
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
 from epiloq.schemes import default_filter
 
 SMALLEST = 1e-5
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+INT8 = Grid(8, symmetric=True)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,27 @@ def smooth_scale(amax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) ->
     columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
     scale = inputs.clamp(min=SMALLEST) ** alpha / columns.clamp(min=SMALLEST) ** (1 - alpha)
     return torch.where((inputs > 0) & (columns > 0), scale.clamp(min=SMALLEST), torch.ones_like(scale))
+
+
+@torch.no_grad()
+def search_smooth_scale(x: Tensor, amax: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`smooth_scale` with the alpha of `ALPHAS` whose int8 product is nearest to the exact one on a sample.
+
+    Args:
+        x: ``[T, K]``, some of the inputs; each token gets a scale, as in W8A8.
+        amax, weights: as for `smooth_scale`.
+    """
+    weight = torch.cat([weight.float() for weight in weights])
+    tokens = x.reshape(-1, x.shape[-1]).float()
+    exact = tokens @ weight.t()
+    best, least = torch.ones_like(amax), torch.inf
+    for alpha in ALPHAS:
+        scale = smooth_scale(amax, weights, alpha)
+        product = rtn(tokens / scale, INT8).dequantize() @ rtn(weight * scale, INT8).dequantize().t()
+        error = float((product - exact).square().sum())
+        if error < least:
+            best, least = scale, error
+    return best
 
 
 @torch.no_grad()
@@ -87,23 +111,40 @@ def smoothquant_(
     if not 0 <= alpha <= 1:
         raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
     seen = observe(model, calibrate)
-    before = outputs(model, seen)
     takes = default_filter(model) if filter_fn is None else filter_fn
     done = []
-    for producer, names in seen.feeds.items():
-        consumers = [model.get_submodule(name) for name in names]
-        if not any(takes(consumer, name) for consumer, name in zip(consumers, names, strict=True)):
-            continue
-        linears = [consumer for consumer in consumers if isinstance(consumer, nn.Linear)]
-        module = model.get_submodule(producer)
-        if not _foldable(model, seen, before, module, linears):
-            continue
+    for producer, names in foldings(model, seen, takes):
+        consumers = linears(model, names)
         amax = torch.stack([seen.amax[name] for name in names]).amax(0)
-        scale = smooth_scale(amax, [linear.weight for linear in linears], alpha)
-        done.append((module, linears, Smoothed(producer, tuple(names), scale)))
-    for module, linears, smoothed in done:
-        fold_(module, linears, smoothed.scale)
-    return tuple(smoothed for _, _, smoothed in done)
+        scale = smooth_scale(amax, [linear.weight for linear in consumers], alpha)
+        done.append((consumers, Smoothed(producer, names, scale)))
+    for consumers, smoothed in done:
+        fold_(model.get_submodule(smoothed.producer), consumers, smoothed.scale)
+    return tuple(smoothed for _, smoothed in done)
+
+
+@torch.no_grad()
+def foldings(
+    model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """The candidates of a run that can be folded exactly: a producer and every linear layer that reads it, by name.
+
+    Those are left out of which no consumer is wanted, as ``takes(module, name)`` says.
+    """
+    before = outputs(model, seen)
+    found = []
+    for producer, names in seen.feeds.items():
+        consumers = linears(model, names)
+        if any(takes(consumer, name) for consumer, name in zip(consumers, names, strict=True)) and _foldable(
+            model, seen, before, model.get_submodule(producer), consumers
+        ):
+            found.append((producer, tuple(names)))
+    return found
+
+
+def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The linear layers of those names."""
+    return [module for module in map(model.get_submodule, names) if isinstance(module, nn.Linear)]
 
 
 def _foldable(

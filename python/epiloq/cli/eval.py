@@ -1,0 +1,89 @@
+"""``epiloq eval``: the perplexity of a model directory, quantised or not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from epiloq.cli.env import check_json_target
+from epiloq.cli.quantize import check_device, failures, quiet
+
+ALL = 0
+
+
+def measure(
+    folder: Path, text: Path, tokens: int, length: int, device: str, begin: Callable[[int], Callable[[], None]]
+) -> dict[str, Any]:
+    """The figures as a JSON-ready dictionary. ``begin(windows)`` gives what is called after each window."""
+    from epiloq.demo.layers import weight_bytes
+    from epiloq.demo.perplexity import perplexity
+    from epiloq.formats.checkpoint import Checkpoint
+    from epiloq.formats.model import load
+    from epiloq.quantize.text import load_tokenizer, read_texts, windows
+
+    checkpoint = Checkpoint(folder)
+    parts = windows(load_tokenizer(folder), read_texts(text), length)
+    if tokens != ALL:
+        parts = parts[: -(-tokens // length)]
+    model, quantization = load(checkpoint)
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+    model.to(device)
+    start = time.perf_counter()
+    found = perplexity(model, parts, begin(len(parts)))
+    return {
+        "model": str(folder),
+        "text": str(text),
+        "perplexity": found,
+        "tokens": sum(part.numel() for part in parts),
+        "window": length,
+        "quantization": (checkpoint.quantization or {}).get("quant_method"),
+        "bits": quantization.grid.bits if quantization else None,
+        "file_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        "memory_bytes": weight_bytes(model),
+        "device": device,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory, quantised or not.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Text, or a folder of it, to predict.")],
+    tokens: Annotated[int, typer.Option(min=ALL, help="About how many tokens to evaluate; 0 for all.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
+    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure perplexity: epiloq eval DIR --text FILE --json FILE."""
+    from rich.console import Console
+
+    check_json_target(json_file)
+    check_device(device)
+    console = Console()
+    with failures("eval"):
+        quiet()
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+
+            def begin(steps: int) -> Callable[[], None]:
+                task = progress.add_task("windows", total=steps)
+                return lambda: progress.advance(task)
+
+            found = measure(folder, text, tokens, length, device, begin)
+        console.print(
+            f"perplexity {found['perplexity']:.3f} over {found['tokens']} tokens; "
+            f"{found['file_bytes'] / 1e6:.1f} MB of weights",
+            highlight=False,
+        )
+        if json_file is not None:
+            json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

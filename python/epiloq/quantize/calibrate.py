@@ -1,0 +1,250 @@
+"""Quantise a model's weights block by block, each on the inputs that the quantised blocks before it produce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.quantize.awq import awq_scale, output_error
+from epiloq.quantize.blocks import Call, Filter, Recorded, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.gptq import gptq
+from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
+from epiloq.quantize.inputs import input_groups, last_inputs, observe
+from epiloq.quantize.smoothquant import fold_, foldings, search_smooth_scale, smooth_scale
+from epiloq.quantize.statistics import InputStatistics
+from epiloq.schemes import default_filter
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How weights are prepared and rounded.
+
+    fold
+        What moves between a block's norms (or linear layers) and the linear layers that read them.
+    compensate
+        Round by GPTQ rather than each weight to its nearest point.
+    clip
+        The error that the clipping of ranges minimises: of each weight, weighted by its input, or of the output; see
+        `fit`. None takes whole ranges.
+    """
+
+    name: str
+    description: str
+    fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
+    compensate: bool = False
+    clip: Literal["mse", "weighted", "output"] | None = None
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether it looks at what the model computes."""
+        return self.fold is not None or self.compensate or self.clip in ("weighted", "output")
+
+
+_TABLE = (
+    Algorithm("rtn", "round to nearest"),
+    Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
+    Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
+    Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
+    Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
+    Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
+    Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),
+    Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
+)
+ALGORITHMS = {algorithm.name: algorithm for algorithm in _TABLE}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A finished block."""
+
+    name: str
+    weights: dict[str, QuantizedWeight]
+    """By layer, named as in the model."""
+    state: dict[str, Tensor]
+    """The block's other parameters and buffers, which folding may have changed, by their names in the block."""
+    errors: dict[str, float]
+    """Each layer's relative output error on its calibration inputs; empty without those."""
+
+
+def calibrate(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    grid: Grid,
+    algorithm: Algorithm,
+    *,
+    blocks: str | None = None,
+    filter_fn: Filter | None = None,
+    finished: Callable[[str], Block | None] = lambda name: None,
+    device: torch.device | str | None = None,
+) -> Iterator[Block]:
+    """Quantise the linear layers in `model`'s blocks, yielding each block when it is done.
+
+    The model itself ends with the weights de-quantised (and folded), so it computes what the quantised one will, but
+    for the quantisation of activations. Which layers share an input, what can be folded and what the blocks are is
+    found by running the model. Beside the model this holds one block's inputs, ``[n, hidden]`` for each window, and
+    for one block a ``[K, K]`` matrix for each distinct input and a few temporaries of a layer's size.
+
+    Args:
+        model: in evaluation mode; ``model(tokens)`` runs it.
+        windows: int64 ``[1, n]`` tokens each. Not looked at by algorithms without ``needs_inputs``.
+        blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default.
+        filter_fn: as for `epiloq.quantize_`, within the blocks.
+        finished: asked for each block's name; a Block that it returns (of an interrupted run) is used as it is.
+        device: where a block is while it is worked on; by default where it is already.
+
+    Raises:
+        ValueError: no blocks found, blocks that are no chain, no windows, or inputs with NaN or infinity.
+    """
+    takes = default_filter(model) if filter_fn is None else filter_fn
+    found = find_blocks(model, takes, blocks)
+    if algorithm.needs_inputs and not windows:
+        raise ValueError(f"calibrate: windows: expected at least one for {algorithm.name}, got none")
+    if model.training:
+        raise ValueError("calibrate: model: expected evaluation mode, got training mode; call model.eval()")
+    return _walk(model, found, windows, takes, _Work(grid, algorithm), finished, device)
+
+
+@torch.no_grad()
+def _walk(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    windows: Sequence[Tensor],
+    takes: Filter,
+    work: _Work,
+    finished: Callable[[str], Block | None],
+    device: torch.device | str | None,
+) -> Iterator[Block]:
+    needs_inputs = work.algorithm.needs_inputs
+    recorded = record(model, list(blocks.values()), windows) if needs_inputs else Recorded([], [[]] * len(blocks))
+    for index, (name, block) in enumerate(blocks.items()):
+        home = next(block.parameters()).device
+        block.to(device or home)
+        layers = linears_of(block, name, takes)
+        done = finished(name)
+        if done is None:
+            with without_cache(model):
+                done = work.quantise(name, block, layers, recorded.calls[index], recorded.hidden)
+        install_(block, layers, done)
+        if index + 1 < len(blocks):
+            for i, call in enumerate(recorded.calls[index]):
+                recorded.hidden[i] = call.run(block, recorded.hidden[i].to(device or home)).cpu()
+        recorded.calls[index].clear()
+        block.to(home)
+        yield done
+
+
+@torch.no_grad()
+def install_(block: nn.Module, layers: dict[str, nn.Linear], done: Block) -> None:
+    """Put a finished block's values, weights de-quantised, into the model's. Raises ValueError if they do not fit."""
+    if set(layers) != set(done.weights):
+        raise ValueError(f"calibrate: finished: {done.name}: expected the layers {sorted(layers)}")
+    for name, layer in layers.items():
+        weight = done.weights[name].dequantize(layer.weight.dtype)
+        if weight.shape != layer.weight.shape:
+            raise ValueError(
+                f"calibrate: finished: {name}: expected {list(layer.weight.shape)}, got {list(weight.shape)}"
+            )
+        layer.weight.copy_(weight)
+    block.load_state_dict(done.state, strict=False)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is done to each block."""
+
+    grid: Grid
+    algorithm: Algorithm
+
+    def quantise(
+        self, name: str, block: nn.Module, layers: dict[str, nn.Linear], calls: Sequence[Call], hidden: Sequence[Tensor]
+    ) -> Block:
+        """Fold the block's layers in place, quantise them, and say what came of it."""
+        weights: dict[str, QuantizedWeight] = {}
+        errors: dict[str, float] = {}
+        if not self.algorithm.needs_inputs:
+            weights = {
+                n: rtn(layer.weight, self.grid, self._moments(None, layer.weight)) for n, layer in layers.items()
+            }
+        else:
+            device = next(block.parameters()).device
+
+            def run(window: int) -> Tensor:
+                return calls[window].run(block, hidden[window].to(device))
+
+            groups = input_groups(layers, [partial(run, window) for window in range(len(hidden))])
+            self._fold(name, block, layers, groups, calls[0], hidden[0])
+            for names, statistics in groups:
+                part, part_errors = self._round({n: layers[n] for n in names}, statistics)
+                weights |= part
+                errors |= part_errors
+        left_out = {f"{n.removeprefix(name).lstrip('.')}.weight" for n in layers}
+        state = {n: value.detach().clone() for n, value in block.state_dict().items() if n not in left_out}
+        return Block(name, {n: weights[n] for n in layers}, state, errors)
+
+    def _round(
+        self, layers: dict[str, nn.Linear], statistics: InputStatistics
+    ) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
+        """Layers that read one input, stacked, for their rows do not depend on each other."""
+        try:
+            hessian = statistics.hessian
+        except ValueError as error:
+            raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
+        weight = torch.cat([layer.weight.float() for layer in layers.values()])
+        moments = self._moments(hessian, weight)
+        if self.algorithm.compensate:
+            value = gptq(weight, hessian, self.grid, moments=moments)
+        else:
+            value = rtn(weight, self.grid, moments)
+        parts = value.split([layer.out_features for layer in layers.values()])
+        errors = {}
+        for (name, layer), part in zip(layers.items(), parts, strict=True):
+            lost = output_error(part.dequantize() - layer.weight.float(), hessian)
+            whole = output_error(layer.weight.float(), hessian)
+            errors[name] = (lost / whole) ** 0.5 if whole else 0.0
+        return dict(zip(layers, parts, strict=True)), errors
+
+    def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
+        if self.algorithm.clip == "mse":
+            return torch.ones(weight.shape[1], device=weight.device)
+        if self.algorithm.clip is None or hessian is None:
+            return None
+        return hessian.diagonal() if self.algorithm.clip == "weighted" else hessian
+
+    def _fold(
+        self,
+        prefix: str,
+        block: nn.Module,
+        layers: dict[str, nn.Linear],
+        groups: Sequence[tuple[list[str], InputStatistics]],
+        call: Call,
+        hidden: Tensor,
+    ) -> None:
+        """Fold the scales of the algorithm where that is exact and all who read a producer share their input."""
+        if self.algorithm.fold is None:
+            return
+        of_layer = {name: statistics for names, statistics in groups for name in names}
+        x = hidden.to(next(block.parameters()).device)
+        seen = observe(block, lambda m: call.run(m, x))
+        seen.probe = call.filled(x)
+        searches = self.algorithm.fold == "smoothquant-search"
+        inputs = last_inputs(layers, lambda: call.run(block, x)) if searches else {}
+        full = {n: f"{prefix}.{n}" for names in seen.feeds.values() for n in names}
+        for producer, names in foldings(block, seen, lambda module, n: full[n] in layers):
+            consumers = [layers[full[n]] for n in names if full[n] in layers]
+            statistics = of_layer[full[names[0]]] if full[names[0]] in layers else None
+            if statistics is None or any(of_layer.get(full[n]) is not statistics for n in names):
+                continue
+            weights = [consumer.weight for consumer in consumers]
+            if self.algorithm.fold == "awq":
+                scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid)
+            elif self.algorithm.fold == "smoothquant":
+                scale = smooth_scale(statistics.amax, weights)
+            else:
+                scale = search_smooth_scale(inputs[full[names[0]]], statistics.amax, weights)
+            fold_(block.get_submodule(producer), consumers, scale)
+            statistics.divide(scale)

@@ -1,0 +1,157 @@
+"""GPTQ (Frantar et al., 2022): round weights column by column, and let the columns to come make up for each error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from epiloq.quantize.grid import Grid, QuantizedWeight, check_finite, fit
+
+LARGEST_DAMPENING = 10.0
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    *,
+    moments: Tensor | None = None,
+    act_order: bool = True,
+    static_groups: bool = True,
+    dampening: float = 0.01,
+    block: int = 128,
+    dtype: torch.dtype = torch.float64,
+) -> QuantizedWeight:
+    """Quantise a weight ``[N, K]`` so that its output error on the calibration inputs is small.
+
+    Layers that read the same input may be stacked along N: rows do not depend on each other.
+
+    Args:
+        hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale (see `InputStatistics`). A channel that never
+            occurred is rounded to nearest and takes part in no compensation.
+        moments: clipping of the ranges, as for `fit`.
+        act_order: take the channels with the largest inputs first, while there is most left to compensate with.
+        static_groups: fit every scale to the weights as they were, so that `act_order` leaves groups where they are.
+            Otherwise a group's scale is fitted to its compensated weights when its turn comes, groups are made in
+            the order of processing, and with `act_order` the result has a `perm`.
+        dampening: this part of the mean diagonal is added to the diagonal; ten times more, up to 10, for as long as
+            the matrix cannot be factored.
+        block: columns that are compensated at once; only speed depends on it.
+        dtype: of the factorisation, float32 or float64.
+
+    Raises:
+        ValueError: shapes that do not fit, numbers that are not finite, or a Hessian that no dampening helps.
+    """
+    columns = weight.shape[1]
+    if hessian.shape != (columns, columns):
+        raise ValueError(f"gptq: hessian: expected [{columns}, {columns}], got {list(hessian.shape)}")
+    if dampening < 0:
+        raise ValueError(f"gptq: dampening: expected at least 0, got {dampening}")
+    check_finite("hessian", hessian)
+    matrix = _without_dead(hessian.to(dtype))
+    order = matrix.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
+    order = order.to(weight.device)
+    upper = inverse_factor(matrix[order][:, order], dampening).float()
+    groups = _Groups(weight, grid, moments, order, static_groups)
+    # Transposed, so that each step works on contiguous rows.
+    rest = weight.t()[order].float()
+    q = torch.empty(rest.shape, dtype=grid.dtype, device=weight.device)
+    for start, end in _blocks(columns, groups.length, block):
+        errors = _quantise_block(q, rest, upper, groups, start, end)
+        rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+    return groups.result(q)
+
+
+def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
+    """The upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening."""
+    mean = matrix.diagonal().mean()
+    while dampening <= LARGEST_DAMPENING:
+        damped = matrix.clone()
+        damped.diagonal().add_(dampening * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and torch.isfinite(upper).all():
+                return upper
+        dampening = max(10 * dampening, 1e-4)
+    raise ValueError(
+        "gptq: hessian: expected a symmetric positive semi-definite matrix, but it cannot be factored with the mean of "
+        f"its diagonal added {LARGEST_DAMPENING:g} times"
+    )
+
+
+def _without_dead(hessian: Tensor) -> Tensor:
+    """A copy with an ordinary diagonal where channels never occurred, which decouples them."""
+    matrix = hessian.clone()
+    diagonal = matrix.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = diagonal[~dead].mean() if not dead.all() else 1.0
+    return matrix
+
+
+class _Groups:
+    """The scales of groups while GPTQ proceeds in `order`: known from the start, or fitted when a group begins."""
+
+    def __init__(self, weight: Tensor, grid: Grid, moments: Tensor | None, order: Tensor, static: bool) -> None:
+        columns = weight.shape[1]
+        self.grid, self.moments, self.order, self.static = grid, moments, order, static
+        self.length = grid.length(columns)
+        self.group_of = ((order if static else torch.arange(columns)) // self.length).tolist()
+        self.scale: list[Tensor] = []
+        self.zero: list[Tensor | None] = []
+        if static:
+            scale, zero = fit(weight, grid, moments)
+            self.scale = list(scale.t().contiguous())
+            self.zero = [None] * len(self.scale) if zero is None else list(zero.t().contiguous())
+
+    def begin(self, column: int, values: Tensor) -> None:
+        """Fit the group that starts at a column; `values` are its compensated weights ``[length, N]``."""
+        if self.static or column % self.length:
+            return
+        moments = self.moments
+        if moments is not None:
+            channels = self.order[column : column + self.length]
+            moments = moments[channels] if moments.ndim == 1 else moments[channels][:, channels]
+        scale, zero = fit(values.t(), replace(self.grid, group_size=-1), moments)
+        self.scale.append(scale[:, 0])
+        self.zero.append(None if zero is None else zero[:, 0])
+
+    def result(self, q: Tensor) -> QuantizedWeight:
+        """The value, from q ``[K, N]`` in the order of processing."""
+        scale = torch.stack(self.scale, dim=1)
+        zeros = [zero for zero in self.zero if zero is not None]
+        zero = torch.stack(zeros, dim=1) if zeros else None
+        if not self.static and len(self.scale) > 1 and not torch.equal(self.order, self.order.sort().values):
+            return QuantizedWeight(q.t().contiguous(), scale, zero, self.grid, self.order)
+        return QuantizedWeight(q[self.order.argsort()].t().contiguous(), scale, zero, self.grid)
+
+
+def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups, start: int, end: int) -> Tensor:
+    """Quantise columns start to end, compensating inside the block; their scaled errors ``[end - start, N]``."""
+    values, factor = rest[start:end], upper[start:end, start:end]
+    errors = torch.empty_like(values)
+    for i, diagonal in enumerate(factor.diagonal().tolist()):
+        groups.begin(start + i, rest[start + i : start + i + groups.length])
+        group = groups.group_of[start + i]
+        scale, zero = groups.scale[group], groups.zero[group]
+        nearest = groups.grid.round(values[i], scale, zero)
+        q[start + i] = nearest
+        if zero is not None:
+            nearest -= zero
+        torch.sub(values[i], nearest.mul_(scale), out=errors[i]).div_(diagonal)
+        values[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+    return errors
+
+
+def _blocks(columns: int, length: int, block: int) -> list[tuple[int, int]]:
+    """First columns and ends of blocks, such that a group begins with a block or lies inside one."""
+    span = length if length > block else block // length * length
+    return [
+        (start, min(start + block, base + span, columns))
+        for base in range(0, columns, span)
+        for start in range(base, min(base + span, columns), block)
+    ]

@@ -1,0 +1,56 @@
+"""What a layer's inputs looked like, gathered batch by batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq.quantize.grid import check_finite
+
+
+class InputStatistics:
+    """Streaming statistics over tokens of ``[.., K]`` inputs; products are summed in `dtype`, float32 or float64."""
+
+    def __init__(
+        self, channels: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> None:
+        self.tokens = 0
+        self._products = torch.zeros(channels, channels, dtype=dtype, device=device)
+        self._magnitudes = torch.zeros(channels, dtype=torch.float64, device=device)
+        self._amax = torch.zeros(channels, device=device)
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Count another batch in."""
+        x = x.reshape(-1, x.shape[-1])
+        if not x.numel():
+            return
+        wide = x.to(self._products.dtype)
+        self._products.addmm_(wide.t(), wide)
+        magnitudes = x.float().abs()
+        self._magnitudes += magnitudes.sum(0, dtype=torch.float64)
+        self._amax = torch.maximum(self._amax, magnitudes.amax(0))
+        self.tokens += x.shape[0]
+
+    @torch.no_grad()
+    def divide(self, scale: Tensor) -> None:
+        """Account for a division of the inputs' channels by ``scale`` [K]."""
+        self._products /= torch.outer(scale, scale)
+        self._magnitudes /= scale
+        self._amax /= scale
+
+    @property
+    def hessian(self) -> Tensor:
+        """``2/n sum x x^T`` ``[K, K]`` over n tokens: the second derivative of a row's squared output error."""
+        check_finite("inputs", self._products)
+        return self._products * (2 / max(self.tokens, 1))
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """The mean magnitude of each channel, float32 ``[K]``."""
+        return (self._magnitudes / max(self.tokens, 1)).float()
+
+    @property
+    def amax(self) -> Tensor:
+        """The largest magnitude in each channel, float32 ``[K]``."""
+        return self._amax

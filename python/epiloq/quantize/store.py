@@ -1,0 +1,91 @@
+"""Where an interrupted run's finished blocks are: a directory beside the output, with the settings that made them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from epiloq.quantize.calibrate import Block
+from epiloq.quantize.grid import Grid, QuantizedWeight
+
+PARTS = ("q", "scale", "zero", "perm")
+SETTINGS = "settings.json"
+
+
+class Store:
+    """Finished blocks of one run, a safetensors file each, written aside and renamed so that a file there is whole.
+
+    settings
+        Whatever decides the result, as JSON. A directory made with others is refused with ValueError.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], grid: Grid) -> None:
+        self.folder, self.grid = folder, grid
+        wanted = json.loads(json.dumps(settings))
+        file = folder / SETTINGS
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+            if differing:
+                raise ValueError(
+                    f"{folder} holds a run that was interrupted, with other settings ({', '.join(differing)}): finish "
+                    "it with those, or delete it"
+                )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            aside = file.with_suffix(".part")
+            aside.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+            aside.replace(file)
+
+    def write(self, block: Block) -> None:
+        """Keep a finished block."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {f"state/{name}": value for name, value in block.state.items()}
+        for name, weight in block.weights.items():
+            parts = zip(PARTS, (weight.q, weight.scale, weight.zero, weight.perm), strict=True)
+            tensors |= {f"{part}/{name}": value for part, value in parts if value is not None}
+        aside = self._file(block.name).with_suffix(".part")
+        whole = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        save_file(whole, aside, metadata={"errors": json.dumps(block.errors)})
+        aside.replace(self._file(block.name))
+
+    def has(self, name: str) -> bool:
+        """Whether a block is there."""
+        return self._file(name).is_file()
+
+    def read(self, name: str) -> Block | None:
+        """A block, if it is there."""
+        from safetensors import safe_open
+
+        if not self.has(name):
+            return None
+        with safe_open(self._file(name), framework="pt") as file:
+            keys: list[str] = file.keys()
+            tensors = {key: file.get_tensor(key) for key in keys}
+            errors = json.loads(file.metadata()["errors"])
+        names = [key.removeprefix("q/") for key in tensors if key.startswith("q/")]
+        weights = {
+            layer: QuantizedWeight(
+                tensors[f"q/{layer}"],
+                tensors[f"scale/{layer}"],
+                tensors.get(f"zero/{layer}"),
+                self.grid,
+                tensors.get(f"perm/{layer}"),
+            )
+            for layer in names
+        }
+        state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
+        return Block(name, weights, state, errors)
+
+    def discard(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.folder)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
