@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -27,10 +28,13 @@ def test_modules_are_attributes() -> None:
 
 
 def test_import_is_light() -> None:
-    """Best of three, and again when the machine was busy."""
+    """Best of a few, for the machine may be busy, with the byte code that an installation has."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     best = 1.0
     for _ in range(6):
-        run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, env=environment
+        )
         best = min(best, float(run.stdout))
         if best < 0.05:
             return
