@@ -66,3 +66,62 @@ def check_quantize_int8(
     is_static: bool = False,
     range_includes_zero: bool = True,
 ) -> None: ...
+def weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+) -> bool: ...
+def check_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+) -> None: ...
+def explain_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+) -> str: ...
+def dequantize_weight(
+    out: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+) -> None: ...
+def explain_weight_only_mm_problem(
+    m: int, n: int, k: int, bits: int = 4, group_size: int = 128, arch: str = "sm90", sm_count: int = 0
+) -> str: ...

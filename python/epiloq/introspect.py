@@ -11,11 +11,13 @@ from epiloq import _core
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
+from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
     "quantize_int8": explain_quantize_int8,
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
+    "weight_only_mm": explain_weight_only_mm,
 }
 
 

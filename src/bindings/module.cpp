@@ -46,6 +46,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("forced_arch", [] { return name(forced_arch()); });
   register_scaled_mm(module);
   register_quantize_int8(module);
+  register_weight_only_mm(module);
 }
 
 }  // namespace epiloq::bindings
