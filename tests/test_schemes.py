@@ -16,6 +16,7 @@ from epiloq.nn import Int8Linear
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 NAMES = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
+WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")
 
 
 def quantised(model: nn.Module) -> list[str]:
@@ -23,7 +24,7 @@ def quantised(model: nn.Module) -> list[str]:
 
 
 def test_the_table() -> None:
-    assert schemes.available() == NAMES
+    assert schemes.available() == (*NAMES, *WEIGHT_ONLY)
     assert all("\n" not in scheme.description and scheme.description for scheme in schemes.SCHEMES.values())
 
 

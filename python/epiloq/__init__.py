@@ -1,8 +1,8 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
-`scaled_mm`, `scaled_mm_azp`, `quantize_int8` and `weight_only_mm` (with `pack_weight`) work on torch tensors, on a CUDA
-device and on the CPU alike; `nn` and `quantize_` put them into models; `explain`, `supports` and `config` say and steer what runs;
-`quantize` holds the algorithms, `compat` other libraries' names.
+`scaled_mm`, `scaled_mm_azp`, `quantize_int8` and `weight_only_mm` (of a `PackedWeight`) work on torch tensors, on a
+CUDA device and on the CPU alike; `nn` and `quantize_` put them into models; `explain`, `supports` and `config` say and
+steer what runs; `quantize` holds the algorithms, `compat` other libraries' names.
 """
 
 from importlib.util import find_spec

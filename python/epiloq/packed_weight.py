@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._layout import codes_of, groups_of, packed_codes, packed_parameters, parameters_of, shapes_of
 
 BITS = (2, 3, 4, 8)
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of the order of bytes in ``q``; files carry it.
 LAYOUT = "epiloq-1"
-_SLAB, _PADDING = 16, 128
 _NUMBERS = ("bits", "n", "k", "group_size")
 _TENSORS = ("q", "scale", "zero", "offset", "perm")
 
@@ -86,11 +87,41 @@ class PackedWeight:
         # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
         return packed.map(lambda t: t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone())
 
+    @classmethod
+    def empty(
+        cls,
+        n: int,
+        k: int,
+        bits: int,
+        group_size: int,
+        *,
+        zeros: str = "none",
+        act_order: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+    ) -> PackedWeight:
+        """A weight of zeros to load another into; ``zeros`` is "none", "zero" or "offset", ``dtype`` the scales'."""
+        if bits not in BITS:
+            _refuse("bits", f"one of {BITS}", bits, "PackedWeight")
+        if group_size != -1 and group_size < 1:
+            _refuse("group_size", "-1 or at least 1", group_size, "PackedWeight")
+        shapes = shapes_of(bits, n, k, group_size)
+        dtypes = {"q": torch.uint8, "scale": dtype, "zero": torch.uint8, "offset": dtype}
+        tensors = {
+            name: torch.zeros(shapes[name], dtype=kind, device=device)
+            for name, kind in dtypes.items()
+            if name in ("q", "scale", zeros)
+        }
+        if act_order:
+            tensors["perm"] = torch.arange(k, device=device)
+        numbers = {"bits": bits, "n": n, "k": k, "group_size": group_size}
+        return cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
+
     def check(self) -> None:
         """Raise ValueError unless every tensor has the shape, the dtype and the device that the sizes ask for."""
         if self.bits not in BITS:
             _refuse("bits", f"one of {BITS}", self.bits, "PackedWeight")
-        expected = _shapes(self.bits, self.n, self.k, self.group_size)
+        expected = shapes_of(self.bits, self.n, self.k, self.group_size)
         dtypes = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
         dtypes["offset"] = (self.scale.dtype,)
         for name, tensor in self.state_dict().items():
@@ -101,7 +132,8 @@ class PackedWeight:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
         """The same weight, every tensor replaced by ``change(tensor)``."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.state_dict().items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.state_dict().items()}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> PackedWeight:
         return self.map(lambda tensor: tensor.to(device))
@@ -109,22 +141,24 @@ class PackedWeight:
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(q [N, K], scale [N, groups], zero or offset [N, groups] or None)``, with the values that were packed.
 
-        ``q`` is int8 and signed for a symmetric weight, uint8 otherwise; ``zero`` is uint8.
+        ``q`` is int8 and signed for a symmetric weight, uint8 otherwise, its columns as they were given to
+        `pack_weight`; ``zero`` is uint8.
         """
-        codes = _codes_of(self.q, self.bits)[: self.n, : self.k]
+        codes = codes_of(self.q, self.bits)[: self.n, : self.k]
         q = codes if not self.symmetric else codes.to(torch.int16).sub_(1 << (self.bits - 1)).to(torch.int8)
-        if self.perm is not None:
-            q = torch.empty_like(q).index_copy_(1, self.perm, q)
-        groups = _groups(self.k, self.group_size)
+        groups = groups_of(self.k, self.group_size)
         scale, zero, offset = (
-            None if t is None else _parameters_of(t)[: self.n, :groups].contiguous()
+            None if t is None else parameters_of(t)[: self.n, :groups].contiguous()
             for t in (self.scale, self.zero, self.offset)
         )
         assert scale is not None
         return q.contiguous(), scale, zero if offset is None else offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[N, K]`` in float32, float16 or bfloat16: product and sum rounded to fp32, then to ``dtype``."""
+        """The weight ``[N, K]`` in float32, float16 or bfloat16, its columns the layer's input features.
+
+        Product and sum are each rounded to fp32, then to ``dtype``; the CPU's bits are the GPU's.
+        """
         out = self.scale.new_empty((self.n, self.k), dtype=dtype)
         _core.dequantize_weight(
             out, self.q, self.scale, self.zero, self.offset, self.bits, self.n, self.k, self.group_size
@@ -153,16 +187,17 @@ def pack_weight(
     """Pack the integers of a weight and their parameters: ``scale * (q - zero)`` or ``scale * q + offset``.
 
     Args:
-        q: any integer dtype ``[N, K]``, columns as the layer has them: from -2^(bits-1) to 2^(bits-1) - 1 with neither
-            ``zero`` nor ``offset``, from 0 to 2^bits - 1 with either.
+        q: any integer dtype ``[N, K]``: from -2^(bits-1) to 2^(bits-1) - 1 with neither ``zero`` nor ``offset``, from 0
+            to 2^bits - 1 with either.
         scale: ``[N, groups]`` float16, bfloat16 or float32, ``groups = ceil(K / group_size)``.
         zero: integers ``[N, groups]`` from 0 to 2^bits, or to 255 for 8 bits. (Old GPTQ files store ``zero - 1``, whose
             largest stands for 2^bits.)
         offset: ``[N, groups]`` of the scale's dtype.
         bits: 2, 3, 4 or 8.
         group_size: columns that share parameters; -1 for the whole row. The last group may be short.
-        perm: activation order: integers ``[K]``, a permutation. Group ``g`` is then of columns ``perm[g * group_size]``
-            to ``perm[(g + 1) * group_size - 1]``: ``perm = g_idx.argsort(stable=True)`` for a GPTQ checkpoint.
+        perm: activation order: integers ``[K]``, a permutation; column ``j`` of ``q`` is input feature ``perm[j]``, and
+            groups are of ``q``'s columns. For a weight in the layer's order whose column ``c`` is of group
+            ``g_idx[c]``: ``perm = g_idx.argsort(stable=True)`` and ``q[:, perm]``.
 
     Returns:
         The weight on q's device.
@@ -173,19 +208,17 @@ def pack_weight(
     _check_integers(q, bits, group_size, zero is None and offset is None)
     n, k = q.shape
     parameters = {"scale": scale, "zero": zero, "offset": offset}
-    _check_parameters(parameters, (n, _groups(k, group_size)), bits, q.device)
+    _check_parameters(parameters, (n, groups_of(k, group_size)), bits, q.device)
     order = None if perm is None else _checked_perm(perm, k, q.device)
     codes = q.to(torch.uint8) if q.dtype != torch.int8 else q.view(torch.uint8)
     if zero is None and offset is None:
         codes = codes + (1 << (bits - 1))  # modulo 256: negative numbers come out right
-    if order is not None:
-        codes = codes.index_select(1, order)
-    groups = _shapes(bits, n, k, group_size)["scale"][1]
+    groups = shapes_of(bits, n, k, group_size)["scale"][1]
     return PackedWeight(
-        _packed_codes(codes, bits),
-        _packed_parameters(scale, groups),
-        None if zero is None else _packed_parameters(zero.to(torch.uint8), groups),
-        None if offset is None else _packed_parameters(offset, groups),
+        packed_codes(codes, bits),
+        packed_parameters(scale, groups),
+        None if zero is None else packed_parameters(zero.to(torch.uint8), groups),
+        None if offset is None else packed_parameters(offset, groups),
         order,
         bits,
         n,
@@ -246,68 +279,3 @@ def _checked_perm(perm: Tensor, k: int, device: torch.device) -> Tensor:
     if not order.is_meta and not bool((order.bincount(minlength=k) == 1).all()):
         _refuse("perm", f"each of 0 to {k - 1} once", "a column twice")
     return order.clone() if order is perm else order
-
-
-def _groups(k: int, group_size: int) -> int:
-    return int(k > 0) if group_size == -1 else -(-k // group_size)
-
-
-def _shapes(bits: int, n: int, k: int, group_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the packed tensors."""
-    slabs, padded = -(-n // _SLAB), -(-k // _PADDING) * _PADDING
-    depth, lane_bytes = (32, 16) if bits == 8 else (64, 4 * bits)
-    parameters = (slabs, _groups(padded, min(group_size, max(padded, 1))), _SLAB)
-    names = dict.fromkeys(("scale", "zero", "offset"), parameters)
-    return {"q": (slabs, padded // depth, 32, lane_bytes), **names, "perm": (k,)}
-
-
-# The orders below are those of src/ops/weight_only_mm/layout.h, which says why they are so: a row is 8 r + g of its
-# slab; a column of a tile is 32 b + 8 t + 4 h + 2 p + e.
-
-
-def _packed_codes(codes: Tensor, bits: int) -> Tensor:
-    n, k = codes.shape
-    padded_n, padded_k = -(-n // _SLAB) * _SLAB, -(-k // _PADDING) * _PADDING
-    if (n, k) != (padded_n, padded_k):
-        codes = torch.nn.functional.pad(codes, (0, padded_k - k, 0, padded_n - n))
-    shape = _shapes(bits, n, k, -1)["q"]
-    slabs, tiles = shape[:2]
-    if bits == 8:
-        in_order = codes.view(slabs, 2, 8, tiles, 4, 2, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7)  # s tile g t h p r e
-        return in_order.reshape(shape)
-    rows = codes.view(slabs, 2, 8, padded_k)
-    if bits == 4:
-        pairs = rows[:, 0] | rows[:, 1] << 4
-        return pairs.view(slabs, 8, tiles, 2, 4, 2, 2, 2).permute(0, 2, 1, 4, 3, 5, 7, 6).reshape(shape)
-    values = rows.view(slabs, 2, 8, tiles, 2, 4, 8).permute(0, 3, 2, 5, 1, 4, 6)  # s tile g t r b (h p e)
-    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    planes = [((values >> plane & 1) << places).sum(-1, dtype=torch.uint8) for plane in range(bits)]
-    return torch.stack([plane.flatten(-2) for plane in planes], dim=-2).reshape(shape)
-
-
-def _codes_of(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `_packed_codes`, with its padding."""
-    slabs, tiles = packed.shape[:2]
-    rows, columns = slabs * _SLAB, tiles * (32 if bits == 8 else 64)
-    if bits == 8:
-        in_order = packed.view(slabs, tiles, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7)
-        return in_order.reshape(rows, columns)
-    if bits == 4:
-        pairs = packed.view(slabs, tiles, 8, 4, 2, 2, 2, 2).permute(0, 2, 1, 4, 3, 5, 7, 6).reshape(slabs, 8, columns)
-        return torch.stack((pairs & 15, pairs >> 4), dim=1).view(rows, columns)
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    planes = packed.view(slabs, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b (h p e)
-    values = sum((planes.select(4, plane) << plane for plane in range(1, bits)), planes.select(4, 0))
-    return values.permute(0, 4, 2, 1, 5, 3, 6).reshape(rows, columns)
-
-
-def _packed_parameters(values: Tensor, groups: int) -> Tensor:
-    n, given = values.shape
-    slabs = -(-n // _SLAB)
-    padded = torch.nn.functional.pad(values, (0, groups - given, 0, slabs * _SLAB - n))
-    return padded.view(slabs, 2, 8, groups).permute(0, 3, 2, 1).reshape(slabs, groups, _SLAB)
-
-
-def _parameters_of(packed: Tensor) -> Tensor:
-    slabs, groups, _ = packed.shape
-    return packed.view(slabs, groups, 8, 2).permute(0, 3, 2, 1).reshape(slabs * _SLAB, groups)

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.int8_linear import Int8Linear, check_convertible
+from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
 Filter = Callable[[nn.Module, str], bool]
 
 
+# Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
+QuantisedLinear: TypeAlias = Int8Linear | WeightOnlyLinear
+
+
 @dataclass(frozen=True)
 class Scheme:
-    """What `quantize_` makes of a linear layer; `activation` and `symmetric` are those of ``epiloq.nn.Int8Linear``."""
+    """What `quantize_` makes of a linear layer.
+
+    `activation` is "dynamic", "static" (which calibrates) or "float", `symmetric` says whether zero is in the middle
+    of the grid (of the activations, unless they stay floating-point). `module` is the layer's class, `options` what
+    its `from_linear` takes; left empty, they are `activation` and `symmetric`.
+    """
 
     name: str
     description: str
     activation: str
     symmetric: bool
+    module: type[QuantisedLinear] = Int8Linear
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.options:
+            object.__setattr__(self, "options", {"activation": self.activation, "symmetric": self.symmetric})
+
+
+def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
+    grid = "output channel" if group_size == -1 else f"group of {group_size} input features"
+    description = f"int{bits} weights per {grid}, rounded to nearest; floating-point activations"
+    return Scheme(name, description, "float", True, WeightOnlyLinear, {"bits": bits, "group_size": group_size})
 
 
 _TABLE = (
@@ -44,6 +66,10 @@ _TABLE = (
         activation="static",
         symmetric=False,
     ),
+    _weight_only("w8a16", 8, -1),
+    _weight_only("w4a16-g128", 4, 128),
+    _weight_only("w4a16-g64", 4, 64),
+    _weight_only("w4a16-g32", 4, 32),
 )
 SCHEMES = {scheme.name: scheme for scheme in _TABLE}
 
@@ -81,9 +107,9 @@ def quantize_(
     carried over.
 
     Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
-    chosen; `model` itself a linear layer (there is nothing to replace it in; use ``Int8Linear.from_linear``); a
-    layer that cannot be converted; a chosen layer that calibration never reached, or reached with NaN or infinite
-    inputs.
+    chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
+    ``from_linear``); a layer that cannot be converted; a chosen layer that calibration never reached, or reached with
+    NaN or infinite inputs.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
@@ -93,30 +119,24 @@ def quantize_(
             f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
-    groups = _choose(model, filter_fn, chosen.symmetric)
-    inputs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(groups)
+    groups = _choose(model, filter_fn, chosen)
+    inputs: list[dict[str, Any]] = [{} for _ in groups]
     if chosen.activation == "static" and calibrate is not None:
         inputs = _calibrated(model, [names[0] for names in groups], chosen.symmetric, calibrate)
-    for names, (scale, zero_point) in zip(groups, inputs, strict=True):
-        quantised = Int8Linear.from_linear(
-            _linear(model, names[0]),
-            activation=chosen.activation,
-            symmetric=chosen.symmetric,
-            input_scale=scale,
-            input_zero_point=zero_point,
-        )
+    for names, parameters in zip(groups, inputs, strict=True):
+        quantised = chosen.module.from_linear(_linear(model, names[0]), **chosen.options, **parameters)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
     return model
 
 
-def _choose(model: nn.Module, filter_fn: Filter | None, symmetric: bool) -> list[list[str]]:
+def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[list[str]]:
     """Names of the linear layers to replace, those of one layer together, each known to be convertible."""
     if isinstance(model, nn.Linear):
         raise ValueError(
             "quantize_: model: expected a module that contains linear layers, got a linear layer; "
-            "use epiloq.nn.Int8Linear.from_linear for it"
+            "use the from_linear of a class in epiloq.nn for it"
         )
     takes = default_filter(model) if filter_fn is None else filter_fn
     names: dict[nn.Module, list[str]] = {}
@@ -130,7 +150,7 @@ def _choose(model: nn.Module, filter_fn: Filter | None, symmetric: bool) -> list
         )
     for module, (name, *_) in names.items():
         try:
-            check_convertible(module, symmetric)
+            scheme.module.check_convertible(module, **scheme.options)
         except ValueError as error:
             raise ValueError(f"quantize_: layer {name!r}: {error}") from error
     # Names alone, so that the float layers are not kept alive.
@@ -185,7 +205,7 @@ class _Range:
 @torch.no_grad()
 def _calibrated(
     model: nn.Module, names: Iterable[str], symmetric: bool, calibrate: Callable[[nn.Module], object]
-) -> list[tuple[Tensor | None, Tensor | None]]:
+) -> list[dict[str, Any]]:
     """Input scale and zero point of each named layer, from the range that `calibrate` shows it."""
     ranges = {name: _Range() for name in names}
     handles = [
@@ -199,7 +219,7 @@ def _calibrated(
     return [_input_parameters(name, observer.ends, symmetric) for name, observer in ranges.items()]
 
 
-def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> tuple[Tensor, Tensor | None]:
+def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Any]:
     if ends is None:
         raise ValueError(
             f"quantize_: calibrate: expected every chosen layer to run, but {name!r} saw no input; "
@@ -209,4 +229,4 @@ def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> tuple[
         raise ValueError(f"quantize_: calibrate: expected finite inputs of {name!r}, got a range of {ends.tolist()}")
     # The two ends have the range of all inputs, so their quantiser parameters are those of all inputs.
     _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
-    return scale, zero_point
+    return {"input_scale": scale, "input_zero_point": zero_point}

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
-__all__ = ["Int8Linear"]
+__all__ = ["Int8Linear", "WeightOnlyLinear"]

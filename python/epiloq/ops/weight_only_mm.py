@@ -156,8 +156,9 @@ def _run_on_cpu(
     for first in range(0, n, slabs * _SLAB):
         last, slab = min(n, first + slabs * _SLAB), first // _SLAB
         weight = block[: last - first]
-        part = (None if t is None else t[slab : slab + slabs] for t in packed)
-        _core.dequantize_weight(weight, *part, bits, last - first, k, group_size)  # type: ignore[arg-type]
+        q, scale, zero, offset = (None if t is None else t[slab : slab + slabs] for t in packed)
+        assert q is not None and scale is not None
+        _core.dequantize_weight(weight, q, scale, zero, offset, bits, last - first, k, group_size)
         with torch.autocast("cpu", enabled=False):
             sums = rows @ weight.t()
         if bias is not None:
@@ -166,7 +167,7 @@ def _run_on_cpu(
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `weight_only_mm`: its arguments, or ``m, n, k, bits, group_size, arch, sm_count`` by name."""
+    """`epiloq.explain`: the arguments of `weight_only_mm`, or ``m, n, k, bits, group_size, arch, sm_count`` by name."""
     if "m" in kwargs and not args:
         return _core.explain_weight_only_mm_problem(**kwargs)
     return _explain(*args, **kwargs)
@@ -199,9 +200,7 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     n, k = rest[6], rest[7]
     if x.ndim < 1:
         raise ValueError(f"epiloq.{_NAME}: x: expected [.., {k}], got a scalar")
-    torch._check_value(
-        x.shape[-1] == k, lambda: f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}"
-    )
+    torch._check_value(x.shape[-1] == k, lambda: f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
     return _empty(x, n)
 
 
