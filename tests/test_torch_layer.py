@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epiloq
 from epiloq._library import direct
 from reference import Problem, make_problem
+from weight_reference import make_weight
 
 Call = Callable[[Tensor], Any]
 OPS = torch.ops.epiloq
@@ -80,6 +82,16 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Iterator[tuple[Any, t
     yield OPS.quantize_int8_static, (x, scale, azp, 16), {}
     yield OPS.quantize_int8_out, (x, q, scale, azp, False, True), {}
     yield OPS.quantize_int8_out, (x, q, scale, None, True, True), {}
+    yield from weight_only_calls(x.half(), n, out)
+
+
+def weight_only_calls(x: Tensor, n: int, out: Tensor) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    k = x.shape[1]
+    for kind, bias in (("symmetric", None), ("zero", x.new_zeros(n)), ("offset", None)):
+        w = make_weight(n, k, 4, 32, kind, act_order=bias is not None, device=str(x.device)).packed
+        tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
+        yield OPS.weight_only_mm, (*tensors, 4, n, k, 32, 0.0, 6.0), {}
+        yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, -math.inf, math.inf), {"out": out}
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 17), (1, 8, 16), (0, 8, 16), (3, 0, 16)], ids=str)

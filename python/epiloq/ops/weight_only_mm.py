@@ -131,7 +131,8 @@ def _run_dense(
     _, n, k, _ = numbers
     weight = x.new_empty((n, k))
     _core.dequantize_weight(weight, *packed, *numbers)
-    rows, product = x.reshape(-1, k), out.view(-1, n)
+    m = out.numel() // n
+    rows, product = x.reshape(m, k), out.view(m, n)
     with torch.autocast(x.device.type, enabled=False):
         if bias is None:
             torch.mm(rows, weight.t(), out=product)
@@ -150,7 +151,8 @@ def _run_on_cpu(
     if out.numel() == 0:
         return
     bits, n, k, group_size = numbers
-    rows, product = x.reshape(-1, k).to(torch.float32), out.view(-1, n)
+    m = out.numel() // n
+    rows, product = x.reshape(m, k).to(torch.float32), out.view(m, n)
     slabs = max(1, _BLOCK // max(1, k * _SLAB))
     block = torch.empty((min(n, slabs * _SLAB), k), dtype=torch.float32, device="cpu")
     for first in range(0, n, slabs * _SLAB):
