@@ -44,7 +44,8 @@ struct WeightOnlyMmProblem {
   int bits = 4;
   std::int64_t group_size = -1;
   DType dtype = DType::kFloat16;
-  bool aligned = true;  // 16-byte rows in X
+  bool aligned = true;      // 16-byte rows in X
+  int parameter_bytes = 2;  // of a row and group: its scale, and its zero point or offset
 };
 
 // Throw InvalidArgument where an argument does not fit. Work without CUDA.

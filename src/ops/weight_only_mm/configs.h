@@ -6,31 +6,41 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// At most 8 tokens: each of `warps` warps streams its own steps of K, of `slabs` slabs of 16 rows, straight into
-// registers; `stages` steps are in flight.
+// At most 8 tokens: `warps` warps take turns at the steps of K, of `slabs` slabs of 16 rows of 4-bit weights, or the
+// same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead.
 struct StreamConfig {
   int slabs, warps, stages;
+
+  constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
 };
 
-// More tokens: a block of row_warps x k_warps warps, 32 weight rows a warp, all tokens of a tile from shared memory.
+// More tokens: a block of `warps` warps of 32 weight rows each, by tiles of `tokens`; steps in shared memory, of 4-bit
+// and of 8-bit weights.
 struct TiledConfig {
-  int row_warps, k_warps, tokens, stages;
+  int warps, tokens, stages4, stages8;
+
+  constexpr int rows() const { return 32 * warps; }
+  constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
 };
 
+// By what a block reads, most first; the last one fits the shared memory of every device, and is all that SM75 has.
+// Chosen by reasoning (bytes on their way, registers), not yet by measurement.
 inline constexpr int kStreamTokens = 8;
 inline constexpr std::array kStreamRows{
     StreamConfig{4, 8, 3},
-    StreamConfig{2, 8, 6},
-    StreamConfig{1, 8, 8},
+    StreamConfig{2, 8, 5},
+    StreamConfig{1, 8, 6},
+    StreamConfig{1, 4, 2},
 };
 
-// By tokens, fewest first.
+// By tokens, fewest first, and again one that fits everywhere.
 inline constexpr std::array kTiledRows{
-    TiledConfig{8, 1, 16, 6},
-    TiledConfig{8, 1, 32, 5},
-    TiledConfig{8, 1, 64, 4},
-    TiledConfig{8, 1, 128, 4},
+    TiledConfig{8, 16, 6, 4},  TiledConfig{8, 32, 5, 3}, TiledConfig{8, 64, 4, 3},
+    TiledConfig{8, 128, 3, 2}, TiledConfig{4, 32, 2, 2},
 };
+
+// Bytes of weights that a block asks for before the previous kernel has finished.
+inline constexpr int kEarlyBytes = 32 * 1024;
 
 // From here on a dense product, of the weight de-quantised into memory first, is faster: the tiled kernel does about
 // 0.6 of the dense one's arithmetic, which writes and reads the weight once more. An estimate.

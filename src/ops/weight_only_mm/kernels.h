@@ -10,6 +10,7 @@ struct Weight {
   int bits;
   int group;   // columns; at most padded_k
   int groups;  // that a slab has parameters for
+  int group_shift;  // a group of 2^n times 128 columns: n; else 0
   std::uint8_t const* q;
   void const* scale;
   std::uint8_t const* zero;  // null: 2^(bits - 1)

@@ -13,14 +13,40 @@ namespace {
 constexpr int kMaxCluster = 8;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t padded(std::int64_t k) { return ceil_div(k, kPadding) * kPadding; }
 
-// The clusters' blocks that share K, so that the busiest SM is done soonest: its blocks, one after the other, each
+std::int64_t group_of(WeightOnlyMmProblem const& p) {
+  return p.group_size == -1 ? padded(p.k) : std::min(p.group_size, padded(p.k));
+}
+
+// Bytes of a step of so many weight rows, with their parameters.
+std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
+  std::int64_t const groups = std::max<std::int64_t>(1, kPadding / group_of(p));
+  return rows * (kPadding * p.bits / 8 + groups * p.parameter_bytes);
+}
+
+bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  int const rows = c.slabs_of(p.bits) * kSlab;
+  return c.warps * c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) <= t.shared_bytes &&
+         c.warps * kStreamTokens * (rows + 4) * 4 <= t.shared_bytes;
+}
+
+bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return c.stages(p.bits) * (step_bytes(p, c.rows()) + c.tokens * kPadding * 2) <= t.shared_bytes &&
+         c.tokens * (c.rows() + 4) * 4 <= t.shared_bytes;
+}
+
+template <class Rows>
+bool is_there(Rows const& rows, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  bool const built = t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows.size());
+  return built && fits(rows[row], p, t);
+}
+
+// The blocks of a cluster that share K, so that the busiest SM is done soonest: its blocks, one after the other, each
 // its steps of K and `fixed` steps' worth of time to begin and to end.
 int best_split(std::int64_t blocks, std::int64_t steps, int fixed, Target const& t) {
   if (t.arch != Arch::kSm90) return 1;
-  auto const cost = [&](int split) {
-    return ceil_div(blocks * split, t.sm_count) * (ceil_div(steps, split) + fixed);
-  };
+  auto const cost = [&](int split) { return ceil_div(blocks * split, t.sm_count) * (ceil_div(steps, split) + fixed); };
   int best = 1;
   for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
     if (cost(split) < cost(best)) best = split;
@@ -28,37 +54,56 @@ int best_split(std::int64_t blocks, std::int64_t steps, int fixed, Target const&
   return best;
 }
 
-// Wide slabs read the tokens less often; narrow ones make enough blocks to ask for all of memory's bandwidth.
+// Wide blocks read the tokens less often; it takes narrow ones to make some two an SM, which memory's pipe wants.
 Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
   std::int64_t const slabs = ceil_div(p.n, kSlab), steps = ceil_div(p.k, kPadding);
-  int row = static_cast<int>(kStreamRows.size()) - 1;
-  for (int i = row; i >= 0; --i) {
-    if (ceil_div(slabs, kStreamRows[i].slabs) * 4 >= 3 * t.sm_count) row = i;
+  int chosen = -1;
+  for (int row = 0; row < static_cast<int>(kStreamRows.size()); ++row) {
+    if (!is_there(kStreamRows, row, p, t)) continue;
+    bool const enough = chosen >= 0 && ceil_div(slabs, kStreamRows[chosen].slabs_of(p.bits)) * 5 >= 8 * t.sm_count;
+    bool const narrower = chosen < 0 || kStreamRows[row].slabs_of(p.bits) < kStreamRows[chosen].slabs_of(p.bits);
+    if (!enough && narrower) chosen = row;
   }
-  StreamConfig const& config = kStreamRows[row];
-  std::int64_t const blocks = ceil_div(slabs, config.slabs);
-  int const split = blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, t);
-  return {Family::kStream, row, split};
+  if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
+  StreamConfig const& config = kStreamRows[chosen];
+  std::int64_t const blocks = ceil_div(slabs, config.slabs_of(p.bits));
+  return {Family::kStream, chosen,
+          blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, t)};
 }
 
+// The narrowest tile that takes all tokens, or else the widest.
 Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
-  int row = 0;
-  while (row + 1 < static_cast<int>(kTiledRows.size()) && kTiledRows[row].tokens < p.m) ++row;
-  TiledConfig const& config = kTiledRows[row];
-  std::int64_t const blocks = ceil_div(p.n, 32 * config.row_warps) * ceil_div(p.m, config.tokens);
-  return {Family::kTiled, row, best_split(blocks, ceil_div(p.k, kPadding), 4, t)};
+  int chosen = -1;
+  for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
+    if (!is_there(kTiledRows, row, p, t)) continue;
+    bool const wider = chosen < 0 || kTiledRows[row].tokens > kTiledRows[chosen].tokens;
+    if (chosen < 0 || (wider && kTiledRows[chosen].tokens < p.m)) chosen = row;
+  }
+  if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
+  TiledConfig const& config = kTiledRows[chosen];
+  std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, t)};
 }
 
-std::int64_t whole_row(WeightOnlyMmProblem const& p) { return ceil_div(p.k, kPadding) * kPadding; }
+bool has_kernel(std::int64_t group) {
+  std::int64_t const steps = group / kPadding;
+  return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
+}
+
+// Kernels count a weight's bytes in 32 bits.
+bool is_large(WeightOnlyMmProblem const& p) {
+  std::int64_t const rows = ceil_div(p.n, kSlab) * kSlab, groups = ceil_div(padded(p.k), group_of(p));
+  return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
+}
 
 char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
-  std::int64_t const group = p.group_size == -1 ? whole_row(p) : std::min(p.group_size, whole_row(p));
   if (p.dtype == DType::kFloat32) return "float32 activations";
   if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
-  if (group != 32 && group != 64 && group % kPadding != 0) return "no kernel for this group size";
   if (p.k == 0) return "no columns";
+  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p))) return "no kernel for this group size";
   if (!p.aligned) return "rows of x off 16 bytes";
   if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
+  if (is_large(p)) return "more than 4 GB of weights";
   if (p.m >= kDenseTokens) return "many tokens";
   return nullptr;
 }
@@ -80,8 +125,8 @@ std::string describe(Choice const& choice) {
          << " warps along K, stages " << c.stages;
   } else {
     TiledConfig const& c = kTiledRows[choice.row];
-    text << "mma.sync " << 32 * c.row_warps << " weight rows x " << c.tokens << " tokens, " << c.row_warps << 'x'
-         << c.k_warps << " warps, stages " << c.stages;
+    text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps << " warps, stages "
+         << c.stages4;
   }
   if (choice.split > 1) text << ", K over clusters of " << choice.split;
   return text.str();

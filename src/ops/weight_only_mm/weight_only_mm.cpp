@@ -17,6 +17,14 @@ constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - wo::kPadding;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+// Of a group of 2^n times 128 columns, n; of the whole row, one that no step reaches.
+int group_shift(std::int64_t group, std::int64_t padded_k) {
+  if (group == padded_k) return 30;
+  int shift = 0;
+  while (wo::kPadding << shift < group) ++shift;
+  return shift;
+}
+
 void expect_shape(Checker const& check, char const* argument, TensorView const& view,
                   std::initializer_list<std::int64_t> shape) {
   bool fits = view.rank == static_cast<int>(shape.size());
@@ -62,6 +70,7 @@ wo::Weight checked(PackedWeight const& w, Checker const& check) {
           w.bits,
           static_cast<int>(std::max<std::int64_t>(group, 1)),
           static_cast<int>(groups),
+          group_shift(group, padded_k),
           w.q.as<std::uint8_t>(),
           w.scale.data,
           w.zero ? w.zero->as<std::uint8_t>() : nullptr,
@@ -112,7 +121,10 @@ wo::DequantizeProblem checked(DequantizeWeight const& call) {
 
 WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
   bool const aligned = reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 && (p.m == 1 || p.stride_x % 8 == 0);
-  return {p.m, p.weight.n, p.weight.k, p.weight.bits, call.weight.group_size, call.x.dtype, aligned};
+  int const scale_bytes = size_of(p.weight.scale_dtype);
+  int const other_bytes = p.weight.offset != nullptr ? scale_bytes : p.weight.zero != nullptr;
+  return {p.m,     p.weight.n, p.weight.k, p.weight.bits, call.weight.group_size, call.x.dtype,
+          aligned, scale_bytes + other_bytes};
 }
 
 wo::Target target_of(WeightOnlyMm const& call) {
