@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+from epiloq import _core
 from reference import poisoned
 from weight_reference import KINDS, assert_close, make_weight
 
@@ -123,6 +124,58 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
         for n, k in ((4096, 4096), (2112, 7168), (1000, 14336), (28672, 512)):
             for m in (1, 3, 8, 16, 17, 64, 128, 300, 700):
                 run_and_check("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
+
+
+def kernels() -> list[tuple[bool, int, int]]:
+    """Every row of both tables, with K shared by one block, by some, and by the most."""
+    return [
+        (tiled, row, split) for tiled, rows in ((False, 4), (True, 5)) for row in range(rows) for split in (1, 2, 3, 8)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 512, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: torch.dtype) -> None:
+    """Whatever the tables say. A kernel that this device cannot run is refused; two of them run on every device."""
+    ran = 0
+    for n, k in ((1040, 2064), (33, 1100)):
+        weight = make_weight(n, k, bits, group_size, kind, device="cuda")
+        w = weight.packed
+        numbers = (bits, n, k, group_size, -math.inf, math.inf)
+        for m, kernel in itertools.product((1, 5, 8, 40, 130), kernels()):
+            if m > 8 and not kernel[0]:
+                continue
+            x, out = torch.randn(m, k, device="cuda").to(dtype), poisoned((m, n), dtype, "cuda")
+            x = torch.nn.functional.pad(x, (0, -k % 8))[:, :k]
+            try:
+                assert _core.weight_only_mm(out, x, w.q, w.scale, w.zero, w.offset, None, *numbers, kernel=kernel)
+            except ValueError as refusal:
+                assert "kernel: expected one that fits" in str(refusal)
+                continue
+            assert_close(out, x, weight)
+            ran += 1
+    assert ran >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_integer_is_exact(bits: int, dtype: torch.dtype) -> None:
+    """Rows of the unit matrix read the weight back, q - zero for every q at every place and every zero."""
+    values = 1 << bits
+    x = torch.eye(256, device="cuda", dtype=dtype)
+    for shift in range(0, values, 5):
+        q = (torch.arange(256 * 256).view(256, 256) * 3 + torch.arange(256)[:, None] + shift) % values
+        zero = (torch.arange(256)[:, None] * 7 + shift) % values
+        packed = epiloq.pack_weight(q, torch.ones(256, 1), zero, bits=bits, group_size=-1).to("cuda")
+        expected = (q - zero).to(dtype).t().cuda()
+        for m in (1, 8, 64, 256):
+            for first in range(0, 256, m if m > 8 else 61):
+                rows = x[first : first + m]
+                assert torch.equal(epiloq.weight_only_mm(rows, packed), expected[first : first + m])
 
 
 @pytest.mark.gpu

@@ -23,6 +23,14 @@ struct PackedWeight {
   std::int64_t group_size = -1;  // columns a group, the last may be short; -1: the whole row
 };
 
+// A kernel by name, for tests and for finding out which is best: a row of a table in src/ops/weight_only_mm/configs.h,
+// and how many blocks of a cluster share K.
+struct WeightOnlyMmKernel {
+  bool tiled = false;
+  int row = 0;
+  int split = 1;
+};
+
 // D = min(max(X W^T + bias, lo), hi), summed in fp32 and rounded once.
 struct WeightOnlyMm {
   TensorView out;  // [.., M, N], x's dtype, rows dense
@@ -30,6 +38,7 @@ struct WeightOnlyMm {
   PackedWeight weight;
   std::optional<TensorView> bias{};  // [N], x's dtype
   float lo = -__builtin_inff(), hi = __builtin_inff();
+  std::optional<WeightOnlyMmKernel> kernel{};  // none: the one that the tables name
 };
 
 // out = W: the products and the sums of the definition above each rounded to fp32, then to out's dtype.

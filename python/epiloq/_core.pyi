@@ -80,6 +80,7 @@ def weight_only_mm(
     group_size: int,
     lo: float,
     hi: float,
+    kernel: tuple[bool, int, int] | None = None,
 ) -> bool: ...
 def check_weight_only_mm(
     out: Tensor,
@@ -95,6 +96,7 @@ def check_weight_only_mm(
     group_size: int,
     lo: float,
     hi: float,
+    kernel: tuple[bool, int, int] | None = None,
 ) -> None: ...
 def explain_weight_only_mm(
     out: Tensor,
@@ -110,6 +112,7 @@ def explain_weight_only_mm(
     group_size: int,
     lo: float,
     hi: float,
+    kernel: tuple[bool, int, int] | None = None,
 ) -> str: ...
 def dequantize_weight(
     out: Tensor,

@@ -19,13 +19,16 @@ void register_weight_only_mm(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& q, TensorArg const& scale,
                  Optional const& zero, Optional const& offset, Optional const& bias, int bits, std::int64_t n,
-                 std::int64_t k, std::int64_t group_size, float lo, float hi) {
+                 std::int64_t k, std::int64_t group_size, float lo, float hi,
+                 std::optional<std::tuple<bool, int, int>> const& kernel) {
           PackedWeight const weight = weight_of(q, scale, zero, offset, bits, n, k, group_size);
-          return action(WeightOnlyMm{out.view, x.view, weight, view_of(bias), lo, hi}, x);
+          WeightOnlyMm call{out.view, x.view, weight, view_of(bias), lo, hi};
+          if (kernel) call.kernel = std::make_from_tuple<WeightOnlyMmKernel>(*kernel);
+          return action(call, x);
         },
         py::arg("out"), py::arg("x"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"),
         py::arg("bias"), py::arg("bits"), py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("lo"),
-        py::arg("hi"));
+        py::arg("hi"), py::arg("kernel") = py::none());
   };
   define("weight_only_mm",
          [](WeightOnlyMm const& call, TensorArg const& x) { return weight_only_mm(call, current_stream(x)); });

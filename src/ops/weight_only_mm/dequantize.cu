@@ -89,7 +89,8 @@ __global__ __launch_bounds__(kThreads, 4) void dequantize_kernel(__grid_constant
   for (int tile = blockIdx.y * (kThreads / kLanes) + threadIdx.x / kLanes; tile < tiles;
        tile += gridDim.y * (kThreads / kLanes)) {
     alignas(16) std::uint8_t bytes[kBytes];
-    auto const* const from = reinterpret_cast<std::uint32_t const*>(w.q + ((slab * tiles + tile) * kLanes + lane) * kBytes);
+    auto const* const from =
+        reinterpret_cast<std::uint32_t const*>(w.q + ((slab * tiles + tile) * kLanes + lane) * kBytes);
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) reinterpret_cast<std::uint32_t*>(bytes)[i] = __ldcg(from + i);
     int const first = tile * kDepth + lane % 4 * kRun;

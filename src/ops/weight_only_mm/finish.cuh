@@ -9,7 +9,7 @@ namespace epiloq::ops::weight_only_mm {
 
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 

@@ -15,38 +15,39 @@ namespace epiloq::ops::weight_only_mm {
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 template <class Ring>
-void launch_kernel(void (*kernel)(Problem, Ring), PerDevice& prepared, Problem const& p, Ring const& ring, int blocks,
+void launch_kernel(void (*kernel)(Problem, Ring), PerDevice& prepared, Problem const& p, Ring const& ring, dim3 grid,
                    int threads, int shared_bytes, int device, Stream stream) {
   prepared.once(device, [kernel, device] {
     int const most = device_properties(device).shared_memory_per_block;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                "asking for shared memory");
   });
-  cuda_check(launch_dependent_clusters(kernel, blocks * ring.split, ring.split, threads, shared_bytes, stream, p, ring),
+  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, ring),
              "launching epiloq.weight_only_mm");
 }
 
-template <int kRow, DType kX, int kBits, int kGroups>
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_stream(Problem const& p, int split, int device, Stream stream) {
   constexpr StreamConfig kConfig = kStreamRows[kRow];
-  using S = Streaming<CudaType<kX>, kBits, kGroups, kConfig.slabs_of(kBits), kConfig.warps, kConfig.stages>;
+  using S = Streaming<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.slabs_of(kBits), kConfig.warps, kConfig.stages>;
   static PerDevice prepared;
   StageLayout const weights = StageLayout::of(p.weight, S::kRows / kSlab, kGroups);
-  StreamRing const ring{weights, weights.bytes + p.m * kStep * 2, split};
+  StreamRing const ring{weights, weights.bytes + p.m * TokenPlace::kBytes};
   int const shared_bytes = std::max(S::kWarps * S::kStages * ring.bytes, S::kSumBytes);
-  launch_kernel(stream_kernel<S, CudaType<kX>>, prepared, p, ring, ceil_div(p.weight.n, S::kRows), S::kThreads,
-                shared_bytes, device, stream);
+  dim3 const grid(ceil_div(p.weight.n, S::kRows), split);
+  launch_kernel(stream_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
 }
 
-template <int kRow, DType kX, int kBits, int kGroups>
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_tiled(Problem const& p, int split, int device, Stream stream) {
   constexpr TiledConfig kConfig = kTiledRows[kRow];
-  using S = Tiled<CudaType<kX>, kBits, kGroups, kConfig.warps, kConfig.tokens, kConfig.stages(kBits)>;
+  using S = Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits)>;
   static PerDevice prepared;
-  TiledRing const ring{StageLayout::of(p.weight, S::kSlabs, kGroups), split, ceil_div(p.m, S::kTokens)};
-  int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring.weights), S::kSumBytes);
-  launch_kernel(tiled_kernel<S, CudaType<kX>>, prepared, p, ring, ceil_div(p.weight.n, S::kRows) * ring.token_tiles,
-                S::kThreads, shared_bytes, device, stream);
+  StageLayout const ring = StageLayout::of(p.weight, S::kSlabs, kGroups);
+  int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring), S::kSumBytes);
+  // Blocks of the same rows start together and find each other's weights in L2.
+  dim3 const grid(ceil_div(p.m, S::kTokens), split, ceil_div(p.weight.n, S::kRows));
+  launch_kernel(tiled_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -8,8 +8,8 @@ namespace epiloq::ops::weight_only_mm {
 struct Weight {
   int n, k, padded_k;
   int bits;
-  int group;   // columns; at most padded_k
-  int groups;  // that a slab has parameters for
+  int group;        // columns; at most padded_k
+  int groups;       // that a slab has parameters for
   int group_shift;  // a group of 2^n times 128 columns: n; else 0
   std::uint8_t const* q;
   void const* scale;

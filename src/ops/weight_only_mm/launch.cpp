@@ -17,33 +17,35 @@ namespace {
 
 struct StreamFamily {
   static constexpr int kRows = static_cast<int>(kStreamRows.size());
-  template <int kRow, DType kX, int kBits, int kGroups>
-  static constexpr Launch kLaunch = &launch_stream<kRow, kX, kBits, kGroups>;
+  template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+  static constexpr Launch kLaunch = &launch_stream<kRow, kX, kBits, kGroups, kOffsets>;
 };
 struct TiledFamily {
   static constexpr int kRows = static_cast<int>(kTiledRows.size());
-  template <int kRow, DType kX, int kBits, int kGroups>
-  static constexpr Launch kLaunch = &launch_tiled<kRow, kX, kBits, kGroups>;
+  template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+  static constexpr Launch kLaunch = &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;
 };
 
 // SM75 has the last row of each table, in float16.
-template <class Family, int kRow, DType kX, int kBits, int kGroups>
+template <class Family, int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 constexpr Launch built() {
   constexpr bool kNewer = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
   if constexpr (kNewer || (kX == DType::kFloat16 && kRow + 1 == Family::kRows)) {
-    return Family::template kLaunch<kRow, kX, kBits, kGroups>;
+    return Family::template kLaunch<kRow, kX, kBits, kGroups, kOffsets>;
   } else {
     return nullptr;
   }
 }
 
-// A row's kernels by type, bits and groups in a step.
-using Variants = std::array<std::array<std::array<Launch, 3>, 2>, 2>;
+// A row's kernels by type, bits, groups in a step, and whether there are offsets.
+using ByGroups = std::array<std::array<Launch, 2>, 3>;
+using Variants = std::array<std::array<ByGroups, 2>, 2>;
 
 template <class Family, int kRow, DType kX, int kBits>
-constexpr std::array<Launch, 3> by_groups() {
-  return {built<Family, kRow, kX, kBits, 1>(), built<Family, kRow, kX, kBits, 2>(),
-          built<Family, kRow, kX, kBits, 4>()};
+constexpr ByGroups by_groups() {
+  return {{{built<Family, kRow, kX, kBits, 1, false>(), built<Family, kRow, kX, kBits, 1, true>()},
+           {built<Family, kRow, kX, kBits, 2, false>(), built<Family, kRow, kX, kBits, 2, true>()},
+           {built<Family, kRow, kX, kBits, 4, false>(), built<Family, kRow, kX, kBits, 4, true>()}}};
 }
 
 template <class Family, int... kRows>
@@ -78,7 +80,7 @@ void launch(Choice const& choice, Problem const& problem, DType x, int device, S
   Variants const& variants =
       choice.family == Family::kStream ? kTable<StreamFamily>[choice.row] : kTable<TiledFamily>[choice.row];
   Weight const& w = problem.weight;
-  Launch const launch = variants[x == DType::kBFloat16][w.bits == 8][groups_index(w.group)];
+  Launch const launch = variants[x == DType::kBFloat16][w.bits == 8][groups_index(w.group)][w.offset != nullptr];
   if (launch == nullptr) throw Unsupported("epiloq.weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   launch(problem, choice.split, device, stream);
 }

@@ -10,9 +10,9 @@ namespace epiloq::ops::weight_only_mm {
 
 using Launch = void (*)(Problem const&, int split, int device, Stream);
 
-template <int kRow, DType kX, int kBits, int kGroups>
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_stream(Problem const&, int split, int device, Stream);
-template <int kRow, DType kX, int kBits, int kGroups>
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_tiled(Problem const&, int split, int device, Stream);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -67,8 +67,7 @@ Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
   StreamConfig const& config = kStreamRows[chosen];
   std::int64_t const blocks = ceil_div(slabs, config.slabs_of(p.bits));
-  return {Family::kStream, chosen,
-          blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, t)};
+  return {Family::kStream, chosen, blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, t)};
 }
 
 // The narrowest tile that takes all tokens, or else the widest.
@@ -113,6 +112,24 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
   return p.m <= kStreamTokens ? stream_choice(p, t) : tiled_choice(p, t);
+}
+
+Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
+  char const* why = why_dense(p, t);
+  int const rows = static_cast<int>(kernel.tiled ? kTiledRows.size() : kStreamRows.size());
+  if (kernel.row < 0 || kernel.row >= rows)
+    why = "no such row";
+  else if (kernel.tiled ? !is_there(kTiledRows, kernel.row, p, t) : !is_there(kStreamRows, kernel.row, p, t))
+    why = "not built for this architecture, or too large for its shared memory";
+  if (!kernel.tiled && p.m > kStreamTokens) why = "too many tokens";
+  if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
+      kernel.split > ceil_div(p.k, kPadding)) {
+    why = "no such split";
+  }
+  if (why != nullptr)
+    throw InvalidArgument(
+        std::string("epiloq.weight_only_mm: kernel: expected one that fits, got one that does not: ") + why);
+  return {kernel.tiled ? Family::kTiled : Family::kStream, kernel.row, kernel.split};
 }
 
 std::string describe(Choice const& choice) {

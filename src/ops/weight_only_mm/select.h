@@ -26,6 +26,8 @@ struct Target {
 };
 
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target);
+// Throws InvalidArgument where the kernel asked for cannot serve the problem.
+Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
 
 // What an architecture's first card has, for answers without a device.

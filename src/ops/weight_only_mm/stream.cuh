@@ -1,8 +1,8 @@
 #pragma once
 
-// At most 8 tokens, where reading the weight once is all the time there is. The warps of a block share its rows and take
-// turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier stands in the
-// main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few rows.
+// At most 8 tokens, where reading the weight once is all the time there is. The warps of a block share its rows and
+// take turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier stands in
+// the main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few rows.
 
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/finish.cuh"
@@ -13,56 +13,49 @@ namespace epiloq::ops::weight_only_mm {
 struct StreamRing {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
-  int split;  // blocks that share K
 };
 
-template <class T, int kBits, int kGroups, int kSlabs, int kWarps_, int kStages_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_>
 struct Streaming {
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;
-  using W = Warp<T, kBits, kGroups, kSlabs, 1>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
   static constexpr int kRows = kSlabs * kSlab;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSumBytes = kWarps * kStreamTokens * (kRows + 4) * 4;
 
-  // A token's 256 bytes of a step lie as they are, but the halves of each 128 bytes trade places in every second token,
-  // so that the eight lanes of two tokens read all banks. Lane 4 g + t asks for, and reads, its own 16 bytes of each 32
-  // columns of token g.
+  // A lane asks for what it reads of the tokens itself.
   struct Tokens {
     T const* x;
-    int k;             // columns from this lane's first to the last
-    int even_at, odd_at;  // of blocks of 32 columns, in a stage's tokens
+    int k;  // columns from this lane's first to the last
     bool is_there;
+    TokenPlace place;
 
     __device__ __forceinline__ explicit Tokens(Problem const& p) {
-      int const token = W::lane() / 4, t = W::lane() % 4, swap = token % 2 * 64;
+      int const token = W::lane() / 4, t = W::lane() % 4;
       is_there = token < p.m;
       x = static_cast<T const*>(p.x) + (is_there ? token : 0) * p.stride_x + 8 * t;
       k = kept(p.weight.k - 8 * t);
-      even_at = kept(token * kStep * 2 + t * 16 + swap);
-      odd_at = kept(token * kStep * 2 + t * 16 + (64 - swap));
     }
-
-    __device__ __forceinline__ int at(int block) const { return (block % 2 ? odd_at : even_at) + block / 2 * 128; }
 
     __device__ __forceinline__ void ask(SharedAddress to, int step) const {
       if (!is_there) return;
       T const* const from = x + step * kStep;
       if (step * kStep + kStep - 24 <= k) {
 #pragma unroll
-        for (int b = 0; b < kStep / 32; ++b) copy16(to + at(b), from + 32 * b);
+        for (int b = 0; b < kStep / 32; ++b) copy16(to + place.at(b), from + 32 * b);
         return;
       }
 #pragma unroll 1
       for (int b = 0; b < kStep / 32; ++b) {
         int const left = k - step * kStep - 32 * b;
-        copy16(to + at(b), left > 0 ? from + 32 * b : x, min(max(left, 0), 8) * 2);
+        copy16(to + place.at(b), left > 0 ? from + 32 * b : x, min(max(left, 0), 8) * 2);
       }
     }
 
     __device__ __forceinline__ uint4 read(std::uint8_t const* tokens, int block) const {
       if (!is_there) return {0, 0, 0, 0};
-      return *reinterpret_cast<uint4 const*>(tokens + at(block));
+      return *reinterpret_cast<uint4 const*>(tokens + place.at(block));
     }
   };
 
@@ -79,17 +72,17 @@ struct Streaming {
   }
 };
 
+// A column of blocks shares K.
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant__ Problem const p,
                                                                 __grid_constant__ StreamRing const ring) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   using W = typename S::W;
   constexpr int kWarps = S::kWarps, kStages = S::kStages;
-  int const warp = threadIdx.x / 32, rank = blockIdx.x % ring.split;
-  int const first_slab = blockIdx.x / ring.split * (S::kRows / kSlab);
+  int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
+  int const first_slab = blockIdx.x * (S::kRows / kSlab);
   int const all_steps = p.weight.padded_k / kStep;
-  int const first_step = rank * all_steps / ring.split;
-  int const steps = (rank + 1) * all_steps / ring.split - first_step;
+  int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
   int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
 
   let_next_kernel_start();
@@ -130,7 +123,7 @@ __global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant_
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
   W::store(all_sums + warp * kStreamTokens * (S::kRows + 4), S::kRows + 4, sums);
-  finish<T, S::kRows, kStreamTokens, kWarps>(p, all_sums, first_slab * kSlab, 0, rank, ring.split);
+  finish<T, S::kRows, kStreamTokens, kWarps>(p, all_sums, blockIdx.x * S::kRows, 0, blockIdx.y, gridDim.y);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

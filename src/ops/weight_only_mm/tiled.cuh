@@ -10,31 +10,21 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-struct TiledRing {
-  StageLayout weights;
-  int split;        // blocks that share K
-  int token_tiles;  // of kTokens
-};
-
-template <class T, int kBits, int kGroups, int kWarps_, int kTokens_, int kStages_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_>
 struct Tiled {
   static constexpr int kWarps = kWarps_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kStages = kStages_;
   static constexpr int kSlabs = 2;  // a warp
-  using W = Warp<T, kBits, kGroups, kSlabs, kTokens / 8>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTokens / 8>;
   static constexpr int kRows = kWarps * kSlabs * kSlab;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kTokenBytes = kStep * 2;  // of a step
-  static constexpr int kChunks = kTokenBytes / 16;
+  static constexpr int kChunks = TokenPlace::kBytes / 16;
   static constexpr int kSumBytes = kTokens * (kRows + 4) * 4;
 
   static __host__ __device__ constexpr int stage_bytes(StageLayout const& weights) {
-    return kWarps * weights.bytes + kTokens * kTokenBytes;
+    return kWarps * weights.bytes + kTokens * TokenPlace::kBytes;
   }
-
-  // Chunks of 16 bytes trade places in every second token, so that the eight lanes of two tokens read all banks.
-  static __device__ __forceinline__ int place(int token, int chunk) { return token * kChunks + (chunk ^ token % 2 * 4); }
 
   // A thread copies one chunk of every kApart-th token.
   struct Tokens {
@@ -51,7 +41,7 @@ struct Tiled {
       apart = kApart * p.stride_x;
       k = p.weight.k - chunk * 8;
       tokens = p.m - first_token - token;
-      to = place(token, chunk) * 16;
+      to = token * TokenPlace::kBytes + (chunk * 16 ^ token % 2 * 64);
     }
 
     __device__ __forceinline__ void ask(void const* somewhere, SharedAddress tile, int step) const {
@@ -60,35 +50,34 @@ struct Tiled {
 #pragma unroll
       for (int i = 0; i < kTokens / kApart; ++i, from += apart) {
         bool const is_there = i * kApart < tokens && bytes > 0;
-        copy16(tile + to + i * kApart * kTokenBytes, is_there ? from : somewhere, is_there ? bytes : 0);
+        copy16(tile + to + i * kApart * TokenPlace::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
       }
     }
   };
 };
 
+// Blocks along x take tiles of tokens, along y they share K, along z they take rows.
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, 1) void tiled_kernel(__grid_constant__ Problem const p,
-                                                               __grid_constant__ TiledRing const ring) {
+                                                               __grid_constant__ StageLayout const layout) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   using W = typename S::W;
   constexpr int kStages = S::kStages;
-  int const warp = threadIdx.x / 32, rank = blockIdx.x % ring.split, tile = blockIdx.x / ring.split;
-  int const first_token = tile % ring.token_tiles * S::kTokens, first_row = tile / ring.token_tiles * S::kRows;
-  int const first_slab = first_row / kSlab + warp * S::kSlabs;
+  int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
+  int const first_slab = blockIdx.z * (S::kRows / kSlab) + warp * S::kSlabs;
   int const all_steps = p.weight.padded_k / kStep;
-  int const first_step = rank * all_steps / ring.split;
-  int const steps = (rank + 1) * all_steps / ring.split - first_step;
-  int const stage_bytes = S::stage_bytes(ring.weights), tokens_at = S::kWarps * ring.weights.bytes;
+  int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
+  int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
 
   let_next_kernel_start();
   wait_for_previous_kernel();
 
-  typename W::Source const source(p.weight, ring.weights, first_slab);
-  typename S::Tokens const tokens(p, first_token);
+  typename W::Source const source(p.weight, layout, first_slab);
+  typename S::Tokens const tokens(p, blockIdx.x * S::kTokens);
   SharedAddress const to = shared_address(shared);
   auto const ask = [&](int turn, int at) {
     if (turn < steps) {
-      source.ask(ring.weights, to + at + warp * ring.weights.bytes, first_step + turn);
+      source.ask(layout, to + at + warp * layout.bytes, first_step + turn);
       tokens.ask(p.x, to + at + tokens_at, first_step + turn);
     }
     commit_copies();
@@ -97,7 +86,7 @@ __global__ __launch_bounds__(S::kThreads, 1) void tiled_kernel(__grid_constant__
   for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, turn * stage_bytes);
 
   float sums[S::kSlabs][S::kTokens / 8][4] = {};
-  int const token = W::lane() / 4, t = W::lane() % 4;
+  TokenPlace const place;
   int read = 0, write = (kStages - 1) * stage_bytes;
 #pragma unroll 1
   for (int turn = 0; turn < steps; ++turn) {
@@ -105,9 +94,9 @@ __global__ __launch_bounds__(S::kThreads, 1) void tiled_kernel(__grid_constant__
     __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
     ask(turn + kStages - 1, write);
     std::uint8_t const* const stage = shared + read;
-    auto const* const x = reinterpret_cast<uint4 const*>(stage + tokens_at);
-    W::multiply(sums, p.weight, ring.weights, stage + warp * ring.weights.bytes,
-                [&](int tile, int block) { return x[S::place(8 * tile + token, 4 * block + t)]; });
+    W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
+      return *reinterpret_cast<uint4 const*>(stage + tokens_at + place.at(block) + tile * TokenPlace::kTile);
+    });
     write = read;
     read = read + stage_bytes == kStages * stage_bytes ? 0 : read + stage_bytes;
   }
@@ -116,7 +105,8 @@ __global__ __launch_bounds__(S::kThreads, 1) void tiled_kernel(__grid_constant__
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
   W::store(all_sums + warp * S::kSlabs * kSlab, S::kRows + 4, sums);
-  finish<T, S::kRows, S::kTokens, 1>(p, all_sums, first_row, first_token, rank, ring.split);
+  finish<T, S::kRows, S::kTokens, 1>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y,
+                                     gridDim.y);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

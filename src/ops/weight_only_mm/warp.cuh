@@ -12,8 +12,8 @@ namespace epiloq::ops::weight_only_mm {
 
 inline constexpr int kStep = kPadding;  // columns that are asked for at once
 
-// A step of a warp's rows in shared memory: integers as they lie in the weight, [slab][vector][lane], then for each slab
-// its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all.
+// A step of a warp's rows in shared memory: integers as they lie in the weight, [slab][vector][lane], then for each
+// slab its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all.
 struct StageLayout {
   int scale_bytes;      // a value
   int scales;           // bytes of a slab's
@@ -37,19 +37,38 @@ __device__ __forceinline__ int kept(int value) {
   return value;
 }
 
+// Tokens of a step in shared memory: 256 bytes each, as they lie in X, but the halves of each 128 trade places in every
+// second token, so that the eight lanes of two tokens read all banks. Lane 4 g + t reads its 16 bytes of each block of
+// 32 columns of token g, and of tokens g + 8 and so on.
+struct TokenPlace {
+  static constexpr int kBytes = kStep * 2;
+  static constexpr int kTile = 8 * kBytes;
+
+  int even_at, odd_at;  // of blocks of 32 columns
+
+  __device__ __forceinline__ TokenPlace() {
+    int const lane = threadIdx.x % 32, at = lane / 4 * kBytes + lane % 4 * 16, swap = lane / 4 % 2 * 64;
+    even_at = kept(at + swap);
+    odd_at = kept(at + 64 - swap);
+  }
+  __device__ __forceinline__ int at(int block) const { return (block % 2 ? odd_at : even_at) + block / 2 * 128; }
+};
+
 // kSlabs slabs of 16 weight rows by kTiles tiles of 8 tokens; kGroups groups begin in a step (of 32 or 64 columns), or
 // one that is as long as 2^n steps.
-template <class T, int kBits, int kGroups, int kSlabs, int kTiles>
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kTiles>
 struct Warp {
   using F = Fragment<T, kBits>;
-  static constexpr int kVectors = kStep * kBits / 256;     // of 16 bytes, a lane, slab and step
-  static constexpr int kStepBytes = kVectors * 512;        // of a slab
+  static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, a lane, slab and step
+  static constexpr int kStepBytes = kVectors * 512;     // of a slab
   static constexpr int kWeightBytes = kSlabs * kStepBytes;
-  // That share a scale and are multiplied at a time; with many tokens as many as fit the registers.
-  static constexpr int kColumns = kGroups == 4 ? 32 : kGroups == 1 && kTiles <= 8 ? 128 : 64;
-  static constexpr int kPieces = kStep / kColumns;         // of a step
-  static constexpr int kFragments = kColumns / 16;         // of a slab and piece
-  static constexpr int kWords = kColumns * kBits / 64;     // of a lane, slab and piece
+  // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
+  static constexpr bool kWhole = kGroups == 1 && kBits == 4 && kTiles <= (kOffsets ? 4 : 8);
+  static constexpr int kColumns = kWhole ? kStep : kGroups == 4 || kTiles > 8 ? 32 : 64;
+  static constexpr int kPieces = kStep / kColumns;      // of a step
+  static constexpr int kFragments = kColumns / 16;      // of a slab and piece
+  static constexpr int kBlocks = kColumns / 32;         // of a piece
+  static constexpr int kWords = kColumns * kBits / 64;  // of a lane, slab and piece
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
@@ -60,8 +79,8 @@ struct Warp {
     std::uint8_t const* parameters;
     Word q_at[kSlabs], parameters_at[kSlabs];
     SharedAddress lane_at;
-    int group_bytes;   // from a group's to the next
-    int group_shift;   // steps a group, as a power of two
+    int group_bytes;  // from a group's to the next
+    int group_shift;  // steps a group, as a power of two
     bool has_parameters;
 
     __device__ __forceinline__ Source(Weight const& w, StageLayout const& layout, int first_slab)
@@ -69,7 +88,8 @@ struct Warp {
       has_parameters = lane() * 16 < layout.parameter_bytes;
       bool const first = lane() * 16 < layout.scales, zeros = !first && w.zero != nullptr;
       void const* const others = w.zero != nullptr ? w.zero : w.offset;
-      parameters = static_cast<std::uint8_t const*>(first ? w.scale : others) + lane() * 16 - (first ? 0 : layout.scales);
+      parameters =
+          static_cast<std::uint8_t const*>(first ? w.scale : others) + lane() * 16 - (first ? 0 : layout.scales);
       group_bytes = kSlab * (zeros ? 1 : layout.scale_bytes);
 #pragma unroll
       for (int s = 0; s < kSlabs; ++s) {
@@ -118,34 +138,39 @@ struct Warp {
     }
   }
 
-  static __device__ __forceinline__ void load(typename F::Zero (&to)[kSlabs], Weight const& w, StageLayout const& layout,
-                                              std::uint8_t const* parameters, int group) {
+  static __device__ __forceinline__ void load(typename F::Zero (&to)[kSlabs], Weight const& w,
+                                              StageLayout const& layout, std::uint8_t const* parameters, int group) {
     Word both[kSlabs];
-    if (w.zero != nullptr) {
+    if (!kOffsets && w.zero != nullptr) {
       std::uint8_t const* const zeros = parameters + layout.scales + group * kSlab + lane() / 4 * 2;
 #pragma unroll
       for (int s = 0; s < kSlabs; ++s) {
         both[s] = *reinterpret_cast<std::uint16_t const*>(zeros + s * layout.parameter_bytes);
       }
     } else {
-      Word const middle = w.offset != nullptr ? 0 : 1u << (kBits - 1);
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) both[s] = middle * 0x101;
+      for (int s = 0; s < kSlabs; ++s) both[s] = kOffsets ? 0 : 0x101u << (kBits - 1);
     }
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) to[s] = F::zero(both[s] & 0xff, both[s] >> 8);
   }
 
   // A lane's words of a slab and piece.
-  static __device__ __forceinline__ void load(Word (&words)[kWords], std::uint8_t const* stage, int s, int piece) {
+  static __device__ __forceinline__ void load(Word (&to)[kWords], std::uint8_t const* stage, int s, int piece) {
     if constexpr (kWords == 2) {
-      stage += s * kStepBytes + piece / 2 * 512 + lane() * 16 + piece % 2 * 8;
-      *reinterpret_cast<uint2*>(words) = *reinterpret_cast<uint2 const*>(stage);
+      uint2 const two =
+          *reinterpret_cast<uint2 const*>(stage + s * kStepBytes + piece / 2 * 512 + lane() * 16 + piece % 2 * 8);
+      to[0] = two.x;
+      to[1] = two.y;
     } else {
       stage += s * kStepBytes + piece * (kWords / 4) * 512 + lane() * 16;
 #pragma unroll
       for (int v = 0; v < kWords / 4; ++v) {
-        reinterpret_cast<uint4*>(words)[v] = *reinterpret_cast<uint4 const*>(stage + v * 512);
+        uint4 const four = *reinterpret_cast<uint4 const*>(stage + v * 512);
+        to[4 * v] = four.x;
+        to[4 * v + 1] = four.y;
+        to[4 * v + 2] = four.z;
+        to[4 * v + 3] = four.w;
       }
     }
   }
@@ -154,14 +179,21 @@ struct Warp {
     float v[4];
   };
 
-  static __device__ __forceinline__ Sum product(Word const (&a)[kFragments][4], uint4 const (&x)[kColumns / 32]) {
+  static __device__ __forceinline__ Sum product(Word const (&a)[kFragments][4], uint4 const (&x)[kBlocks]) {
     Sum sum{};
 #pragma unroll
-    for (int b = 0; b < kColumns / 32; ++b) {
+    for (int b = 0; b < kBlocks; ++b) {
       mma<T>(sum.v, a[2 * b], x[b].x, x[b].y, sum.v);
       mma<T>(sum.v, a[2 * b + 1], x[b].z, x[b].w, sum.v);
     }
     return sum;
+  }
+
+  static __device__ __forceinline__ Sum sum_of(uint4 const (&x)[kBlocks]) {
+    Word ones[kFragments][4];
+#pragma unroll
+    for (int i = 0; i < kFragments * 4; ++i) ones[i / 4][i % 4] = F::kOnes;
+    return product(ones, x);
   }
 
   static __device__ __forceinline__ void add(float (&sums)[4], Sum const& group, float2 factor) {
@@ -171,57 +203,62 @@ struct Warp {
     sums[3] = fmaf(factor.y, group.v[3], sums[3]);
   }
 
-  // sums += offset x (sum of the tokens' values), a product with ones.
-  static __device__ __forceinline__ void add_offsets(float (&sums)[kSlabs][kTiles][4], int tile, Weight const& w,
-                                                     StageLayout const& layout, std::uint8_t const* offsets, int group,
-                                                     uint4 const (&x)[kColumns / 32]) {
-    Word ones[kFragments][4];
-#pragma unroll
-    for (int i = 0; i < kFragments * 4; ++i) ones[i / 4][i % 4] = F::kOnes;
-    Sum const sum = product(ones, x);
-    float2 offset[kSlabs];
-    load(offset, w, layout, offsets, group);
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, offset[s]);
-  }
-
   // sums += W X for a step. tokens(tile, block) gives a lane's 8 values of each 32 columns: 8 t to 8 t + 7 of token g.
   template <class Tokens>
   static __device__ __forceinline__ void multiply(float (&sums)[kSlabs][kTiles][4], Weight const& w,
                                                   StageLayout const& layout, std::uint8_t const* stage, Tokens tokens) {
-    constexpr int kUnroll = kTiles == 1 ? kPieces : 1;
     std::uint8_t const* const parameters = stage + kWeightBytes;
-    float2 scale[kSlabs];
-    typename F::Zero zero[kSlabs];
-#pragma unroll kUnroll
+#pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
-      if (kGroups > 1 || piece == 0) {
-        load(scale, w, layout, parameters, piece);
-        load(zero, w, layout, parameters, piece);
-      }
-      Word a[kSlabs][kFragments][4];
+      int const group = piece * kGroups / kPieces;
+      Word words[kSlabs][kWords];
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
-        alignas(16) Word words[kWords];
-        load(words, stage, s, piece);
+      for (int s = 0; s < kSlabs; ++s) load(words[s], stage, s, piece);
+      typename F::Zero zero[kSlabs];
+      load(zero, w, layout, parameters, group);
+      float2 scale[kSlabs], offset[kSlabs];
+      load(scale, w, layout, parameters, group);
+      if constexpr (kOffsets) load(offset, w, layout, parameters + layout.scales, group);
+      auto const fetch = [&](uint4(&x)[kBlocks], int tile) {
 #pragma unroll
-        for (int f = 0; f < kFragments; ++f) F::make(a[s][f], words + f * (kBits / 4), zero[s]);
-      }
-      uint4 next[kColumns / 32];
-      auto const fetch = [&](int tile) {
-#pragma unroll
-        for (int b = 0; b < kColumns / 32; ++b) next[b] = tokens(tile, piece * (kColumns / 32) + b);
+        for (int b = 0; b < kBlocks; ++b) x[b] = tokens(tile, piece * kBlocks + b);
       };
-      fetch(0);
+      auto const add_offsets = [&](uint4 const(&x)[kBlocks], int tile) {
+        Sum const sum = sum_of(x);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        uint4 x[kColumns / 32];
+        for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, offset[s]);
+      };
+      if constexpr (kTiles == 1) {  // fragments are used once: made and multiplied one at a time
+        uint4 x[kBlocks];
+        fetch(x, 0);
+        Sum part[kSlabs]{};
 #pragma unroll
-        for (int b = 0; b < kColumns / 32; ++b) x[b] = next[b];
-        if (j + 1 < kTiles) fetch(j + 1);
+        for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) add(sums[s][j], product(a[s], x), scale[s]);
-        if (w.offset != nullptr) add_offsets(sums, j, w, layout, parameters + layout.scales, kGroups > 1 ? piece : 0, x);
+          for (int s = 0; s < kSlabs; ++s) {
+            Word a[4];
+            F::make(a, words[s] + f * (kBits / 4), zero[s]);
+            mma<T>(part[s].v, a, f % 2 ? x[f / 2].z : x[f / 2].x, f % 2 ? x[f / 2].w : x[f / 2].y, part[s].v);
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kSlabs; ++s) add(sums[s][0], part[s], scale[s]);
+        if constexpr (kOffsets) add_offsets(x, 0);
+      } else {
+        Word a[kSlabs][kFragments][4];
+#pragma unroll
+        for (int i = 0; i < kSlabs * kFragments; ++i) {
+          F::make(a[i / kFragments][i % kFragments], words[i / kFragments] + i % kFragments * (kBits / 4),
+                  zero[i / kFragments]);
+        }
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          uint4 x[kBlocks];
+          fetch(x, j);
+#pragma unroll
+          for (int s = 0; s < kSlabs; ++s) add(sums[s][j], product(a[s], x), scale[s]);
+          if constexpr (kOffsets) add_offsets(x, j);
+        }
       }
     }
   }

@@ -4,8 +4,8 @@
 
 #include "core/checks.h"
 #include "ops/weight_only_mm/kernels.h"
-#include "ops/weight_only_mm/layout.h"
 #include "ops/weight_only_mm/launch.h"
+#include "ops/weight_only_mm/layout.h"
 #include "ops/weight_only_mm/select.h"
 
 namespace epiloq {
@@ -40,7 +40,8 @@ void expect_shape(Checker const& check, char const* argument, TensorView const& 
 }
 
 wo::Weight checked(PackedWeight const& w, Checker const& check) {
-  if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8) check.fail("bits", "expected 2, 3, 4 or 8, got ", w.bits);
+  if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
+    check.fail("bits", "expected 2, 3, 4 or 8, got ", w.bits);
   if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
   if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
   if (w.group_size < 1 && w.group_size != -1) check.fail("group_size", "expected -1 or at least 1, got ", w.group_size);
@@ -94,7 +95,8 @@ wo::Problem checked(WeightOnlyMm const& call) {
   if (x.rows > kMaxSize) check.fail("x", "expected at most ", kMaxSize, " rows, got ", x.rows);
   check.tensor("out", call.out, {call.x.dtype});
   Matrix const out = check.rows("out", call.out);
-  bool const same_rows = std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
+  bool const same_rows =
+      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
   if (call.out.rank != call.x.rank || !same_rows || out.cols != weight.n) {
     check.fail("out", "expected x's leading dimensions and ", weight.n, " columns, got ", describe(call.out));
   }
@@ -106,8 +108,15 @@ wo::Problem checked(WeightOnlyMm const& call) {
   if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got (", call.lo, ", ", call.hi, ")");
   check.apart("out", call.out, "x", call.x);
   check_apart(check, call.out, call.weight);
-  return {weight,        static_cast<int>(x.rows), x.stride, out.stride, call.x.data,
-          call.out.data, call.bias ? call.bias->data : nullptr, call.lo, call.hi};
+  return {weight,
+          static_cast<int>(x.rows),
+          x.stride,
+          out.stride,
+          call.x.data,
+          call.out.data,
+          call.bias ? call.bias->data : nullptr,
+          call.lo,
+          call.hi};
 }
 
 wo::DequantizeProblem checked(DequantizeWeight const& call) {
@@ -115,6 +124,7 @@ wo::DequantizeProblem checked(DequantizeWeight const& call) {
   check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
   wo::Weight const weight = checked(call.weight, check);
   expect_shape(check, "out", call.out, {weight.n, weight.k});
+  if (call.out.device.type == Device::Type::kCuda) check.aligned16("out", call.out);
   check_apart(check, call.out, call.weight);
   return {weight, call.out.data, call.out.dtype};
 }
@@ -123,8 +133,14 @@ WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
   bool const aligned = reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 && (p.m == 1 || p.stride_x % 8 == 0);
   int const scale_bytes = size_of(p.weight.scale_dtype);
   int const other_bytes = p.weight.offset != nullptr ? scale_bytes : p.weight.zero != nullptr;
-  return {p.m,     p.weight.n, p.weight.k, p.weight.bits, call.weight.group_size, call.x.dtype,
-          aligned, scale_bytes + other_bytes};
+  return {p.m,
+          p.weight.n,
+          p.weight.k,
+          p.weight.bits,
+          call.weight.group_size,
+          call.x.dtype,
+          aligned,
+          scale_bytes + other_bytes};
 }
 
 wo::Target target_of(WeightOnlyMm const& call) {
@@ -134,6 +150,11 @@ wo::Target target_of(WeightOnlyMm const& call) {
     throw Unsupported("epiloq.explain: the operands are on the CPU, where no kernel is chosen; force an arch to ask");
   }
   return wo::nominal(forced);
+}
+
+wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
+  WeightOnlyMmProblem const p = problem_of(problem, call);
+  return call.kernel ? wo::choose(p, target_of(call), *call.kernel) : wo::choose(p, target_of(call));
 }
 
 bool is_empty(wo::Problem const& p) { return p.m == 0 || p.weight.n == 0; }
@@ -149,7 +170,7 @@ bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
     throw Unsupported("epiloq.weight_only_mm: x: expected a tensor on a CUDA device, got " + describe(call.x));
   }
   if (is_empty(problem)) return true;
-  wo::Choice const choice = wo::choose(problem_of(problem, call), target_of(call));
+  wo::Choice const choice = choice_of(problem, call);
   if (choice.family == wo::Family::kDense) return false;
   wo::launch(choice, problem, call.x.dtype, call.x.device.index, stream);
   return true;
@@ -171,7 +192,7 @@ std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch
 std::string explain(WeightOnlyMm const& call) {
   wo::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
-  return wo::describe(wo::choose(problem_of(problem, call), target_of(call)));
+  return wo::describe(choice_of(problem, call));
 }
 
 }  // namespace epiloq
