@@ -43,6 +43,7 @@ class Suite:
 TOKENS = (1, 16, 32, 64, 128, 256, 1024, 4096)
 SCALED = {"scaled_mm": ("scaled",)}
 SCALED_AND_TOKEN = {"scaled_mm": ("scaled",), "quantize_int8": ("token",)}
+WEIGHT_ONLY = {"weight_only_mm": ("w4_g128", "w4_g128_fp16", "w4_g32_zero", "w8")}
 EVERYTHING = {
     "scaled_mm": ("scaled", "bias", "azp", "azp_per_token"),
     "quantize_int8": ("token", "token_azp", "static"),
@@ -103,5 +104,6 @@ SUITES: dict[str, Suite] = {
     "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),
     "deepseek-v3": Suite(DEEPSEEK_V3, TOKENS, SCALED_AND_TOKEN),
     "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
+    "weight-only": Suite(H200, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), WEIGHT_ONLY),
     "odd": Suite(ODD, (1, 17, 100, 300), EVERYTHING),
 }

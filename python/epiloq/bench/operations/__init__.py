@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Operation
-from epiloq.bench.operations import quantize_int8, scaled_mm
+from epiloq.bench.operations import quantize_int8, scaled_mm, weight_only_mm
 
-OPERATIONS: dict[str, Operation] = {row.name: row for row in (scaled_mm.OPERATION, quantize_int8.OPERATION)}
+OPERATIONS: dict[str, Operation] = {
+    row.name: row for row in (scaled_mm.OPERATION, quantize_int8.OPERATION, weight_only_mm.OPERATION)
+}
 
 
 def expand(
