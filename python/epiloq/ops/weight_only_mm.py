@@ -90,11 +90,10 @@ def _run(
         out = _empty(x, n)
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
-    x = _in_order(x, perm, k)
-    if not x.is_cuda:
-        _run_on_cpu(out, x, packed, bias, numbers, (lo, hi))
-    elif not _core.weight_only_mm(out, _on_16_bytes(x), *packed, bias, *numbers, lo, hi):
-        _run_dense(out, x, packed, bias, numbers, (lo, hi))
+    x = _on_16_bytes(_in_order(x, perm, k))
+    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi):
+        dense = _run_dense if x.is_cuda else _run_in_blocks
+        dense(out, x, packed, bias, numbers, (lo, hi))
     return out
 
 
@@ -117,7 +116,9 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:
-    """x, or a copy whose rows start on 16 bytes."""
+    """x, or on CUDA, where its rows are dense, a copy whose rows start on 16 bytes."""
+    if not x.is_cuda or x.ndim == 0 or x.stride(-1) != 1:
+        return x
     if x.data_ptr() % 16 == 0 and all(stride % _ALIGNED == 0 for stride in x.stride()[:-1]):
         return x
     k = x.shape[-1]
@@ -143,13 +144,10 @@ def _run_dense(
 
 
 @torch.no_grad()
-def _run_on_cpu(
+def _run_in_blocks(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
     """In fp32, a block of weight rows at a time: the whole float weight is never in memory."""
-    _core.check_weight_only_mm(out, x, *packed, bias, *numbers, *clamp)
-    if out.numel() == 0:
-        return
     bits, n, k, group_size = numbers
     m = out.numel() // n
     rows, product = x.reshape(m, k).to(torch.float32), out.view(m, n)
@@ -187,11 +185,7 @@ def _explain(
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *((-_INFINITY, _INFINITY) if clamp is None else clamp))
-    if not x.is_cuda and _core.forced_arch() == "auto":
-        _core.check_weight_only_mm(out, x, w.q, w.scale, w.zero, w.offset, bias, *numbers)
-        return "cpu, de-quantised in blocks of rows, fp32 matmul"
-    x = _on_16_bytes(x) if x.is_cuda else x
-    return _core.explain_weight_only_mm(out, x, w.q, w.scale, w.zero, w.offset, bias, *numbers)
+    return _core.explain_weight_only_mm(out, _on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
 
 
 def _impl_out(*arguments: Any, out: Tensor) -> None:

@@ -37,4 +37,8 @@ struct DequantizeProblem {
 void launch_dequantize(DequantizeProblem const& problem, int device, Stream stream);
 void dequantize_on_host(DequantizeProblem const& problem);
 
+// On the CPU, up to so many tokens, which its time grows with.
+inline constexpr int kHostTokens = 4;
+void multiply_on_host(Problem const& problem, DType x);
+
 }  // namespace epiloq::ops::weight_only_mm

@@ -145,11 +145,7 @@ WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
 
 wo::Target target_of(WeightOnlyMm const& call) {
   if (call.x.device.type == Device::Type::kCuda) return wo::target_of_device(call.x.device.index);
-  Arch const forced = forced_arch();
-  if (forced == Arch::kAuto) {
-    throw Unsupported("epiloq.explain: the operands are on the CPU, where no kernel is chosen; force an arch to ask");
-  }
-  return wo::nominal(forced);
+  return wo::nominal(forced_arch());
 }
 
 wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
@@ -166,10 +162,11 @@ void check(DequantizeWeight const& call) { checked(call); }
 
 bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
   wo::Problem const problem = checked(call);
-  if (call.x.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.weight_only_mm: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
   if (is_empty(problem)) return true;
+  if (call.x.device.type == Device::Type::kCpu) {
+    if (problem.m <= wo::kHostTokens) wo::multiply_on_host(problem, call.x.dtype);
+    return problem.m <= wo::kHostTokens;
+  }
   wo::Choice const choice = choice_of(problem, call);
   if (choice.family == wo::Family::kDense) return false;
   wo::launch(choice, problem, call.x.dtype, call.x.device.index, stream);
@@ -192,6 +189,10 @@ std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch
 std::string explain(WeightOnlyMm const& call) {
   wo::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
+    return problem.m <= wo::kHostTokens ? "cpu, straight from the packed integers"
+                                        : "cpu, de-quantised in blocks of rows, fp32 matmul";
+  }
   return wo::describe(choice_of(problem, call));
 }
 
