@@ -58,18 +58,6 @@ struct Streaming {
       return *reinterpret_cast<uint4 const*>(tokens + place.at(block));
     }
   };
-
-  // Asks L2 for the first weights of the block. Harmless before the previous kernel has finished, even if it writes
-  // them: L2 is where its writes arrive.
-  static __device__ __forceinline__ void prefetch(Weight const& w, int first_slab, int first_step, int steps) {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x >= kSlabs) return;
-    std::int64_t const slab = min(first_slab + static_cast<int>(threadIdx.x), (w.n - 1) / kSlab);
-    auto const* const from = w.q + (slab * (w.padded_k / kStep) + first_step) * W::kStepBytes;
-    int const bytes = min(steps * W::kStepBytes, kEarlyBytes / kSlabs);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-#endif
-  }
 };
 
 // A column of blocks shares K.
@@ -86,7 +74,7 @@ __global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant_
   int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
 
   let_next_kernel_start();
-  S::prefetch(p.weight, first_slab, first_step, steps);
+  if (warp == 0) W::prefetch(p.weight, first_slab, first_step, steps, kEarlyBytes / (S::kRows / kSlab));
   wait_for_previous_kernel();
 
   typename W::Source const source(p.weight, ring.weights, first_slab);

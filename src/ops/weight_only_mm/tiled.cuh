@@ -70,6 +70,9 @@ __global__ __launch_bounds__(S::kThreads, 1) void tiled_kernel(__grid_constant__
   int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
 
   let_next_kernel_start();
+  if (S::kTokens <= 32) {  // more, and memory is not what the kernel waits for
+    W::prefetch(p.weight, first_slab, first_step, steps, kEarlyBytes / (S::kRows / kSlab));
+  }
   wait_for_previous_kernel();
 
   typename W::Source const source(p.weight, layout, first_slab);
