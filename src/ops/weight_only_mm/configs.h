@@ -15,9 +15,9 @@ struct StreamConfig {
 };
 
 // More tokens: a block of `warps` warps of 32 weight rows each, by tiles of `tokens`; steps in shared memory, of 4-bit
-// and of 8-bit weights.
+// and of 8-bit weights; blocks that an SM's registers hold.
 struct TiledConfig {
-  int warps, tokens, stages4, stages8;
+  int warps, tokens, stages4, stages8, blocks;
 
   constexpr int rows() const { return 32 * warps; }
   constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
@@ -35,8 +35,8 @@ inline constexpr std::array kStreamRows{
 
 // By tokens, fewest first, and again one that fits everywhere.
 inline constexpr std::array kTiledRows{
-    TiledConfig{8, 16, 6, 4},  TiledConfig{8, 32, 5, 3}, TiledConfig{8, 64, 4, 3},
-    TiledConfig{8, 128, 3, 2}, TiledConfig{4, 32, 2, 2},
+    TiledConfig{8, 16, 4, 3, 2},  TiledConfig{8, 32, 4, 3, 2}, TiledConfig{8, 64, 4, 3, 1},
+    TiledConfig{8, 128, 3, 2, 1}, TiledConfig{4, 32, 2, 2, 2},
 };
 
 // Bytes of weights that a block asks for before the previous kernel has finished.

@@ -41,7 +41,8 @@ void launch_stream(Problem const& p, int split, int device, Stream stream) {
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_tiled(Problem const& p, int split, int device, Stream stream) {
   constexpr TiledConfig kConfig = kTiledRows[kRow];
-  using S = Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits)>;
+  using S = Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits),
+                  kConfig.blocks>;
   static PerDevice prepared;
   StageLayout const ring = StageLayout::of(p.weight, S::kSlabs, kGroups);
   int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring), S::kSumBytes);

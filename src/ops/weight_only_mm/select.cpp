@@ -42,11 +42,13 @@ bool is_there(Rows const& rows, int row, WeightOnlyMmProblem const& p, Target co
   return built && fits(rows[row], p, t);
 }
 
-// The blocks of a cluster that share K, so that the busiest SM is done soonest: its blocks, one after the other, each
-// its steps of K and `fixed` steps' worth of time to begin and to end.
-int best_split(std::int64_t blocks, std::int64_t steps, int fixed, Target const& t) {
+// The blocks of a cluster that share K, so that all are done soonest: as many at a time as the SMs hold, each its steps
+// of K and `fixed` steps' worth of time to begin and to end.
+int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
   if (t.arch != Arch::kSm90) return 1;
-  auto const cost = [&](int split) { return ceil_div(blocks * split, t.sm_count) * (ceil_div(steps, split) + fixed); };
+  auto const cost = [&](int split) {
+    return ceil_div(blocks * split, t.sm_count * blocks_per_sm) * (ceil_div(steps, split) + fixed);
+  };
   int best = 1;
   for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
     if (cost(split) < cost(best)) best = split;
@@ -67,7 +69,8 @@ Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
   StreamConfig const& config = kStreamRows[chosen];
   std::int64_t const blocks = ceil_div(slabs, config.slabs_of(p.bits));
-  return {Family::kStream, chosen, blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, t)};
+  return {Family::kStream, chosen,
+          blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, 2, t)};
 }
 
 // The narrowest tile that takes all tokens, or else the widest.
@@ -81,7 +84,7 @@ Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
   TiledConfig const& config = kTiledRows[chosen];
   std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
-  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, t)};
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
 }
 
 bool has_kernel(std::int64_t group) {

@@ -10,12 +10,13 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_, int kBlocks_>
 struct Tiled {
   static constexpr int kWarps = kWarps_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kStages = kStages_;
-  static constexpr int kSlabs = 2;  // a warp
+  static constexpr int kBlocks = kBlocks_;  // an SM
+  static constexpr int kSlabs = 2;          // a warp
   using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTokens / 8>;
   static constexpr int kRows = kWarps * kSlabs * kSlab;
   static constexpr int kThreads = kWarps * 32;
@@ -58,8 +59,8 @@ struct Tiled {
 
 // Blocks along x take tiles of tokens, along y they share K, along z they take rows.
 template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, 1) void tiled_kernel(__grid_constant__ Problem const p,
-                                                               __grid_constant__ StageLayout const layout) {
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
+                                                                        __grid_constant__ StageLayout const layout) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   using W = typename S::W;
   constexpr int kStages = S::kStages;

@@ -63,8 +63,8 @@ struct Warp {
   static constexpr int kStepBytes = kVectors * 512;     // of a slab
   static constexpr int kWeightBytes = kSlabs * kStepBytes;
   // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
-  static constexpr bool kWhole = kGroups == 1 && kBits == 4 && kTiles <= (kOffsets ? 4 : 8);
-  static constexpr int kColumns = kWhole ? kStep : kGroups == 4 || kTiles > 8 ? 32 : 64;
+  static constexpr bool kWhole = kGroups == 1 && kBits == 4 && (kTiles == 1 || (kTiles == 8 && !kOffsets));
+  static constexpr int kColumns = kWhole ? kStep : kGroups == 4 || kTiles > 8 || (kOffsets && kTiles == 4) ? 32 : 64;
   static constexpr int kPieces = kStep / kColumns;      // of a step
   static constexpr int kFragments = kColumns / 16;      // of a slab and piece
   static constexpr int kBlocks = kColumns / 32;         // of a piece
