@@ -104,12 +104,17 @@ def test_assigned_tensors_may_lie_anywhere_in_memory(seed: int, offset: int) -> 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"weight_q": torch.zeros(33, 100)}, {"weight_scale": torch.ones(33, 4)}, {"bias": torch.zeros(33).int()}],
+    [
+        {"weight_q": torch.zeros(33, 100)},
+        {"weight_scale": torch.ones(33, 4)},
+        {"weight_perm": torch.zeros(100, dtype=torch.int64)},
+        {"bias": torch.zeros(33).int()},
+    ],
 )
 def test_loading_another_kind_of_tensor_is_refused(seed: int, wrong: dict[str, Tensor]) -> None:
     layer, x = layer_of(), torch.randn(2, 100).half()
     before = layer(x)
-    with pytest.raises(RuntimeError, match=f"{next(iter(wrong))}: expected"):
+    with pytest.raises(RuntimeError, match=f"{next(iter(wrong)).removeprefix('weight_')}: expected"):
         layer.load_state_dict(layer.state_dict() | wrong, strict=False)
     assert torch.equal(layer(x), before)
 

@@ -121,15 +121,15 @@ def test_any_product(
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtype, arch: str) -> None:
     with epiloq.config(arch=arch):
-        for n, k in ((4096, 4096), (2112, 7168), (1000, 14336), (28672, 512)):
-            for m in (1, 3, 8, 16, 17, 64, 128, 300, 700):
+        for n, k in ((4096, 4096), (2112, 7168), (1000, 14336)):
+            for m in (1, 8, 17, 64, 300, 700):
                 run_and_check("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
 def kernels() -> list[tuple[bool, int, int]]:
     """Every row of both tables, with K shared by one block, by some, and by the most."""
     return [
-        (tiled, row, split) for tiled, rows in ((False, 4), (True, 5)) for row in range(rows) for split in (1, 2, 3, 8)
+        (tiled, row, split) for tiled, rows in ((False, 4), (True, 5)) for row in range(rows) for split in (1, 3, 8)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from epiloq import _core
 from epiloq._layout import codes_of, groups_of, packed_codes, packed_parameters, parameters_of, shapes_of
 
 BITS = (2, 3, 4, 8)
+ZEROS = ("none", "zero", "offset")
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of the order of bytes in ``q``; files carry it.
 LAYOUT = "epiloq-1"
@@ -81,9 +82,11 @@ class PackedWeight:
         for name in ("q", "scale"):
             if name not in tensors:
                 raise ValueError(f"epiloq.PackedWeight: {name}: expected a tensor, got none")
-        numbers = {name: int(metadata[name]) for name in _NUMBERS}
+        numbers = {name: _number(name, metadata.get(name)) for name in _NUMBERS}
         packed = cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
         packed.check()
+        if packed.perm is not None:
+            checked_perm(packed.perm, packed.k, packed.device, "PackedWeight")
         # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
         return packed.map(lambda t: t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone())
 
@@ -105,6 +108,8 @@ class PackedWeight:
             _refuse("bits", f"one of {BITS}", bits, "PackedWeight")
         if group_size != -1 and group_size < 1:
             _refuse("group_size", "-1 or at least 1", group_size, "PackedWeight")
+        if zeros not in ZEROS:
+            _refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
         shapes = shapes_of(bits, n, k, group_size)
         dtypes = {"q": torch.uint8, "scale": dtype, "zero": torch.uint8, "offset": dtype}
         tensors = {
@@ -209,7 +214,7 @@ def pack_weight(
     n, k = q.shape
     parameters = {"scale": scale, "zero": zero, "offset": offset}
     _check_parameters(parameters, (n, groups_of(k, group_size)), bits, q.device)
-    order = None if perm is None else _checked_perm(perm, k, q.device)
+    order = None if perm is None else checked_perm(perm, k, q.device)
     codes = q.to(torch.uint8) if q.dtype != torch.int8 else q.view(torch.uint8)
     if zero is None and offset is None:
         codes = codes + (1 << (bits - 1))  # modulo 256: negative numbers come out right
@@ -227,7 +232,7 @@ def pack_weight(
     )
 
 
-def _refuse(argument: str, expected: object, got: object, operation: str = "pack_weight") -> None:
+def _refuse(argument: str, expected: object, got: object, operation: str = "pack_weight") -> NoReturn:
     raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
 
 
@@ -261,21 +266,29 @@ def _check_parameters(
         _check_range("zero", zero, 0, min(1 << bits, 255))
 
 
-def _check_range(name: str, tensor: Tensor, low: int, high: int) -> None:
+def _check_range(name: str, tensor: Tensor, low: int, high: int, operation: str = "pack_weight") -> None:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        _refuse(name, "integers", tensor.dtype)
+        _refuse(name, "integers", tensor.dtype, operation)
     if tensor.numel() == 0 or tensor.is_meta:
         return
     least, most = (int(end) for end in tensor.aminmax())
     if least < low or most > high:
-        _refuse(name, f"values from {low} to {high}", f"{least} to {most}")
+        _refuse(name, f"values from {low} to {high}", f"{least} to {most}", operation)
 
 
-def _checked_perm(perm: Tensor, k: int, device: torch.device) -> Tensor:
-    _check_range("perm", perm, 0, k - 1)
+def checked_perm(perm: Tensor, k: int, device: torch.device, operation: str = "pack_weight") -> Tensor:
+    """A copy of a permutation of ``k`` columns, as int64. Raises ValueError for what is none."""
+    _check_range("perm", perm, 0, k - 1, operation)
     if perm.shape != (k,) or perm.device != device:
-        _refuse("perm", f"[{k}] on {device}", f"{list(perm.shape)} on {perm.device}")
-    order = perm.to(torch.int64)
+        _refuse("perm", f"[{k}] on {device}", f"{list(perm.shape)} on {perm.device}", operation)
+    order = perm.to(torch.int64, copy=True)
     if not order.is_meta and not bool((order.bincount(minlength=k) == 1).all()):
-        _refuse("perm", f"each of 0 to {k - 1} once", "a column twice")
-    return order.clone() if order is perm else order
+        _refuse("perm", f"each of 0 to {k - 1} once", "a column twice", operation)
+    return order
+
+
+def _number(name: str, text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        return _refuse(name, "a number", text, "PackedWeight")

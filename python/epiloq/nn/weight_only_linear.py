@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.int8_linear import check_float_linear
-from epiloq.packed_weight import PackedWeight, pack_weight
+from epiloq.packed_weight import PackedWeight, checked_perm, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
-_ZEROS = ("none", "zero", "offset")
 
 
 class WeightOnlyLinear(nn.Module):
@@ -59,8 +58,6 @@ class WeightOnlyLinear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
                 raise ValueError(f"WeightOnlyLinear: {name}: expected at least 1, got {size}")
-        if zeros not in _ZEROS:
-            raise ValueError(f"WeightOnlyLinear: zeros: expected one of {', '.join(_ZEROS)}, got {zeros!r}")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         packed = PackedWeight.empty(
             out_features, in_features, bits, group_size, zeros=zeros, act_order=act_order, dtype=dtype, device=device
@@ -168,6 +165,12 @@ class WeightOnlyLinear(nn.Module):
                     f"got {given.dtype} {list(given.shape)}"
                 )
                 return
+            if name == "weight_perm":
+                try:
+                    checked_perm(given, self.in_features, given.device, "WeightOnlyLinear")
+                except ValueError as error:
+                    error_msgs.append(f"{prefix}{error}")
+                    return
             if name != "bias" and given.dtype != buffer.dtype:
                 self._buffers[name] = torch.empty_like(buffer, dtype=given.dtype)
             # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
