@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import schemes
+from epiloq.nn import Int8Linear
 from toy_language_model import LanguageModel, tokens
 
 
@@ -31,7 +32,8 @@ def assert_untouched(model: nn.Module, before: tuple[dict[str, nn.Module], dict[
 def test_calibration_takes_the_range_of_everything_seen(
     symmetric: bool, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = schemes.int8_scheme("test-static", "static activations", "static", symmetric)
+    options = {"activation": "static", "symmetric": symmetric}
+    row = schemes.Scheme("test-static", "static activations", Int8Linear, options)
     monkeypatch.setitem(schemes.SCHEMES, row.name, row)
     model = nn.Sequential(nn.Linear(10, 8)).to(dtype)
     batches = [torch.randn(n, 10).add(0.5).to(dtype) for n in (5, 0, 1, 9)]

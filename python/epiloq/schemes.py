@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn import Int8Linear, OnlineQuantLinear, int8_linear, online_quant_linear
+from epiloq.nn import Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 
 Filter = Callable[[nn.Module, str], bool]
 
 
+# Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
+QuantisedLinear: TypeAlias = Int8Linear | OnlineQuantLinear | WeightOnlyLinear
+
+
 @dataclass(frozen=True)
 class Scheme:
-    """What `quantize_` makes of a linear layer: ``from_linear(linear, **options)``.
+    """What `quantize_` makes of a linear layer: ``module.from_linear(linear, **options)``.
 
-    `check` raises ValueError for a layer that it cannot take. A static scheme also passes ``input_scale`` and
-    ``input_zero_point``, from calibration.
+    A static scheme, whose options have ``activation="static"``, also passes ``input_scale`` and ``input_zero_point``,
+    from calibration.
     """
 
     name: str
     description: str
-    from_linear: Callable[..., nn.Module]
-    check: Callable[..., None]
+    module: type[QuantisedLinear]
     options: Mapping[str, Any]
 
     @property
@@ -36,61 +38,47 @@ class Scheme:
         return self.options.get("activation") == "static"
 
 
-def int8_scheme(name: str, description: str, activation: str, symmetric: bool) -> Scheme:
-    """A row that makes ``epiloq.nn.Int8Linear``."""
-    return Scheme(
-        name,
-        description,
-        lambda linear, **options: Int8Linear.from_linear(linear, **options),
-        partial(int8_linear.check_convertible, symmetric=symmetric),
-        {"activation": activation, "symmetric": symmetric},
-    )
-
-
-def block_scheme(name: str, description: str, **options: Any) -> Scheme:
-    """A row that makes ``epiloq.nn.OnlineQuantLinear``."""
-    return Scheme(
-        name,
-        description,
-        lambda linear, **options: OnlineQuantLinear.from_linear(linear, **options),
-        online_quant_linear.check_convertible,
-        options,
-    )
+def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
+    grid = "output channel" if group_size == -1 else f"group of {group_size} input features"
+    description = f"int{bits} weights per {grid}, rounded to nearest; floating-point activations"
+    return Scheme(name, description, WeightOnlyLinear, {"bits": bits, "group_size": group_size})
 
 
 _TABLE = (
-    int8_scheme(
+    Scheme(
         "w8a8-int8",
         "int8 weights per channel; int8 activations per token, symmetric, scaled at run time",
-        "dynamic",
-        True,
+        Int8Linear,
+        {"activation": "dynamic", "symmetric": True},
     ),
-    int8_scheme(
+    Scheme(
         "w8a8-int8-azp",
         "int8 weights per channel; int8 activations per token with a zero point, scaled at run time",
-        "dynamic",
-        False,
+        Int8Linear,
+        {"activation": "dynamic", "symmetric": False},
     ),
-    int8_scheme(
+    Scheme(
         "w8a8-int8-static",
         "int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",
-        "static",
-        False,
+        Int8Linear,
+        {"activation": "static", "symmetric": False},
     ),
-    block_scheme(
+    Scheme(
         "w8a8-block",
         "int8 weights in blocks of 128; int8 activations in the same blocks with offsets, scaled at run time",
-        bits=8,
-        group_size=128,
-        symmetric=True,
+        OnlineQuantLinear,
+        {"bits": 8, "group_size": 128, "symmetric": True},
     ),
-    block_scheme(
+    Scheme(
         "w4a8-block",
         "4-bit weights in blocks of 32 with offsets; int8 activations in the same blocks, scaled at run time",
-        bits=4,
-        group_size=32,
-        symmetric=False,
+        OnlineQuantLinear,
+        {"bits": 4, "group_size": 32, "symmetric": False},
     ),
+    _weight_only("w8a16", 8, -1),
+    _weight_only("w4a16-g128", 4, 128),
+    _weight_only("w4a16-g64", 4, 64),
+    _weight_only("w4a16-g32", 4, 32),
 )
 SCHEMES = {scheme.name: scheme for scheme in _TABLE}
 
@@ -128,9 +116,9 @@ def quantize_(
     carried over.
 
     Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
-    chosen; `model` itself a linear layer (there is nothing to replace it in; use ``Int8Linear.from_linear``); a
-    layer that cannot be converted; a chosen layer that calibration never reached, or reached with NaN or infinite
-    inputs.
+    chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
+    ``from_linear``); a layer that cannot be converted; a chosen layer that calibration never reached, or reached with
+    NaN or infinite inputs.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
@@ -140,24 +128,24 @@ def quantize_(
             f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
-    groups = _choose(model, filter_fn, chosen.check)
-    inputs: list[dict[str, Tensor | None]] = [{}] * len(groups)
+    groups = _choose(model, filter_fn, chosen)
+    inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
         inputs = _calibrated(model, [names[0] for names in groups], chosen.options["symmetric"], calibrate)
     for names, seen in zip(groups, inputs, strict=True):
-        quantised = chosen.from_linear(_linear(model, names[0]), **chosen.options, **seen)
+        quantised = chosen.module.from_linear(_linear(model, names[0]), **chosen.options, **seen)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
     return model
 
 
-def _choose(model: nn.Module, filter_fn: Filter | None, check: Callable[..., None]) -> list[list[str]]:
+def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[list[str]]:
     """Names of the linear layers to replace, those of one layer together, each known to be convertible."""
     if isinstance(model, nn.Linear):
         raise ValueError(
             "quantize_: model: expected a module that contains linear layers, got a linear layer; "
-            "use epiloq.nn.Int8Linear.from_linear for it"
+            "use the from_linear of a class in epiloq.nn for it"
         )
     takes = default_filter(model) if filter_fn is None else filter_fn
     names: dict[nn.Module, list[str]] = {}
@@ -171,7 +159,7 @@ def _choose(model: nn.Module, filter_fn: Filter | None, check: Callable[..., Non
         )
     for module, (name, *_) in names.items():
         try:
-            check(module)
+            scheme.module.check_convertible(module, **scheme.options)
         except ValueError as error:
             raise ValueError(f"quantize_: layer {name!r}: {error}") from error
     # Names alone, so that the float layers are not kept alive.
@@ -226,7 +214,7 @@ class _Range:
 @torch.no_grad()
 def _calibrated(
     model: nn.Module, names: Iterable[str], symmetric: bool, calibrate: Callable[[nn.Module], object]
-) -> list[dict[str, Tensor | None]]:
+) -> list[dict[str, Any]]:
     """Input scale and zero point of each named layer, from the range that `calibrate` shows it."""
     ranges = {name: _Range() for name in names}
     handles = [
@@ -240,7 +228,7 @@ def _calibrated(
     return [_input_parameters(name, observer.ends, symmetric) for name, observer in ranges.items()]
 
 
-def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Tensor | None]:
+def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Any]:
     if ends is None:
         raise ValueError(
             f"quantize_: calibrate: expected every chosen layer to run, but {name!r} saw no input; "

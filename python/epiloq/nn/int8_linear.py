@@ -30,14 +30,8 @@ def max_in_features(symmetric: bool) -> int:
     return (2**31 - 1) // largest_product // K_MULTIPLE * K_MULTIPLE
 
 
-def check_convertible(linear: nn.Module, symmetric: bool) -> None:
-    """Raise ValueError unless ``Int8Linear.from_linear`` can take `linear` as it is."""
-    check_linear("Int8Linear", linear)
-    _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
-
-
 def check_linear(name: str, linear: nn.Module) -> None:
-    """Raise ValueError, in the name of a quantised layer, unless `linear` is a linear layer with a float weight."""
+    """Raise ValueError, from the class `name`, unless `linear` is a float ``nn.Linear`` that is called."""
     if not isinstance(linear, nn.Linear):
         raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, NonDynamicallyQuantizableLinear):
@@ -162,7 +156,7 @@ class Int8Linear(nn.Module):
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` and for input parameters that
         are missing, out of range or not of the chosen kind.
         """
-        check_convertible(linear, symmetric)
+        cls.check_convertible(linear, activation=activation, symmetric=symmetric)
         weight, static = linear.weight, activation == "static"
         layer = cls(
             linear.in_features,
@@ -188,6 +182,12 @@ class Int8Linear(nn.Module):
             layer.input_zero_point.fill_(zero_point)
         layer._derive()
         return layer
+
+    @staticmethod
+    def check_convertible(linear: nn.Module, *, activation: str = "dynamic", symmetric: bool = True) -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear("Int8Linear", linear)
+        _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -16,11 +16,6 @@ _NAME = "OnlineQuantLinear"
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def check_convertible(linear: nn.Module) -> None:
-    """Raise ValueError unless ``OnlineQuantLinear.from_linear`` can take `linear` as it is."""
-    check_linear(_NAME, linear)
-
-
 def quantise_weight(
     weight: Tensor, group_size: int, bits: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -104,7 +99,7 @@ class OnlineQuantLinear(nn.Module):
 
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear``.
         """
-        check_convertible(linear)
+        cls.check_convertible(linear)
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -121,6 +116,11 @@ class OnlineQuantLinear(nn.Module):
             if layer.bias is not None:
                 layer.bias.copy_(linear.bias)
         return layer
+
+    @staticmethod
+    def check_convertible(linear: nn.Module, **options: Any) -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear(_NAME, linear)
 
     @property
     def prepared(self) -> BlockQuantWeight:
