@@ -6,11 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Kernels for the GPUs of this machine, where there are any and nvcc is there; EPILOQ_CUDA=ON|OFF|AUTO overrules.
-# GPUs newer than SM90 take the SM80 kernels' PTX.
+# Ada runs int8 on SM80's kernels and float8 on SM89's; GPUs newer than SM90 take the PTX of both.
 PRESENT_ARCHS := $(shell command -v nvcc >/dev/null && nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-  | awk -F. '{ c = 10 * $$1 + $$2; if (c >= 75) print (c < 80 ? 75 : c == 90 ? 90 : 80) }' | sort -u | paste -sd';')
+  | awk -F. '{ c = 10 * $$1 + $$2; if (c >= 75) print (c < 80 ? 75 : c < 89 ? 80 : c == 90 ? 90 : "80\n89") }' | sort -u | paste -sd';')
 LOCAL_CUDA := $(or $(EPILOQ_CUDA),$(if $(PRESENT_ARCHS),ON,OFF))
-LOCAL_ARCHS := $(or $(EPILOQ_ARCHS),$(PRESENT_ARCHS),75;80;90)
+LOCAL_ARCHS := $(or $(EPILOQ_ARCHS),$(PRESENT_ARCHS),75;80;89;90)
 LOCAL := EPILOQ_CUDA=$(LOCAL_CUDA) EPILOQ_ARCHS='$(LOCAL_ARCHS)'
 
 SOURCES := CMakeLists.txt pyproject.toml LICENSE README.md $(shell find cmake third_party include src python -type f \

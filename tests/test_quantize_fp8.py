@@ -99,20 +99,23 @@ def test_bounds_of_amax(seed: int, device: str) -> None:
     """The floors and the upper bound as vLLM and DeepGEMM have them, to the bit."""
     x = torch.randn(40, 256, device=device) * torch.logspace(-9, 3, 40, device=device)[:, None]
     x[3] = 0
-    amax = x.abs().amax(-1, keepdim=True)
-    upper = torch.tensor([1.75], device=device)
-    vllm_token = torch.maximum(torch.minimum(amax, upper) / 448, torch.tensor(1 / (448 * 512), device=device))
-    for kwargs, expected in (
-        ({"scale_ub": upper, "eps": 1 / 512}, vllm_token),
+    # On the CPU, for torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+    amax = x.abs().amax(-1, keepdim=True).cpu()
+    upper = torch.tensor([1.75])
+    bound = upper.to(device)
+    vllm_token = torch.maximum(torch.minimum(amax, upper) / 448, torch.tensor(1 / (448 * 512)))
+    for kwargs, on_cpu in (
+        ({"scale_ub": bound, "eps": 1 / 512}, vllm_token),
         ({"eps": 1e-4}, amax.clamp(min=1e-4) / 448),
         ({"eps": 1e-10}, amax.clamp(min=1e-10) / 448),
-        ({"scale_ub": upper}, torch.minimum(amax, upper).div(448).clamp(min=float(SMALLEST))),
+        ({"scale_ub": bound}, torch.minimum(amax, upper).div(448).clamp(min=float(SMALLEST))),
     ):
         q, scale = epiloq.quantize_fp8(x, granularity="token", **kwargs)
+        expected = on_cpu.to(device)
         assert torch.equal(scale, expected)
         assert torch.equal(q.float(), (x / expected).clamp(-448, 448).to(torch.float8_e4m3fn).float())
-    q, scale = epiloq.quantize_fp8(x, scale_ub=upper)
-    assert torch.equal(scale, torch.minimum(amax.max(), upper) / 448)
+    q, scale = epiloq.quantize_fp8(x, scale_ub=bound)
+    assert torch.equal(scale.cpu(), torch.minimum(amax.max(), upper) / 448)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

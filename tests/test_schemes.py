@@ -12,13 +12,15 @@ from torch import nn
 
 import epiloq
 from epiloq import schemes
-from epiloq.nn import Int8Linear, OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
 BLOCKS = ("w8a8-block", "w4a8-block")
+FP8 = ("fp8", "fp8-token", "fp8-block")
 WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")
-NAMES = (*INT8, *BLOCKS, *WEIGHT_ONLY)
+NAMES = (*INT8, *BLOCKS, *FP8, *WEIGHT_ONLY)
+INTEGERS = (*INT8, *BLOCKS, *WEIGHT_ONLY)
 QUANTISED = (Int8Linear, OnlineQuantLinear, WeightOnlyLinear)
 
 
@@ -31,7 +33,7 @@ def test_the_table() -> None:
     assert all("\n" not in scheme.description and scheme.description for scheme in schemes.SCHEMES.values())
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", INTEGERS)
 def test_quantises_in_place_and_stays_close(scheme: str, seed: int) -> None:
     model, inputs = LanguageModel().eval(), tokens()
     expected = model(inputs)
@@ -43,6 +45,27 @@ def test_quantises_in_place_and_stays_close(scheme: str, seed: int) -> None:
     assert all(getattr(layer, name) == value for name, value in row.options.items())
     error = (model(inputs) - expected).norm() / expected.norm()
     assert 0 < error < (0.2 if scheme.startswith("w4") else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "same"),
+    [
+        ("fp8", lambda linear: Fp8Linear.from_linear(linear, activation="tensor", weight="tensor")),
+        ("fp8-token", Fp8Linear.from_linear),
+        ("fp8-block", Fp8BlockLinear.from_linear),
+    ],
+)
+def test_fp8_schemes(scheme: str, same: Callable[[nn.Linear], nn.Module], seed: int) -> None:
+    model, inputs = LanguageModel().eval(), tokens()
+    expected, linear = model(inputs), copy.deepcopy(model.blocks[1].up)
+    epiloq.quantize_(model, scheme, calibrate=lambda m: pytest.fail("calibrated"))
+    made = [name for name, module in model.named_modules() if isinstance(module, (Fp8BlockLinear, Fp8Linear))]
+    assert made == [*IN_BLOCKS, "head"]
+    x = torch.randn(5, 20)
+    assert repr(model.blocks[1].up) == repr(same(linear))
+    assert torch.equal(model.blocks[1].up(x), same(linear)(x))
+    error = (model(inputs) - expected).norm() / expected.norm()
+    assert 0 < error < 0.06
 
 
 @pytest.mark.parametrize("scheme", NAMES)

@@ -25,8 +25,8 @@ import ptxas
 import wheels
 
 FOLDER = wheels.ROOT / "build" / "cuda-check"
-ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm90": "sm_90a"}
-ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;90", "EPILOQ_OLD_ON_NEW": "OFF"}
+ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a"}
+ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "OFF"}
 WHEEL_LIMIT = 30_000_000  # bytes
 
 

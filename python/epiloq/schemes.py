@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn import Int8Linear, OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 
 Filter = Callable[[nn.Module, str], bool]
 
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
-QuantisedLinear: TypeAlias = Int8Linear | OnlineQuantLinear | WeightOnlyLinear
+QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,24 @@ _TABLE = (
         "4-bit weights in blocks of 32 with offsets; int8 activations in the same blocks, scaled at run time",
         OnlineQuantLinear,
         {"bits": 4, "group_size": 32, "symmetric": False},
+    ),
+    Scheme(
+        "fp8",
+        "FP8 weights per tensor; FP8 activations per tensor, scaled at run time",
+        Fp8Linear,
+        {"activation": "tensor", "weight": "tensor"},
+    ),
+    Scheme(
+        "fp8-token",
+        "FP8 weights per channel; FP8 activations per token, scaled at run time",
+        Fp8Linear,
+        {"activation": "token", "weight": "channel"},
+    ),
+    Scheme(
+        "fp8-block",
+        "FP8 weights per block of 128 x 128; FP8 activations per group of 128 in a token, scaled at run time",
+        Fp8BlockLinear,
+        {},
     ),
     _weight_only("w8a16", 8, -1),
     _weight_only("w4a16-g128", 4, 128),

@@ -44,7 +44,8 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
   let_next_kernel_start();
   Divisor divisor{};
   bool const by_row = p.lanes == 0;
-  if (by_row) divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0);
+  // Rows without columns have no groups, and so no scale to write.
+  if (by_row) divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0 && p.tiles > 0);
   int const tile_bits = __ffs(p.tile_cols) - 1;  // a power of two, unless by row
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+INT8 = (torch.int8,)
+FP8 = (torch.float8_e4m3fn,)
 
 
-def require_int8(operation: str, **tensors: Tensor) -> None:
-    """FP8 is a dtype that the imitated functions take too, so it is unsupported rather than wrong."""
+def require_dtype(operation: str, dtypes: tuple[torch.dtype, ...], **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.int8:
-            continue
-        kind = NotImplementedError if str(tensor.dtype).startswith("torch.float8") else ValueError
-        raise kind(f"{operation}: {name}: expected torch.int8, the dtype that is implemented, got {tensor.dtype}")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{operation}: {name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
 
 
 def require_half(operation: str, out_dtype: torch.dtype) -> None:
@@ -33,3 +34,14 @@ def vector(operation: str, name: str, tensor: Tensor, numel: int) -> Tensor:
     if tensor.numel() != numel:
         raise ValueError(f"{operation}: {name}: expected {numel} elements, got shape {list(tensor.shape)}")
     return tensor.reshape(-1)
+
+
+def groups_of(operation: str, name: str, x: Tensor, group_size: int) -> Tensor:
+    """`x` [.., K] as [rows and groups, group_size], a view."""
+    if x.dim() == 0 or group_size < 1 or x.shape[-1] % group_size:
+        raise ValueError(
+            f"{operation}: {name}: expected rows of whole groups of {group_size} elements, got shape {list(x.shape)}"
+        )
+    if not x.is_contiguous():
+        raise ValueError(f"{operation}: {name}: expected a contiguous tensor, got strides {x.stride()}")
+    return x.view(math.prod(x.shape) // group_size, group_size)

@@ -1,4 +1,7 @@
-"""int8 functions of ``vllm._custom_ops``, with its signatures and meaning: change the import, nothing else.
+"""int8 and FP8 functions of vLLM, with its signatures and meaning: change the import, nothing else.
+
+All are of ``vllm._custom_ops``, but `per_token_group_quant_fp8` and `per_token_group_quant_int8`, which are of
+``vllm.model_executor.layers.quantization.utils`` (`fp8_utils` and `int8_utils`).
 
 Differences, all on the permissive or the defined side: any K and N (vLLM asks for multiples of 16); quantisers
 divide and round half to even, where vLLM's kernels multiply by a reciprocal in places (one step apart at a tie); a
@@ -14,9 +17,20 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.compat._checks import require_half, require_int8, require_matrix, vector
+from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, vector
+from epiloq.ops.outputs import empty_scale
 
-__all__ = ["cutlass_scaled_mm", "cutlass_scaled_mm_azp", "scaled_int8_quant"]
+__all__ = [
+    "cutlass_scaled_mm",
+    "cutlass_scaled_mm_azp",
+    "per_token_group_quant_fp8",
+    "per_token_group_quant_int8",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+]
+
+# vLLM's least scale of a token is 1 / (448 * 512).
+_LEAST_TOKEN_AMAX = 1 / 512
 
 
 def cutlass_scaled_mm(
@@ -24,18 +38,26 @@ def cutlass_scaled_mm(
 ) -> Tensor:
     """``D = scale_a * scale_b * (a @ b) + bias``, shape ``[.., N]``.
 
-    `a` int8 [.., K], its leading dimensions flattened to M rows; `b` int8 [K, N] column-major; `scale_a` float32 of
-    1 or M elements, `scale_b` of 1 or N; `out_dtype` bfloat16 or float16; `bias` of N elements of `out_dtype`.
+    `a` int8 or float8_e4m3fn [.., K], its leading dimensions flattened to M rows; `b` of its dtype [K, N]
+    column-major; `scale_a` float32 of 1 or M elements, `scale_b` of 1 or N; `out_dtype` bfloat16 or float16; `bias` of
+    N elements of `out_dtype`.
 
-    Raises NotImplementedError for FP8 operands (and so for block-wise scales, which vLLM defines for FP8),
-    ValueError otherwise.
+    FP8 with any other numbers of scales is block-wise: `scale_a` [M, ceil(K / 128)] in any layout, `scale_b`
+    [ceil(K / 128), ceil(N / 128)] (and a bias, which vLLM does not take there).
     """
     operation = "cutlass_scaled_mm"
+    require_dtype(operation, INT8 + FP8, a=a, b=b)
     rows = _checked_rows(operation, a, b, out_dtype)
+    m, n = rows.shape[0], b.shape[1]
     if bias is not None:
-        bias = vector(operation, "bias", bias, b.shape[1])
-    d = epiloq.scaled_mm(rows, b, scale_a.reshape(-1), scale_b.reshape(-1), bias, out_dtype=out_dtype)
-    return d.view(*a.shape[:-1], b.shape[1])
+        bias = vector(operation, "bias", bias, n)
+    whole_rows = scale_a.numel() in (1, m) and scale_b.numel() in (1, n)
+    if whole_rows or a.dtype == torch.int8:
+        d = epiloq.scaled_mm(rows, b, scale_a.reshape(-1), scale_b.reshape(-1), bias, out_dtype=out_dtype)
+    else:
+        scale_a = scale_a.reshape(-1, scale_a.shape[-1]) if scale_a.dim() > 2 else scale_a
+        d = epiloq.groupwise_mm(rows, b, scale_a, scale_b, bias, out_dtype=out_dtype)
+    return d.view(*a.shape[:-1], n)
 
 
 def cutlass_scaled_mm_azp(
@@ -50,11 +72,12 @@ def cutlass_scaled_mm_azp(
 ) -> Tensor:
     """``D = scale_a * scale_b * (a @ b - azp * azp_adj) + bias``, shape ``[.., N]``.
 
-    As `cutlass_scaled_mm`, with `azp_adj` int32 of N elements (the column sums of `b`) and `azp` int32 of M
+    As `cutlass_scaled_mm` of int8, with `azp_adj` int32 of N elements (the column sums of `b`) and `azp` int32 of M
     elements. Without `azp` the zero point is one for all tokens and `azp_adj` contains it as a factor. The
     correction is computed in int32, as in vLLM, which is exact while the sums of ``(a - azp) * b`` fit in int32.
     """
     operation = "cutlass_scaled_mm_azp"
+    require_dtype(operation, INT8, a=a, b=b)
     rows = _checked_rows(operation, a, b, out_dtype)
     azp_adj = vector(operation, "azp_adj", azp_adj, b.shape[1])
     if azp is not None:
@@ -93,9 +116,123 @@ def scaled_int8_quant(
     return q, scale, azp
 
 
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: Tensor | None = None,
+    group_shape: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantise `input` [M, K] to ``(q, scale)``, q float8_e4m3fn.
+
+    Without `scale`: per tensor, scale float32 [1] = max|x| / 448; or, with `use_per_token_if_dynamic`, [rows, 1] =
+    max(min(max|x|, scale_ub) / 448, 1 / (448 * 512)).
+
+    With `scale` it is returned as given. `group_shape` says how many rows and columns share a scale, -1 for all of
+    them; without it that follows from a scale of one element or of two dimensions. Tensors (-1, -1), tokens (1, -1),
+    groups (1, g) and square blocks (g, g) are taken; else NotImplementedError.
+
+    `output` is written where it is given; `num_token_padding` instead makes the results at least so many rows, of
+    which those past M are not written.
+    """
+    operation = "scaled_fp8_quant"
+    require_matrix(operation, input=input)
+    if output is not None and num_token_padding is not None:
+        raise ValueError(f"{operation}: num_token_padding: expected None beside output, got {num_token_padding}")
+    m, k = input.shape
+    rows = max(m, num_token_padding or 0)
+    q = input.new_empty((rows, k), dtype=torch.float8_e4m3fn) if output is None else output
+    require_dtype(operation, FP8, output=q)
+    if scale is not None:
+        granularity, group_size = _granularity(input, scale, group_shape)
+        shaped = scale if granularity in ("group", "block") else scale.reshape(-1)
+        epiloq.quantize_fp8(input, granularity=granularity, group_size=group_size, scale=shaped, out=(q[:m], shaped))
+        return q, scale
+    if use_per_token_if_dynamic:
+        scale = input.new_empty((rows, 1), dtype=torch.float32)
+        epiloq.quantize_fp8(
+            input, granularity="token", scale_ub=scale_ub, eps=_LEAST_TOKEN_AMAX, out=(q[:m], scale[:m])
+        )
+        return q, scale
+    scale = input.new_empty(1, dtype=torch.float32)
+    epiloq.quantize_fp8(input, out=(q[:m], scale))
+    return q, scale
+
+
+def _granularity(x: Tensor, scale: Tensor, group_shape: tuple[int, int] | None) -> tuple[str, int]:
+    """What a static scale belongs to, in epiloq's terms."""
+    m, k = x.shape
+    if group_shape is None:
+        if scale.numel() == 1:
+            group_shape = (-1, -1)
+        elif scale.dim() == 2 and m and k and scale.numel():
+            group_shape = (-(-m // scale.shape[0]), -(-k // scale.shape[1]))
+        else:
+            raise ValueError(
+                f"scaled_fp8_quant: group_shape: expected one beside a scale of shape {list(scale.shape)}, got None"
+            )
+    high, wide = (m if group_shape[0] == -1 else group_shape[0]), (k if group_shape[1] == -1 else group_shape[1])
+    if scale.numel() == 1 and high >= m and wide >= k:
+        return "tensor", 1
+    if high == 1:
+        return ("token", 1) if wide >= k else ("group", wide)
+    if high == wide:
+        return "block", wide
+    raise NotImplementedError(
+        f"scaled_fp8_quant: group_shape: expected (-1, -1), (1, -1), (1, g) or (g, g), got {group_shape}"
+    )
+
+
+def per_token_group_quant_fp8(
+    x: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    dtype: torch.dtype | None = None,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    out_q: Tensor | None = None,
+    use_ue8m0: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantise groups of `group_size` of the rows of `x` [.., K] to ``(q, scale)``, scale = max(max|x|, eps) / 448.
+
+    q is float8_e4m3fn like `x`, scale float32 [.., ceil(K / group_size)]; with `column_major_scales` the strides of
+    two dimensions are (1, M rounded up to 4), `tma_aligned_scales` or not. `use_ue8m0` rounds scales up to powers of
+    two; None, which asks vLLM's configuration, means False here.
+    """
+    if dtype not in (None, torch.float8_e4m3fn):
+        raise ValueError(f"per_token_group_quant_fp8: dtype: expected torch.float8_e4m3fn or None, got {dtype}")
+    layout = "column" if column_major_scales else "row"
+    out = None if out_q is None else (out_q, empty_scale(x, x.shape[-1], "group", group_size, layout))
+    return epiloq.quantize_fp8(
+        x,
+        granularity="group",
+        group_size=group_size,
+        eps=eps,
+        ue8m0=bool(use_ue8m0),
+        scale_layout=layout,
+        out=out,
+    )
+
+
+def per_token_group_quant_int8(
+    x: Tensor, group_size: int, eps: float = 1e-10, dtype: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor]:
+    """Quantise groups of `group_size` of the rows of `x` [.., K] to ``(q, scale)``, scale = max|x| / 127.
+
+    q is int8 like `x`, scale float32 [.., K / group_size]; K is a multiple of `group_size`, `x` contiguous. Groups
+    below `eps` keep their own scale, so that they are not rounded to zero.
+    """
+    operation = "per_token_group_quant_int8"
+    if dtype != torch.int8:
+        raise ValueError(f"{operation}: dtype: expected torch.int8, got {dtype}")
+    q, scale, _ = epiloq.quantize_int8(groups_of(operation, "x", x, group_size))
+    return q.view(x.shape), scale.view(*x.shape[:-1], x.shape[-1] // group_size)
+
+
 def _checked_rows(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`a` as [M, K]; its own row stride is kept where its leading dimensions can be viewed as one."""
-    require_int8(operation, a=a, b=b)
     require_half(operation, out_dtype)
     require_matrix(operation, b=b)
     if a.dim() == 0:

@@ -41,6 +41,16 @@ class Checkpoint:
             raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
         return found
 
+    def headers(self) -> dict[str, tuple[str, list[int]]]:
+        """Type, as safetensors names it ("BF16"), and shape of every tensor by name; no tensor is read."""
+        found = {}
+        for file in sorted(set(self.files.values())):
+            with _opened(self.folder / file) as shard:
+                for name in (n for n, f in self.files.items() if f == file):
+                    part = shard.get_slice(name)
+                    found[name] = (part.get_dtype(), list(part.get_shape()))
+        return found
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, one file after the other."""
         for file in sorted(set(self.files.values())):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats import deepseek_fp8
+from epiloq.formats.architecture import architecture, distinct, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Reader, reader
@@ -17,8 +18,6 @@ from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize.grid import QuantizedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from epiloq.quantize.calibrate import Block
 
 Build = Callable[[nn.Linear, QuantizedWeight, Quantization], nn.Module]
@@ -43,20 +42,6 @@ def _weight_only(linear: nn.Linear, weight: QuantizedWeight, quantization: Quant
 
 # What runs a layer, by how its activations are quantised.
 MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, None: _weight_only}
-
-
-def architecture(checkpoint: Checkpoint) -> Any:
-    """The class in transformers that a config.json names."""
-    import transformers
-
-    names = checkpoint.config.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    found = getattr(transformers, name, None) if name else None
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise FormatError(
-            f"{checkpoint.folder / 'config.json'}: architectures: expected a model that transformers has, got {names!r}"
-        )
-    return found
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -87,33 +72,15 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
 
 
 def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
-    """A model of either kind, ready to run, and how it is quantised."""
+    """A model of either kind, ready to run, and how it is quantised (None: in floating point, or in FP8 blocks)."""
     if checkpoint.quantization is None:
         return load_float(checkpoint), None
+    if checkpoint.quantization.get("quant_method") == deepseek_fp8.METHOD:
+        return deepseek_fp8.read(skeleton(checkpoint), checkpoint), None
     found = reader(checkpoint.quantization)
-    model = _skeleton(checkpoint)
+    model = skeleton(checkpoint)
     _fill(model, checkpoint, found)
     return model, found.quantization
-
-
-def _skeleton(checkpoint: Checkpoint) -> nn.Module:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with _default_dtype(config.dtype or torch.float32):
-        return architecture(checkpoint)(config).eval()  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @torch.no_grad()
@@ -179,21 +146,9 @@ def save(
             for part, tensor in layout.to_tensors(weight, quantization, dtype).items():
                 writer.add(f"{name}.{part}", tensor)
             quantised.add(name)
-    for name, tensor in _distinct(model).items():
+    for name, tensor in distinct(model).items():
         if name.removesuffix(".weight") not in quantised:
             writer.add(name, tensor)
     ignore = sorted(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in quantised)
     writer.close(source.config | {"quantization_config": layout.config(quantization, ignore)})
     carry_over(source.folder, folder)
-
-
-def _distinct(model: nn.Module) -> Mapping[str, Tensor]:
-    """The state dict without second names of tied weights."""
-    seen: set[tuple[int, torch.Size]] = set()
-    found = {}
-    for name, tensor in model.state_dict().items():
-        identity = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() == 0 or identity not in seen:
-            found[name] = tensor
-        seen.add(identity)
-    return found

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import epiloq
+from epiloq.nn.prepared_linear import (
+    FLOAT32,
+    K_MULTIPLE,
+    N_MULTIPLE,
+    PreparedLinear,
+    check_choice,
+    check_linear,
+    number,
+)
 
 ACTIVATIONS = ("dynamic", "static")
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FLOAT32 = torch.finfo(torch.float32)
-
-# The fast kernels move 16 bytes at a time: 16 int8 along K, 8 two-byte outputs along N.
-K_MULTIPLE = 16
-N_MULTIPLE = 8
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def max_in_features(symmetric: bool) -> int:
@@ -30,46 +27,16 @@ def max_in_features(symmetric: bool) -> int:
     return (2**31 - 1) // largest_product // K_MULTIPLE * K_MULTIPLE
 
 
-def check_linear(name: str, linear: nn.Module) -> None:
-    """Raise ValueError, from the class `name`, unless `linear` is a float ``nn.Linear`` that is called."""
-    if not isinstance(linear, nn.Linear):
-        raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-    if isinstance(linear, NonDynamicallyQuantizableLinear):
-        raise ValueError(f"{name}: linear: expected a layer that is called, but MultiheadAttention reads its weight")
-    if isinstance(linear.weight, nn.parameter.UninitializedParameter):
-        raise ValueError(f"{name}: linear: its lazy weight has no shape yet; run the model once before quantising it")
-    if linear.weight.dtype not in FLOAT_DTYPES:
-        expected = ", ".join(map(str, FLOAT_DTYPES))
-        raise ValueError(f"{name}: linear.weight: expected one of {expected}, got {linear.weight.dtype}")
-
-
 def _check_in_features(in_features: int, symmetric: bool) -> None:
-    if not 1 <= in_features <= max_in_features(symmetric):
+    if in_features > max_in_features(symmetric):
         kind = "symmetric" if symmetric else "asymmetric"
         raise ValueError(
-            f"Int8Linear: in_features: expected 1 to {max_in_features(symmetric)} (the exact range of int32 sums "
+            f"Int8Linear: in_features: expected at most {max_in_features(symmetric)} (the exact range of int32 sums "
             f"with {kind} activations), got {in_features}"
         )
 
 
-def _padded(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """`tensor` with zeros appended along each dimension up to `shape`; itself where kernels can read it so."""
-    # Tensors of a safetensors file lie in one buffer, at addresses that need not be multiples of 16.
-    if tensor.shape == shape and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
-        return tensor
-    padded = tensor.new_zeros(shape)
-    padded[tuple(map(slice, tensor.shape))] = tensor
-    return padded
-
-
-def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The leading `shape` of `tensor` in storage of its own; itself when there is nothing to cut."""
-    if tensor.shape == shape:
-        return tensor
-    return tensor[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
-
-
-class Int8Linear(nn.Module):
+class Int8Linear(PreparedLinear):
     """``y = x W^T + bias`` with int8 W (one scale an output channel, symmetric) and x quantised to int8 on the way in.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
@@ -97,9 +64,9 @@ class Int8Linear(nn.Module):
     most).
     """
 
-    weight: Tensor
+    WEIGHT_DTYPE = torch.int8
+
     weight_scale: Tensor
-    bias: Tensor | None
     azp_adj: Tensor | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
@@ -115,26 +82,18 @@ class Int8Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"Int8Linear: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-        if out_features < 1:
-            raise ValueError(f"Int8Linear: out_features: expected at least 1, got {out_features}")
+        super().__init__(in_features, out_features)
+        check_choice("Int8Linear", "activation", activation, ACTIVATIONS)
         _check_in_features(in_features, symmetric)
-        self.in_features, self.out_features = in_features, out_features
         self.activation, self.symmetric = activation, symmetric
-
-        def zeros(*shape: int, dtype: torch.dtype | None) -> Tensor:
-            return torch.zeros(shape, device=device, dtype=dtype)
-
-        n, k = _round_up(out_features, N_MULTIPLE), _round_up(in_features, K_MULTIPLE)
-        static = activation == "static"
-        self.register_buffer("weight", zeros(n, k, dtype=torch.int8))
-        self.register_buffer("weight_scale", zeros(n, dtype=torch.float32))
-        self.register_buffer("bias", zeros(n, dtype=dtype) if bias else None)
-        self.register_buffer("input_scale", torch.ones(1, device=device) if static else None)
-        self.register_buffer("input_zero_point", zeros(1, dtype=torch.int32) if static and not symmetric else None)
-        self.register_buffer("azp_adj", None if symmetric else zeros(n, dtype=torch.int32), persistent=False)
+        static, n, k = activation == "static", out_features, in_features
+        self._hold("weight", (n, k), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_scale", (n,), (N_MULTIPLE,), torch.float32, device)
+        self._hold("bias", (n,), (N_MULTIPLE,), dtype, device, wanted=bias)
+        self._hold("input_scale", (1,), (1,), torch.float32, device, wanted=static)
+        self._hold("input_zero_point", (1,), (1,), torch.int32, device, wanted=static and not symmetric)
+        azp_adj = None if symmetric else torch.zeros_like(self.weight_scale, dtype=torch.int32)
+        self.register_buffer("azp_adj", azp_adj, persistent=False)
 
     @classmethod
     @torch.no_grad()
@@ -167,15 +126,13 @@ class Int8Linear(nn.Module):
             device=weight.device,
             dtype=weight.dtype,
         ).train(linear.training)
-        scale = _number("input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
-        zero_point = _number("input_zero_point", input_zero_point, static and not symmetric, (int,), -128, 127)
+        scale = number("Int8Linear: input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
+        asymmetric = static and not symmetric
+        zero_point = number("Int8Linear: input_zero_point", input_zero_point, asymmetric, (int,), -128, 127)
         if weight.is_meta:
             return layer
         q, weight_scale, _ = epiloq.quantize_int8(weight.contiguous(), pad_to=K_MULTIPLE)
-        layer.weight = _padded(q, layer.weight.shape)
-        layer.weight_scale[: layer.out_features] = weight_scale.flatten()
-        if layer.bias is not None:
-            layer.bias[: layer.out_features] = linear.bias
+        layer._fill(weight=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         if layer.input_scale is not None:
             layer.input_scale.fill_(scale)
         if layer.input_zero_point is not None:
@@ -190,12 +147,10 @@ class Int8Linear(nn.Module):
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"Int8Linear: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+        tokens = self._tokens(x)
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
-        tokens = x.reshape(-1, self.in_features)
         q, scale, azp = epiloq.quantize_int8(
-            tokens if tokens.stride(1) == 1 else tokens.contiguous(),
+            tokens,
             scale=self.input_scale,
             azp=self.input_zero_point,
             symmetric=self.symmetric,
@@ -211,13 +166,7 @@ class Int8Linear(nn.Module):
             y = epiloq.scaled_mm_azp(
                 q, weight, scale, self.weight_scale, self.azp_adj, token_azp, bias, out_dtype=out_dtype
             )
-        y = y[:, : self.out_features].contiguous().to(x.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: int8 values with padding, scales, zero-point sums."""
-        return sum(t.nbytes for t in (self.weight, self.weight_scale, self.azp_adj) if t is not None)
+        return self._result(y, x)
 
     def extra_repr(self) -> str:
         return (
@@ -226,7 +175,7 @@ class Int8Linear(nn.Module):
         )
 
     def _derive(self) -> None:
-        """Recompute azp_adj: in place, for captured CUDA graphs keep its address, unless its device changes."""
+        """azp_adj: in place, for captured CUDA graphs keep its address, unless its device changes."""
         if self.azp_adj is None:
             return
         sums = self.weight.sum(dim=1, dtype=torch.int32)
@@ -238,65 +187,3 @@ class Int8Linear(nn.Module):
             self.azp_adj.copy_(sums)
         else:
             self.azp_adj = sums
-
-    def _stored(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-        """The buffers of the state dict, by name, each with the shape that it has there."""
-        shapes = {"weight": (self.out_features, self.in_features), "input_scale": (1,), "input_zero_point": (1,)}
-        names = ("weight", "weight_scale", "bias", "input_scale", "input_zero_point")
-        buffers = ((name, self._buffers[name]) for name in names)
-        return {name: (t, shapes.get(name, (self.out_features,))) for name, t in buffers if t is not None}
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, (_, shape) in self._stored().items():
-            destination[prefix + name] = _cropped(destination[prefix + name], shape)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, (buffer, shape) in self._stored().items():
-            given = state_dict.get(prefix + name)
-            if given is None:
-                continue
-            same_kind = given.dtype == buffer.dtype or (given.is_floating_point() and buffer.is_floating_point())
-            if given.shape != shape or not same_kind:
-                error_msgs.append(
-                    f"Int8Linear: {prefix}{name}: expected {buffer.dtype} {list(shape)}, "
-                    f"got {given.dtype} {list(given.shape)}"
-                )
-                return
-            kept = given if name == "bias" else given.to(buffer.dtype)
-            state_dict[prefix + name] = _padded(kept, buffer.shape)  # load_state_dict's own copy of the dict.
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._derive()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and name != "bias" and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
-
-
-def _number(
-    name: str, value: float | Tensor | None, wanted: bool, kinds: tuple[type[float], ...], low: float, high: float
-) -> float:
-    """`value` as a number from `low` to `high`, or 0 where this kind of activation has no such parameter."""
-    if value is None and not wanted:
-        return 0
-    number: float | Tensor | None = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not wanted or not isinstance(number, kinds) or not low <= number <= high:
-        expected = f"{kinds[-1].__name__} from {low:g} to {high:g}" if wanted else "None with this kind of activation"
-        raise ValueError(f"Int8Linear: {name}: expected {expected}, got {value!r}")
-    return number

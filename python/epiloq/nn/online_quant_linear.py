@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
-from epiloq.nn.int8_linear import check_linear
+from epiloq.nn.prepared_linear import check_linear
 
 _NAME = "OnlineQuantLinear"
 _SMALLEST = torch.finfo(torch.float32).tiny

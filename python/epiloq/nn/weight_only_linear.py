@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.int8_linear import check_linear
+from epiloq.nn.prepared_linear import check_linear
 from epiloq.packed_weight import PackedWeight, checked_perm, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")

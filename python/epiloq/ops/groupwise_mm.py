@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.float8 import to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUP = 128  # of K, to a scale
@@ -225,7 +226,7 @@ def _product(
         for block in range(0, scale_a.shape[1], slice_blocks):
             blocks = slice(block, block + slice_blocks)
             k = slice(block * _GROUP, (block + slice_blocks) * _GROUP)
-            left, right = a[:, k].to(torch.float32), b[k].to(torch.float32)
+            left, right = to_float32(a[:, k]), to_float32(b[k])
             left *= _spread(scale_a[:, blocks], rows_per_scale, _GROUP, left.shape)
             right *= _spread(scale_b[blocks], _GROUP, columns_per_scale, right.shape)
             result.addmm_(left, right)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.float8 import to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -181,7 +182,7 @@ def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
 def _float8_mm(a: Tensor, b: Tensor) -> Tensor:
     """float8 ``[M, K] @ [K, N]`` on the CPU in fp32, which holds every product exactly."""
     with torch.autocast("cpu", enabled=False):
-        return a.to(torch.float32) @ b.to(torch.float32)
+        return to_float32(a) @ to_float32(b)
 
 
 @cache

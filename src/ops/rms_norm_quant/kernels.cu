@@ -6,7 +6,8 @@ namespace epiloq::ops::rms_norm_quant {
 namespace {
 
 __device__ float inverse_rms(Problem const& p, float sum_of_squares) {
-  return __frcp_rn(__fsqrt_rn(sum_of_squares / p.out.cols + p.eps));
+  int const count = max(p.out.cols, 1);  // a row without columns has a scale too
+  return __frcp_rn(__fsqrt_rn(sum_of_squares / count + p.eps));
 }
 
 // The row in registers: one pass.

@@ -1,0 +1,182 @@
+"""Checkpoints in the manner of DeepSeek-V3: FP8 weights with a scale for each 128 x 128 block.
+
+A quantised layer has ``weight`` float8_e4m3fn ``[N, K]`` and ``weight_scale_inv`` float32
+``[ceil(N / 128), ceil(K / 128)]``, so that W = q * scale_inv; config.json has a ``quantization_config`` of method
+"fp8", which transformers (``FineGrainedFP8Config``), vLLM and SGLang read.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.architecture import distinct, skeleton
+from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer
+from epiloq.formats.layouts import FormatError
+from epiloq.nn import Fp8BlockLinear
+from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
+
+METHOD = "fp8"
+SCALE = "weight_scale_inv"
+
+# Types as safetensors names them.
+_FP8 = ("F8_E4M3",)
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_INTEGERS = ("BOOL", "I8", "I16", "I32", "I64", "U8")
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+
+# What the configuration must say, where it says anything.
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "weight_block_size": ([BLOCK, BLOCK],),
+    "fmt": ("e4m3",),
+    "activation_scheme": ("dynamic",),
+    "scale_fmt": ("float", "ue8m0"),
+}
+
+
+def config(not_converted: Collection[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a model in which the named linear layers stay in floating point."""
+    return {
+        "quant_method": METHOD,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": sorted(not_converted),
+    }
+
+
+def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+    """Write a model of transformers with ``Fp8BlockLinear`` layers (scheme "fp8-block") into a new `folder`.
+
+    The folder appears by one rename when all is written. A tokenizer is saved beside by its own ``save_pretrained``.
+
+    transformers divides a weight evenly into as many blocks as there are scales when it de-quantises, which is wrong
+    for sizes above 128 that are no multiples of it; such layers are warned of.
+
+    Raises FormatError for another quantised layer, or none of this kind; ValueError where `folder` exists.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Fp8BlockLinear)}
+    if not layers:
+        raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")
+    _check_others(model)
+    if folder.exists():
+        raise ValueError(f"deepseek_fp8: folder: expected a new one, but {folder} exists")
+    uneven = [n for n, m in layers.items() if any(s > BLOCK and s % BLOCK for s in (m.in_features, m.out_features))]
+    if uneven:
+        warnings.warn(
+            f"transformers de-quantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
+            f"{uneven[0]}, ..",
+            stacklevel=2,
+        )
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        writer = Writer(aside, largest_shard)
+        for name, tensor in distinct(model).items():
+            writer.add(name, tensor)
+        writer.close(_model_config(model) | {"quantization_config": config(linears)})
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+        aside.rename(folder)
+    finally:
+        rmtree(aside, ignore_errors=True)
+
+
+def _check_others(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("epiloq.nn") and not isinstance(module, Fp8BlockLinear):
+            raise FormatError(f"deepseek_fp8: {name}: expected Fp8BlockLinear, got {type(module).__name__}")
+
+
+def _model_config(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return found | {"architectures": [type(model).__name__], "dtype": dtype}
+
+
+def load(folder: Path) -> nn.Module:
+    """The model of transformers in a directory, in its own type and evaluation mode, with ``Fp8BlockLinear`` layers.
+
+    Activations are quantised with float32 scales, whatever "scale_fmt" says. Pickles are never opened.
+
+    Raises FormatError, which names the file and the tensor: a scale that is missing or of another shape or type, a
+    tensor that the model lacks or that the files lack, a configuration of another kind.
+    """
+    checkpoint = Checkpoint(folder)
+    return read(skeleton(checkpoint), checkpoint)
+
+
+@torch.no_grad()
+def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
+    """Fill any `model` whose tensors a checkpoint names, in place, and return it.
+
+    Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``. All is checked before anything changes.
+    Raises FormatError as `load` does.
+    """
+    _check_config(checkpoint)
+    targets = model.state_dict(keep_vars=True)
+    layers = _checked(model, targets, checkpoint)
+    for name, linear in layers.items():
+        layer = Fp8BlockLinear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.train(linear.training))
+    for name, tensor in checkpoint.tensors():
+        layer_name, _, part = name.rpartition(".")
+        if layer_name in layers:
+            model.get_submodule(layer_name).load_state_dict({part: tensor}, strict=False)
+        else:
+            targets[name].copy_(tensor)
+    return model
+
+
+def _check_config(checkpoint: Checkpoint) -> None:
+    where, found = f"{checkpoint.folder / 'config.json'}: quantization_config", checkpoint.quantization or {}
+    for key, known in _KNOWN.items():
+        if found.get(key, known[0]) not in known:
+            raise FormatError(f"{where}: {key}: expected {' or '.join(map(str, known))}, got {found[key]!r}")
+    if found.get("quant_method") != METHOD:
+        raise FormatError(f"{where}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
+
+
+def _checked(model: nn.Module, targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, nn.Linear]:
+    """The linear layers that a checkpoint has in FP8, after every one of its tensors was compared with the model's."""
+    headers = checkpoint.headers()
+    expected: dict[str, tuple[tuple[str, ...], list[int]]] = {
+        name: (_FLOATS if tensor.is_floating_point() else _INTEGERS, list(tensor.shape))
+        for name, tensor in targets.items()
+    }
+    layers: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and headers.get(f"{name}.weight", ("", []))[0] in _FP8:
+            layers[name] = module
+            expected[f"{name}.weight"] = (_FP8, [module.out_features, module.in_features])
+            blocks = [-(-module.out_features // BLOCK), -(-module.in_features // BLOCK)]
+            expected[f"{name}.{SCALE}"] = (_SCALES, blocks)
+    for name, (dtype, shape) in headers.items():
+        where = f"{checkpoint.folder / checkpoint.files[name]}: {name}"
+        if name not in expected:
+            raise FormatError(f"{where}: not a tensor of this model")
+        dtypes, wanted = expected[name]
+        if dtype not in dtypes or shape != wanted:
+            raise FormatError(f"{where}: expected {' or '.join(dtypes)} {wanted}, got {dtype} {shape}")
+    # Other names of a tied weight are not in the files.
+    present = {targets[name].data_ptr() for name in headers if name in targets}
+    for name in sorted(expected.keys() - headers.keys()):
+        if name not in targets or targets[name].data_ptr() not in present:
+            beside = checkpoint.files.get(name.removesuffix("_scale_inv"), "")
+            raise FormatError(f"{checkpoint.folder / beside}: {name}: expected a tensor, found none")
+    return layers

@@ -1,0 +1,81 @@
+"""Fp8BlockLinear: a linear layer in the manner of DeepSeek-V3, FP8 weights in blocks and activations in groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, PreparedLinear, check_linear
+
+
+class Fp8BlockLinear(PreparedLinear):
+    """``y = x W^T + bias`` with float8_e4m3fn W, a scale for each 128 x 128 block, and x quantised on the way in.
+
+    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[.., out_features]`` in the dtype of `x`. Every 128 values of a token have a scale, measured, see
+    ``epiloq.quantize_fp8``; the product is ``epiloq.groupwise_mm``.
+
+    Buffers, as the state dict and DeepSeek-V3's checkpoints hold them (N = out_features, K = in_features):
+        weight            float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
+        weight_scale_inv  float32 [ceil(N / 128), ceil(K / 128)], the scale, max|W| / 448 of the block, at least 2^-126
+        bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
+    In memory N is rounded up to 8 and K to 16, with zeros, so that every size runs on the fast kernels; an
+    out_features that is not a multiple of 8 costs one copy of `y`.
+    """
+
+    WEIGHT_DTYPE = torch.float8_e4m3fn
+
+    weight_scale_inv: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features)
+        blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
+        self._hold("weight", (out_features, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_scale_inv", blocks, (1, 1), torch.float32, device)
+        self._hold("bias", (out_features,), (N_MULTIPLE,), dtype, device, wanted=bias)
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear) -> Fp8BlockLinear:
+        """Quantise `linear` (left as it is) to the nearest FP8 weights, on its device; "meta" gives "meta".
+
+        A block with a NaN or an infinity in its weights gives NaN.
+
+        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear``.
+        """
+        cls.check_convertible(linear)
+        values = linear.weight
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device=values.device,
+            dtype=values.dtype,
+        ).train(linear.training)
+        if not values.is_meta:
+            q, scale = epiloq.quantize_fp8(values.contiguous(), granularity="block", pad_to=K_MULTIPLE)
+            layer._fill(weight=q, weight_scale_inv=scale, bias=linear.bias)
+        return layer
+
+    @staticmethod
+    def check_convertible(linear: nn.Module) -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear("Fp8BlockLinear", linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = epiloq.groupwise_mm(q, self.weight.t(), scale, self.weight_scale_inv.t(), bias, out_dtype=x.dtype)
+        return self._result(y, x)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

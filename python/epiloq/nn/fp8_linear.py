@@ -1,0 +1,131 @@
+"""Fp8Linear: a linear layer with FP8 weights and FP8 activations, a scale to a whole row or tensor of each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.prepared_linear import (
+    FLOAT32,
+    K_MULTIPLE,
+    N_MULTIPLE,
+    PreparedLinear,
+    check_choice,
+    check_linear,
+    number,
+)
+
+ACTIVATIONS = ("token", "tensor", "static")
+WEIGHTS = ("channel", "tensor")
+
+
+class Fp8Linear(PreparedLinear):
+    """``y = x W^T + bias`` with float8_e4m3fn W and x quantised to float8_e4m3fn on the way in.
+
+    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[.., out_features]`` in the dtype of `x`. Sums and epilogue are in float32. CUDA kernels write 16-bit
+    outputs only: float32 `x` on CUDA is computed with a bfloat16 output, then widened.
+
+    activation
+        ``"token"``: a scale for each token, measured, see ``epiloq.quantize_fp8``. ``"tensor"``: one for all of `x`,
+        measured, so that tokens which share a batch share their rounding. ``"static"``: one for all, in `input_scale`;
+        what is larger than 448 of it saturates.
+    weight
+        ``"channel"``: a scale for each output feature. ``"tensor"``: one for all of W.
+
+    Buffers, as the state dict holds them (N = out_features, K = in_features):
+        weight        float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
+        weight_scale  float32 [N], or [1] for "tensor": max|W| / 448, at least 2^-126
+        bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
+        input_scale   float32 [1], static only
+    In memory N is rounded up to 8 and K to 16, with zeros, so that every size runs on the fast kernels; an
+    out_features that is not a multiple of 8 costs one copy of `y`.
+    """
+
+    WEIGHT_DTYPE = torch.float8_e4m3fn
+
+    weight_scale: Tensor
+    input_scale: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str = "token",
+        weight: str = "channel",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features)
+        check_choice("Fp8Linear", "activation", activation, ACTIVATIONS)
+        check_choice("Fp8Linear", "weight", weight, WEIGHTS)
+        self.activation, self.weight_scales = activation, weight
+        n, scales, multiple = (out_features, out_features, N_MULTIPLE) if weight == "channel" else (out_features, 1, 1)
+        self._hold("weight", (n, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_scale", (scales,), (multiple,), torch.float32, device)
+        self._hold("bias", (n,), (N_MULTIPLE,), dtype, device, wanted=bias)
+        self._hold("input_scale", (1,), (1,), torch.float32, device, wanted=activation == "static")
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        activation: str = "token",
+        weight: str = "channel",
+        input_scale: float | Tensor | None = None,
+    ) -> Fp8Linear:
+        """Quantise `linear` (left as it is) to the nearest FP8 weights, on its device; "meta" gives "meta".
+
+        `input_scale` (finite, at least 2^-126) belongs to static activations: x is about ``input_scale * q``. What
+        shares a scale with a NaN or an infinity in the weights gives NaN.
+
+        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` and for an `input_scale` that is
+        missing, out of range or not of the chosen kind.
+        """
+        cls.check_convertible(linear, activation=activation, weight=weight)
+        values = linear.weight
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            activation=activation,
+            weight=weight,
+            device=values.device,
+            dtype=values.dtype,
+        ).train(linear.training)
+        static = activation == "static"
+        scale = number("Fp8Linear: input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
+        if values.is_meta:
+            return layer
+        granularity = "token" if weight == "channel" else "tensor"
+        q, weight_scale = epiloq.quantize_fp8(values.contiguous(), granularity=granularity, pad_to=K_MULTIPLE)
+        layer._fill(weight=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
+        if layer.input_scale is not None:
+            layer.input_scale.fill_(scale)
+        return layer
+
+    @staticmethod
+    def check_convertible(linear: nn.Module, *, activation: str = "token", weight: str = "channel") -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear("Fp8Linear", linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
+        granularity = "token" if self.activation == "token" else "tensor"
+        q, scale = epiloq.quantize_fp8(
+            self._tokens(x), granularity=granularity, scale=self.input_scale, pad_to=K_MULTIPLE
+        )
+        bias = None if self.bias is None else self.bias.to(out_dtype)
+        y = epiloq.scaled_mm(q, self.weight.t(), scale, self.weight_scale, bias, out_dtype=out_dtype)
+        return self._result(y, x)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation}, weight={self.weight_scales}"
+        )

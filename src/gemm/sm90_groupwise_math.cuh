@@ -1,0 +1,179 @@
+#pragma once
+
+// What empties the group-wise kernel's stages: wgmma, and sums in fp32.
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED 1  // tiles of any multiple of 8 columns
+
+#include <cute/arch/mma_sm90.hpp>
+#include <utility>
+
+#include "gemm/sm90_groupwise_tile.cuh"
+
+namespace epiloq::gemm {
+
+// Where wgmma finds a tile whose rows are lines of the 128-byte swizzle.
+__device__ __forceinline__ std::uint64_t smem_descriptor(void const* tile) {
+  constexpr std::uint64_t kSwizzle128 = 1, kEightRows = 1024;
+  return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | (cute::cast_smem_ptr_to_uint(tile) & 0x3ffff) >> 4;
+}
+
+template <class Instruction, std::size_t... kIndices>
+__device__ __forceinline__ void multiply_once(std::uint64_t a, std::uint64_t b, float (&sums)[sizeof...(kIndices)],
+                                              bool add, std::index_sequence<kIndices...>) {
+  Instruction::fma(a, b, sums[kIndices]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <class C>
+struct GroupwiseMath {
+  static constexpr int kSums = C::kN / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
+  static constexpr int kInstructionDepth = 32;
+  using Element = cutlass::float_e4m3_t;
+  using Instruction = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                                                cute::Shape<cute::_64, cute::Int<C::kN>, cute::_32>>());
+
+  struct Position {
+    typename C::Shared const& shared;
+    RingPosition<C> ring;
+    int group_m, boundary, warp, lane;
+  };
+
+  // Starts to multiply a stage.
+  static __device__ __forceinline__ void begin(float (&product)[kSums], Position const& at) {
+    int const stage = at.ring.stage;
+    std::uint64_t const a = smem_descriptor(at.shared.tokens(stage) + at.group_m * 64 * kGroupDepth);
+    std::uint64_t const b = smem_descriptor(at.shared.weights(stage));
+    at.shared.full()[stage].wait(at.ring.parity);
+    fence(product);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kGroupDepth / kInstructionDepth; ++k) {
+      constexpr int kStep = kInstructionDepth >> 4;
+      multiply_once<Instruction>(a + k * kStep, b + k * kStep, product, k != 0, std::make_index_sequence<kSums>{});
+    }
+    cute::warpgroup_commit_batch();
+  }
+
+  // Once all but kUnderWay of what was begun is done: sums += scale_a scale_b product, and the stage is given back.
+  template <int kUnderWay>
+  static __device__ __forceinline__ void finish(float (&sums)[kSums], float (&product)[kSums], Position const& at) {
+    float const* const scales = at.shared.scales(at.ring.stage);
+    int const row = at.group_m * 64 + at.warp * 16 + at.lane / 4;
+    float const low = scales[row], high = scales[row + 8];
+    if constexpr (C::kColumnScales) {
+      float2 columns[kSums / 4];
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) {
+        columns[j] = *reinterpret_cast<float2 const*>(scales + C::kM + 8 * j + 2 * (at.lane % 4));
+      }
+      await<kUnderWay>(product, at);
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) {
+        add(sums + 4 * j, product + 4 * j, low * columns[j].x, low * columns[j].y, high * columns[j].x,
+            high * columns[j].y);
+      }
+    } else {
+      float const first = scales[C::kM], last = scales[C::kM + 1];
+      await<kUnderWay>(product, at);
+      // Columns up to the boundary belong to one block of 128 weights, the others to the next.
+      constexpr int kTogether = std::gcd(C::kN, kGroupDepth);
+#pragma unroll
+      for (int column = 0; column < C::kN; column += kTogether) {
+        float const scale = kTogether == C::kN || column < at.boundary ? first : last;
+        float const s_low = low * scale, s_high = high * scale;
+#pragma unroll
+        for (int i = column / 2; i < (column + kTogether) / 2; i += 4) {
+          add(sums + i, product + i, s_low, s_low, s_high, s_high);
+        }
+      }
+    }
+  }
+
+  // The next `steps` stages, every kKGroups-th of them.
+  static __device__ __forceinline__ void sum(float (&sums)[kSums], Position at, int steps) {
+    if (steps <= 0) return;
+    float product[kSums];
+    if constexpr (!C::kOverlaps) {
+      for (int i = 0; i < steps; ++i) {
+        begin(product, at);
+        finish<0>(sums, product, at);
+        at.ring.advance(C::kKGroups);
+      }
+    } else {
+      float other[kSums];
+      Position ahead = at;
+      auto const begin_next = [&](float (&target)[kSums]) {
+        begin(target, ahead);
+        ahead.ring.advance(1);
+      };
+      auto const finish_next = [&]<int kUnderWay>(float (&source)[kSums], std::integral_constant<int, kUnderWay>) {
+        finish<kUnderWay>(sums, source, at);
+        at.ring.advance(1);
+      };
+      constexpr std::integral_constant<int, 1> kOne{};
+      constexpr std::integral_constant<int, 0> kNone{};
+      begin_next(product);
+      int left = steps - 1;
+      for (; left >= 2; left -= 2) {
+        begin_next(other);
+        finish_next(product, kOne);
+        begin_next(product);
+        finish_next(other, kOne);
+      }
+      if (left == 1) {
+        begin_next(other);
+        finish_next(product, kOne);
+        finish_next(other, kNone);
+      } else {
+        finish_next(product, kNone);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void fence(float (&product)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(product[i]);
+  }
+
+  static __device__ __forceinline__ void add(float* sums, float const* product, float s0, float s1, float s2,
+                                             float s3) {
+    sums[0] = fmaf(s0, product[0], sums[0]);
+    sums[1] = fmaf(s1, product[1], sums[1]);
+    sums[2] = fmaf(s2, product[2], sums[2]);
+    sums[3] = fmaf(s3, product[3], sums[3]);
+  }
+
+  template <int kUnderWay>
+  static __device__ __forceinline__ void await(float (&product)[kSums], Position const& at) {
+    cute::warpgroup_wait<kUnderWay>();
+    fence(product);
+    __syncwarp();
+    auto& empty = at.shared.empty()[at.ring.stage];
+    if constexpr (C::kCluster == 1) {
+      if (at.lane == 0) empty.arrive();
+    } else {
+      empty.arrive(at.lane, at.lane < C::kCluster);
+    }
+  }
+
+  // Warpgroups that took turns along K meet in the first one, in a fixed order.
+  static __device__ void meet(float (&sums)[kSums], float* partial, int group) {
+    constexpr int kBarrier = 1, kEverybody = 128 * C::kKGroups;
+    auto const wait = [] { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory"); };
+    int const thread = threadIdx.x % 128;
+    if (group > 0) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) partial[((group - 1) * kSums + i) * 128 + thread] = sums[i];
+    }
+    wait();
+    if (group == 0) {
+#pragma unroll
+      for (int g = 1; g < C::kKGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] += partial[((g - 1) * kSums + i) * 128 + thread];
+      }
+    }
+    wait();
+  }
+};
+
+}  // namespace epiloq::gemm

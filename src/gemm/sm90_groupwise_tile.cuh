@@ -1,0 +1,172 @@
+#pragma once
+
+// Shapes of the group-wise kernel: what a tile keeps in shared memory, the ring of its stages, and which tiles a block
+// takes.
+
+#include <cutlass/arch/barrier.h>
+
+#include <algorithm>
+#include <cute/arch/cluster_sm90.hpp>
+#include <numeric>
+
+#include "core/device_code.cuh"
+#include "gemm/config.h"
+#include "gemm/groupwise_problem.h"
+#include "gemm/tensor_map.h"
+
+namespace epiloq::gemm {
+
+struct GroupwiseParams {
+  CUtensorMap tokens, weights;
+  GroupwiseProblem p;
+  int token_box;  // rows of A that a block reads of its tile
+};
+
+// Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
+// __global__ template.
+template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, bool kColumnScales_, class Out_>
+struct Groupwise {
+  using Out = Out_;
+  static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_, kCluster = kCluster_;
+  static constexpr Share kShare = kShare_;
+  static constexpr bool kColumnScales = kColumnScales_;  // of B, one a column; else one for 128 columns
+  static constexpr int kM = 64 * kMGroups;
+  static constexpr int kMathGroups = kMGroups * kKGroups;
+  static constexpr int kThreads = 128 * (kMathGroups + 1);
+  // Registers that reading warps give to multiplying ones, where those need more than an equal part.
+  static constexpr bool kMovesRegisters = kMathGroups == 2;
+  static constexpr int kReadRegisters = kN > 160 || kN == 128 ? 40 : 72;
+  static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
+  static_assert(kMGroups == 1 || kKGroups == 1);
+
+  static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
+  static constexpr int kWeightScales = kColumnScales ? kN : 2;
+  static constexpr int kStageScales = (kM + kWeightScales + 31) / 32 * 32;
+  static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
+
+  // D leaves through shared memory, 16 rows and up to 64 columns a warp, so that rows are written in whole lines.
+  static constexpr int kChunk = kN <= 64 ? kN : (kN % 64 == 0 ? 64 : 32);
+  static_assert(kN % kChunk == 0 && kN % 8 == 0);
+  // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
+  static_assert(kColumnScales || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
+  static constexpr int kPitchPad = 16;
+  static constexpr int kPitch = kChunk * static_cast<int>(sizeof(Out)) + kPitchPad;
+  static constexpr int kStagingBytes = kMGroups * 4 * 16 * kPitch;
+  static constexpr int kPartialBytes = (kKGroups - 1) * 128 * (kN / 2) * 4;
+  static constexpr int kAlignment = 1024;  // of swizzled tiles
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kFixedBytes = kAlignment + kStagingBytes + kPartialBytes + kBarrierBytes;
+  static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
+  static constexpr int kMaxStages = 24;
+  static constexpr int kFit = (kSharedMemory - kFixedBytes) / kStageBytes;
+  // Always the same warpgroup and the same readers have to do with a stage: a parity tells one use of it from the next,
+  // but not from the one after that.
+  static constexpr int kReaders = kMGroups == 1 ? 2 : 1;  // where steps are short, their waits must overlap
+  static constexpr int kEven = std::lcm(kKGroups, kReaders);
+  static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;
+  static_assert(kStages >= 2);
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+
+  // Parts of shared memory: all tokens, all weights, then what needs no alignment.
+  struct Shared {
+    unsigned char* base;
+    __device__ explicit Shared(unsigned char* raw)
+        : base(raw + (kAlignment - cute::cast_smem_ptr_to_uint(raw) % kAlignment) % kAlignment) {}
+    __device__ unsigned char* tokens(int stage) const { return base + stage * kTokenBytes; }
+    __device__ unsigned char* weights(int stage) const { return base + kStages * kTokenBytes + stage * kWeightBytes; }
+    __device__ float* scales(int stage) const {
+      return reinterpret_cast<float*>(base + kStages * (kTokenBytes + kWeightBytes)) + stage * kStageScales;
+    }
+    __device__ unsigned char* staging() const { return base + kStages * kStageBytes; }
+    __device__ float* partial() const { return reinterpret_cast<float*>(staging() + kStagingBytes); }
+    __device__ cutlass::arch::ClusterTransactionBarrier* full() const {
+      return reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(staging() + kStagingBytes + kPartialBytes);
+    }
+    __device__ cutlass::arch::ClusterBarrier* empty() const {
+      return reinterpret_cast<cutlass::arch::ClusterBarrier*>(full() + kStages);
+    }
+  };
+  static_assert(kStages * 16 <= kBarrierBytes);
+
+  // A stage is full when TMA's bytes and every lane's scales are there, and empty when all that read it have.
+  static constexpr int kFullArrivals = 1 + 32;
+  static constexpr int kEmptyArrivals = 4 * kMGroups * kCluster;  // a warp each, of every block that got a share
+
+  // A warpgroup that has the registers multiplies one stage while it adds up the one before.
+  static constexpr bool kOverlaps = kMGroups == 2 && kN <= 128 && !kColumnScales;
+};
+
+// Where a role stands in the ring of stages.
+template <class C>
+struct RingPosition {
+  int stage, parity;
+  __device__ explicit RingPosition(int step) : stage(step % C::kStages), parity(step / C::kStages % 2) {}
+  __device__ void advance(int steps) {
+    stage += steps;
+    if (stage >= C::kStages) {
+      stage -= C::kStages;
+      parity ^= 1;
+    }
+  }
+};
+
+// One tile of D for a block; the blocks of a cluster take neighbours.
+struct GroupwiseTile {
+  int first_row, end_row;  // of A and D
+  int first_column;
+  int expert;
+};
+
+// The tiles of a block, one after the other, in bands of rows so that the tiles in flight share tokens and weights in
+// L2.
+template <class C>
+class GroupwiseScheduler {
+ public:
+  __device__ explicit GroupwiseScheduler(GroupwiseProblem const& p)
+      : p_(p),
+        columns_(ceil_div(p.n, C::kN * (C::kShare == Share::kTokens ? C::kCluster : 1))),
+        index_(blockIdx.x / C::kCluster) {
+    enter(0);
+  }
+
+  __device__ bool next(GroupwiseTile& tile) {
+    while (index_ - before_ >= rows_ * columns_) {
+      if (expert_ + 1 >= p_.experts) return false;
+      before_ += rows_ * columns_;
+      enter(expert_ + 1);
+    }
+    constexpr int kBand = 8;
+    int const local = index_ - before_, band = local / (kBand * columns_);
+    int const height = min(kBand, rows_ - band * kBand), within = local - band * kBand * columns_;
+    int row = band * kBand + within % height, column = within / height;
+    int const rank = C::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+    if constexpr (C::kShare == Share::kTokens) column = column * C::kCluster + rank;
+    if constexpr (C::kShare == Share::kWeights) row = row * C::kCluster + rank;
+    tile = {begin_ + row * C::kM, end_, column * C::kN, expert_};
+    index_ += gridDim.x / C::kCluster;
+    return true;
+  }
+
+ private:
+  static __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+  __device__ void enter(int expert) {
+    expert_ = expert;
+    begin_ = 0, end_ = p_.m;
+    if (p_.offs != nullptr) {
+      begin_ = expert == 0 ? 0 : p_.offs[expert - 1];
+      end_ = p_.offs[expert];
+    } else if (p_.masked_m != nullptr) {
+      begin_ = expert * p_.m;
+      end_ = begin_ + p_.masked_m[expert];
+    }
+    rows_ = ceil_div(end_ - begin_, C::kM * (C::kShare == Share::kWeights ? C::kCluster : 1));
+  }
+
+  GroupwiseProblem const& p_;
+  int columns_;  // tiles of a cluster along N
+  int index_;
+  int expert_ = 0, before_ = 0;
+  int begin_ = 0, end_ = 0, rows_ = 0;
+};
+
+}  // namespace epiloq::gemm
