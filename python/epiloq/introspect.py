@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
-from epiloq.ops.groupwise_mm import grouped_mm, groupwise_mm
+from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
 from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8

@@ -1,6 +1,7 @@
 """The operations, one file each."""
 
-from epiloq.ops.groupwise_mm import grouped_mm, groupwise_mm
+from epiloq.ops.grouped_mm import grouped_mm
+from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.online_quant_mm import online_quant_mm
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8

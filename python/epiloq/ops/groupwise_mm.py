@@ -1,4 +1,4 @@
-"""float8 matrix multiplication with scales by groups, in the manner of DeepSeek-V3, dense and with experts."""
+"""float8 matrix multiplication with scales by groups, in the manner of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ _RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
 _DENSE = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
     "int rows_per_scale=1, int columns_per_scale=128"
-)
-_GROUPED = (
-    "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs=None, Tensor? masked_m=None, "
-    "int columns_per_scale=128"
 )
 
 
@@ -64,7 +60,7 @@ def groupwise_mm(
         TypeError: an argument is not a tensor.
         NotImplementedError: this build has no CUDA kernels; or, later, a gradient reaches the result.
     """
-    rows, columns = _granularity("groupwise_mm", recipe)
+    rows, columns = granularity_of("groupwise_mm", recipe)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("groupwise_mm", required, {"bias": bias, "out": out}, writes=out is not None)
@@ -74,69 +70,12 @@ def groupwise_mm(
         torch.ops.epiloq.groupwise_mm_out(a, b, scale_a, scale_b, bias, rows, columns, out=out)
         return out
     if out is None:
-        out = _empty("groupwise_mm", a, b, out_dtype)
+        out = empty_result("groupwise_mm", a, b, out_dtype)
     _run(out, a, b, scale_a, scale_b, bias, rows, columns)
     return out
 
 
-def grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    *,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    recipe: tuple[int, int, int] = (1, 128, 128),
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`groupwise_mm` for a mixture of experts: each row of ``a`` with its own expert's matrix, in one launch.
-
-    Nothing is read back to the host: ``offs`` and ``masked_m`` are looked at on the device alone, so their values are
-    not checked on CUDA. They must ascend and stay within M; experts without rows cost nothing.
-
-    Args:
-        a: float8_e4m3fn: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
-        b: float8_e4m3fn ``[E, K, N]``, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
-        scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides that let rows stay evenly
-            spaced.
-        scale_b: float32 ``[E, ceil(K / 128), ceil(N / 128)]``, any strides; with recipe (1, 1, 128)
-            ``[E, ceil(K / 128), N]``.
-        offs: int32 ``[E]``, the ends of the experts' rows, as ``torch._grouped_mm`` takes them.
-        masked_m: int32 ``[E]``, how many of each expert's M rows count.
-        recipe: (1, 128, 128) or (1, 1, 128).
-        out_dtype, out: as for `groupwise_mm`.
-
-    Returns:
-        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written.
-
-    Raises:
-        ValueError: an argument does not fit, or not exactly one of ``offs`` and ``masked_m`` is given.
-        TypeError, NotImplementedError: as for `groupwise_mm`.
-    """
-    _, columns = _granularity("grouped_mm", recipe)
-    if (offs is None) == (masked_m is None):
-        given = "neither" if offs is None else "both"
-        raise ValueError(f"epiloq.grouped_mm: offs: expected either offs or masked_m, got {given}")
-    if recipe[0] != 1:
-        raise ValueError(f"epiloq.grouped_mm: recipe: expected (1, 128, 128) or (1, 1, 128), got {recipe}")
-    if not direct((a, b, scale_a, scale_b), (offs, masked_m, out)):
-        required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
-        optional = {"offs": offs, "masked_m": masked_m, "out": out}
-        expect_tensors("grouped_mm", required, optional, writes=out is not None)
-        if out is None:
-            result = torch.ops.epiloq.grouped_mm(a, b, scale_a, scale_b, offs, masked_m, columns, out_dtype=out_dtype)
-            return refuse_backward("grouped_mm", result)
-        torch.ops.epiloq.grouped_mm_out(a, b, scale_a, scale_b, offs, masked_m, columns, out=out)
-        return out
-    if out is None:
-        out = _empty("grouped_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, None, 1, columns, offs, masked_m)
-    return out
-
-
-def _granularity(operation: str, recipe: tuple[int, int, int]) -> tuple[int, int]:
+def granularity_of(operation: str, recipe: tuple[int, int, int]) -> tuple[int, int]:
     if recipe not in _RECIPES:
         raise ValueError(
             f"epiloq.{operation}: recipe: expected one of {', '.join(map(str, _RECIPES))} (rows of a, columns of b and"
@@ -145,7 +84,7 @@ def _granularity(operation: str, recipe: tuple[int, int, int]) -> tuple[int, int
     return recipe[0], recipe[1]
 
 
-def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def empty_result(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     if out_dtype not in _OUT_DTYPES:
         raise ValueError(
             f"epiloq.{operation}: out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}"
@@ -163,11 +102,9 @@ def _run(
     bias: Tensor | None,
     rows_per_scale: int,
     columns_per_scale: int,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
 ) -> None:
     implementation = _core.groupwise_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale, offs, masked_m)
+    implementation(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
 
 
 @torch.no_grad()
@@ -180,43 +117,19 @@ def _run_on_cpu(
     bias: Tensor | None,
     rows_per_scale: int,
     columns_per_scale: int,
-    offs: Tensor | None,
-    masked_m: Tensor | None,
 ) -> None:
-    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale, offs, masked_m)
+    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     if out.numel() == 0:
         return
-    if offs is None and masked_m is None:
-        rows = out.numel() // b.shape[1]
-        scales = scale_a if rows_per_scale != 1 else scale_a.reshape(rows, scale_a.shape[-1])
-        result = _product(a.reshape(rows, a.shape[-1]), b, scales, scale_b, rows_per_scale, columns_per_scale)
-        if bias is not None:
-            result += bias.reshape(-1)
-        out.copy_(result.view(out.shape))
-        return
-    for expert, (x, scales, target) in enumerate(_parts_of_experts(out, a, scale_a, offs, masked_m)):
-        target.copy_(_product(x, b[expert], scales, scale_b[expert], 1, columns_per_scale))
+    rows = out.numel() // b.shape[1]
+    scales = scale_a if rows_per_scale != 1 else scale_a.reshape(rows, scale_a.shape[-1])
+    result = product_on_cpu(a.reshape(rows, a.shape[-1]), b, scales, scale_b, rows_per_scale, columns_per_scale)
+    if bias is not None:
+        result += bias.reshape(-1)
+    out.copy_(result.view(out.shape))
 
 
-def _parts_of_experts(
-    out: Tensor, a: Tensor, scale_a: Tensor, offs: Tensor | None, masked_m: Tensor | None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Rows, their scales and where their products go, expert by expert. On the CPU the counts can be checked."""
-    if masked_m is not None:
-        counts = masked_m.reshape(-1).tolist()
-        if any(not 0 <= count <= a.shape[1] for count in counts):
-            raise ValueError(f"epiloq.grouped_mm: masked_m: expected 0 to {a.shape[1]} rows each, got {counts}")
-        scales = scale_a.reshape(*a.shape[:2], scale_a.shape[-1])
-        return [(a[e, :count], scales[e, :count], out[e, :count]) for e, count in enumerate(counts)]
-    assert offs is not None
-    ends = offs.reshape(-1).tolist()
-    begins = [0, *ends[:-1]]
-    if any(begin > end for begin, end in zip(begins, ends, strict=True)) or (ends and ends[-1] > a.shape[0]):
-        raise ValueError(f"epiloq.grouped_mm: offs: expected ascending ends of at most {a.shape[0]} rows, got {ends}")
-    return [(a[i:j], scale_a[i:j], out[i:j]) for i, j in zip(begins, ends, strict=True)]
-
-
-def _product(
+def product_on_cpu(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_per_scale: int, columns_per_scale: int
 ) -> Tensor:
     """fp32 ``[M, K] @ [K, N]`` of de-quantised slices of K, a few blocks at a time: weights stay in float8."""
@@ -241,8 +154,8 @@ def _spread(scale: Tensor, rows: int, columns: int, shape: torch.Size) -> Tensor
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for these products: their own arguments, or by name some of ``m, n, k, column_scales, aligned,
-    experts, arch, sm_count``."""
+    """`epiloq.explain` for `groupwise_mm` and `grouped_mm`: their own arguments, or by name some of
+    ``m, n, k, column_scales, aligned, experts, arch, sm_count``."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         if "m" in kwargs and not args:
@@ -252,12 +165,12 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
         raise TypeError(f"epiloq.{name}: {error}") from None
     given.apply_defaults()
     call = given.arguments
-    rows, columns = _granularity(name, call.pop("recipe"))
+    rows, columns = granularity_of(name, call.pop("recipe"))
     out, out_dtype = call.pop("out"), call.pop("out_dtype")
     required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)
     if out is None:
-        out = _empty(name, call["a"], call["b"], out_dtype)
+        out = empty_result(name, call["a"], call["b"], out_dtype)
     if call["a"].is_cuda or _core.forced_arch() != "auto":
         return _core.explain_groupwise_mm(out, **call, rows_per_scale=rows, columns_per_scale=columns)
     _core.check_groupwise_mm(out, **call, rows_per_scale=rows, columns_per_scale=columns)
@@ -275,7 +188,7 @@ def _impl(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    out = _empty("groupwise_mm", a, b, out_dtype)
+    out = empty_result("groupwise_mm", a, b, out_dtype)
     _run(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     return out
 
@@ -294,37 +207,7 @@ def _impl_out(
     _run(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
 
 
-def _impl_grouped(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    columns_per_scale: int = 128,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out = _empty("grouped_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m)
-    return out
-
-
-def _impl_grouped_out(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    columns_per_scale: int = 128,
-    *,
-    out: Tensor,
-) -> None:
-    _run(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m)
-
-
-def _fake(operation: str) -> Callable[..., Tensor]:
+def fake_of(operation: str) -> Callable[..., Tensor]:
     def shapes(a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:
         if a.ndim < 1 or b.ndim < 2:
             raise ValueError(f"epiloq.{operation}: b: expected [.., K, N], got {b.ndim} dimensions")
@@ -332,19 +215,17 @@ def _fake(operation: str) -> Callable[..., Tensor]:
             a.shape[-1] == b.shape[-2],
             lambda: f"epiloq.{operation}: b: expected [.., {a.shape[-1]}, N], got {list(b.shape)}",
         )
-        return _empty(operation, a, b, out_dtype)
+        return empty_result(operation, a, b, out_dtype)
 
     return shapes
 
 
-def _fake_out(*_: Any, out: Tensor) -> None:
+def fake_out(*_: Any, out: Tensor) -> None:
     return None
 
 
 for _operation, _schema, _function, _shapes in (
-    ("groupwise_mm", f"groupwise_mm({_DENSE}, *, ScalarType out_dtype) -> Tensor", _impl, _fake("groupwise_mm")),
-    ("groupwise_mm", f"groupwise_mm_out({_DENSE}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out),
-    ("grouped_mm", f"grouped_mm({_GROUPED}, *, ScalarType out_dtype) -> Tensor", _impl_grouped, _fake("grouped_mm")),
-    ("grouped_mm", f"grouped_mm_out({_GROUPED}, *, Tensor(a!) out) -> ()", _impl_grouped_out, _fake_out),
+    ("groupwise_mm", f"groupwise_mm({_DENSE}, *, ScalarType out_dtype) -> Tensor", _impl, fake_of("groupwise_mm")),
+    ("groupwise_mm", f"groupwise_mm_out({_DENSE}, *, Tensor(a!) out) -> ()", _impl_out, fake_out),
 ):
     register(_operation, _schema, _function, _shapes)

@@ -1,0 +1,161 @@
+"""float8 matrix multiplication with scales by groups for a mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.groupwise_mm import empty_result, fake_of, fake_out, granularity_of, product_on_cpu
+
+_GROUPED = (
+    "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs=None, Tensor? masked_m=None, "
+    "int columns_per_scale=128"
+)
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 128, 128),
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`groupwise_mm` for a mixture of experts: each row of ``a`` with its own expert's matrix, in one launch.
+
+    Nothing is read back to the host: ``offs`` and ``masked_m`` are looked at on the device alone, so their values are
+    not checked on CUDA. They must ascend and stay within M; experts without rows cost nothing.
+
+    Args:
+        a: float8_e4m3fn: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
+        b: float8_e4m3fn ``[E, K, N]``, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
+        scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides that let rows stay evenly
+            spaced.
+        scale_b: float32 ``[E, ceil(K / 128), ceil(N / 128)]``, any strides; with recipe (1, 1, 128)
+            ``[E, ceil(K / 128), N]``.
+        offs: int32 ``[E]``, the ends of the experts' rows, as ``torch._grouped_mm`` takes them.
+        masked_m: int32 ``[E]``, how many of each expert's M rows count.
+        recipe: (1, 128, 128) or (1, 1, 128).
+        out_dtype, out: as for `groupwise_mm`.
+
+    Returns:
+        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written.
+
+    Raises:
+        ValueError: an argument does not fit, or not exactly one of ``offs`` and ``masked_m`` is given.
+        TypeError, NotImplementedError: as for `groupwise_mm`.
+    """
+    _, columns = granularity_of("grouped_mm", recipe)
+    if (offs is None) == (masked_m is None):
+        given = "neither" if offs is None else "both"
+        raise ValueError(f"epiloq.grouped_mm: offs: expected either offs or masked_m, got {given}")
+    if recipe[0] != 1:
+        raise ValueError(f"epiloq.grouped_mm: recipe: expected (1, 128, 128) or (1, 1, 128), got {recipe}")
+    if not direct((a, b, scale_a, scale_b), (offs, masked_m, out)):
+        required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+        optional = {"offs": offs, "masked_m": masked_m, "out": out}
+        expect_tensors("grouped_mm", required, optional, writes=out is not None)
+        if out is None:
+            result = torch.ops.epiloq.grouped_mm(a, b, scale_a, scale_b, offs, masked_m, columns, out_dtype=out_dtype)
+            return refuse_backward("grouped_mm", result)
+        torch.ops.epiloq.grouped_mm_out(a, b, scale_a, scale_b, offs, masked_m, columns, out=out)
+        return out
+    if out is None:
+        out = empty_result("grouped_mm", a, b, out_dtype)
+    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns)
+    return out
+
+
+def _run(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None,
+    masked_m: Tensor | None,
+    columns_per_scale: int,
+) -> None:
+    if a.is_cuda:
+        _core.groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m)
+    else:
+        _run_on_cpu(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale)
+
+
+@torch.no_grad()
+def _run_on_cpu(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None,
+    masked_m: Tensor | None,
+    columns_per_scale: int,
+) -> None:
+    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m)
+    if out.numel() == 0:
+        return
+    for expert, (x, scales, target) in enumerate(_parts_of_experts(out, a, scale_a, offs, masked_m)):
+        target.copy_(product_on_cpu(x, b[expert], scales, scale_b[expert], 1, columns_per_scale))
+
+
+def _parts_of_experts(
+    out: Tensor, a: Tensor, scale_a: Tensor, offs: Tensor | None, masked_m: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Rows, their scales and where their products go, expert by expert. On the CPU the counts can be checked."""
+    if masked_m is not None:
+        counts = masked_m.reshape(-1).tolist()
+        if any(not 0 <= count <= a.shape[1] for count in counts):
+            raise ValueError(f"epiloq.grouped_mm: masked_m: expected 0 to {a.shape[1]} rows each, got {counts}")
+        scales = scale_a.reshape(*a.shape[:2], scale_a.shape[-1])
+        return [(a[e, :count], scales[e, :count], out[e, :count]) for e, count in enumerate(counts)]
+    assert offs is not None
+    ends = offs.reshape(-1).tolist()
+    begins = [0, *ends[:-1]]
+    if any(begin > end for begin, end in zip(begins, ends, strict=True)) or (ends and ends[-1] > a.shape[0]):
+        raise ValueError(f"epiloq.grouped_mm: offs: expected ascending ends of at most {a.shape[0]} rows, got {ends}")
+    return [(a[i:j], scale_a[i:j], out[i:j]) for i, j in zip(begins, ends, strict=True)]
+
+
+def _impl(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    columns_per_scale: int = 128,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = empty_result("grouped_mm", a, b, out_dtype)
+    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale)
+    return out
+
+
+def _impl_out(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    columns_per_scale: int = 128,
+    *,
+    out: Tensor,
+) -> None:
+    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale)
+
+
+for _schema, _function, _shapes in (
+    (f"grouped_mm({_GROUPED}, *, ScalarType out_dtype) -> Tensor", _impl, fake_of("grouped_mm")),
+    (f"grouped_mm_out({_GROUPED}, *, Tensor(a!) out) -> ()", _impl_out, fake_out),
+):
+    register("grouped_mm", _schema, _function, _shapes)
