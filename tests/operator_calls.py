@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import blockwise_reference
+import weight_reference
 from reference import make_problem
 
 Calls = Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -24,6 +26,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from blockwise_quantisers(x)
     yield from blockwise_products(x.half(), n, out)
     yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
+    yield from weight_only_products(x.half(), n, out)
 
 
 def int8_products(m: int, n: int, k: int, device: str, out: Tensor) -> Calls:
@@ -102,3 +105,12 @@ def groupwise_products(a: Tensor, n: int, out: Tensor) -> Calls:
     counts = torch.full((experts,), m, dtype=torch.int32, device=a.device)
     by_mask = (weights, scale_a.expand(experts, -1, -1).contiguous(), scale_b, None, counts)
     yield OPS.grouped_mm, (torch.stack([a, a]), *by_mask), {"out_dtype": torch.bfloat16}
+
+
+def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:
+    k, device = x.shape[1], str(x.device)
+    for kind, bias in (("symmetric", None), ("zero", x.new_zeros(n)), ("offset", None)):
+        w = weight_reference.make_weight(n, k, 4, 32, kind, act_order=bias is not None, device=device).packed
+        tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
+        yield OPS.weight_only_mm, (*tensors, 4, n, k, 32, 0.0, 6.0), {}
+        yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, -math.inf, math.inf), {"out": out}

@@ -52,6 +52,18 @@ def test_every_row_is_reached(arch: str) -> None:
     assert all(kernel.startswith(("sm80 skinny", arch)) for kernel in kernels)
 
 
+def test_every_row_of_weight_only_mm_is_reached() -> None:
+    shapes = itertools.product(SIZES_M, SIZES_N, (4, 8), (32, 128), ROWS)
+    answers = {
+        epiloq.explain("weight_only_mm", m=m, n=n, k=4096, bits=bits, group_size=group_size, arch=arch)
+        for m, n, bits, group_size, arch in shapes
+    }
+    kernels = {answer.partition(", K over")[0] for answer in answers}
+    assert sum(kernel.startswith("stream") for kernel in kernels) == 4, sorted(kernels)
+    assert sum(kernel.startswith("mma.sync") for kernel in kernels) == 5, sorted(kernels)
+    assert {answer.partition("clusters of ")[2] for answer in answers} > {"", "2", "8"}
+
+
 def test_ragged_rows_take_the_generic_kernel_and_say_so() -> None:
     answer = epiloq.explain("scaled_mm", m=16, n=100, k=100, arch="sm90", aligned=False)
     assert "generic" in answer and "slow" in answer

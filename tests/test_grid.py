@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,19 @@ def test_any_shape(rows: int, columns: int, bits: int, group: int, symmetric: bo
     np.testing.assert_allclose(value.dequantize().numpy(), expected, rtol=1e-6)
     error = np.abs(expected - weight.numpy())
     assert error.max() <= 1.01 * float(value.scale.max())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_packing_keeps_every_value(seed: int, bits: int, symmetric: bool, dtype: torch.dtype) -> None:
+    for group, perm in ((-1, None), (12, torch.randperm(100))):
+        size = 1.0 if dtype == torch.float16 else 2.0**30  # past float16's range
+        weight = replace(rtn(torch.randn(17, 100) * size, Grid(bits, group, symmetric, dtype)), perm=perm)
+        packed = weight.pack()
+        assert packed.bits == (bits if bits in (2, 3, 4) else 8)
+        assert torch.equal(packed.dequantize(), weight.dequantize())
+        assert packed.scale.dtype == dtype
 
 
 def test_rows_are_independent(seed: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("typer", reason="the command line needs the extra cli")
 pytest.importorskip("rich", reason="the command line needs the extra cli")
@@ -19,11 +20,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from epiloq.cli import app
+from epiloq.demo.layers import weight_bytes
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint, Writer
-from epiloq.formats.layouts import FormatError
-from epiloq.nn import Int8Linear
+from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
+from epiloq.quantize.grid import QuantizedWeight
 from tiny_teacher import save, tiny_model
 
 SHORT = ("--windows", "4", "--length", "32")
@@ -53,6 +56,11 @@ def make(teacher: Path, output: Path, *options: str) -> Result:
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(40)[None] * 5, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def dequantised(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
+    linear.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
+    return linear
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,27 @@ def test_int8_runs_on_its_own_module(teacher: Path, tmp_path: Path, scheme: str)
     assert weight.dtype == torch.int8 and weight.shape == (64, 96)
 
 
+def test_few_bits_run_on_their_own_module(teacher: Path, tmp_path: Path) -> None:
+    """As `epiloq eval` runs it: the values in the file, multiplied as they are."""
+    options = ("--scheme", "w4a16-g64", "--algorithm", "awq+gptq", "--format", "gptq")
+    assert make(teacher, tmp_path / "out", *options).exit_code == 0
+    model, _ = models.load(Checkpoint(tmp_path / "out"))
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
+    assert len(layers) == 14 and {(layer.bits, layer.group_size) for layer in layers.values()} == {(4, 64)}
+    assert all(layer.weight_scale.dtype == torch.float16 for layer in layers.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.MODULES, None, dequantised)
+        plain, _ = models.load(Checkpoint(tmp_path / "out"))
+    for name, layer in layers.items():
+        assert torch.equal(layer.weight.dequantize(), plain.get_parameter(f"{name}.weight")), name
+    assert torch.allclose(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
+    result = run("eval", tmp_path / "out", "--text", text(teacher), "--length", 8, "--json", tmp_path / "e.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "e.json").read_text())
+    assert report["bits"] == 4 and report["memory_bytes"] == weight_bytes(model)
+    assert report["perplexity"] == pytest.approx(256, rel=0.2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
 def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
@@ -115,7 +144,8 @@ def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, sc
         tmp_path / "out", quantization_config=config, dtype="auto"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.MODULES, "int8", models.MODULES[None])
+        for activations in models.MODULES:
+            patch.setitem(models.MODULES, activations, dequantised)
         ours, _ = models.load(Checkpoint(tmp_path / "out"))
     for name, parameter in ours.named_parameters():
         other = theirs.get_parameter(name).to(dtype)  # W8A8 has float32 scales, and their weights that type.

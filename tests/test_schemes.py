@@ -12,13 +12,16 @@ from torch import nn
 
 import epiloq
 from epiloq import schemes
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
-NAMES = (*INT8, "w8a8-block", "w4a8-block")
+BLOCKS = ("w8a8-block", "w4a8-block")
 FP8 = ("fp8", "fp8-token", "fp8-block")
-QUANTISED = (Int8Linear, OnlineQuantLinear)
+WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")
+NAMES = (*INT8, *BLOCKS, *FP8, *WEIGHT_ONLY)
+INTEGERS = (*INT8, *BLOCKS, *WEIGHT_ONLY)
+QUANTISED = (Int8Linear, OnlineQuantLinear, WeightOnlyLinear)
 
 
 def quantised(model: nn.Module) -> list[str]:
@@ -26,11 +29,11 @@ def quantised(model: nn.Module) -> list[str]:
 
 
 def test_the_table() -> None:
-    assert schemes.available() == (*NAMES, *FP8)
+    assert schemes.available() == NAMES
     assert all("\n" not in scheme.description and scheme.description for scheme in schemes.SCHEMES.values())
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", INTEGERS)
 def test_quantises_in_place_and_stays_close(scheme: str, seed: int) -> None:
     model, inputs = LanguageModel().eval(), tokens()
     expected = model(inputs)
@@ -41,7 +44,7 @@ def test_quantises_in_place_and_stays_close(scheme: str, seed: int) -> None:
     layer = model.blocks[0].up
     assert all(getattr(layer, name) == value for name, value in row.options.items())
     error = (model(inputs) - expected).norm() / expected.norm()
-    assert 0 < error < (0.15 if scheme.startswith("w4") else 0.03)
+    assert 0 < error < (0.2 if scheme.startswith("w4") else 0.03)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,11 @@ def test_fp8_schemes(scheme: str, same: Callable[[nn.Linear], nn.Module], seed: 
     assert 0 < error < 0.06
 
 
-@pytest.mark.parametrize("scheme", (*NAMES, *FP8))
+@pytest.mark.parametrize("scheme", NAMES)
 def test_a_quantised_model_compiles(scheme: str, seed: int) -> None:
     model, inputs = LanguageModel().eval(), tokens()
     epiloq.quantize_(model, scheme, calibrate=lambda m: m(inputs))
+    torch._dynamo.reset()  # it compiles one function for few models only
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(inputs), model(inputs))

@@ -1,8 +1,9 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
-The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `quantize_int8` and their like) work on torch tensors,
-on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models; `explain`, `supports`
-and `config` say and steer what runs; `quantize` holds the algorithms, `compat` other libraries' names.
+The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `weight_only_mm`, `quantize_int8` and their like) work
+on torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models;
+`explain`, `supports` and `config` say and steer what runs; `quantize` holds the algorithms, `compat` other libraries'
+names.
 """
 
 from importlib.util import find_spec
@@ -29,13 +30,16 @@ if find_spec("torch") is not None:
         scaled_mm,
         scaled_mm_azp,
         silu_and_mul_quant,
+        weight_only_mm,
     )
+    from epiloq.packed_weight import PackedWeight, pack_weight
     from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
 
 __all__ = [
     "BlockQuantWeight",
+    "PackedWeight",
     "__version__",
     "compat",
     "config",
@@ -45,6 +49,7 @@ __all__ = [
     "nn",
     "online_quant_mm",
     "online_quant_weight",
+    "pack_weight",
     "quantize",
     "quantize_",
     "quantize_blockwise_int8",
@@ -56,4 +61,5 @@ __all__ = [
     "schemes",
     "silu_and_mul_quant",
     "supports",
+    "weight_only_mm",
 ]

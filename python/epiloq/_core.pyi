@@ -257,3 +257,65 @@ def explain_silu_and_mul_quant(
     group_size: int,
     ue8m0: bool,
 ) -> str: ...
+def weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+    kernel: tuple[bool, int, int] | None = None,
+) -> bool: ...
+def check_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+    kernel: tuple[bool, int, int] | None = None,
+) -> None: ...
+def explain_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+    kernel: tuple[bool, int, int] | None = None,
+) -> str: ...
+def dequantize_weight(
+    out: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+) -> None: ...
+def explain_weight_only_mm_problem(
+    m: int, n: int, k: int, bits: int = 4, group_size: int = 128, arch: str = "sm90", sm_count: int = 0
+) -> str: ...

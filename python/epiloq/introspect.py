@@ -19,6 +19,7 @@ from epiloq.ops.rms_norm_quant import explain as explain_rms_norm_quant
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
+from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
     "grouped_mm": partial(explain_groupwise, grouped_mm),
@@ -31,6 +32,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
     "silu_and_mul_quant": explain_silu_and_mul_quant,
+    "weight_only_mm": explain_weight_only_mm,
 }
 
 

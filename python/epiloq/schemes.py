@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 
 Filter = Callable[[nn.Module, str], bool]
 
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
-QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear
+QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class Scheme:
     def static(self) -> bool:
         """Whether the range of each layer's inputs has to be seen beforehand."""
         return self.options.get("activation") == "static"
+
+
+def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
+    grid = "output channel" if group_size == -1 else f"group of {group_size} input features"
+    description = f"int{bits} weights per {grid}, rounded to nearest; floating-point activations"
+    return Scheme(name, description, WeightOnlyLinear, {"bits": bits, "group_size": group_size})
 
 
 _TABLE = (
@@ -87,6 +93,10 @@ _TABLE = (
         Fp8BlockLinear,
         {},
     ),
+    _weight_only("w8a16", 8, -1),
+    _weight_only("w4a16-g128", 4, 128),
+    _weight_only("w4a16-g64", 4, 64),
+    _weight_only("w4a16-g32", 4, 32),
 )
 SCHEMES = {scheme.name: scheme for scheme in _TABLE}
 
@@ -124,9 +134,9 @@ def quantize_(
     carried over.
 
     Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
-    chosen; `model` itself a linear layer (there is nothing to replace it in; use ``Int8Linear.from_linear``); a
-    layer that cannot be converted; a chosen layer that calibration never reached, or reached with NaN or infinite
-    inputs.
+    chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
+    ``from_linear``); a layer that cannot be converted; a chosen layer that calibration never reached, or reached with
+    NaN or infinite inputs.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
@@ -153,7 +163,7 @@ def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[
     if isinstance(model, nn.Linear):
         raise ValueError(
             "quantize_: model: expected a module that contains linear layers, got a linear layer; "
-            "use epiloq.nn.Int8Linear.from_linear for it"
+            "use the from_linear of a class in epiloq.nn for it"
         )
     takes = default_filter(model) if filter_fn is None else filter_fn
     names: dict[nn.Module, list[str]] = {}

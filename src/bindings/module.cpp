@@ -52,6 +52,7 @@ PYBIND11_MODULE(_core, module) {
   register_rms_norm_quant(module);
   register_scaled_mm(module);
   register_silu_and_mul_quant(module);
+  register_weight_only_mm(module);
 }
 
 }  // namespace epiloq::bindings

@@ -54,21 +54,33 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// A kernel launch that may overlap the tail of the kernel before it (ignored by devices before SM90).
+// A kernel launch that may overlap the tail of the kernel before it (ignored by devices before SM90), its blocks in
+// clusters of that shape; more than one block needs SM90.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
-                             cudaStream_t stream, Arguments&&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, dim3 block,
+                                      std::size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster.x;
+  attributes[1].val.clusterDim.y = cluster.y;
+  attributes[1].val.clusterDim.z = cluster.z;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Arguments&&>(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                             cudaStream_t stream, Arguments&&... arguments) {
+  return launch_dependent_clusters(kernel, grid, dim3(1), block, shared_bytes, stream,
+                                   static_cast<Arguments&&>(arguments)...);
 }
 
 }  // namespace epiloq

@@ -1,25 +1,24 @@
 #include "core/host_rows.h"
 
 #include <algorithm>
-#include <bit>
 #include <limits>
+
+#include "core/half.h"
 
 namespace epiloq {
 namespace {
 
-EPILOQ_CLONES void widen_bfloat16(std::uint16_t const* x, int count, float* out) {
-  for (int i = 0; i < count; ++i) out[i] = std::bit_cast<float>(static_cast<std::uint32_t>(x[i]) << 16);
+EPILOQ_CLONES void read_float16(std::uint16_t const* x, int count, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = float_of_float16(x[i]);
 }
-
-// By bits: the compiler's own _Float16 would tie the library to a new libgcc. The multiplication moves the exponent's
-// bias and normalises subnormals.
-EPILOQ_CLONES void widen_float16(std::uint16_t const* x, int count, float* out) {
-  for (int i = 0; i < count; ++i) {
-    std::uint32_t const magnitude = (x[i] & 0x7fffu) << 13;
-    std::uint32_t const bits = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
-    std::uint32_t const not_finite = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : bits;
-    out[i] = std::bit_cast<float>(not_finite | (x[i] & 0x8000u) << 16);
-  }
+EPILOQ_CLONES void read_bfloat16(std::uint16_t const* x, int count, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = float_of_bfloat16(x[i]);
+}
+EPILOQ_CLONES void write_float16(float const* x, int count, std::uint16_t* out) {
+  for (int i = 0; i < count; ++i) out[i] = float16_of_float(x[i]);
+}
+EPILOQ_CLONES void write_bfloat16(float const* x, int count, std::uint16_t* out) {
+  for (int i = 0; i < count; ++i) out[i] = bfloat16_of_float(x[i]);
 }
 
 }  // namespace
@@ -49,16 +48,33 @@ EPILOQ_CLONES Range range_of(float const* x, int count) {
   return range;
 }
 
+void read_row(void const* x, DType dtype, std::int64_t offset, int count, float* out) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return read_float16(static_cast<std::uint16_t const*>(x) + offset, count, out);
+    case DType::kBFloat16:
+      return read_bfloat16(static_cast<std::uint16_t const*>(x) + offset, count, out);
+    default:
+      std::copy_n(static_cast<float const*>(x) + offset, count, out);
+  }
+}
+
 float const* as_float(void const* x, DType dtype, std::int64_t offset, int count, std::vector<float>& scratch) {
   if (dtype == DType::kFloat32) return static_cast<float const*>(x) + offset;
   scratch.resize(count);
-  auto const* const halves = static_cast<std::uint16_t const*>(x) + offset;
-  if (dtype == DType::kFloat16) {
-    widen_float16(halves, count, scratch.data());
-  } else {
-    widen_bfloat16(halves, count, scratch.data());
-  }
+  read_row(x, dtype, offset, count, scratch.data());
   return scratch.data();
+}
+
+void write_row(float const* row, int count, DType dtype, void* out, std::int64_t offset) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return write_float16(row, count, static_cast<std::uint16_t*>(out) + offset);
+    case DType::kBFloat16:
+      return write_bfloat16(row, count, static_cast<std::uint16_t*>(out) + offset);
+    default:
+      std::copy_n(row, count, static_cast<float*>(out) + offset);
+  }
 }
 
 }  // namespace epiloq

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the quantisers share on the CPU: rows as float32, and the range of their values.
+// What operations share on the CPU: rows as float32 and back, and the range of their values.
 
 #include <vector>
 
@@ -15,8 +15,12 @@
 
 namespace epiloq {
 
-// `count` elements of x (float32, float16 or bfloat16) from `offset` on as float32: where they lie, or in `scratch`.
+// `count` elements of x (float32, float16 or bfloat16) from `offset` on as float32,
+void read_row(void const* x, DType dtype, std::int64_t offset, int count, float* out);
+// where they lie, or in `scratch`.
 float const* as_float(void const* x, DType dtype, std::int64_t offset, int count, std::vector<float>& scratch);
+// And back, rounded.
+void write_row(float const* row, int count, DType dtype, void* out, std::int64_t offset);
 
 struct Range {
   float lo, hi;

@@ -214,7 +214,7 @@ struct Blockwise {
     int const team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, lane = threadIdx.x % 32;
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
     unsigned char* const ring = shared + team * kStages * kStageBytes;
-    unsigned const ring_address = static_cast<unsigned>(__cvta_generic_to_shared(ring));
+    SharedAddress const ring_address = shared_address(ring);
     int const steps = (p.k / kStep - team + kTeams - 1) / kTeams;  // of this team
     auto const step_of = [team](int i) { return team + i * kTeams; };
 

@@ -4,19 +4,16 @@
 
 #include <cstdint>
 
+#include "core/async_copy.cuh"
+
 namespace epiloq::gemm {
 
 constexpr int kParameterKinds = 3;  // a block's, at most
 
-// 16 bytes, or as many zeros.
-__device__ __forceinline__ void copy_async(unsigned target, void const* source, bool inside) {
+// 16 bytes, or as many zeros. The rest of their 128 is fetched into L2, for the next stages.
+__device__ __forceinline__ void copy_async(SharedAddress target, void const* source, bool inside) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(inside ? 16 : 0)
                : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Rows of a matrix by 16-byte chunks, each row's chunks permuted so that eight neighbouring rows of a chunk lie in

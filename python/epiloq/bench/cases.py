@@ -45,6 +45,7 @@ SCALED = {"scaled_mm": ("scaled",)}
 BLOCKWISE = {"online_quant_mm": ("w8g128", "w4g128")}
 SCALED_AND_TOKEN = {"scaled_mm": ("scaled",), "quantize_int8": ("token",)}
 FLOAT8 = {"scaled_mm_fp8": ("fast", "accurate"), "groupwise_mm": ("group",)}
+WEIGHT_ONLY = {"weight_only_mm": ("w4_g128", "w4_g128_fp16", "w4_g32_zero", "w8")}
 EVERYTHING = {
     "scaled_mm": ("scaled", "bias", "azp", "azp_per_token"),
     "quantize_int8": ("token", "token_azp", "static"),
@@ -119,5 +120,6 @@ SUITES: dict[str, Suite] = {
         (LLAMA3_8B[0], DEEPSEEK_V3[0], LLAMA3_70B[1], LLAMA3_8B[3]), (1, 64, 1024, 4096, 8192), QUANTISERS
     ),
     "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
+    "weight-only": Suite(H200, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), WEIGHT_ONLY),
     "odd": Suite(ODD, (1, 17, 100, 300), EVERYTHING),
 }

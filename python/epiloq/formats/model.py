@@ -14,7 +14,7 @@ from epiloq.formats.architecture import architecture, distinct, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Reader, reader
-from epiloq.nn import Int8Linear
+from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize.grid import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -36,13 +36,12 @@ def _int8(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization
     return layer.train(linear.training)
 
 
-def _dequantised(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
-    linear.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
-    return linear
+def _weight_only(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
+    return WeightOnlyLinear.from_packed(weight.pack(), linear.bias).train(linear.training)
 
 
 # What runs a layer, by how its activations are quantised.
-MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, None: _dequantised}
+MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, None: _weight_only}
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:

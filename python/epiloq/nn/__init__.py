@@ -7,5 +7,13 @@ from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
+from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
-__all__ = ["Fp8BlockExperts", "Fp8BlockLinear", "Fp8Linear", "Int8Linear", "OnlineQuantLinear"]
+__all__ = [
+    "Fp8BlockExperts",
+    "Fp8BlockLinear",
+    "Fp8Linear",
+    "Int8Linear",
+    "OnlineQuantLinear",
+    "WeightOnlyLinear",
+]

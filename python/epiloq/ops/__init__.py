@@ -10,6 +10,7 @@ from epiloq.ops.quantize_int8 import quantize_int8
 from epiloq.ops.rms_norm_quant import rms_norm_quant
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.silu_and_mul_quant import silu_and_mul_quant
+from epiloq.ops.weight_only_mm import weight_only_mm
 
 __all__ = [
     "grouped_mm",
@@ -23,4 +24,5 @@ __all__ = [
     "scaled_mm",
     "scaled_mm_azp",
     "silu_and_mul_quant",
+    "weight_only_mm",
 ]

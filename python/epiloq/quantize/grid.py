@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from epiloq.packed_weight import BITS, PackedWeight, pack_weight
+
 # Clipping tries ranges from the whole down to this part of it; two bits want about half, four bits 0.8 to 1.
 SMALLEST_RANGE, RANGES = 0.4, 31
 # Elements of a weight that are searched at once, to bound the temporaries (a few of 64 MB).
@@ -108,6 +110,16 @@ class QuantizedWeight:
             q -= spread(self.zero, length, columns)
         q *= spread(self.scale, length, columns)
         return (q if self.perm is None else q[:, self.perm.argsort()]).to(dtype)
+
+    def pack(self) -> PackedWeight:
+        """The same weight as ``epiloq.weight_only_mm`` takes it, its scales in 16 bits where that changes none.
+
+        There, 5 to 7 bits are 8.
+        """
+        narrow = (self.scale.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+        scale = next((scale for scale in narrow if torch.equal(scale.float(), self.scale)), self.scale)
+        bits = min(bits for bits in BITS if bits >= self.bits)
+        return pack_weight(self.q, scale, self.zero, bits=bits, group_size=self.group_size, perm=self.perm)
 
     def split(self, rows: Sequence[int]) -> list[QuantizedWeight]:
         """One value for each of the layers whose rows were stacked."""

@@ -97,7 +97,7 @@ OnlineQuantProblem problem_of(OnlineQuantMm const& call, Sizes const& sizes) {
   return {sizes.x.rows, sizes.n, call.in_features, call.group_size, call.bits};
 }
 
-online::Target target_of(OnlineQuantMm const& call) {
+Target target_of(OnlineQuantMm const& call) {
   if (call.x.device.type == Device::Type::kCuda) return online::target_of_device(call.x.device.index);
   Arch const forced = forced_arch();
   if (forced == Arch::kAuto) {
@@ -172,7 +172,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
 }
 
 std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count) {
-  online::Target target = online::nominal(arch);
+  Target target = online::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return online::describe(online::choose(problem, target), problem);
 }

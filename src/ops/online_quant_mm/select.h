@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "epiloq/device.h"
+#include "core/target.h"
 #include "epiloq/online_quant_mm.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -14,12 +14,6 @@ enum class Family { kStaged, kSm80, kSm90 };
 struct Choice {
   Family family;
   int row;  // of the family's table in configs.h
-};
-
-struct Target {
-  Arch arch;
-  int sm_count;
-  int shared_bytes;  // that a block may have
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);

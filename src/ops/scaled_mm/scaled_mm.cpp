@@ -130,7 +130,7 @@ epilogue::Operands operands_of(ScaledMm const& call) {
   return operands;
 }
 
-ops::scaled_mm::Target target_of(ScaledMm const& call) {
+Target target_of(ScaledMm const& call) {
   if (call.out.dtype == DType::kFloat32) {
     throw Unsupported("epiloq.scaled_mm: out: CUDA kernels write float16 or bfloat16, got float32");
   }
@@ -182,7 +182,7 @@ std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_
                             std::string(name(operand)));
     }
   }
-  ops::scaled_mm::Target target = ops::scaled_mm::nominal(arch);
+  Target target = ops::scaled_mm::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem, target));
 }

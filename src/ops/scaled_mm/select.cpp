@@ -197,14 +197,6 @@ std::string describe(Choice const& choice) {
   return "";
 }
 
-Target nominal(Arch arch) {
-  // T4, A100, RTX 4090, H100
-  constexpr Target kTargets[] = {
-      {Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm89, 128, 101376}, {Arch::kSm90, 132, 232448}};
-  for (Target const& target : kTargets) {
-    if (target.arch == arch) return target;
-  }
-  throw InvalidArgument("epiloq.explain: arch: expected sm75, sm80, sm89 or sm90, got " + name(arch));
-}
+Target nominal(Arch arch) { return epiloq::nominal(arch, {Arch::kSm75, Arch::kSm80, Arch::kSm89, Arch::kSm90}); }
 
 }  // namespace epiloq::ops::scaled_mm

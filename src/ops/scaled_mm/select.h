@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "epiloq/device.h"
+#include "core/target.h"
 #include "epiloq/scaled_mm.h"
 
 namespace epiloq::ops::scaled_mm {
@@ -14,12 +14,6 @@ enum class Family { kGeneric, kGenericFloat8, kSkinny, kSm75, kSm80, kSm89, kSm9
 struct Choice {
   Family family;
   int row;  // of the family's table in configs.h
-};
-
-struct Target {
-  Arch arch;
-  int sm_count;
-  int shared_bytes;  // that a block may have
 };
 
 Choice choose(ScaledMmProblem const& problem, Target const& target);

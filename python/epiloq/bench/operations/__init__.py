@@ -13,6 +13,7 @@ from epiloq.bench.operations import (
     quantize_fp8,
     quantize_int8,
     scaled_mm,
+    weight_only_mm,
 )
 
 _ROWS = (
@@ -20,6 +21,7 @@ _ROWS = (
     float8_mm.ROWS,
     float8_mm.GROUPS,
     online_quant_mm.OPERATION,
+    weight_only_mm.OPERATION,
     quantize_int8.OPERATION,
     quantize_fp8.OPERATION,
     fused_quantisers.NORM,

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "epiloq/device.h"
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+// A weight [N, K] of 2, 3, 4 or 8 bits in the kernels' order: W[n, k] = scale (q - zero), or scale q + offset.
+//
+// Rows lie in slabs of 16, K is padded to a multiple of 128, and a group of columns shares its parameters. Bytes past N
+// and K hold anything. src/ops/weight_only_mm/layout.h has the order; epiloq.pack_weight (Python) writes it.
+struct PackedWeight {
+  TensorView q;                        // uint8 [slabs, Kp / depth, 32, bytes a lane]
+  TensorView scale;                    // float16, bfloat16 or float32 [slabs, groups, 16]
+  std::optional<TensorView> zero{};    // uint8, shaped like scale; with neither, zero is 2^(bits - 1) throughout
+  std::optional<TensorView> offset{};  // like scale
+  int bits = 4;
+  std::int64_t n = 0, k = 0;
+  std::int64_t group_size = -1;  // columns a group, the last may be short; -1: the whole row
+};
+
+// A kernel by name, for tests and for finding out which is best: a row of a table in src/ops/weight_only_mm/configs.h,
+// and how many blocks of a cluster share K.
+struct WeightOnlyMmKernel {
+  bool tiled = false;
+  int row = 0;
+  int split = 1;
+};
+
+// D = min(max(X W^T + bias, lo), hi), summed in fp32 and rounded once.
+struct WeightOnlyMm {
+  TensorView out;  // [.., M, N], x's dtype, rows dense
+  TensorView x;    // [.., M, K] float16, bfloat16 or float32, rows dense
+  PackedWeight weight;
+  std::optional<TensorView> bias{};  // [N], x's dtype
+  float lo = -__builtin_inff(), hi = __builtin_inff();
+  std::optional<WeightOnlyMmKernel> kernel{};  // none: the one that the tables name
+};
+
+// out = W: the products and the sums of the definition above each rounded to fp32, then to out's dtype.
+struct DequantizeWeight {
+  TensorView out;  // [N, K] float16, bfloat16 or float32, contiguous
+  PackedWeight weight;
+};
+
+// What the choice of a kernel depends on.
+struct WeightOnlyMmProblem {
+  std::int64_t m = 0, n = 0, k = 0;
+  int bits = 4;
+  std::int64_t group_size = -1;
+  DType dtype = DType::kFloat16;
+  bool aligned = true;      // 16-byte rows in X
+  int parameter_bytes = 2;  // of a row and group: its scale, and its zero point or offset
+};
+
+// Throw InvalidArgument where an argument does not fit. Work without CUDA.
+EPILOQ_API void check(WeightOnlyMm const& call);
+EPILOQ_API void check(DequantizeWeight const& call);
+
+// On CUDA launches, on the CPU computes, and returns true; or does nothing and returns false where it is better, or the
+// only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is made for).
+EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
+
+// On the CPU or on CUDA.
+EPILOQ_API void dequantize_weight(DequantizeWeight const& call, Stream stream);
+
+// Which kernel serves a problem, in words.
+EPILOQ_API std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count);
+EPILOQ_API std::string explain(WeightOnlyMm const& call);
+
+}  // namespace epiloq

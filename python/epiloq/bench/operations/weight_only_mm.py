@@ -1,0 +1,106 @@
+"""16-bit activations x weights of 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import epiloq
+from epiloq.bench.cases import Case
+from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, sample, worst
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Bits, columns a group, whether there are zero points, and the activations' type, which is the scales' too."""
+
+    bits: int
+    group_size: int
+    zeros: bool
+    dtype: torch.dtype
+
+
+VARIANTS = {
+    "w4_g128": Variant(4, 128, False, torch.bfloat16),
+    "w4_g128_fp16": Variant(4, 128, False, torch.float16),
+    "w4_g32_zero": Variant(4, 32, True, torch.bfloat16),
+    "w8": Variant(8, -1, False, torch.bfloat16),
+}
+
+
+def _inputs(case: Case, generator: torch.Generator) -> Inputs:
+    v, device = VARIANTS[case.variant], generator.device
+    groups = 1 if v.group_size == -1 else -(-case.k // v.group_size)
+    low = 0 if v.zeros else -(1 << (v.bits - 1))
+    draw = partial(torch.randint, generator=generator, device=device)
+    q = draw(low, low + (1 << v.bits), (case.n, case.k), dtype=torch.int16)
+    scale = 0.002 + 0.02 * torch.rand((case.n, groups), generator=generator, device=device)
+    zero = draw(0, 1 << v.bits, (case.n, groups), dtype=torch.int16) if v.zeros else None
+    packed = epiloq.pack_weight(q, scale.to(v.dtype), zero, bits=v.bits, group_size=v.group_size)
+    x = torch.randn((case.m, case.k), generator=generator, device=device).to(v.dtype)
+    return {"x": x, **packed.state_dict()}
+
+
+def _packed(case: Case, inputs: Inputs) -> epiloq.PackedWeight:
+    v, zero = VARIANTS[case.variant], inputs.get("zero")
+    return epiloq.PackedWeight(inputs["q"], inputs["scale"], zero, None, None, v.bits, case.n, case.k, v.group_size)
+
+
+def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
+    return Bound([partial(epiloq.weight_only_mm, s["x"], _packed(case, s)) for s in sets])
+
+
+def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+    """Against scale (q - zero) in float64: one output ulp, and the roundings of the weight and of fp32's sums."""
+    dtype = VARIANTS[case.variant].dtype
+    if result.shape != (case.m, case.n) or result.dtype != dtype:
+        return float("inf")
+    rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)
+    weight = _packed(case, inputs).dequantize()[columns].double()
+    x = inputs["x"][rows].double()
+    reference, size = x @ weight.t(), (x.square() @ weight.square().t()).sqrt()
+    # Dense routes round every weight to 16 bits; the sum of so many random roundings stays within 2 eps of this root.
+    tolerance = torch.finfo(dtype).eps * (reference.abs() + 2 * size) + 1e-30
+    return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
+
+
+def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
+    dtype = VARIANTS[case.variant].dtype
+    return Bound([partial(F.linear, s["x"], _packed(case, s).dequantize(dtype)) for s in sets])
+
+
+def _int4pack(case: Case, sets: Sequence[Inputs]) -> Bound:
+    v = VARIANTS[case.variant]
+    if v.bits != 4 or v.zeros or v.dtype != torch.bfloat16 or sets[0]["x"].device.type != "cuda":
+        raise Unavailable("torch's int4 product takes symmetric groups and bfloat16, on CUDA")
+
+    def bind(inputs: Inputs) -> partial[torch.Tensor]:
+        q, scale, _ = _packed(case, inputs).unpack()
+        codes = (q + 8).to(torch.uint8)
+        packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+        parameters = torch.stack((scale.t(), torch.zeros_like(scale.t())), dim=-1).contiguous()
+        return partial(torch.ops.aten._weight_int4pack_mm, inputs["x"], packed, v.group_size, parameters)
+
+    return Bound([bind(s) for s in sets])
+
+
+def _work(case: Case) -> int:
+    return 2 * case.m * case.n * case.k
+
+
+OPERATION = Operation(
+    name="weight_only_mm",
+    variants=tuple(VARIANTS),
+    has_weight=True,
+    inputs=_inputs,
+    bind=_ours,
+    error=_error,
+    work=_work,
+    ceiling="half",
+    peers={"dense": _dense, "_weight_int4pack_mm": _int4pack},
+)

@@ -1,0 +1,204 @@
+"""WeightOnlyLinear: a linear layer with a weight of few bits and floating-point activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.prepared_linear import check_linear
+from epiloq.packed_weight import PackedWeight, checked_perm, pack_weight
+
+_PARTS = ("q", "scale", "zero", "offset", "perm")
+
+
+class WeightOnlyLinear(nn.Module):
+    """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, see ``epiloq.weight_only_mm`` and ``epiloq.PackedWeight``.
+
+    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[.., out_features]`` in the dtype of `x`.
+
+    zeros
+        "none" (symmetric), "zero" (integer zero points) or "offset" (real ones).
+    act_order
+        Whether input features are permuted.
+
+    Buffers, as the state dict holds them: `weight_q`, `weight_scale`, and where there are such `weight_zero`,
+    `weight_offset` and `weight_perm`, as ``epiloq.PackedWeight`` describes them; `bias` ``[out_features]`` of the
+    layer's float dtype, the only one that ``.to(dtype)`` converts. Loading takes scales and offsets in the dtype that
+    they come in.
+
+    Raises ValueError for sizes below 1, other bits, group sizes or zeros.
+    """
+
+    weight_q: Tensor
+    weight_scale: Tensor
+    weight_zero: Tensor | None
+    weight_offset: Tensor | None
+    weight_perm: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bits: int = 4,
+        group_size: int = 128,
+        zeros: str = "none",
+        act_order: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if size < 1:
+                raise ValueError(f"WeightOnlyLinear: {name}: expected at least 1, got {size}")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        packed = PackedWeight.empty(
+            out_features, in_features, bits, group_size, zeros=zeros, act_order=act_order, dtype=dtype, device=device
+        )
+        self._take(packed, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+
+    def _take(self, packed: PackedWeight, bias: Tensor | None) -> None:
+        self.in_features, self.out_features = packed.k, packed.n
+        self.bits, self.group_size = packed.bits, packed.group_size
+        for name in _PARTS:
+            self.register_buffer(f"weight_{name}", getattr(packed, name))
+        self.register_buffer("bias", bias)
+
+    @classmethod
+    def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
+        """The layer of a packed weight ``[out_features, in_features]``, whose tensors it shares, and its bias."""
+        if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
+            raise ValueError(
+                f"WeightOnlyLinear: bias: expected [{weight.n}] on {weight.device}, "
+                f"got {list(bias.shape)} on {bias.device}"
+            )
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._take(weight, None if bias is None else bias.detach().clone())
+        return layer
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear, *, bits: int = 4, group_size: int = 128) -> WeightOnlyLinear:
+        """Round `linear` (left as it is) to the nearest symmetric grid of each group, on its device.
+
+        ``scale = 2 amax / (2^bits - 1)``, rounded to the weight's dtype and at least its smallest normal number;
+        ``q = clamp(round(W / scale))``, half to even. A group with a NaN or an infinity gives NaN. "meta" gives "meta".
+
+        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called.
+        """
+        cls.check_convertible(linear)
+        weight = linear.weight
+        if weight.is_meta:
+            sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+            layer = cls(*sizes, bits=bits, group_size=group_size, device="meta", dtype=weight.dtype)
+        else:
+            q, scale = nearest(weight, bits, group_size)
+            layer = cls.from_packed(pack_weight(q, scale, bits=bits, group_size=group_size), linear.bias)
+        return layer.train(linear.training)
+
+    @staticmethod
+    def check_convertible(linear: nn.Module, **options: Any) -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear("WeightOnlyLinear", linear)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The weight as a value, which shares the buffers."""
+        return PackedWeight(
+            self.weight_q,
+            self.weight_scale,
+            self.weight_zero,
+            self.weight_offset,
+            self.weight_perm,
+            self.bits,
+            self.out_features,
+            self.in_features,
+            self.group_size,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"WeightOnlyLinear: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+        tokens = x.reshape(-1, self.in_features)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = epiloq.weight_only_mm(tokens if tokens.stride(1) == 1 else tokens.contiguous(), self.weight, bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that stand for the float weight in memory: integers with padding, scales, zero points, the order."""
+        return self.weight.nbytes
+
+    def extra_repr(self) -> str:
+        zeros = "zero" if self.weight_zero is not None else "offset" if self.weight_offset is not None else "none"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"bits={self.bits}, group_size={self.group_size}, zeros={zeros}, act_order={self.weight_perm is not None}"
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, buffer in list(self._buffers.items()):
+            given = state_dict.get(prefix + name)
+            if buffer is None or given is None:
+                continue
+            both_float = given.is_floating_point() and buffer.is_floating_point()
+            if given.shape != buffer.shape or not (both_float or given.dtype == buffer.dtype):
+                error_msgs.append(
+                    f"WeightOnlyLinear: {prefix}{name}: expected {buffer.dtype} {list(buffer.shape)}, "
+                    f"got {given.dtype} {list(given.shape)}"
+                )
+                return
+            if name == "weight_perm":
+                try:
+                    checked_perm(given, self.in_features, given.device, "WeightOnlyLinear")
+                except ValueError as error:
+                    error_msgs.append(f"{prefix}{error}")
+                    return
+            if name != "bias" and given.dtype != buffer.dtype:
+                self._buffers[name] = torch.empty_like(buffer, dtype=given.dtype)
+            # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
+            if given.data_ptr() % 16 != 0 or not given.is_contiguous():
+                state_dict[prefix + name] = given.clone(memory_format=torch.contiguous_format)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightOnlyLinear:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and name != "bias" and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+def nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """q int8 ``[N, K]`` and scale ``[N, groups]`` of the symmetric grids nearest to a weight."""
+    n, k = weight.shape
+    length = k if group_size == -1 else group_size
+    groups = -(-k // length)
+    padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)
+    # One point more lies below zero than above: half a step on either side splits the difference.
+    limits = 2 * padded.abs().amax(-1) / ((1 << bits) - 1)
+    scale = limits.to(weight.dtype).clamp_(min=torch.finfo(weight.dtype).tiny)
+    half = 1 << (bits - 1)
+    q = torch.round(padded / scale.float().unsqueeze(-1)).nan_to_num_(0).clamp_(-half, half - 1)
+    return q.view(n, -1)[:, :k].to(torch.int8), scale

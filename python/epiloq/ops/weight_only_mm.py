@@ -1,0 +1,210 @@
+"""Products of floating-point activations with a weight of few bits, which is de-quantised on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.packed_weight import PackedWeight
+
+_NAME = "weight_only_mm"
+_INFINITY = float("inf")
+# Float weights that the CPU holds at a time: 4 MB, which caches keep.
+_BLOCK = 1 << 20
+_SLAB = 16
+# Rows of x that the CUDA kernels read start on 16 bytes.
+_ALIGNED = 8
+
+
+def weight_only_mm(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    clamp: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``min(max(x @ W.T + bias, lo), hi)`` with ``W`` as `epiloq.PackedWeight` says, summed in fp32.
+
+    Integers enter the product as they are, so the weight is exact; a group's scale multiplies its sum. Two exceptions,
+    where `epiloq.explain` says "de-quantise": with many tokens, or where no kernel fits (2 and 3 bits; groups other
+    than 32, 64, multiples of 128 and whole rows; float32), the CUDA implementation de-quantises the weight into memory,
+    rounded to x's dtype, for a dense product. docs/numerics.md has the bounds.
+
+    Args:
+        x: ``[.., M, K]`` float16, bfloat16 or float32, rows dense.
+        weight: ``[N, K]``. Its activation order, where it has one, permutes ``x`` once.
+        bias: ``[N]`` of x's dtype, added in fp32.
+        clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
+        out: ``[.., M, N]`` of x's dtype, rows dense, apart from every input in memory; it is written and returned.
+
+    Returns:
+        ``[.., M, N]`` of x's dtype. NaN and infinities in a token, a scale or an offset reach the outputs they touch.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+    """
+    lo, hi = (-_INFINITY, _INFINITY) if clamp is None else clamp
+    w = _expect(weight)
+    numbers = (w.bits, w.n, w.k, w.group_size, lo, hi)
+    if not direct((x, w.q, w.scale), (w.zero, w.offset, w.perm, bias, out)):
+        expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=out is not None)
+        tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
+        if out is None:
+            return refuse_backward(_NAME, torch.ops.epiloq.weight_only_mm(*tensors, *numbers))
+        torch.ops.epiloq.weight_only_mm_out(*tensors, *numbers, out=out)
+        return out
+    return _run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers, out=out)
+
+
+def _expect(weight: object) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedWeight, got {type(weight).__name__}")
+    return weight
+
+
+def _run(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    perm: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = _empty(x, n)
+    packed = (q, scale, zero, offset)
+    numbers = (bits, n, k, group_size)
+    x = _on_16_bytes(_in_order(x, perm, k))
+    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi):
+        dense = _run_dense if x.is_cuda else _run_in_blocks
+        dense(out, x, packed, bias, numbers, (lo, hi))
+    return out
+
+
+_Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_Numbers = tuple[int, int, int, int]
+
+
+def _empty(x: Tensor, n: int) -> Tensor:
+    if x.ndim == 0:
+        raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
+    if perm is None:
+        return x
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ValueError(f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
+    return x.index_select(-1, perm)
+
+
+def _on_16_bytes(x: Tensor) -> Tensor:
+    """x, or on CUDA, where its rows are dense, a copy whose rows start on 16 bytes."""
+    if not x.is_cuda or x.ndim == 0 or x.stride(-1) != 1:
+        return x
+    if x.data_ptr() % 16 == 0 and all(stride % _ALIGNED == 0 for stride in x.stride()[:-1]):
+        return x
+    k = x.shape[-1]
+    return x.new_empty((*x.shape[:-1], -(-k // _ALIGNED) * _ALIGNED))[..., :k].copy_(x)
+
+
+@torch.no_grad()
+def _run_dense(
+    out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
+) -> None:
+    _, n, k, _ = numbers
+    weight = x.new_empty((n, k))
+    _core.dequantize_weight(weight, *packed, *numbers)
+    m = out.numel() // n
+    rows, product = x.reshape(m, k), out.view(m, n)
+    with torch.autocast(x.device.type, enabled=False):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=product)
+        else:
+            torch.addmm(bias.view(n), rows, weight.t(), out=product)
+    if clamp != (-_INFINITY, _INFINITY):
+        product.clamp_(*clamp)
+
+
+@torch.no_grad()
+def _run_in_blocks(
+    out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
+) -> None:
+    """In fp32, a block of weight rows at a time: the whole float weight is never in memory."""
+    bits, n, k, group_size = numbers
+    m = out.numel() // n
+    rows, product = x.reshape(m, k).to(torch.float32), out.view(m, n)
+    slabs = max(1, _BLOCK // max(1, k * _SLAB))
+    block = torch.empty((min(n, slabs * _SLAB), k), dtype=torch.float32, device="cpu")
+    for first in range(0, n, slabs * _SLAB):
+        last, slab = min(n, first + slabs * _SLAB), first // _SLAB
+        weight = block[: last - first]
+        q, scale, zero, offset = (None if t is None else t[slab : slab + slabs] for t in packed)
+        assert q is not None and scale is not None
+        _core.dequantize_weight(weight, q, scale, zero, offset, bits, last - first, k, group_size)
+        with torch.autocast("cpu", enabled=False):
+            sums = rows @ weight.t()
+        if bias is not None:
+            sums.add_(bias.view(n)[first:last])
+        product[:, first:last] = sums.clamp_(*clamp)
+
+
+def explain(*args: Any, **kwargs: Any) -> str:
+    """`epiloq.explain`: the arguments of `weight_only_mm`, or ``m, n, k, bits, group_size, arch, sm_count`` by name."""
+    if "m" in kwargs and not args:
+        return _core.explain_weight_only_mm_problem(**kwargs)
+    return _explain(*args, **kwargs)
+
+
+def _explain(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    clamp: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> str:
+    w = _expect(weight)
+    expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
+    out = _empty(x, w.n) if out is None else out
+    numbers = (w.bits, w.n, w.k, w.group_size, *((-_INFINITY, _INFINITY) if clamp is None else clamp))
+    return _core.explain_weight_only_mm(out, _on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
+
+
+def _impl_out(*arguments: Any, out: Tensor) -> None:
+    _run(*arguments, out=out)
+
+
+def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
+    n, k = rest[6], rest[7]
+    if x.ndim < 1:
+        raise ValueError(f"epiloq.{_NAME}: x: expected [.., {k}], got a scalar")
+    torch._check_value(x.shape[-1] == k, lambda: f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
+    return _empty(x, n)
+
+
+def _fake_out(*_: Any, out: Tensor) -> None:
+    return None
+
+
+_TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"
+_ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float lo, float hi"
+register(_NAME, f"weight_only_mm({_ARGUMENTS}) -> Tensor", _run, _fake)
+register(_NAME, f"weight_only_mm_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out)

@@ -1,0 +1,63 @@
+#include "bindings/register.h"
+#include "epiloq/weight_only_mm.h"
+
+namespace epiloq::bindings {
+namespace {
+
+using Optional = std::optional<TensorArg>;
+
+PackedWeight weight_of(TensorArg const& q, TensorArg const& scale, Optional const& zero, Optional const& offset,
+                       int bits, std::int64_t n, std::int64_t k, std::int64_t group_size) {
+  return {q.view, scale.view, view_of(zero), view_of(offset), bits, n, k, group_size};
+}
+
+}  // namespace
+
+void register_weight_only_mm(py::module_& module) {
+  auto const define = [&module](char const* name, auto action) {
+    module.def(
+        name,
+        [action](TensorArg const& out, TensorArg const& x, TensorArg const& q, TensorArg const& scale,
+                 Optional const& zero, Optional const& offset, Optional const& bias, int bits, std::int64_t n,
+                 std::int64_t k, std::int64_t group_size, float lo, float hi,
+                 std::optional<std::tuple<bool, int, int>> const& kernel) {
+          PackedWeight const weight = weight_of(q, scale, zero, offset, bits, n, k, group_size);
+          WeightOnlyMm call{out.view, x.view, weight, view_of(bias), lo, hi};
+          if (kernel) call.kernel = std::make_from_tuple<WeightOnlyMmKernel>(*kernel);
+          return action(call, x);
+        },
+        py::arg("out"), py::arg("x"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"),
+        py::arg("bias"), py::arg("bits"), py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("lo"),
+        py::arg("hi"), py::arg("kernel") = py::none());
+  };
+  define("weight_only_mm",
+         [](WeightOnlyMm const& call, TensorArg const& x) { return weight_only_mm(call, current_stream(x)); });
+  define("check_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { check(call); });
+  define("explain_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { return explain(call); });
+
+  module.def(
+      "dequantize_weight",
+      [](TensorArg const& out, TensorArg const& q, TensorArg const& scale, Optional const& zero, Optional const& offset,
+         int bits, std::int64_t n, std::int64_t k, std::int64_t group_size) {
+        PackedWeight const weight = weight_of(q, scale, zero, offset, bits, n, k, group_size);
+        dequantize_weight({out.view, weight}, current_stream(out));
+      },
+      py::arg("out"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"), py::arg("bits"), py::arg("n"),
+      py::arg("k"), py::arg("group_size"));
+  module.def(
+      "explain_weight_only_mm_problem",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, int bits, std::int64_t group_size, std::string const& arch,
+         int sm_count) {
+        WeightOnlyMmProblem problem;
+        problem.m = m;
+        problem.n = n;
+        problem.k = k;
+        problem.bits = bits;
+        problem.group_size = group_size;
+        return explain_weight_only_mm(problem, parse_arch(arch), sm_count);
+      },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("bits") = 4, py::arg("group_size") = 128,
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+}
+
+}  // namespace epiloq::bindings

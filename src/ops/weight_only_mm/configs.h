@@ -1,0 +1,49 @@
+#pragma once
+
+// Every kernel that weight_only_mm is compiled for, and which problem takes which. Data: a new one is a row.
+
+#include <array>
+
+namespace epiloq::ops::weight_only_mm {
+
+// At most 8 tokens: `warps` warps take turns at the steps of K, of `slabs` slabs of 16 rows of 4-bit weights, or the
+// same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead.
+struct StreamConfig {
+  int slabs, warps, stages;
+
+  constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
+};
+
+// More tokens: a block of `warps` warps of 32 weight rows each, by tiles of `tokens`; steps in shared memory, of 4-bit
+// and of 8-bit weights; blocks that an SM's registers hold.
+struct TiledConfig {
+  int warps, tokens, stages4, stages8, blocks;
+
+  constexpr int rows() const { return 32 * warps; }
+  constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
+};
+
+// By what a block reads, most first; the last one fits the shared memory of every device, and is all that SM75 has.
+// Chosen by reasoning (bytes on their way, registers), not yet by measurement.
+inline constexpr int kStreamTokens = 8;
+inline constexpr std::array kStreamRows{
+    StreamConfig{4, 8, 3},
+    StreamConfig{2, 8, 5},
+    StreamConfig{1, 8, 6},
+    StreamConfig{1, 4, 2},
+};
+
+// By tokens, fewest first, and again one that fits everywhere.
+inline constexpr std::array kTiledRows{
+    TiledConfig{8, 16, 4, 3, 2},  TiledConfig{8, 32, 4, 3, 2}, TiledConfig{8, 64, 4, 3, 1},
+    TiledConfig{8, 128, 3, 2, 1}, TiledConfig{4, 32, 2, 2, 2},
+};
+
+// Bytes of weights that a block asks for before the previous kernel has finished.
+inline constexpr int kEarlyBytes = 32 * 1024;
+
+// From here on a dense product, of the weight de-quantised into memory first, is faster: the tiled kernel does about
+// 0.6 of the dense one's arithmetic, which writes and reads the weight once more. An estimate.
+inline constexpr int kDenseTokens = 640;
+
+}  // namespace epiloq::ops::weight_only_mm

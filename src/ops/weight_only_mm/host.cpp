@@ -1,0 +1,112 @@
+// A packed weight on the CPU: the definition, a slab of rows at a time.
+
+#include "ops/weight_only_mm/host.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core/half.h"
+#include "core/host_rows.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+constexpr int kRowBytes = 4 * 16;  // of rows g and g + 8 in a tile of 4 or 8 bits: four lanes
+
+// The order of layout.h by whole words, for the two widths that models come in. In a word of eight bytes the second and
+// third of each four trade places; words of 8 columns lie [t][b].
+EPILOQ_CLONES void unpack_rows4(std::uint8_t const* tile, std::uint8_t* low, std::uint8_t* high) {
+  std::uint64_t words[kRowBytes / 8];
+  for (int t = 0; t < 4; ++t) {
+    for (int b = 0; b < 2; ++b) {
+      std::uint64_t word;
+      std::memcpy(&word, tile + 16 * t + 8 * b, sizeof(word));
+      words[4 * b + t] =
+          (word & 0xff0000ffff0000ffu) | (word & 0x0000ff000000ff00u) << 8 | (word & 0x00ff000000ff0000u) >> 8;
+    }
+  }
+  std::uint8_t pairs[kRowBytes];
+  std::memcpy(pairs, words, sizeof(pairs));
+  for (int i = 0; i < kRowBytes; ++i) {
+    low[i] = pairs[i] & 15;
+    high[i] = pairs[i] >> 4;
+  }
+}
+
+EPILOQ_CLONES void unpack_rows8(std::uint8_t const* tile, std::uint8_t* low, std::uint8_t* high) {
+  std::uint16_t pairs[kRowBytes / 2], lows[kRowBytes / 4], highs[kRowBytes / 4];
+  std::memcpy(pairs, tile, sizeof(pairs));
+  for (int i = 0; i < kRowBytes / 4; ++i) {
+    lows[i] = pairs[2 * i];
+    highs[i] = pairs[2 * i + 1];
+  }
+  std::memcpy(low, lows, sizeof(lows));
+  std::memcpy(high, highs, sizeof(highs));
+}
+
+void unpack_by_place(int bits, std::uint8_t const* q, int padded_k, std::uint8_t* values) {
+  for (int first = 0; first < padded_k; first += depth(bits)) {
+    for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
+      for (int i = 0; i < lane_values(bits); ++i) {
+        Place const place = place_of(bits, lane, i);
+        values[place.row * padded_k + first + place.column] = static_cast<std::uint8_t>(value_at(q, bits, i));
+      }
+    }
+  }
+}
+
+float read(void const* values, DType dtype, std::int64_t i) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return float_of_float16(static_cast<std::uint16_t const*>(values)[i]);
+    case DType::kBFloat16:
+      return float_of_bfloat16(static_cast<std::uint16_t const*>(values)[i]);
+    default:
+      return static_cast<float const*>(values)[i];
+  }
+}
+
+// q - zero is exact; then a product and a sum, each rounded (-ffp-contract=off).
+EPILOQ_CLONES void restore(std::uint8_t const* q, int count, Parameters p, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = p.scale * (static_cast<float>(q[i]) - p.zero) + p.offset;
+}
+
+}  // namespace
+
+void unpack_slab(Weight const& w, int slab, std::uint8_t* values) {
+  std::int64_t const slab_bytes = static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
+  std::uint8_t const* q = w.q + slab * slab_bytes;
+  if (w.bits != 4 && w.bits != 8) return unpack_by_place(w.bits, q, w.padded_k, values);
+  auto* const unpack = w.bits == 4 ? unpack_rows4 : unpack_rows8;
+  for (int first = 0; first < w.padded_k; first += depth(w.bits)) {
+    for (int g = 0; g < kSlab / 2; ++g, q += kRowBytes) {
+      std::uint8_t* const low = values + static_cast<std::int64_t>(g) * w.padded_k + first;
+      unpack(q, low, low + static_cast<std::int64_t>(kSlab / 2) * w.padded_k);
+    }
+  }
+}
+
+Parameters parameters_at(Weight const& w, int slab, int group, int row) {
+  std::int64_t const i = (static_cast<std::int64_t>(slab) * w.groups + group) * kSlab + parameter_of(row);
+  float const scale = read(w.scale, w.scale_dtype, i);
+  if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
+  return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (w.bits - 1)), 0.f};
+}
+
+void dequantize_on_host(DequantizeProblem const& problem) {
+  Weight const& w = problem.weight;
+  std::vector<std::uint8_t> values(static_cast<std::size_t>(kSlab) * w.padded_k);
+  std::vector<float> row(w.k);
+  for (int n = 0; n < w.n; ++n) {
+    int const slab = n / kSlab, in_slab = n % kSlab;
+    if (in_slab == 0) unpack_slab(w, slab, values.data());
+    std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_slab) * w.padded_k;
+    for (int k = 0, group = 0; k < w.k; k += w.group, ++group) {
+      restore(q + k, std::min(w.group, w.k - k), parameters_at(w, slab, group, in_slab), row.data() + k);
+    }
+    write_row(row.data(), w.k, problem.out_dtype, problem.out, static_cast<std::int64_t>(n) * w.k);
+  }
+}
+
+}  // namespace epiloq::ops::weight_only_mm

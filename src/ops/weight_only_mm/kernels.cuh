@@ -1,0 +1,54 @@
+#pragma once
+
+// One row of a table, for one type, width and group size, from the problem to the launch.
+
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "epiloq/device.h"
+#include "ops/weight_only_mm/rows.h"
+#include "ops/weight_only_mm/stream.cuh"
+#include "ops/weight_only_mm/tiled.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+template <class Ring>
+void launch_kernel(void (*kernel)(Problem, Ring), PerDevice& prepared, Problem const& p, Ring const& ring, dim3 grid,
+                   int threads, int shared_bytes, int device, Stream stream) {
+  prepared.once(device, [kernel, device] {
+    int const most = device_properties(device).shared_memory_per_block;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+               "asking for shared memory");
+  });
+  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, ring),
+             "launching epiloq.weight_only_mm");
+}
+
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+void launch_stream(Problem const& p, int split, int device, Stream stream) {
+  constexpr StreamConfig kConfig = kStreamRows[kRow];
+  using S = Streaming<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.slabs_of(kBits), kConfig.warps, kConfig.stages>;
+  static PerDevice prepared;
+  StageLayout const weights = StageLayout::of(p.weight, S::kRows / kSlab, kGroups);
+  StreamRing const ring{weights, weights.bytes + p.m * TokenPlace::kBytes};
+  int const shared_bytes = std::max(S::kWarps * S::kStages * ring.bytes, S::kSumBytes);
+  dim3 const grid(ceil_div(p.weight.n, S::kRows), split);
+  launch_kernel(stream_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
+}
+
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+void launch_tiled(Problem const& p, int split, int device, Stream stream) {
+  constexpr TiledConfig kConfig = kTiledRows[kRow];
+  using S = Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits),
+                  kConfig.blocks>;
+  static PerDevice prepared;
+  StageLayout const ring = StageLayout::of(p.weight, S::kSlabs, kGroups);
+  int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring), S::kSumBytes);
+  // Blocks of the same rows start together and find each other's weights in L2.
+  dim3 const grid(ceil_div(p.m, S::kTokens), split, ceil_div(p.weight.n, S::kRows));
+  launch_kernel(tiled_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
+}
+
+}  // namespace epiloq::ops::weight_only_mm

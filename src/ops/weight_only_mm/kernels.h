@@ -1,0 +1,44 @@
+#pragma once
+
+#include "epiloq/tensor.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+// A packed weight as kernels see it; sizes are whole slabs and tiles.
+struct Weight {
+  int n, k, padded_k;
+  int bits;
+  int group;        // columns; at most padded_k
+  int groups;       // that a slab has parameters for
+  int group_shift;  // a group of 2^n times 128 columns: n; else 0
+  std::uint8_t const* q;
+  void const* scale;
+  std::uint8_t const* zero;  // null: 2^(bits - 1)
+  void const* offset;        // null: none
+  DType scale_dtype;
+};
+
+struct Problem {
+  Weight weight;
+  int m;
+  std::int64_t stride_x, stride_out;
+  void const* x;
+  void* out;
+  void const* bias;
+  float lo, hi;
+};
+
+struct DequantizeProblem {
+  Weight weight;
+  void* out;
+  DType out_dtype;
+};
+
+void launch_dequantize(DequantizeProblem const& problem, int device, Stream stream);
+void dequantize_on_host(DequantizeProblem const& problem);
+
+// On the CPU, up to so many tokens, which its time grows with.
+inline constexpr int kHostTokens = 4;
+void multiply_on_host(Problem const& problem, DType x);
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,62 @@
+#pragma once
+
+// Where each value of a packed weight lies. One order serves every kernel: a lane's 16 bytes are its A fragments of
+// mma.sync m16n8k16 for several steps of K, so that weights go from memory through registers into the tensor cores
+// with one coalesced load, and each lane's activations are 16 consecutive bytes of a row.
+//
+// A tile is 16 rows by `depth` columns, 32 lanes of `lane_bytes`. Lane 4 g + t holds columns 8 t to 8 t + 7 of each
+// 32, of rows g and g + 8. A dot product does not care about the order of K: within 32 columns, step h of two takes
+// columns 8 t + 4 h + {0, 1} for the fragment's first eight of K and 8 t + 4 h + {2, 3} for its last eight.
+
+#include <cstdint>
+
+#include "epilogue/expr.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+inline constexpr int kSlab = 16;      // rows of a tile
+inline constexpr int kLanes = 32;     // of a tile
+inline constexpr int kPadding = 128;  // K is padded to a multiple of this
+
+// Columns of a tile, and bytes of a lane in it.
+EPILOQ_HD constexpr int depth(int bits) { return bits == 8 ? 32 : 64; }
+EPILOQ_HD constexpr int lane_bytes(int bits) { return bits == 8 ? 16 : 4 * bits; }
+EPILOQ_HD constexpr int lane_values(int bits) { return kSlab * depth(bits) / kLanes; }
+
+struct Place {
+  int row, column;  // within the tile
+};
+
+// 8 bits: byte i of a lane is value i: for h, for the fragment's half r of K, for both rows, two columns.
+// 4 bits: byte b holds values 2 b (low, row g) and 2 b + 1 (high, row g + 8). Within four columns the order is
+//         0, 2, 1, 3, so that (word >> 4 p) & 0x000f000f is register p of the fragment.
+// 2 and 3 bits: 32-bit words are planes of bits: bit i of word p is bit p of value i; row g, then row g + 8.
+EPILOQ_HD constexpr Place place_of(int bits, int lane, int value) {
+  int row = 0, column = 0;
+  if (bits == 8) {
+    row = value / 2 % 2;
+    column = value / 8 * 4 + value / 4 % 2 * 2 + value % 2;
+  } else if (bits == 4) {
+    int const byte = value / 2;
+    row = value % 2;
+    column = byte / 8 * 32 + byte / 4 % 2 * 4 + byte % 2 * 2 + byte / 2 % 2;
+  } else {
+    row = value / 16;
+    column = value % 16 / 8 * 32 + value % 8;
+  }
+  return {lane / 4 + 8 * row, lane % 4 * 8 + column};
+}
+
+// Value i of a lane, as it is stored: from 0.
+EPILOQ_HD constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
+  if (bits == 8) return lane[i];
+  if (bits == 4) return lane[i / 2] >> (i % 2 * 4) & 15;
+  int value = 0;
+  for (int plane = 0; plane < bits; ++plane) value |= (lane[4 * plane + i / 8] >> (i % 8) & 1) << plane;
+  return value;
+}
+
+// Parameters of a slab and group: rows g and g + 8 side by side, as a lane wants them.
+EPILOQ_HD constexpr int parameter_of(int row) { return row % 8 * 2 + row / 8; }
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,18 @@
+#pragma once
+
+// Where the kernels live: declared here for the launch tables, defined in kernels.cuh, and instantiated a table row and
+// type at a time in sources that CMake expands from kernels.cu.in.
+
+#include "ops/weight_only_mm/configs.h"
+#include "ops/weight_only_mm/kernels.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+using Launch = void (*)(Problem const&, int split, int device, Stream);
+
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+void launch_stream(Problem const&, int split, int device, Stream);
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+void launch_tiled(Problem const&, int split, int device, Stream);
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,157 @@
+#include "ops/weight_only_mm/select.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "epiloq/error.h"
+#include "ops/weight_only_mm/configs.h"
+#include "ops/weight_only_mm/layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+constexpr int kMaxCluster = 8;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t padded(std::int64_t k) { return ceil_div(k, kPadding) * kPadding; }
+
+std::int64_t group_of(WeightOnlyMmProblem const& p) {
+  return p.group_size == -1 ? padded(p.k) : std::min(p.group_size, padded(p.k));
+}
+
+// Bytes of a step of so many weight rows, with their parameters.
+std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
+  std::int64_t const groups = std::max<std::int64_t>(1, kPadding / group_of(p));
+  return rows * (kPadding * p.bits / 8 + groups * p.parameter_bytes);
+}
+
+bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  int const rows = c.slabs_of(p.bits) * kSlab;
+  return c.warps * c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) <= t.shared_bytes &&
+         c.warps * kStreamTokens * (rows + 4) * 4 <= t.shared_bytes;
+}
+
+bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return c.stages(p.bits) * (step_bytes(p, c.rows()) + c.tokens * kPadding * 2) <= t.shared_bytes &&
+         c.tokens * (c.rows() + 4) * 4 <= t.shared_bytes;
+}
+
+template <class Rows>
+bool is_there(Rows const& rows, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  bool const built = t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows.size());
+  return built && fits(rows[row], p, t);
+}
+
+// The blocks of a cluster that share K, so that all are done soonest: as many at a time as the SMs hold, each its steps
+// of K and `fixed` steps' worth of time to begin and to end.
+int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
+  if (t.arch != Arch::kSm90) return 1;
+  auto const cost = [&](int split) {
+    return ceil_div(blocks * split, t.sm_count * blocks_per_sm) * (ceil_div(steps, split) + fixed);
+  };
+  int best = 1;
+  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
+    if (cost(split) < cost(best)) best = split;
+  }
+  return best;
+}
+
+// Wide blocks read the tokens less often; it takes narrow ones to make some two an SM, which memory's pipe wants.
+Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
+  std::int64_t const slabs = ceil_div(p.n, kSlab), steps = ceil_div(p.k, kPadding);
+  int chosen = -1;
+  for (int row = 0; row < static_cast<int>(kStreamRows.size()); ++row) {
+    if (!is_there(kStreamRows, row, p, t)) continue;
+    bool const enough = chosen >= 0 && ceil_div(slabs, kStreamRows[chosen].slabs_of(p.bits)) * 5 >= 8 * t.sm_count;
+    bool const narrower = chosen < 0 || kStreamRows[row].slabs_of(p.bits) < kStreamRows[chosen].slabs_of(p.bits);
+    if (!enough && narrower) chosen = row;
+  }
+  if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
+  StreamConfig const& config = kStreamRows[chosen];
+  std::int64_t const blocks = ceil_div(slabs, config.slabs_of(p.bits));
+  return {Family::kStream, chosen,
+          blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, 2, t)};
+}
+
+// The narrowest tile that takes all tokens, or else the widest.
+Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
+  int chosen = -1;
+  for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
+    if (!is_there(kTiledRows, row, p, t)) continue;
+    bool const wider = chosen < 0 || kTiledRows[row].tokens > kTiledRows[chosen].tokens;
+    if (chosen < 0 || (wider && kTiledRows[chosen].tokens < p.m)) chosen = row;
+  }
+  if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
+  TiledConfig const& config = kTiledRows[chosen];
+  std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
+}
+
+bool has_kernel(std::int64_t group) {
+  std::int64_t const steps = group / kPadding;
+  return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
+}
+
+// Kernels count a weight's bytes in 32 bits.
+bool is_large(WeightOnlyMmProblem const& p) {
+  std::int64_t const rows = ceil_div(p.n, kSlab) * kSlab, groups = ceil_div(padded(p.k), group_of(p));
+  return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
+}
+
+char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
+  if (p.dtype == DType::kFloat32) return "float32 activations";
+  if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
+  if (p.k == 0) return "no columns";
+  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p))) return "no kernel for this group size";
+  if (!p.aligned) return "rows of x off 16 bytes";
+  if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
+  if (is_large(p)) return "more than 4 GB of weights";
+  if (p.m >= kDenseTokens) return "many tokens";
+  return nullptr;
+}
+
+}  // namespace
+
+Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
+  if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
+  return p.m <= kStreamTokens ? stream_choice(p, t) : tiled_choice(p, t);
+}
+
+Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
+  char const* why = why_dense(p, t);
+  int const rows = static_cast<int>(kernel.tiled ? kTiledRows.size() : kStreamRows.size());
+  if (kernel.row < 0 || kernel.row >= rows)
+    why = "no such row";
+  else if (kernel.tiled ? !is_there(kTiledRows, kernel.row, p, t) : !is_there(kStreamRows, kernel.row, p, t))
+    why = "not built for this architecture, or too large for its shared memory";
+  if (!kernel.tiled && p.m > kStreamTokens) why = "too many tokens";
+  if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
+      kernel.split > ceil_div(p.k, kPadding)) {
+    why = "no such split";
+  }
+  if (why != nullptr)
+    throw InvalidArgument(
+        std::string("epiloq.weight_only_mm: kernel: expected one that fits, got one that does not: ") + why);
+  return {kernel.tiled ? Family::kTiled : Family::kStream, kernel.row, kernel.split};
+}
+
+std::string describe(Choice const& choice) {
+  std::ostringstream text;
+  if (choice.family == Family::kDense) {
+    text << "de-quantise, then a dense product (" << choice.why << ')';
+  } else if (choice.family == Family::kStream) {
+    StreamConfig const& c = kStreamRows[choice.row];
+    text << "stream " << c.slabs << " slabs of 16 weight rows, " << kStreamTokens << " tokens, " << c.warps
+         << " warps along K, stages " << c.stages;
+  } else {
+    TiledConfig const& c = kTiledRows[choice.row];
+    text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps << " warps, stages "
+         << c.stages4;
+  }
+  if (choice.split > 1) text << ", K over clusters of " << choice.split;
+  return text.str();
+}
+
+Target nominal(Arch arch) { return epiloq::nominal(arch, {Arch::kSm75, Arch::kSm80, Arch::kSm90}); }
+
+}  // namespace epiloq::ops::weight_only_mm

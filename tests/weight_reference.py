@@ -1,0 +1,84 @@
+"""Weights of few bits with their meaning in float64, written from the documented formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import epiloq
+from reference import ulp
+
+KINDS = ("symmetric", "zero", "offset")
+# One part in so many is the rounding of a dense product's weights.
+PRECISION = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+
+@dataclass
+class Weight:
+    """Random integers and parameters, packed, and ``dense`` [N, K] in float64; ``size`` of the terms that make it."""
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    offset: Tensor | None
+    perm: Tensor | None
+    packed: epiloq.PackedWeight
+    dense: Tensor
+    size: Tensor
+
+
+def make_weight(
+    n: int,
+    k: int,
+    bits: int = 4,
+    group_size: int = 128,
+    kind: str = "symmetric",
+    *,
+    scale_dtype: torch.dtype = torch.float16,
+    act_order: bool = False,
+    device: str = "cpu",
+) -> Weight:
+    groups = 1 if group_size == -1 else -(-k // group_size)
+    low = -(2 ** (bits - 1)) if kind == "symmetric" else 0
+    q = torch.randint(low, low + 2**bits, (n, k), device=device)
+    scale = (torch.rand(n, groups, device=device) * 0.02 + 1e-3).to(scale_dtype)
+    zero = torch.randint(0, 2**bits, (n, groups), device=device) if kind == "zero" else None
+    offset = torch.randn(n, groups, device=device).mul_(0.05).to(scale_dtype) if kind == "offset" else None
+    perm = torch.randperm(k, device=device) if act_order else None
+    packed = epiloq.pack_weight(q, scale, zero, offset, bits=bits, group_size=group_size, perm=perm)
+    group = torch.arange(k, device=device) // (max(k, 1) if group_size == -1 else group_size)
+    z = 0 if zero is None else zero[:, group]
+    o = torch.zeros(n, k, device=device).double() if offset is None else offset[:, group].double()
+    product = scale[:, group].double() * (q - z)
+    features = torch.arange(k, device=device) if perm is None else perm
+    dense, size = torch.empty_like(product), torch.empty_like(product)
+    dense[:, features], size[:, features] = product + o, product.abs() + o.abs()
+    return Weight(q, scale, zero, offset, perm, packed, dense, size)
+
+
+def assert_close(
+    y: Tensor,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+    *,
+    dense_route: bool = False,
+) -> None:
+    """The documented bound: one ulp of the output, fp32's rounding of a sum, and of weights where they are rounded."""
+    rows = x.double().reshape(-1, x.shape[-1])
+    exact = rows @ weight.dense.t()
+    size = rows.abs() @ weight.size.t()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    if clamp is not None:
+        exact = exact.clamp(*clamp)
+    bound = ulp(exact, y.dtype) + 2.0**-23 * x.shape[-1] ** 0.5 * size
+    if dense_route:
+        # Products below fp16's normal numbers are rounded to 2^-24.
+        bound += PRECISION[y.dtype] * size + 2.0**-25 * rows.abs().sum(-1, keepdim=True)
+    error = (y.double().reshape(exact.shape) - exact).abs()
+    assert not error.isnan().any(), "NaN: an element that was never written?"
+    assert (error <= bound).all(), f"worst element {float((error / bound).max()):.2f} times the bound"
