@@ -17,7 +17,7 @@ def inputs(channels: int, tokens: int = 1500) -> Tensor:
 
 
 def hessian(x: Tensor) -> Tensor:
-    statistics = InputStatistics(x.shape[1])
+    statistics = InputStatistics(x.shape[1], device=x.device)
     for part in x.split(700):
         statistics.add(part)
     return statistics.hessian

@@ -236,7 +236,8 @@ def _parameters(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     # Symmetric grids have a point more below zero than above; half a step on either side splits the difference, as
     # the compressed-tensors format does.
     span = 2 * torch.maximum(-low, high) if grid.symmetric else high - low
-    scale = (span / steps).to(grid.scale_dtype).clamp_(min=torch.finfo(grid.scale_dtype).tiny).float()
+    # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+    scale = (span / span.new_tensor(steps)).to(grid.scale_dtype).clamp_(min=torch.finfo(grid.scale_dtype).tiny).float()
     if grid.symmetric:
         return scale, torch.zeros_like(scale)
     return scale, torch.round(-low / scale).clamp_(0, steps)
