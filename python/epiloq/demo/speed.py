@@ -15,7 +15,7 @@ PREFILL_REPEATS = 5
 DECODE_PROMPT = 64
 DECODE_STEPS = 24
 WARM_UPS = 2
-BUDGET_S = 12.0
+BUDGET_S = 6.0
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,11 @@ void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
 }
 
 // scale: a value for each of `rows` and 128 of K, of any strides.
-gemm::GroupScales check_scale(Checker const& check, char const* argument, TensorView const& scale, int row_dim,
-                              int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale) {
+gemm::GroupScales check_scale(Checker const& check, char const* argument, char const* things, TensorView const& scale,
+                              int row_dim, int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale) {
   if (scale.size(row_dim) != rows || scale.size(k_dim) != blocks) {
-    check.fail(argument, "expected ", rows, " x ", blocks, " scales (one for ", per_scale, " of the ",
-               argument[6] == 'a' ? "rows" : "columns", " and ", kBlock, " of K), got ", describe(scale));
+    check.fail(argument, "expected ", rows, " x ", blocks, " scales (one for ", per_scale, " of the ", things, " and ",
+               kBlock, " of K), got ", describe(scale));
   }
   std::int64_t reach = 0;
   for (int i = 0; i < scale.rank; ++i) {
@@ -96,8 +96,8 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
     scale_a.strides = {stride, call.scale_a.stride(-1)};
   }
   if (scale_a.rank != 2) check.fail("scale_a", "expected [M, K/128], got ", describe(call.scale_a));
-  sizes.scale_a = check_scale(check, "scale_a", scale_a, 0, 1, blocks_of(sizes.a.rows, call.rows_per_scale), blocks,
-                              call.rows_per_scale);
+  sizes.scale_a = check_scale(check, "scale_a", "rows", scale_a, 0, 1, blocks_of(sizes.a.rows, call.rows_per_scale),
+                              blocks, call.rows_per_scale);
   int const rank = has_experts(call) ? 3 : 2;
   if (call.scale_b.rank != rank) {
     check.fail("scale_b", "expected ", rank, " dimensions as b has, got ", describe(call.scale_b));
@@ -105,8 +105,8 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   if (rank == 3 && call.scale_b.size(0) != sizes.experts) {
     check.fail("scale_b", "expected ", sizes.experts, " experts' scales, got ", describe(call.scale_b));
   }
-  sizes.scale_b = check_scale(check, "scale_b", call.scale_b, -1, -2, blocks_of(sizes.n, call.columns_per_scale),
-                              blocks, call.columns_per_scale);
+  sizes.scale_b = check_scale(check, "scale_b", "columns", call.scale_b, -1, -2,
+                              blocks_of(sizes.n, call.columns_per_scale), blocks, call.columns_per_scale);
   if (rank == 3) sizes.scale_b_expert = static_cast<int>(call.scale_b.stride(0));
 }
 
