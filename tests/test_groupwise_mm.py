@@ -176,7 +176,7 @@ def test_experts_by_mask(seed: int, device: str, recipe: Recipe) -> None:
 
 BAD = {
     "scale_a: expected 16 x 2 scales": {"scale_a": torch.ones(16, 3)},
-    "scale_a: expected \\[M, K/128\\]": {"scale_a": torch.ones(1)},
+    "scale_a: expected two dimensions": {"scale_a": torch.ones(1)},
     "scale_b: expected 1 x 2 scales": {"scale_b": torch.ones(2, 32)},
     "a: expected float8_e4m3fn, got int8": {"a": torch.zeros(16, 256, dtype=torch.int8)},
     "b: expected column-major": {"b": torch.zeros(256, 32).to(torch.float8_e4m3fn)},
@@ -208,6 +208,27 @@ def test_bad_experts_are_named() -> None:
         epiloq.grouped_mm(p.a.view(2, 8, 256), p.b, p.scale_a.view(2, 8, 2), p.scale_b, masked_m=ends)
     with pytest.raises(ValueError, match="recipe: expected"):
         epiloq.grouped_mm(*good, offs=ends, recipe=(128, 128, 128))
+    with pytest.raises(ValueError, match=r"a: expected \[M, K\] beside offs"):
+        epiloq.grouped_mm(p.a.view(4, 4, 256), p.b, p.scale_a.view(4, 4, 2), p.scale_b, offs=ends)
+    out = torch.zeros(16, 32)
+    with pytest.raises(ValueError, match="out: expected memory apart from offs"):
+        epiloq.grouped_mm(*good, offs=out.view(torch.int32)[0, :2], out=out)
+
+
+def test_scales_have_the_leading_dimensions_of_a() -> None:
+    p = make(12, 32, 640)
+    a, expected = p.a.view(3, 4, 640), call(p)
+    last = epiloq.groupwise_mm(a[:, -1:], p.b, p.scale_a.view(3, 4, 5)[:, -1:], p.scale_b)
+    assert torch.equal(last.view(3, 32), expected[3::4])
+    with pytest.raises(ValueError, match="scale_a: expected two dimensions, or a scale a row and a's leading"):
+        epiloq.groupwise_mm(a, p.b, p.scale_a.view(4, 3, 5), p.scale_b)
+    with pytest.raises(ValueError, match="scale_a: expected two dimensions"):
+        epiloq.groupwise_mm(a, p.b, torch.ones(1, 1, 5), p.scale_b, recipe=(128, 128, 128))
+
+
+def test_explain_checks_its_sizes() -> None:
+    with pytest.raises(ValueError, match="experts of at least 1"):
+        epiloq.explain("grouped_mm", m=4, n=64, k=128, experts=0)
 
 
 def test_every_tile_is_chosen_somewhere() -> None:
@@ -228,13 +249,39 @@ def test_every_tile_is_chosen_somewhere() -> None:
 def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> None:
     kernels = set()
     for m, n in itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576)):
-        p = make(m, n, 400, device="cuda", recipe=recipe)
+        p = make(m, n, 640, device="cuda", recipe=recipe)  # an odd number of blocks
         bias = torch.randn(n).to(dtype).cuda()
         out = poisoned((m, n), dtype, "cuda")
         call(p, bias, out=out)
         assert_close(out, *p.operands(), bias)
         kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
     assert len(kernels) >= (3 if recipe[1] == 1 else 9), kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("counts", [[0, 1, 129, 700, 0, 1300, 64, 2000], [1, 0, 3, 2] * 16])
+def test_experts_of_many_tiles_on_a_gpu(seed: int, counts: list[int], masked: bool) -> None:
+    """Blocks that go on from one expert to another, on the large shared tiles and on the small ones."""
+    experts, most = len(counts), max(counts)
+    n, k = 4096, 640
+    if masked:
+        p = make(most * experts, n, k, device="cuda", experts=experts)
+        a, scale_a = p.a.view(experts, most, k), p.scale_a.view(experts, most, -1)
+        out = poisoned((experts, most, n), torch.bfloat16, "cuda")
+        masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+        epiloq.grouped_mm(a, p.b, scale_a, p.scale_b, masked_m=masked_m, out=out)
+        rows = [slice(e * most, e * most + count) for e, count in enumerate(counts)]
+        out = out.view(-1, n)
+    else:
+        p = make(sum(counts), n, k, device="cuda", experts=experts)
+        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+        out = poisoned((sum(counts), n), torch.bfloat16, "cuda")
+        epiloq.grouped_mm(p.a, p.b, p.scale_a, p.scale_b, offs=ends, out=out)
+        rows = [slice(int(end) - count, int(end)) for end, count in zip(ends, counts, strict=True)]
+    left, right = p.operands()
+    for expert, part in enumerate(rows):
+        assert_close(out[part], left[part], right[expert])
 
 
 @pytest.mark.gpu

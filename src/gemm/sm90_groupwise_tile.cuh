@@ -59,8 +59,9 @@ struct Groupwise {
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
   static constexpr int kFit = (kSharedMemory - kFixedBytes) / kStageBytes;
-  // Always the same warpgroup and the same readers have to do with a stage: a parity tells one use of it from the next,
-  // but not from the one after that.
+  // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
+  // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
+  // exchange stages; that is safe because they meet there.
   static constexpr int kReaders = kMGroups == 1 ? 2 : 1;  // where steps are short, their waits must overlap
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;

@@ -11,7 +11,7 @@
 namespace epiloq {
 namespace {
 
-constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - 512;  // rounded up to a tile, still an int
 constexpr int kBlock = gemm::kGroupDepth;
 
 std::int64_t blocks_of(std::int64_t size, int per_scale) { return (size + per_scale - 1) / per_scale; }
@@ -66,6 +66,31 @@ gemm::GroupScales check_scale(Checker const& check, char const* argument, char c
           per_scale == 1 ? 0 : kShiftOf128};
 }
 
+// scale_a as a matrix: leading dimensions, where it has them, are a's, and collapse like them.
+TensorView scale_rows(GroupwiseMm const& call, Checker const& check) {
+  TensorView const& scale = call.scale_a;
+  if (scale.rank == 2) return scale;
+  bool const like_a = scale.rank == call.a.rank && call.rows_per_scale == 1 &&
+                      std::equal(scale.shape.begin(), scale.shape.begin() + scale.rank - 1, call.a.shape.begin());
+  if (!like_a) {
+    check.fail("scale_a", "expected two dimensions, or a scale a row and a's leading dimensions, got ", describe(scale),
+               " for ", describe(call.a));
+  }
+  std::int64_t rows = 1, stride = 0;
+  for (int i = scale.rank - 2; i >= 0; --i) {
+    if (scale.shape[i] == 1) continue;
+    if (rows == 1) stride = scale.strides[i];
+    if (scale.strides[i] != stride * rows) {
+      check.fail("scale_a", "expected leading dimensions that collapse into one, got ", describe(scale),
+                 "; call .contiguous()");
+    }
+    rows *= scale.shape[i];
+  }
+  TensorView matrix(scale.data, scale.dtype, scale.device, {rows, scale.size(-1)});
+  matrix.strides = {stride, scale.stride(-1)};
+  return matrix;
+}
+
 void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   check.tensor("scale_a", call.scale_a, {DType::kFloat32});
   check.tensor("scale_b", call.scale_b, {DType::kFloat32});
@@ -81,21 +106,7 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
                call.rows_per_scale, " rows a scale");
   }
   std::int64_t const blocks = blocks_of(sizes.k, kBlock);
-  TensorView scale_a = call.scale_a;
-  if (scale_a.rank > 2) {  // leading dimensions as a's: collapsed, as long as rows stay evenly spaced
-    std::int64_t rows = scale_a.size(-2);
-    std::int64_t const stride = scale_a.stride(-2);
-    for (int i = scale_a.rank - 3; i >= 0; --i) {
-      if (scale_a.shape[i] != 1 && scale_a.strides[i] != stride * rows) {
-        check.fail("scale_a", "expected leading dimensions that collapse into one, got ", describe(scale_a),
-                   "; call .contiguous()");
-      }
-      rows *= scale_a.shape[i];
-    }
-    scale_a = TensorView(scale_a.data, scale_a.dtype, scale_a.device, {rows, scale_a.size(-1)});
-    scale_a.strides = {stride, call.scale_a.stride(-1)};
-  }
-  if (scale_a.rank != 2) check.fail("scale_a", "expected [M, K/128], got ", describe(call.scale_a));
+  TensorView const scale_a = scale_rows(call, check);
   sizes.scale_a = check_scale(check, "scale_a", "rows", scale_a, 0, 1, blocks_of(sizes.a.rows, call.rows_per_scale),
                               blocks, call.rows_per_scale);
   int const rank = has_experts(call) ? 3 : 2;
@@ -134,10 +145,13 @@ void check_experts(GroupwiseMm const& call, Checker const& check, Sizes const& s
   if (call.offs) {
     check.tensor("offs", *call.offs, {DType::kInt32});
     check.vector("offs", *call.offs, sizes.experts);
+    check.apart("out", call.out, "offs", *call.offs);
+    if (call.a.rank != 2) check.fail("a", "expected [M, K] beside offs, got ", describe(call.a));
   }
   if (call.masked_m) {
     check.tensor("masked_m", *call.masked_m, {DType::kInt32});
     check.vector("masked_m", *call.masked_m, sizes.experts);
+    check.apart("out", call.out, "masked_m", *call.masked_m);
     if (call.a.rank != 3 || call.a.size(0) != sizes.experts) {
       check.fail("a", "expected [", sizes.experts, ", M, K] beside masked_m, got ", describe(call.a));
     }
@@ -156,7 +170,7 @@ Sizes checked(GroupwiseMm const& call) {
   check_scales(call, check, sizes);
   constexpr std::int64_t kMaxColumns = 65535 * 128;  // blocks along the second axis of the generic kernel's grid
   if (sizes.a.rows > kMaxSize || sizes.k > kMaxSize)
-    check.fail("a", "expected sizes below 2^31, got ", describe(call.a));
+    check.fail("a", "expected at most 2^31 - 513 rows and columns, got ", describe(call.a));
   if (sizes.n > kMaxColumns || sizes.experts * sizes.n > kMaxSize) {
     check.fail("b", "expected at most ", kMaxColumns, " columns, got ", describe(call.b));
   }
@@ -212,13 +226,16 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
 }
 
 std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count) {
+  if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
+    throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
+  }
   constexpr int kH100 = 132;
   return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem, arch, sm_count > 0 ? sm_count : kH100));
 }
 
 std::string explain(GroupwiseMm const& call) {
   Sizes const sizes = checked(call);
-  if (sizes.a.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
+  if (sizes.a.rows == 0 || sizes.n == 0 || sizes.experts == 0) return "nothing to launch: the output is empty";
   Target const target = target_of(call);
   return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count));
 }

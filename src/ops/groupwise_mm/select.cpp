@@ -55,7 +55,7 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
 std::string describe(Choice const& choice) {
   switch (choice.family) {
     case Family::kGeneric:
-      return "generic fp32 (slow: no SM90, or rows that do not start on 16 bytes)";
+      return "generic fp32 (slow: no SM90, no columns, or a row stride that is no multiple of 16 bytes)";
     case Family::kSm90:
       return describe(kTiles[choice.row].config);
     case Family::kSm90ColumnScales:

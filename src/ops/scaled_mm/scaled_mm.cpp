@@ -87,7 +87,10 @@ void check_epilogue(ScaledMm const& call, Checker const& check, std::int64_t m, 
 
 void check_range_and_overlap(ScaledMm const& call, Checker const& check, std::int64_t k) {
   std::int64_t const limit = call.azp_adj ? kMaxKWithZeroPoint : kMaxK;
-  if (!is_float8(call) && k > limit) {
+  if (is_float8(call)) {
+    constexpr std::int64_t kMaxFloat8K = kMaxRows - 512;  // rounded up to a tile, still an int
+    if (k > kMaxFloat8K) check.fail("a", "expected K of at most ", kMaxFloat8K, ", got ", k);
+  } else if (k > limit) {
     check.fail("a", "expected K of at most ", limit, call.azp_adj ? " with a zero point" : "",
                ", where int32 sums are exact, got ", k);
   }
