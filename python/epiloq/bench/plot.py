@@ -54,4 +54,4 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
             axes.set_axis_off()
         line[0].legend(fontsize=6)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)

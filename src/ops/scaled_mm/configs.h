@@ -106,7 +106,7 @@ inline constexpr std::array kSm90Rules{
 };
 
 // SM90, float8: as above, and fast accumulation last. H200, 2026-11-20: the best of 49 tiles on seven layer shapes.
-// Adding up in fp32 costs nothing while weights are waited for, so few tokens have accurate tiles only.
+// Few tokens wait for weights and have accurate tiles only, which take 1.05 times as long as int8's.
 inline constexpr std::array kSm90Float8Tiles{
     WgmmaConfig{{64, 128, 128}, 1, 1, kP, false},               // 0
     WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},               // 1

@@ -42,9 +42,9 @@ inline constexpr std::array kTiledRows{
 // Bytes of weights that a block asks for before the previous kernel has finished.
 inline constexpr int kEarlyBytes = 32 * 1024;
 
-// From here on a dense product, of the weight de-quantised into memory first, is faster. H200, 2026-11-20: at 256 tokens
-// the tiled kernel takes 2.4 to 5 times a bf16 product, on seven layer shapes, where de-quantising costs as much as one
-// or two; at 64 tokens 0.9 to 2.4 times. Between them this is interpolated.
+// From here on a dense product, of the weight de-quantised into memory first, is faster. H200, 2026-11-20: at 256
+// tokens the tiled kernel takes 2.4 to 5 times a bf16 product, on seven layer shapes, where de-quantising costs as much
+// as one or two; at 64 tokens 0.9 to 2.4 times. Between them this is interpolated.
 inline constexpr int kDenseTokens = 192;
 
 }  // namespace epiloq::ops::weight_only_mm
