@@ -82,6 +82,7 @@ def groupwise_mm(
     columns_per_scale: int = 128,
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
 ) -> None: ...
 def check_groupwise_mm(
     out: Tensor,
@@ -94,6 +95,7 @@ def check_groupwise_mm(
     columns_per_scale: int = 128,
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
 ) -> None: ...
 def explain_groupwise_mm(
     out: Tensor,
@@ -106,6 +108,7 @@ def explain_groupwise_mm(
     columns_per_scale: int = 128,
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
 ) -> str: ...
 def explain_groupwise_mm_problem(
     m: int,
@@ -114,6 +117,7 @@ def explain_groupwise_mm_problem(
     column_scales: bool = False,
     aligned: bool = True,
     experts: int = 1,
+    whole_rows: bool = False,
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...

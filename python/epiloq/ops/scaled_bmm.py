@@ -95,14 +95,14 @@ def _run_on_cpu(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Ten
     scales_a, scales_b = scales_a.expand(a.shape[0], -1, 1), scales_b.expand(a.shape[0], 1, -1)
     # One product at a time: torch has no int8 product of batches, and float32 copies of a whole batch would be large.
     for target, x, w, row_scale, column_scale in zip(out, a, b, scales_a, scales_b, strict=True):
-        result = _product(x, w).mul_(column_scale).mul_(row_scale)
+        result = float_sums(x, w).mul_(column_scale).mul_(row_scale)
         if scale_out is not None:
             result = result.div_(scale_out.reshape(())).round_().nan_to_num_(0.0).clamp_(-128, 127)
         target.copy_(result)
 
 
-def _product(x: Tensor, w: Tensor) -> Tensor:
-    """float32 of exact int32 sums, or of float8 in float32."""
+def float_sums(x: Tensor, w: Tensor) -> Tensor:
+    """``x @ w`` on the CPU in float32: exact int32 sums converted, or float8 in float32."""
     if x.dtype == torch.int8:
         return exact_int_mm(x, w).to(torch.float32)
     with torch.autocast("cpu", enabled=False):
