@@ -161,7 +161,8 @@ def test_compiles(seed: int, device: str, kind: torch.dtype) -> None:
 
 def test_bad_arguments_are_named(seed: int) -> None:
     p = make(12, 16, 32, 2, INT8)
-    good = {"a": p.a, "b": p.b, "scale_a": p.scale_a, "scale_b": p.scale_b, "recipe": RECIPE, "offs": ends_of([4, 8], "cpu")}
+    operands = {"a": p.a, "b": p.b, "scale_a": p.scale_a, "scale_b": p.scale_b}
+    good = {**operands, "recipe": RECIPE, "offs": ends_of([4, 8], "cpu")}
     bad = {
         r"recipe: expected one of \(1, 128, 128\), \(1, 1, 128\), \(1, 1, -1\)": {"recipe": (1, -1, -1)},
         "a: expected float8_e4m3fn, got int8": {"recipe": (1, 1, 128)},

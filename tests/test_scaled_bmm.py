@@ -179,7 +179,9 @@ def test_any_shape_and_stride(data: st.DataObject) -> None:
             return torch.zeros(rows, batches, columns + gap, dtype=dtype)[..., :columns].transpose(0, 1)
         return torch.zeros(batches, rows + gap, columns, dtype=dtype)[:, :rows]
 
-    p = make(batches, m, n, k, kind=data.draw(st.sampled_from(KINDS)), scales=data.draw(st.sampled_from(["one", "rows"])))
+    p = make(
+        batches, m, n, k, kind=data.draw(st.sampled_from(KINDS)), scales=data.draw(st.sampled_from(["one", "rows"]))
+    )
     p.a, p.weight = view(m, k, p.a.dtype).copy_(p.a), view(n, k, p.weight.dtype).copy_(p.weight)
     out = view(m, n, torch.float32)
     assert_close(call(p, out=out), p)

@@ -8,8 +8,8 @@
 
 namespace epiloq {
 
-// D_i = scale_a scale_b (A_i B_i) for each i of a batch, as scaled_mm has it; with scale_out, D_i is int8: that divided by
-// scale_out, rounded to nearest, ties to even, and saturated. Batches and rows lie apart by any strides, a's and b's
+// D_i = scale_a scale_b (A_i B_i) for each i of a batch, as scaled_mm has it; with scale_out, D_i is int8: that divided
+// by scale_out, rounded to nearest, ties to even, and saturated. Batches and rows lie apart by any strides, a's and b's
 // batches by 0 too.
 struct ScaledBmm {
   TensorView out;      // [B, M, N] float16 or bfloat16 (`check` takes float32 too), or int8 with scale_out; rows dense

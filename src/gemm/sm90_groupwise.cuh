@@ -1,7 +1,8 @@
 #pragma once
 
-// float8 GEMM for SM90 with scales every 128 of K, and int8 and float8 GEMM of experts with scales of whole rows, written on wgmma and TMA rather than CUTLASS's collective, which has
-// no epilogue of ours, no tiles narrower than 128 weights and no experts.
+// float8 GEMM for SM90 with scales every 128 of K, and int8 and float8 GEMM of experts with scales of whole rows,
+// written on wgmma and TMA rather than CUTLASS's collective, which has no epilogue of ours, no tiles narrower than 128
+// weights and no experts.
 //
 // Tokens are the rows of wgmma's tile, whatever their number: a box of the tokens there are is all that TMA reads, so a
 // tile of few tokens costs their bytes and no more, and its width in weights is free to fill the SMs evenly. Each 128

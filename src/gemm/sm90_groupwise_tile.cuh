@@ -25,7 +25,8 @@ struct GroupwiseParams {
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
 // __global__ template.
-template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, Scales kScales_, class Element_, class Out_>
+template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, Scales kScales_, class Element_,
+          class Out_>
 struct Groupwise {
   using Element = Element_;  // of A and B: int8 or float8, as CUTLASS names them
   using Out = Out_;

@@ -28,13 +28,14 @@ def grouped_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`groupwise_mm` or `scaled_mm` for a mixture of experts: each row of ``a`` with its own expert's matrix, in one launch.
+    """`groupwise_mm`, or `scaled_mm`, for a mixture of experts: each row of ``a`` with its expert's matrix, in one go.
 
     Nothing is read back to the host: ``offs`` and ``masked_m`` are looked at on the device alone, so their values are
     not checked on CUDA. They must ascend and stay within M; experts without rows cost nothing.
 
     Args:
-        a: float8_e4m3fn, or int8 with scales of whole rows: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
+        a: float8_e4m3fn, or int8 with scales of whole rows: with ``offs`` ``[M, K]``, rows sorted by expert; with
+            ``masked_m`` ``[E, M, K]``.
         b: ``[E, K, N]`` of ``a``'s kind, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
         scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides that let rows stay evenly
             spaced; with recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.
@@ -47,11 +48,12 @@ def grouped_mm(
         out_dtype, out: as for `groupwise_mm`.
 
     Returns:
-        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written. With int8 each expert's rows have the
-        bits of `scaled_mm`.
+        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written. With int8 each expert's rows have
+        the bits of `scaled_mm`.
 
     Raises:
-        ValueError: an argument does not fit (int8: ``K`` is at most 131071), or not exactly one of ``offs`` and ``masked_m`` is given.
+        ValueError: an argument does not fit (int8: ``K`` is at most 131071), or not exactly one of ``offs`` and
+            ``masked_m`` is given.
         TypeError, NotImplementedError: as for `groupwise_mm`.
     """
     _, columns = granularity_of("grouped_mm", recipe, GROUPED_RECIPES)

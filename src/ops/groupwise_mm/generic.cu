@@ -56,7 +56,8 @@ void launch_typed(GroupwiseProblem const& p, Stream stream) {
   constexpr int kThreads = 128;
   std::int64_t const rows = p.masked_m != nullptr ? std::int64_t{p.experts} * p.m : p.m;
   dim3 const grid(static_cast<unsigned>(rows), (p.n + kThreads - 1) / kThreads);
-  cuda_check(launch_dependent(generic_kernel<Element, Out>, grid, kThreads, 0, stream, p), "launching epiloq.groupwise_mm");
+  cuda_check(launch_dependent(generic_kernel<Element, Out>, grid, kThreads, 0, stream, p),
+             "launching epiloq.groupwise_mm");
 }
 
 template <class Element>

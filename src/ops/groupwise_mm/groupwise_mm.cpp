@@ -103,8 +103,8 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   bool const known = (call.rows_per_scale == 1 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 128 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 1 && call.columns_per_scale == 1);
-  bool const known_depth = call.depth_per_scale == kBlock ||
-                           (has_whole_rows(call) && has_experts(call) && call.columns_per_scale == 1);
+  bool const known_depth =
+      call.depth_per_scale == kBlock || (has_whole_rows(call) && has_experts(call) && call.columns_per_scale == 1);
   if (!known || !known_depth) {
     check.fail("recipe", "expected (1, 128, 128), (128, 128, 128) or (1, 1, 128), or with experts (1, 1, -1), got (",
                call.rows_per_scale, ", ", call.columns_per_scale, ", ", call.depth_per_scale, ")");
@@ -124,9 +124,9 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   if (rank == 3 && call.scale_b.size(0) != sizes.experts) {
     check.fail("scale_b", "expected ", sizes.experts, " experts' scales, got ", describe(call.scale_b));
   }
-  sizes.scale_b = check_scale(check, "scale_b", "columns", call.scale_b, -1, -2,
-                              blocks_of(sizes.n, call.columns_per_scale), blocks, call.columns_per_scale,
-                              call.depth_per_scale);
+  sizes.scale_b =
+      check_scale(check, "scale_b", "columns", call.scale_b, -1, -2, blocks_of(sizes.n, call.columns_per_scale), blocks,
+                  call.columns_per_scale, call.depth_per_scale);
   if (rank == 3) sizes.scale_b_expert = static_cast<int>(call.scale_b.stride(0));
 }
 
@@ -198,7 +198,7 @@ Sizes checked(GroupwiseMm const& call) {
 
 GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
   bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
-  return {sizes.a.rows, sizes.n, sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts),
+  return {sizes.a.rows,        sizes.n, sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts),
           has_whole_rows(call)};
 }
 

@@ -73,7 +73,9 @@ Arch arch_of_device(int device) {
   return Arch::kAuto;
 }
 
-void launch(Choice const&, gemm::GroupwiseProblem const&, DType, DType, int device, Stream) { device_properties(device); }
+void launch(Choice const&, gemm::GroupwiseProblem const&, DType, DType, int device, Stream) {
+  device_properties(device);
+}
 #endif
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -138,7 +138,8 @@ ScaledMmProblem problem_of(ScaledBmm const& call, Sizes const& s) {
     return m.cols % per_16_bytes == 0 && m.stride % per_16_bytes == 0 && m.batch_stride % per_16_bytes == 0;
   };
   bool const aligned = whole(s.a, 16) && whole(s.weight, 16) && whole(s.out, 8);
-  return {s.a.rows, s.weight.rows, s.a.cols,     aligned, call.a.dtype, call.b.dtype,
+  return {s.a.rows, s.weight.rows, s.a.cols,
+          aligned,  call.a.dtype,  call.b.dtype,
           false,    s.a.batches,   call.out.dtype == DType::kInt8};
 }
 

@@ -23,13 +23,11 @@ struct Variant {
 };
 
 template <Types kTypes, bool kHasZeroPoint>
-using EpilogueOf =
-    std::conditional_t<kTypes.out == DType::kInt8, epilogue::Requantized,
-                       std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>>;
+using EpilogueOf = std::conditional_t<kTypes.out == DType::kInt8, epilogue::Requantized,
+                                      std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>>;
 
 template <template <int, Types, class> class Kernel, int kRow, Types kTypes, bool kHasZeroPoint = false>
-constexpr Variant kVariant{kTypes, kHasZeroPoint,
-                           &Kernel<kRow, kTypes, EpilogueOf<kTypes, kHasZeroPoint>>::launch};
+constexpr Variant kVariant{kTypes, kHasZeroPoint, &Kernel<kRow, kTypes, EpilogueOf<kTypes, kHasZeroPoint>>::launch};
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 constexpr auto kF16 = DType::kFloat16, kBF16 = DType::kBFloat16;

@@ -186,8 +186,8 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
   switch (t.arch) {
     case Arch::kSm90:
-      return {Family::kSm90, p.batches > 1 ? first_fit(kSm90BatchRules, p, kAlwaysFits)
-                                           : first_fit(kSm90Rules, p, kAlwaysFits)};
+      return {Family::kSm90,
+              p.batches > 1 ? first_fit(kSm90BatchRules, p, kAlwaysFits) : first_fit(kSm90Rules, p, kAlwaysFits)};
     case Arch::kSm80:
       return sm80_choice(p, t);
     case Arch::kSm75:
