@@ -20,6 +20,7 @@ OPS = torch.ops.epiloq
 def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     x, out = torch.randn(m, k, device=device), torch.zeros(m, n, dtype=torch.float16, device=device)
     yield from int8_products(m, n, k, device, out)
+    yield from batched_products(m, n, k, device)
     yield from int8_quantisers(x)
     yield from fp8_quantisers(x)
     yield from fused_quantisers(x)
@@ -37,6 +38,15 @@ def int8_products(m: int, n: int, k: int, device: str, out: Tensor) -> Calls:
         yield OPS.scaled_mm_out, (*plain, bias), {"out": out}
         yield OPS.scaled_mm_azp, (*with_azp, p.azp, bias), {"out_dtype": torch.float16}
         yield OPS.scaled_mm_azp_out, (*with_azp, None, bias), {"out": out}
+
+
+def batched_products(m: int, n: int, k: int, device: str) -> Calls:
+    a, b = torch.ones(2, m, k, dtype=torch.int8, device=device), torch.ones(2, n, k, dtype=torch.int8, device=device).mT
+    operands = (a, b, torch.ones(2, m, 1, device=device), torch.ones(1, device=device))
+    scale_out = torch.full((1,), 3.0, device=device)
+    yield OPS.scaled_bmm, (*operands, None), {"out_dtype": torch.float16}
+    yield OPS.scaled_bmm, (*operands, scale_out), {"out_dtype": torch.int8}
+    yield OPS.scaled_bmm_out, (*operands, scale_out), {"out": a.new_zeros(2, m, n)}
 
 
 def int8_quantisers(x: Tensor) -> Calls:
@@ -105,6 +115,9 @@ def groupwise_products(a: Tensor, n: int, out: Tensor) -> Calls:
     counts = torch.full((experts,), m, dtype=torch.int32, device=a.device)
     by_mask = (weights, scale_a.expand(experts, -1, -1).contiguous(), scale_b, None, counts)
     yield OPS.grouped_mm, (torch.stack([a, a]), *by_mask), {"out_dtype": torch.bfloat16}
+    rows, columns = torch.ones(m, 1, device=a.device), torch.ones(experts, 1, n, device=a.device)
+    whole = (weights.to(torch.int8), rows, columns, by_rows[-1], None, 1, -1)
+    yield OPS.grouped_mm, (a.to(torch.int8), *whole), {"out_dtype": torch.float16}
 
 
 def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:

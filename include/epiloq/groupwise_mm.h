@@ -13,16 +13,18 @@ namespace epiloq {
 // scales by groups, in the manner of DeepSeek-V3. Each block's product is added up in fp32.
 //
 // With experts (b of three dimensions), rows of A belong to one expert each: to e where offs[e - 1] <= row < offs[e],
-// or, with masked_m, the first masked_m[e] rows of a[e]. Neither is looked at on the host.
+// or, with masked_m, the first masked_m[e] rows of a[e]. Neither is looked at on the host. There the scales may also be
+// of whole rows, and the values int8 then: scale_a[m] (scale_b[n] (A B)[m, n]).
 struct GroupwiseMm {
   TensorView out;      // [.., M, N] float16, bfloat16 or float32, rows dense
-  TensorView a;        // [.., M, K] float8 E4M3, rows dense
-  TensorView b;        // [K, N] float8 E4M3, columns dense; with experts [E, K, N]
+  TensorView a;        // [.., M, K] float8 E4M3, or int8 with scales of whole rows; rows dense
+  TensorView b;        // [K, N] of a's kind, columns dense; with experts [E, K, N]
   TensorView scale_a;  // float32 [.., M, K/128 rounded up], or one a block of rows, any strides
   TensorView scale_b;  // float32 [K/128, N/128 rounded up] or [K/128, N], any strides; with experts [E, ..]
   std::optional<TensorView> bias{};      // [N], out's dtype
   int rows_per_scale = 1;                // of A: 1 or 128
   int columns_per_scale = 128;           // of B: 1 or 128
+  int depth_per_scale = 128;             // of K: 128, or -1 for all of it (scale_a [M, 1], scale_b [E, 1, N])
   std::optional<TensorView> offs{};      // int32 [E], ascending, the last at most M
   std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, ..] then
 };
@@ -33,6 +35,7 @@ struct GroupwiseMmProblem {
   bool column_scales = false;  // of B, one a column
   bool aligned = true;         // 16-byte rows in A and B: what TMA needs
   int experts = 1;             // whose rows are shared out evenly, as far as the host knows
+  bool whole_rows = false;     // scales of all of K
 };
 
 EPILOQ_API void check(GroupwiseMm const& call);

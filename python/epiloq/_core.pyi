@@ -8,6 +8,15 @@ def built_archs() -> list[str]: ...
 def device_properties(device_index: int) -> dict[str, int]: ...
 def force_arch(arch: str) -> None: ...
 def forced_arch() -> str: ...
+def scaled_bmm(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+) -> None: ...
+def check_scaled_bmm(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+) -> None: ...
+def explain_scaled_bmm(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+) -> str: ...
 def scaled_mm(
     out: Tensor,
     a: Tensor,
@@ -48,6 +57,8 @@ def explain_scaled_mm_problem(
     aligned: bool = True,
     dtype: str = "int8",
     fast_accum: bool = False,
+    batches: int = 1,
+    int8_out: bool = False,
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...
@@ -71,6 +82,7 @@ def groupwise_mm(
     columns_per_scale: int = 128,
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
 ) -> None: ...
 def check_groupwise_mm(
     out: Tensor,
@@ -83,6 +95,7 @@ def check_groupwise_mm(
     columns_per_scale: int = 128,
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
 ) -> None: ...
 def explain_groupwise_mm(
     out: Tensor,
@@ -95,6 +108,7 @@ def explain_groupwise_mm(
     columns_per_scale: int = 128,
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
 ) -> str: ...
 def explain_groupwise_mm_problem(
     m: int,
@@ -103,6 +117,7 @@ def explain_groupwise_mm_problem(
     column_scales: bool = False,
     aligned: bool = True,
     experts: int = 1,
+    whole_rows: bool = False,
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...

@@ -16,6 +16,7 @@ from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_block
 from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.rms_norm_quant import explain as explain_rms_norm_quant
+from epiloq.ops.scaled_bmm import explain as explain_scaled_bmm
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
@@ -29,6 +30,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
     "rms_norm_quant": explain_rms_norm_quant,
+    "scaled_bmm": explain_scaled_bmm,
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
     "silu_and_mul_quant": explain_silu_and_mul_quant,

@@ -10,6 +10,7 @@ void register_quantize_blockwise_int8(py::module_& module);
 void register_quantize_fp8(py::module_& module);
 void register_quantize_int8(py::module_& module);
 void register_rms_norm_quant(py::module_& module);
+void register_scaled_bmm(py::module_& module);
 void register_scaled_mm(py::module_& module);
 void register_silu_and_mul_quant(py::module_& module);
 void register_weight_only_mm(py::module_& module);

@@ -10,26 +10,26 @@ void register_groupwise_mm(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
                  TensorArg const& scale_b, Optional const& bias, int rows_per_scale, int columns_per_scale,
-                 Optional const& offs, Optional const& masked_m) {
+                 Optional const& offs, Optional const& masked_m, int depth_per_scale) {
           return action(GroupwiseMm{out.view, a.view, b.view, scale_a.view, scale_b.view, view_of(bias), rows_per_scale,
-                                    columns_per_scale, view_of(offs), view_of(masked_m)},
+                                    columns_per_scale, depth_per_scale, view_of(offs), view_of(masked_m)},
                         a);
         },
         py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"),
         py::arg("bias") = py::none(), py::arg("rows_per_scale") = 1, py::arg("columns_per_scale") = 128,
-        py::arg("offs") = py::none(), py::arg("masked_m") = py::none());
+        py::arg("offs") = py::none(), py::arg("masked_m") = py::none(), py::arg("depth_per_scale") = 128);
   };
   define("groupwise_mm", [](GroupwiseMm const& call, TensorArg const& a) { groupwise_mm(call, current_stream(a)); });
   define("check_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { check(call); });
   define("explain_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { return explain(call); });
   module.def(
       "explain_groupwise_mm_problem",
-      [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts,
+      [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts, bool whole_rows,
          std::string const& arch, int sm_count) {
-        return explain_groupwise_mm({m, n, k, column_scales, aligned, experts}, parse_arch(arch), sm_count);
+        return explain_groupwise_mm({m, n, k, column_scales, aligned, experts, whole_rows}, parse_arch(arch), sm_count);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false, py::arg("aligned") = true,
-      py::arg("experts") = 1, py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+      py::arg("experts") = 1, py::arg("whole_rows") = false, py::arg("arch") = "sm90", py::arg("sm_count") = 0);
 }
 
 }  // namespace epiloq::bindings

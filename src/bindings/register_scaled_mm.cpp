@@ -35,12 +35,14 @@ void register_scaled_mm(py::module_& module) {
   module.def(
       "explain_scaled_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, bool aligned, std::string const& dtype, bool fast_accum,
-         std::string const& arch, int sm_count) {
+         std::int64_t batches, bool int8_out, std::string const& arch, int sm_count) {
         DType const operand = parse_dtype(dtype);
-        return explain_scaled_mm({m, n, k, aligned, operand, operand, fast_accum}, parse_arch(arch), sm_count);
+        return explain_scaled_mm({m, n, k, aligned, operand, operand, fast_accum, batches, int8_out}, parse_arch(arch),
+                                 sm_count);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("aligned") = true, py::arg("dtype") = "int8",
-      py::arg("fast_accum") = false, py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+      py::arg("fast_accum") = false, py::arg("batches") = 1, py::arg("int8_out") = false, py::arg("arch") = "sm90",
+      py::arg("sm_count") = 0);
   module.def(
       "evaluate_epilogue",
       [](TensorArg const& out, TensorArg const& acc, TensorArg const& scale_a, TensorArg const& scale_b,

@@ -15,6 +15,10 @@ EPILOQ_HD T apply(Multiply, T a, T b) {
   return a * b;
 }
 template <class T>
+EPILOQ_HD T apply(Divide, T a, T b) {
+  return a / b;
+}
+template <class T>
 EPILOQ_HD T apply(Subtract, T a, T b) {
   return a - b;
 }
@@ -24,6 +28,17 @@ EPILOQ_HD inline std::int32_t apply(Multiply, std::int32_t a, std::int32_t b) {
 }
 EPILOQ_HD inline std::int32_t apply(Subtract, std::int32_t a, std::int32_t b) {
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) - static_cast<std::uint32_t>(b));
+}
+
+// As CUTLASS converts: to int8 rounded to nearest, ties to even, and saturated, NaN to 0.
+template <class Out, class T>
+EPILOQ_HD Out converted(T value) {
+  if constexpr (std::is_same_v<Out, std::int8_t> && std::is_same_v<T, float>) {
+    float const bounded = fminf(fmaxf(value, -128.f), 127.f);
+    return static_cast<Out>(value == value ? rintf(bounded) : 0.f);
+  } else {
+    return static_cast<Out>(value);
+  }
 }
 
 // Sums are int32 of int8 products, float of float8 ones.
@@ -42,7 +57,7 @@ EPILOQ_HD T eval(Col<T> const& leaf, Sum, std::int64_t m, std::int64_t) {
 template <class Sum, class Tag, class Out, class In, class... Kids>
 EPILOQ_HD Out eval(Op<Tag, Out, In, Kids...> const& op, Sum acc, std::int64_t m, std::int64_t n) {
   return std::apply(
-      [&](auto const&... kid) { return static_cast<Out>(apply(Tag{}, static_cast<In>(eval(kid, acc, m, n))...)); },
+      [&](auto const&... kid) { return converted<Out>(apply(Tag{}, static_cast<In>(eval(kid, acc, m, n))...)); },
       op.kids);
 }
 

@@ -17,12 +17,14 @@ namespace epiloq::epilogue {
 
 struct Acc {};
 
-// One value per column of D. A null pointer stands for `null_default` everywhere.
+// One value per column of D, and in a batch `batch_stride` values from one D's to the next's. A null pointer stands for
+// `null_default` everywhere.
 template <class T>
 struct Row {
   T const* ptr = nullptr;
   bool is_vector = true;
   T null_default = T(0);
+  std::int64_t batch_stride = 0;
 };
 
 // One value per row of D.
@@ -31,9 +33,11 @@ struct Col {
   T const* ptr = nullptr;
   bool is_vector = true;
   T null_default = T(0);
+  std::int64_t batch_stride = 0;
 };
 
 struct Multiply {};
+struct Divide {};
 struct Subtract {};
 struct MultiplyAdd {};
 
@@ -50,6 +54,10 @@ EPILOQ_HD auto mul(A a, B b) {
 template <class Out, class In = Out, class A, class B>
 EPILOQ_HD auto sub(A a, B b) {
   return Op<Subtract, Out, In, A, B>{{a, b}};
+}
+template <class Out, class In = Out, class A, class B>
+EPILOQ_HD auto div(A a, B b) {
+  return Op<Divide, Out, In, A, B>{{a, b}};
 }
 // a * b + c with one rounding
 template <class Out, class In = Out, class A, class B, class C>

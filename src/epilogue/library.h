@@ -16,6 +16,18 @@ struct Operands {
   bool scale_a_is_vector = false;
   bool scale_b_is_vector = false;
   bool azp_is_vector = false;
+  // Of a batch: from one product's scales to the next's; and what an int8 output is in units of.
+  std::int64_t scale_a_batch = 0;
+  std::int64_t scale_b_batch = 0;
+  float const* scale_out = nullptr;
+
+  // The operands of one product of a batch, for kernels that take one at a time.
+  EPILOQ_HD Operands of_batch(std::int64_t batch) const {
+    Operands operands = *this;
+    operands.scale_a += batch * scale_a_batch;
+    operands.scale_b += batch * scale_b_batch;
+    return operands;
+  }
 
   friend bool operator==(Operands const&, Operands const&) = default;
 };
@@ -24,8 +36,8 @@ struct Operands {
 struct Scaled {
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
-    Col<float> const scale_a{p.scale_a, p.scale_a_is_vector};
-    Row<float> const scale_b{p.scale_b, p.scale_b_is_vector};
+    Col<float> const scale_a{p.scale_a, p.scale_a_is_vector, 0, p.scale_a_batch};
+    Row<float> const scale_b{p.scale_b, p.scale_b_is_vector, 0, p.scale_b_batch};
     Row<D> const bias{static_cast<D const*>(p.bias)};
     return fma<D, float>(scale_a, mul<float>(scale_b, Acc{}), bias);
   }
@@ -43,6 +55,17 @@ struct ScaledAzp {
     Row<std::int32_t> const azp_adj{p.azp_adj};
     auto const centred = sub<float, std::int32_t>(Acc{}, mul<std::int32_t>(azp, azp_adj));
     return fma<D, float>(scale_a, mul<float>(scale_b, centred), bias);
+  }
+};
+
+// sa (sb acc) / so to an integer: ties to even, saturated.
+struct Requantized {
+  template <class D>
+  EPILOQ_HD static auto make(Operands const& p) {
+    Col<float> const scale_a{p.scale_a, p.scale_a_is_vector, 0, p.scale_a_batch};
+    Row<float> const scale_b{p.scale_b, p.scale_b_is_vector, 0, p.scale_b_batch};
+    Row<float> const scale_out{p.scale_out, false};
+    return div<D, float>(mul<float>(scale_a, mul<float>(scale_b, Acc{})), scale_out);
   }
 };
 

@@ -16,6 +16,11 @@ struct Function<Multiply> {
   using type = cutlass::multiplies<T>;
 };
 template <>
+struct Function<Divide> {
+  template <class T>
+  using type = cutlass::divides<T>;
+};
+template <>
 struct Function<Subtract> {
   template <class T>
   using type = cutlass::minus<T>;

@@ -19,6 +19,7 @@ struct LeafArguments {
   T const* ptr = nullptr;
   bool is_vector = true;
   T null_default = T(0);
+  std::int64_t batch_stride = 0;
 };
 
 // What a leaf without workspace or shared memory has to declare.
@@ -48,20 +49,22 @@ struct Row : LeafBase<T> {
 
   template <class Coord>
   struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
-    CUTLASS_DEVICE Callbacks(Coord const& coord, int n, LeafArguments<T> const* p) : coord(coord), n(n), params(p) {}
+    CUTLASS_DEVICE Callbacks(Coord const& coord, int n, int batch, LeafArguments<T> const* p)
+        : coord(coord), n(n), batch(batch), params(p) {}
     Coord coord;  // (VECTOR, COLUMN) -> (m, n)
-    int n;
+    int n, batch;
     LeafArguments<T> const* params;
     cutlass::Array<T, kVector> values[kColumns];
 
     CUTLASS_DEVICE void begin_epilogue() {
+      T const* const begin = params->ptr + batch * params->batch_stride;
       CUTLASS_PRAGMA_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < kVector; ++v) {
           int const column = cute::get<1>(coord(v, c));
           bool const read = params->ptr != nullptr && column < n;
-          values[c][v] = read ? params->ptr[params->is_vector ? column : 0] : params->null_default;
+          values[c][v] = read ? begin[params->is_vector ? column : 0] : params->null_default;
         }
       }
     }
@@ -77,7 +80,7 @@ struct Row : LeafBase<T> {
     using cute::_;
     using cute::_0;
     auto coord = ThreadMap::partition(cute::make_identity_tensor(problem), thread, tile)(_, _, _0{}, _0{}, _0{}, _0{});
-    return Callbacks<decltype(coord)>(coord, cute::get<1>(problem), this->params);
+    return Callbacks<decltype(coord)>(coord, cute::get<1>(problem), tile.k(), this->params);
   }
 };
 
@@ -86,19 +89,21 @@ struct Col : LeafBase<T> {
   using LeafBase<T>::LeafBase;
   template <class Coord>
   struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
-    CUTLASS_DEVICE Callbacks(Coord const& coord, int m, LeafArguments<T> const* p) : coord(coord), m(m), params(p) {}
+    CUTLASS_DEVICE Callbacks(Coord const& coord, int m, int batch, LeafArguments<T> const* p)
+        : coord(coord), m(m), batch(batch), params(p) {}
     Coord coord;  // (ROW, STEP) -> (m, n)
-    int m;
+    int m, batch;
     LeafArguments<T> const* params;
     static constexpr int kRows = decltype(cute::size<0>(std::declval<Coord>()))::value;
     T values[kRows];
 
     CUTLASS_DEVICE void begin_step(int step) {
+      T const* const begin = params->ptr + batch * params->batch_stride;
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kRows; ++r) {
         int const row = cute::get<0>(coord(r, step));
         bool const read = params->ptr != nullptr && row < m;
-        values[r] = read ? params->ptr[params->is_vector ? row : 0] : params->null_default;
+        values[r] = read ? begin[params->is_vector ? row : 0] : params->null_default;
       }
     }
     template <class Accumulator, int kFragment>
@@ -115,7 +120,7 @@ struct Col : LeafBase<T> {
     using cute::_0;
     auto coord = cute::group_modes<1, 4>(
         ThreadMap::partition(cute::make_identity_tensor(problem), thread, tile)(_0{}, _0{}, _, _, _, _));
-    return Callbacks<decltype(coord)>(coord, cute::get<0>(problem), this->params);
+    return Callbacks<decltype(coord)>(coord, cute::get<0>(problem), tile.k(), this->params);
   }
 };
 
@@ -137,7 +142,7 @@ struct Sm80 {
   template <class Leaf>
   static auto row_args(Leaf const& leaf) {
     using T = std::remove_cvref_t<decltype(leaf.null_default)>;
-    return sm80::LeafArguments<T>{leaf.ptr, leaf.is_vector, leaf.null_default};
+    return sm80::LeafArguments<T>{leaf.ptr, leaf.is_vector, leaf.null_default, leaf.batch_stride};
   }
   template <class Leaf>
   static auto col_args(Leaf const& leaf) {

@@ -53,12 +53,12 @@ struct Sm90 {
   template <class Leaf>
   static auto row_args(Leaf const& leaf) {
     return typename RowBase<std::remove_cvref_t<decltype(leaf.null_default)>>::Arguments{
-        leaf.ptr, leaf.null_default, {cute::_0{}, leaf.is_vector, 0}};
+        leaf.ptr, leaf.null_default, {cute::_0{}, leaf.is_vector, leaf.batch_stride}};
   }
   template <class Leaf>
   static auto col_args(Leaf const& leaf) {
     return typename ColBase<std::remove_cvref_t<decltype(leaf.null_default)>>::Arguments{
-        leaf.ptr, leaf.null_default, {leaf.is_vector, cute::_0{}, 0}};
+        leaf.ptr, leaf.null_default, {leaf.is_vector, cute::_0{}, leaf.batch_stride}};
   }
 };
 

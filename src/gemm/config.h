@@ -45,8 +45,12 @@ struct WgmmaConfig {
   bool fast_accum = false;
 };
 
-// SM90, scales every 128 of K: warpgroups along M (64 tokens each) or along K, weights a tile, blocks of a cluster that
-// read tokens or weights for each other.
+// What shares a scale beside a row of A: 128 columns of B and 128 of K, a column and 128 of K, or a column and all of
+// K.
+enum class Scales : std::uint8_t { kBlocks, kColumns, kWholeRows };
+
+// SM90, scales every 128 of K or a whole row: warpgroups along M (64 tokens each) or along K, weights a tile, blocks of
+// a cluster that read tokens or weights for each other.
 enum class Share : std::uint8_t { kNothing, kTokens, kWeights };
 struct GroupwiseConfig {
   int m_groups, k_groups, n;

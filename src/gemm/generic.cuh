@@ -62,6 +62,10 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
   using G = Generic;
   __shared__ alignas(16) std::uint8_t a[G::kTile][G::kPitch];
   __shared__ alignas(16) std::uint8_t b[G::kTile][G::kPitch];
+  std::int64_t const batch = blockIdx.z;
+  auto const* const batch_a = static_cast<std::uint8_t const*>(p.a) + batch * p.batch_a;
+  auto const* const batch_b = static_cast<std::uint8_t const*>(p.b) + batch * p.batch_b;
+  auto* const batch_d = static_cast<Out*>(p.d) + batch * p.batch_d;
   int const first_m = blockIdx.x * G::kTile, first_n = blockIdx.y * G::kTile;
   int const row = threadIdx.x / G::kSide, column = threadIdx.x % G::kSide;
   typename Quad<A>::Sum sums[G::kEach][G::kEach] = {};
@@ -69,8 +73,8 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
   wait_for_previous_kernel();
   for (int k = 0; k < p.k; k += G::kDepth) {
     __syncthreads();
-    G::stage(a, p.a, p.stride_a, first_m, p.m, k, p.k);
-    G::stage(b, p.b, p.stride_b, first_n, p.n, k, p.k);
+    G::stage(a, batch_a, p.stride_a, first_m, p.m, k, p.k);
+    G::stage(b, batch_b, p.stride_b, first_n, p.n, k, p.k);
     __syncthreads();
 #pragma unroll 4
     for (int depth = 0; depth < G::kDepth; depth += 4) {
@@ -88,13 +92,13 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
       }
     }
   }
-  auto const expr = Epilogue::template make<Out>(p.operands);
+  auto const expr = Epilogue::template make<Out>(p.operands.of_batch(batch));
 #pragma unroll
   for (int i = 0; i < G::kEach; ++i) {
 #pragma unroll
     for (int j = 0; j < G::kEach; ++j) {
       int const m = first_m + row + i * G::kSide, n = first_n + column + j * G::kSide;
-      if (m < p.m && n < p.n) static_cast<Out*>(p.d)[m * p.stride_d + n] = epilogue::eval(expr, sums[i][j], m, n);
+      if (m < p.m && n < p.n) batch_d[m * p.stride_d + n] = epilogue::eval(expr, sums[i][j], m, n);
     }
   }
 }
@@ -102,7 +106,7 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
 template <class A, class B, class Out, class Epilogue>
 void launch_generic(Problem const& p, int, Stream stream) {
   constexpr unsigned kTile = Generic::kTile;
-  dim3 const grid((p.m + kTile - 1) / kTile, (p.n + kTile - 1) / kTile);  // y is the axis that ends at 65535
+  dim3 const grid((p.m + kTile - 1) / kTile, (p.n + kTile - 1) / kTile, p.batches);  // y and z end at 65535
   cuda_check(launch_dependent(generic_kernel<A, B, Out, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
              "launching epiloq.scaled_mm");
 }

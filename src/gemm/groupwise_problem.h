@@ -15,12 +15,13 @@ struct GroupScales {
   friend bool operator==(GroupScales const&, GroupScales const&) = default;
 };
 
-// D [m, n] = sum over blocks i of 128 along K of scale_a[m, i] scale_b[n, i] A_i B_i^T, plus bias; A [m, k], B [n, k].
-// With experts, A and D hold rows of all of them and B and scale_b are stacked: expert e owns the rows that end at
-// offs[e] and begin where the one before it ends, or the first masked_m[e] of each m rows.
+// D [m, n] = sum over blocks i of 128 along K, or all of it, of scale_a[m, i] scale_b[n, i] A_i B_i^T, plus bias; A [m,
+// k], B [n, k]. With experts, A and D hold rows of all of them and B and scale_b are stacked: expert e owns the rows
+// that end at offs[e] and begin where the one before it ends, or the first masked_m[e] of each m rows.
 struct GroupwiseProblem {
   int m = 0, n = 0, k = 0;
   int experts = 1;
+  int depth = 128;  // of K, to a scale: 128, or at least k
   std::int64_t stride_a = 0, stride_b = 0, stride_d = 0;
   void const* a = nullptr;
   void const* b = nullptr;

@@ -7,7 +7,8 @@
 
 namespace epiloq::gemm {
 
-// D [m, n] = epilogue(A [m, k] B^T), B [n, k]; all row-major with the given strides in elements.
+// D [m, n] = epilogue(A [m, k] B^T), B [n, k]; all row-major with the given strides in elements. A batch is as many
+// such products, evenly spaced.
 struct Problem {
   int m, n, k;
   std::int64_t stride_a, stride_b, stride_d;
@@ -15,6 +16,8 @@ struct Problem {
   void const* b;
   void* d;
   epilogue::Operands operands;
+  int batches = 1;
+  std::int64_t batch_a = 0, batch_b = 0, batch_d = 0;
 
   friend bool operator==(Problem const&, Problem const&) = default;
 };

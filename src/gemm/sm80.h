@@ -56,7 +56,7 @@ struct MmaGemm {
   // 2.x has no store of its own behind a visitor tree: the root writes D.
   using Store =
       cutlass::epilogue::threadblock::VisitorAuxStore<ThreadMap, Out, cutlass::FloatRoundStyle::round_to_nearest,
-                                                      cute::Stride<std::int64_t, cute::_1, cute::_0>>;
+                                                      cute::Stride<std::int64_t, cute::_1, std::int64_t>>;
   using Root = cutlass::epilogue::threadblock::Sm80EVT<Store, typename Lowered::type>;
   using Kernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
       A, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, kAlignment, B, cutlass::layout::ColumnMajor,
@@ -68,21 +68,22 @@ struct MmaGemm {
 
   static void launch(Problem const& p, int, Stream stream) {
     auto const expr = Epilogue::template make<Out>(p.operands);
-    typename Root::Arguments const epilogue{Lowered::args(expr), {static_cast<Out*>(p.d), {p.stride_d, {}, {}}}};
+    typename Root::Arguments const epilogue{Lowered::args(expr), {static_cast<Out*>(p.d), {p.stride_d, {}, p.batch_d}}};
     auto* const a = const_cast<void*>(p.a);
     auto* const b = const_cast<void*>(p.b);
-    typename Adapter::Arguments const arguments{cutlass::gemm::GemmUniversalMode::kGemm,
+    using Mode = cutlass::gemm::GemmUniversalMode;
+    typename Adapter::Arguments const arguments{p.batches == 1 ? Mode::kGemm : Mode::kBatched,
                                                 {p.m, p.n, p.k},
-                                                1,
+                                                p.batches,
                                                 epilogue,
                                                 a,
                                                 b,
                                                 nullptr,
                                                 nullptr,
+                                                p.batch_a,
+                                                p.batch_b,
                                                 0,
-                                                0,
-                                                0,
-                                                0,
+                                                p.batch_d,
                                                 p.stride_a,
                                                 p.stride_b,
                                                 p.stride_d,

@@ -2,6 +2,7 @@
 
 // WgmmaConfig x types x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x GEMM is put together.
 
+#include <tuple>
 #include <utility>
 
 #include "core/cuda_check.h"
@@ -128,15 +129,16 @@ struct Sm90Gemm {
     auto const expr = Epilogue::template make<Out>(p.operands);
     typename Kernel::StrideD stride_d{};
     cute::get<kConfig.swap ? 1 : 0>(stride_d) = p.stride_d;
-    auto const first = std::pair(p.a, p.stride_a), second = std::pair(p.b, p.stride_b);
-    auto const [left, stride_left] = kConfig.swap ? second : first;
-    auto const [right, stride_right] = kConfig.swap ? first : second;
+    cute::get<2>(stride_d) = p.batch_d;
+    auto const first = std::tuple(p.a, p.stride_a, p.batch_a), second = std::tuple(p.b, p.stride_b, p.batch_b);
+    auto const [left, stride_left, batch_left] = kConfig.swap ? second : first;
+    auto const [right, stride_right, batch_right] = kConfig.swap ? first : second;
     typename Adapter::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGemm,
-                                          {kConfig.swap ? p.n : p.m, kConfig.swap ? p.m : p.n, p.k, 1},
+                                          {kConfig.swap ? p.n : p.m, kConfig.swap ? p.m : p.n, p.k, p.batches},
                                           {static_cast<Left const*>(left),
-                                           {stride_left, Int<1>{}, 0},
+                                           {stride_left, Int<1>{}, batch_left},
                                            static_cast<Right const*>(right),
-                                           {stride_right, Int<1>{}, 0}},
+                                           {stride_right, Int<1>{}, batch_right}},
                                           {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
     // The main loop adds sums up in fp32 at the end of a tile of K, or never: its interval must be a whole tile.
     if constexpr (kTypes.is_float8() && !kConfig.fast_accum) {

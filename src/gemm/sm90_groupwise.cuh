@@ -1,7 +1,8 @@
 #pragma once
 
-// float8 GEMM for SM90 with scales every 128 of K, written on wgmma and TMA rather than CUTLASS's collective, which has
-// no epilogue of ours, no tiles narrower than 128 weights and no experts.
+// float8 GEMM for SM90 with scales every 128 of K, and int8 and float8 GEMM of experts with scales of whole rows,
+// written on wgmma and TMA rather than CUTLASS's collective, which has no epilogue of ours, no tiles narrower than 128
+// weights and no experts.
 //
 // Tokens are the rows of wgmma's tile, whatever their number: a box of the tokens there are is all that TMA reads, so a
 // tile of few tokens costs their bytes and no more, and its width in weights is free to fill the SMs evenly. Each 128
@@ -31,14 +32,21 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int before = 0;  // steps of the tiles that are done
   GroupwiseScheduler<C> scheduler(params.p);
   for (GroupwiseTile tile; scheduler.next(tile); before += depth) {
-    float sums[Math::kSums] = {};
+    typename C::Sum sums[Math::kSums] = {};
     int const boundary = kGroupDepth - tile.first_column % kGroupDepth;
     int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     Math::sum(sums, {shared, RingPosition<C>(before + group_k), group_m, boundary, warp, lane}, steps);
-    if constexpr (C::kKGroups > 1) Math::meet(sums, shared.partial(), group_k);
+    if constexpr (C::kKGroups > 1) Math::meet(sums, reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
     if (group_k == 0) {
       unsigned char* const staging = shared.staging() + (group_m * 4 + warp) * 16 * C::kPitch;
-      GroupwiseStore<C>::tile(sums, params.p, tile, staging, group_m * 64 + warp * 16, lane);
+      int const row_in_tile = group_m * 64 + warp * 16;
+      if constexpr (C::kWholeRows) {
+        float scaled[Math::kSums];
+        GroupwiseStore<C>::scale(scaled, sums, params.p, tile, row_in_tile, lane);
+        GroupwiseStore<C>::tile(scaled, params.p, tile, staging, row_in_tile, lane);
+      } else {
+        GroupwiseStore<C>::tile(sums, params.p, tile, staging, row_in_tile, lane);
+      }
     }
   }
 }
@@ -69,7 +77,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
     if (reads_tiles) reader.run(warp);
-    if (warp >= 2 && warp < 2 + C::kReaders) read_scales<C>(params, shared, warp - 2, lane);
+    if (!C::kWholeRows && warp >= 2 && warp < 2 + C::kReaders) read_scales<C>(params, shared, warp - 2, lane);
     let_next_kernel_start();
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();

@@ -1,6 +1,6 @@
 #pragma once
 
-// What empties the group-wise kernel's stages: wgmma, and sums in fp32.
+// What empties the group-wise kernel's stages: wgmma, and sums in fp32, or of int8 in int32.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED 1  // tiles of any multiple of 8 columns
 
@@ -17,8 +17,8 @@ __device__ __forceinline__ std::uint64_t smem_descriptor(void const* tile) {
   return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | (cute::cast_smem_ptr_to_uint(tile) & 0x3ffff) >> 4;
 }
 
-template <class Instruction, std::size_t... kIndices>
-__device__ __forceinline__ void multiply_once(std::uint64_t a, std::uint64_t b, float (&sums)[sizeof...(kIndices)],
+template <class Instruction, class Sum, std::size_t... kIndices>
+__device__ __forceinline__ void multiply_once(std::uint64_t a, std::uint64_t b, Sum (&sums)[sizeof...(kIndices)],
                                               bool add, std::index_sequence<kIndices...>) {
   Instruction::fma(a, b, sums[kIndices]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
@@ -27,9 +27,11 @@ template <class C>
 struct GroupwiseMath {
   static constexpr int kSums = C::kN / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
   static constexpr int kInstructionDepth = 32;
-  using Element = cutlass::float_e4m3_t;
-  using Instruction = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                                                cute::Shape<cute::_64, cute::Int<C::kN>, cute::_32>>());
+  using Element = typename C::Element;
+  using Sum = typename C::Sum;
+  using Instruction =
+      decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, std::conditional_t<C::kExact, std::int32_t, float>,
+                                                cute::Shape<cute::_64, cute::Int<C::kN>, cute::_32>>());
 
   struct Position {
     typename C::Shared const& shared;
@@ -37,8 +39,8 @@ struct GroupwiseMath {
     int group_m, boundary, warp, lane;
   };
 
-  // Starts to multiply a stage.
-  static __device__ __forceinline__ void begin(float (&product)[kSums], Position const& at) {
+  // Starts to multiply a stage: int8 onto the sums themselves.
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Position const& at) {
     int const stage = at.ring.stage;
     std::uint64_t const a = smem_descriptor(at.shared.tokens(stage) + at.group_m * 64 * kGroupDepth);
     std::uint64_t const b = smem_descriptor(at.shared.weights(stage));
@@ -48,7 +50,8 @@ struct GroupwiseMath {
 #pragma unroll
     for (int k = 0; k < kGroupDepth / kInstructionDepth; ++k) {
       constexpr int kStep = kInstructionDepth >> 4;
-      multiply_once<Instruction>(a + k * kStep, b + k * kStep, product, k != 0, std::make_index_sequence<kSums>{});
+      multiply_once<Instruction>(a + k * kStep, b + k * kStep, product, C::kExact || k != 0,
+                                 std::make_index_sequence<kSums>{});
     }
     cute::warpgroup_commit_batch();
   }
@@ -56,6 +59,18 @@ struct GroupwiseMath {
   // Once all but kUnderWay of what was begun is done: sums += scale_a scale_b product, and the stage is given back.
   template <int kUnderWay>
   static __device__ __forceinline__ void finish(float (&sums)[kSums], float (&product)[kSums], Position const& at) {
+    if constexpr (C::kWholeRows) {
+      await<kUnderWay>(product, at);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] += product[i];
+    } else {
+      finish_scaled<kUnderWay>(sums, product, at);
+    }
+  }
+
+  template <int kUnderWay>
+  static __device__ __forceinline__ void finish_scaled(float (&sums)[kSums], float (&product)[kSums],
+                                                       Position const& at) {
     float const* const scales = at.shared.scales(at.ring.stage);
     int const row = at.group_m * 64 + at.warp * 16 + at.lane / 4;
     float const low = scales[row], high = scales[row + 8];
@@ -88,9 +103,30 @@ struct GroupwiseMath {
     }
   }
 
+  // Of int8: each stage is given back once the one after it is under way.
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Position at, int steps) {
+    Position behind = at;
+    for (int i = 0; i < steps; ++i) {
+      begin(sums, at);
+      at.ring.advance(C::kKGroups);
+      if (i == 0) continue;
+      await<1>(sums, behind);
+      behind.ring.advance(C::kKGroups);
+    }
+    await<0>(sums, behind);
+  }
+
   // The next `steps` stages, every kKGroups-th of them.
-  static __device__ __forceinline__ void sum(float (&sums)[kSums], Position at, int steps) {
+  static __device__ __forceinline__ void sum(Sum (&sums)[kSums], Position at, int steps) {
     if (steps <= 0) return;
+    if constexpr (C::kExact) {
+      sum_in_place(sums, at, steps);
+    } else {
+      sum_products(sums, at, steps);
+    }
+  }
+
+  static __device__ __forceinline__ void sum_products(float (&sums)[kSums], Position at, int steps) {
     float product[kSums];
     if constexpr (!C::kOverlaps) {
       for (int i = 0; i < steps; ++i) {
@@ -129,7 +165,7 @@ struct GroupwiseMath {
     }
   }
 
-  static __device__ __forceinline__ void fence(float (&product)[kSums]) {
+  static __device__ __forceinline__ void fence(Sum (&product)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(product[i]);
   }
@@ -143,7 +179,7 @@ struct GroupwiseMath {
   }
 
   template <int kUnderWay>
-  static __device__ __forceinline__ void await(float (&product)[kSums], Position const& at) {
+  static __device__ __forceinline__ void await(Sum (&product)[kSums], Position const& at) {
     cute::warpgroup_wait<kUnderWay>();
     fence(product);
     __syncwarp();
@@ -156,7 +192,7 @@ struct GroupwiseMath {
   }
 
   // Warpgroups that took turns along K meet in the first one, in a fixed order.
-  static __device__ void meet(float (&sums)[kSums], float* partial, int group) {
+  static __device__ void meet(Sum (&sums)[kSums], Sum* partial, int group) {
     constexpr int kBarrier = 1, kEverybody = 128 * C::kKGroups;
     auto const wait = [] { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory"); };
     int const thread = threadIdx.x % 128;

@@ -1,6 +1,6 @@
 #pragma once
 
-// How the group-wise kernel's tiles leave: bias, conversion, whole lines.
+// How the group-wise kernel's tiles leave: scales of whole rows, bias, conversion, whole lines.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -53,7 +53,30 @@ struct GroupwiseStore {
     }
   }
 
+  // Whole rows' scales, in scaled_mm's order: scale_a (scale_b sum).
+  static __device__ __forceinline__ void scale(float (&scaled)[C::kN / 2], typename C::Sum const (&sums)[C::kN / 2],
+                                               GroupwiseProblem const& p, GroupwiseTile const& tile, int row_in_tile,
+                                               int lane) {
+    int const last_row = max(tile.end_row - 1, 0), row = tile.first_row + row_in_tile + lane / 4;
+    auto const of_row = [&](int r) { return p.scale_a.ptr[std::int64_t{min(r, last_row)} * p.scale_a.stride_row]; };
+    float const low = of_row(row), high = of_row(row + 8);
+    float const* const columns = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
+#pragma unroll
+    for (int j = 0; j < C::kN / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const column = min(tile.first_column + 8 * j + 2 * (lane % 4) + i, p.n - 1);
+        float const of_column = columns[std::int64_t{column} * p.scale_b.stride_row];
+        scaled[4 * j + i] = low * (of_column * value(sums[4 * j + i]));
+        scaled[4 * j + 2 + i] = high * (of_column * value(sums[4 * j + 2 + i]));
+      }
+    }
+  }
+
  private:
+  static __device__ __forceinline__ float value(float sum) { return sum; }
+  static __device__ __forceinline__ float value(std::uint32_t sum) { return static_cast<float>(static_cast<int>(sum)); }
+
   static __device__ void add_bias(float (&sums)[C::kN / 2], GroupwiseProblem const& p, int first_column, int lane) {
     auto const* const bias = static_cast<Out const*>(p.bias);
 #pragma unroll

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cute/arch/cluster_sm90.hpp>
 #include <numeric>
+#include <type_traits>
 
 #include "core/device_code.cuh"
 #include "gemm/config.h"
@@ -24,12 +25,18 @@ struct GroupwiseParams {
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
 // __global__ template.
-template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, bool kColumnScales_, class Out_>
+template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, Scales kScales_, class Element_,
+          class Out_>
 struct Groupwise {
+  using Element = Element_;  // of A and B: int8 or float8, as CUTLASS names them
   using Out = Out_;
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_, kCluster = kCluster_;
   static constexpr Share kShare = kShare_;
-  static constexpr bool kColumnScales = kColumnScales_;  // of B, one a column; else one for 128 columns
+  static constexpr bool kColumnScales = kScales_ == Scales::kColumns;  // of B, one a column; else one for 128 columns
+  static constexpr bool kWholeRows = kScales_ == Scales::kWholeRows;   // scales of all of K, for the end
+  static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
+  static_assert(!kExact || kWholeRows);
+  using Sum = std::conditional_t<kExact, std::uint32_t, float>;  // unsigned, as wgmma's wrappers name int32
   static constexpr int kM = 64 * kMGroups;
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
@@ -41,14 +48,14 @@ struct Groupwise {
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   static constexpr int kWeightScales = kColumnScales ? kN : 2;
-  static constexpr int kStageScales = (kM + kWeightScales + 31) / 32 * 32;
+  static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScales + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
   // D leaves through shared memory, 16 rows and up to 64 columns a warp, so that rows are written in whole lines.
   static constexpr int kChunk = kN <= 64 ? kN : (kN % 64 == 0 ? 64 : 32);
   static_assert(kN % kChunk == 0 && kN % 8 == 0);
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
-  static_assert(kColumnScales || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
+  static_assert(kColumnScales || kWholeRows || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
   static constexpr int kPitchPad = 16;
   static constexpr int kPitch = kChunk * static_cast<int>(sizeof(Out)) + kPitchPad;
   static constexpr int kStagingBytes = kMGroups * 4 * 16 * kPitch;
@@ -90,11 +97,11 @@ struct Groupwise {
   static_assert(kStages * 16 <= kBarrierBytes);
 
   // A stage is full when TMA's bytes and every lane's scales are there, and empty when all that read it have.
-  static constexpr int kFullArrivals = 1 + 32;
+  static constexpr int kFullArrivals = 1 + (kWholeRows ? 0 : 32);
   static constexpr int kEmptyArrivals = 4 * kMGroups * kCluster;  // a warp each, of every block that got a share
 
   // A warpgroup that has the registers multiplies one stage while it adds up the one before.
-  static constexpr bool kOverlaps = kMGroups == 2 && kN <= 128 && !kColumnScales;
+  static constexpr bool kOverlaps = kMGroups == 2 && kN <= 128 && !kColumnScales && !kExact;
 };
 
 // Where a role stands in the ring of stages.

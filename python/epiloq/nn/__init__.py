@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from epiloq.nn.experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
@@ -12,7 +13,9 @@ from epiloq.nn.weight_only_linear import WeightOnlyLinear
 __all__ = [
     "Fp8BlockExperts",
     "Fp8BlockLinear",
+    "Fp8Experts",
     "Fp8Linear",
+    "Int8Experts",
     "Int8Linear",
     "OnlineQuantLinear",
     "WeightOnlyLinear",

@@ -8,6 +8,7 @@ from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8
 from epiloq.ops.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantize_int8 import quantize_int8
 from epiloq.ops.rms_norm_quant import rms_norm_quant
+from epiloq.ops.scaled_bmm import scaled_bmm
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.weight_only_mm import weight_only_mm
@@ -21,6 +22,7 @@ __all__ = [
     "quantize_fp8",
     "quantize_int8",
     "rms_norm_quant",
+    "scaled_bmm",
     "scaled_mm",
     "scaled_mm_azp",
     "silu_and_mul_quant",

@@ -1,4 +1,4 @@
-"""float8 matrix multiplication with scales by groups for a mixture of experts."""
+"""int8 and float8 matrix multiplication for a mixture of experts, with scales by groups or of whole rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register
-from epiloq.ops.groupwise_mm import empty_result, fake_of, fake_out, granularity_of, product_on_cpu
+from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, fake_out, granularity_of, product_on_cpu
+from epiloq.ops.scaled_bmm import float_sums
 
 _GROUPED = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs=None, Tensor? masked_m=None, "
-    "int columns_per_scale=128"
+    "int columns_per_scale=128, int depth_per_scale=128"
 )
 
 
@@ -27,48 +28,53 @@ def grouped_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`groupwise_mm` for a mixture of experts: each row of ``a`` with its own expert's matrix, in one launch.
+    """`groupwise_mm`, or `scaled_mm`, for a mixture of experts: each row of ``a`` with its expert's matrix, in one go.
 
     Nothing is read back to the host: ``offs`` and ``masked_m`` are looked at on the device alone, so their values are
     not checked on CUDA. They must ascend and stay within M; experts without rows cost nothing.
 
     Args:
-        a: float8_e4m3fn: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
-        b: float8_e4m3fn ``[E, K, N]``, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
+        a: float8_e4m3fn, or int8 with scales of whole rows: with ``offs`` ``[M, K]``, rows sorted by expert; with
+            ``masked_m`` ``[E, M, K]``.
+        b: ``[E, K, N]`` of ``a``'s kind, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
         scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides that let rows stay evenly
-            spaced.
+            spaced; with recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.
         scale_b: float32 ``[E, ceil(K / 128), ceil(N / 128)]``, any strides; with recipe (1, 1, 128)
-            ``[E, ceil(K / 128), N]``.
+            ``[E, ceil(K / 128), N]``, with (1, 1, -1) ``[E, 1, N]``.
         offs: int32 ``[E]``, the ends of the experts' rows, as ``torch._grouped_mm`` takes them.
         masked_m: int32 ``[E]``, how many of each expert's M rows count.
-        recipe: (1, 128, 128) or (1, 1, 128).
+        recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128) or (1, 1, 128), or
+            (1, 1, -1) for all of K, as `scaled_mm` has it with a scale a token and a channel.
         out_dtype, out: as for `groupwise_mm`.
 
     Returns:
-        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written.
+        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written. With int8 each expert's rows have
+        the bits of `scaled_mm`.
 
     Raises:
-        ValueError: an argument does not fit, or not exactly one of ``offs`` and ``masked_m`` is given.
+        ValueError: an argument does not fit (int8: ``K`` is at most 131071), or not exactly one of ``offs`` and
+            ``masked_m`` is given.
         TypeError, NotImplementedError: as for `groupwise_mm`.
     """
-    _, columns = granularity_of("grouped_mm", recipe)
+    _, columns = granularity_of("grouped_mm", recipe, GROUPED_RECIPES)
+    depth = recipe[2]
     if (offs is None) == (masked_m is None):
         given = "neither" if offs is None else "both"
         raise ValueError(f"epiloq.grouped_mm: offs: expected either offs or masked_m, got {given}")
-    if recipe[0] != 1:
-        raise ValueError(f"epiloq.grouped_mm: recipe: expected (1, 128, 128) or (1, 1, 128), got {recipe}")
     if not direct((a, b, scale_a, scale_b), (offs, masked_m, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         optional = {"offs": offs, "masked_m": masked_m, "out": out}
         expect_tensors("grouped_mm", required, optional, writes=out is not None)
         if out is None:
-            result = torch.ops.epiloq.grouped_mm(a, b, scale_a, scale_b, offs, masked_m, columns, out_dtype=out_dtype)
+            result = torch.ops.epiloq.grouped_mm(
+                a, b, scale_a, scale_b, offs, masked_m, columns, depth, out_dtype=out_dtype
+            )
             return refuse_backward("grouped_mm", result)
-        torch.ops.epiloq.grouped_mm_out(a, b, scale_a, scale_b, offs, masked_m, columns, out=out)
+        torch.ops.epiloq.grouped_mm_out(a, b, scale_a, scale_b, offs, masked_m, columns, depth, out=out)
         return out
     if out is None:
         out = empty_result("grouped_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns)
+    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns, depth)
     return out
 
 
@@ -81,11 +87,12 @@ def _run(
     offs: Tensor | None,
     masked_m: Tensor | None,
     columns_per_scale: int,
+    depth_per_scale: int,
 ) -> None:
     if a.is_cuda:
-        _core.groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m)
+        _core.groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
     else:
-        _run_on_cpu(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale)
+        _run_on_cpu(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
 
 
 @torch.no_grad()
@@ -98,12 +105,16 @@ def _run_on_cpu(
     offs: Tensor | None,
     masked_m: Tensor | None,
     columns_per_scale: int,
+    depth_per_scale: int,
 ) -> None:
-    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m)
+    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
     if out.numel() == 0:
         return
     for expert, (x, scales, target) in enumerate(_parts_of_experts(out, a, scale_a, offs, masked_m)):
-        target.copy_(product_on_cpu(x, b[expert], scales, scale_b[expert], 1, columns_per_scale))
+        if depth_per_scale == -1:
+            target.copy_(float_sums(x, b[expert]).mul_(scale_b[expert]).mul_(scales))
+        else:
+            target.copy_(product_on_cpu(x, b[expert], scales, scale_b[expert], 1, columns_per_scale))
 
 
 def _parts_of_experts(
@@ -132,11 +143,12 @@ def _impl(
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
     columns_per_scale: int = 128,
+    depth_per_scale: int = 128,
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
     out = empty_result("grouped_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale)
+    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
     return out
 
 
@@ -148,10 +160,11 @@ def _impl_out(
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
     columns_per_scale: int = 128,
+    depth_per_scale: int = 128,
     *,
     out: Tensor,
 ) -> None:
-    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale)
+    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
 
 
 for _schema, _function, _shapes in (

@@ -15,7 +15,8 @@ from epiloq.ops.float8 import to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUP = 128  # of K, to a scale
-_RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
+RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
+GROUPED_RECIPES = ((1, 128, 128), (1, 1, 128), (1, 1, -1))
 
 _DENSE = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
@@ -75,10 +76,12 @@ def groupwise_mm(
     return out
 
 
-def granularity_of(operation: str, recipe: tuple[int, int, int]) -> tuple[int, int]:
-    if recipe not in _RECIPES:
+def granularity_of(
+    operation: str, recipe: tuple[int, int, int], recipes: tuple[tuple[int, int, int], ...] = RECIPES
+) -> tuple[int, int]:
+    if recipe not in recipes:
         raise ValueError(
-            f"epiloq.{operation}: recipe: expected one of {', '.join(map(str, _RECIPES))} (rows of a, columns of b and"
+            f"epiloq.{operation}: recipe: expected one of {', '.join(map(str, recipes))} (rows of a, columns of b and"
             f" elements of K to a scale), got {recipe!r}"
         )
     return recipe[0], recipe[1]
@@ -155,7 +158,7 @@ def _spread(scale: Tensor, rows: int, columns: int, shape: torch.Size) -> Tensor
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `groupwise_mm` and `grouped_mm`: their own arguments, or by name some of
-    ``m, n, k, column_scales, aligned, experts, arch, sm_count``."""
+    ``m, n, k, column_scales, aligned, experts, whole_rows, arch, sm_count``."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         if "m" in kwargs and not args:
@@ -165,15 +168,19 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
         raise TypeError(f"epiloq.{name}: {error}") from None
     given.apply_defaults()
     call = given.arguments
-    rows, columns = granularity_of(name, call.pop("recipe"))
+    recipe = call.pop("recipe")
+    rows, columns = granularity_of(name, recipe, GROUPED_RECIPES if name == "grouped_mm" else RECIPES)
+    scales = {"rows_per_scale": rows, "columns_per_scale": columns, "depth_per_scale": recipe[2]}
     out, out_dtype = call.pop("out"), call.pop("out_dtype")
     required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)
     if out is None:
         out = empty_result(name, call["a"], call["b"], out_dtype)
     if call["a"].is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_groupwise_mm(out, **call, rows_per_scale=rows, columns_per_scale=columns)
-    _core.check_groupwise_mm(out, **call, rows_per_scale=rows, columns_per_scale=columns)
+        return _core.explain_groupwise_mm(out, **call, **scales)
+    _core.check_groupwise_mm(out, **call, **scales)
+    if recipe[2] == -1:
+        return "cpu int8 matmul of each expert" if call["a"].dtype == torch.int8 else "cpu fp32 matmul of each expert"
     return "cpu fp32 matmul of de-quantised slices of K"
 
 

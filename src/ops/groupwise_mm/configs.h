@@ -38,4 +38,12 @@ inline constexpr std::array kColumnScaleTiles{
     Tile{{2, 1, 128}, 600},
 };
 
+// With scales of whole rows, of int8 or float8, for experts. Not timed: the steps of the tables above.
+inline constexpr std::array kWholeRowTiles{
+    Tile{{1, 2, 32}, 135},
+    Tile{{1, 2, 64}, 250},
+    Tile{{2, 1, 64}, 310},
+    Tile{{2, 1, 128}, 450},
+};
+
 }  // namespace epiloq::ops::groupwise_mm

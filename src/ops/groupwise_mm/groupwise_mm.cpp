@@ -13,6 +13,8 @@ namespace {
 
 constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - 512;  // rounded up to a tile, still an int
 constexpr int kBlock = gemm::kGroupDepth;
+constexpr int kWholeRow = -1;
+constexpr std::int64_t kMaxInt8K = (std::int64_t{1} << 31) / (128 * 128) - 1;  // int32 sums stay exact
 
 std::int64_t blocks_of(std::int64_t size, int per_scale) { return (size + per_scale - 1) / per_scale; }
 
@@ -26,11 +28,13 @@ struct Sizes {
 
 bool has_experts(GroupwiseMm const& call) { return call.offs || call.masked_m; }
 
+bool has_whole_rows(GroupwiseMm const& call) { return call.depth_per_scale == kWholeRow; }
+
 char const* name_of(GroupwiseMm const& call) { return has_experts(call) ? "grouped_mm" : "groupwise_mm"; }
 
 // b: columns dense, and with experts each one's matrix right behind the one before it.
 void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
-  check.tensor("b", call.b, {DType::kFloat8E4M3});
+  check.tensor("b", call.b, {call.a.dtype});
   int const rank = has_experts(call) ? 3 : 2;
   if (call.b.rank != rank) {
     check.fail("b", "expected ", rank, " dimensions ", rank == 3 ? "[E, K, N]" : "[K, N]", ", got ", describe(call.b));
@@ -50,10 +54,12 @@ void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
 
 // scale: a value for each of `rows` and 128 of K, of any strides.
 gemm::GroupScales check_scale(Checker const& check, char const* argument, char const* things, TensorView const& scale,
-                              int row_dim, int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale) {
+                              int row_dim, int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale,
+                              int depth) {
   if (scale.size(row_dim) != rows || scale.size(k_dim) != blocks) {
+    std::string const of_k = depth == kWholeRow ? "all" : std::to_string(depth);
     check.fail(argument, "expected ", rows, " x ", blocks, " scales (one for ", per_scale, " of the ", things, " and ",
-               kBlock, " of K), got ", describe(scale));
+               of_k, " of K), got ", describe(scale));
   }
   std::int64_t reach = 0;
   for (int i = 0; i < scale.rank; ++i) {
@@ -97,18 +103,20 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   bool const known = (call.rows_per_scale == 1 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 128 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 1 && call.columns_per_scale == 1);
-  if (!known) {
-    check.fail("recipe", "expected (1, 128, 128), (128, 128, 128) or (1, 1, 128), got (", call.rows_per_scale, ", ",
-               call.columns_per_scale, ", ", kBlock, ")");
+  bool const known_depth =
+      call.depth_per_scale == kBlock || (has_whole_rows(call) && has_experts(call) && call.columns_per_scale == 1);
+  if (!known || !known_depth) {
+    check.fail("recipe", "expected (1, 128, 128), (128, 128, 128) or (1, 1, 128), or with experts (1, 1, -1), got (",
+               call.rows_per_scale, ", ", call.columns_per_scale, ", ", call.depth_per_scale, ")");
   }
   if (has_experts(call) && call.rows_per_scale != 1) {
     check.fail("recipe", "expected one scale a row beside experts, whose rows begin anywhere, got ",
                call.rows_per_scale, " rows a scale");
   }
-  std::int64_t const blocks = blocks_of(sizes.k, kBlock);
+  std::int64_t const blocks = has_whole_rows(call) ? 1 : blocks_of(sizes.k, kBlock);
   TensorView const scale_a = scale_rows(call, check);
   sizes.scale_a = check_scale(check, "scale_a", "rows", scale_a, 0, 1, blocks_of(sizes.a.rows, call.rows_per_scale),
-                              blocks, call.rows_per_scale);
+                              blocks, call.rows_per_scale, call.depth_per_scale);
   int const rank = has_experts(call) ? 3 : 2;
   if (call.scale_b.rank != rank) {
     check.fail("scale_b", "expected ", rank, " dimensions as b has, got ", describe(call.scale_b));
@@ -116,8 +124,9 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   if (rank == 3 && call.scale_b.size(0) != sizes.experts) {
     check.fail("scale_b", "expected ", sizes.experts, " experts' scales, got ", describe(call.scale_b));
   }
-  sizes.scale_b = check_scale(check, "scale_b", "columns", call.scale_b, -1, -2,
-                              blocks_of(sizes.n, call.columns_per_scale), blocks, call.columns_per_scale);
+  sizes.scale_b =
+      check_scale(check, "scale_b", "columns", call.scale_b, -1, -2, blocks_of(sizes.n, call.columns_per_scale), blocks,
+                  call.columns_per_scale, call.depth_per_scale);
   if (rank == 3) sizes.scale_b_expert = static_cast<int>(call.scale_b.stride(0));
 }
 
@@ -161,7 +170,11 @@ void check_experts(GroupwiseMm const& call, Checker const& check, Sizes const& s
 Sizes checked(GroupwiseMm const& call) {
   Checker const check(name_of(call), call.a.device);
   Sizes sizes;
-  check.tensor("a", call.a, {DType::kFloat8E4M3});
+  if (has_whole_rows(call)) {
+    check.tensor("a", call.a, {DType::kInt8, DType::kFloat8E4M3});
+  } else {
+    check.tensor("a", call.a, {DType::kFloat8E4M3});
+  }
   sizes.a = check.rows("a", call.a);
   sizes.k = sizes.a.cols;
   check_b(call, check, sizes);
@@ -171,6 +184,9 @@ Sizes checked(GroupwiseMm const& call) {
   constexpr std::int64_t kMaxColumns = 65535 * 128;  // blocks along the second axis of the generic kernel's grid
   if (sizes.a.rows > kMaxSize || sizes.k > kMaxSize)
     check.fail("a", "expected at most 2^31 - 513 rows and columns, got ", describe(call.a));
+  if (call.a.dtype == DType::kInt8 && sizes.k > kMaxInt8K) {
+    check.fail("a", "expected K of at most ", kMaxInt8K, ", where int32 sums are exact, got ", sizes.k);
+  }
   if (sizes.n > kMaxColumns || sizes.experts * sizes.n > kMaxSize) {
     check.fail("b", "expected at most ", kMaxColumns, " columns, got ", describe(call.b));
   }
@@ -182,7 +198,8 @@ Sizes checked(GroupwiseMm const& call) {
 
 GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
   bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
-  return {sizes.a.rows, sizes.n, sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts)};
+  return {sizes.a.rows,        sizes.n, sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts),
+          has_whole_rows(call)};
 }
 
 struct Target {
@@ -214,6 +231,7 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
   p.n = static_cast<int>(sizes.n);
   p.k = static_cast<int>(sizes.k);
   p.experts = static_cast<int>(sizes.experts);
+  p.depth = has_whole_rows(call) ? std::max(p.k, 1) : kBlock;
   p.stride_a = sizes.a.stride, p.stride_b = sizes.stride_b, p.stride_d = sizes.out.stride;
   p.a = call.a.data, p.b = call.b.data, p.d = call.out.data;
   p.scale_a = sizes.scale_a, p.scale_b = sizes.scale_b, p.scale_b_expert = sizes.scale_b_expert;
@@ -222,7 +240,7 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
   p.masked_m = call.masked_m ? call.masked_m->as<std::int32_t>() : nullptr;
   Target const target = target_of(call);
   auto const choice = ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count);
-  ops::groupwise_mm::launch(choice, p, call.out.dtype, call.a.device.index, stream);
+  ops::groupwise_mm::launch(choice, p, call.a.dtype, call.out.dtype, call.a.device.index, stream);
 }
 
 std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count) {

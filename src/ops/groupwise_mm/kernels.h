@@ -1,7 +1,7 @@
 #pragma once
 
 // Where groupwise_mm's kernels live: declared here for the launch tables, defined and instantiated in kernels.cu.in's
-// expansions, and the generic one in generic.cu.
+// and whole_rows.cu.in's expansions, and the generic one in generic.cu.
 
 #include "epiloq/device.h"
 #include "gemm/groupwise_problem.h"
@@ -13,6 +13,11 @@ struct Sm90 {
   static void launch(gemm::GroupwiseProblem const&, int device, Stream);
 };
 
-void launch_generic(gemm::GroupwiseProblem const&, DType out, int device, Stream);
+template <int kRow, DType kElement, DType kOut>
+struct Sm90WholeRows {
+  static void launch(gemm::GroupwiseProblem const&, int device, Stream);
+};
+
+void launch_generic(gemm::GroupwiseProblem const&, DType element, DType out, int device, Stream);
 
 }  // namespace epiloq::ops::groupwise_mm

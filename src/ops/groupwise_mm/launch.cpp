@@ -16,13 +16,22 @@ namespace epiloq::ops::groupwise_mm {
 namespace {
 
 #if EPILOQ_HAS_SM90
+int column_of(DType out) { return out == DType::kFloat16 ? 0 : out == DType::kBFloat16 ? 1 : 2; }
+
 template <bool kColumnScales, std::size_t... kRows>
 gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows...>) {
   static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90<kRows, kColumnScales, DType::kFloat16>::launch,
                                                          &Sm90<kRows, kColumnScales, DType::kBFloat16>::launch,
                                                          &Sm90<kRows, kColumnScales, DType::kFloat32>::launch}...};
-  int const column = out == DType::kFloat16 ? 0 : out == DType::kBFloat16 ? 1 : 2;
-  return kTable[row][column];
+  return kTable[row][column_of(out)];
+}
+
+template <DType kElement, std::size_t... kRows>
+gemm::GroupwiseLaunch whole_rows_launch(int row, DType out, std::index_sequence<kRows...>) {
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90WholeRows<kRows, kElement, DType::kFloat16>::launch,
+                                                         &Sm90WholeRows<kRows, kElement, DType::kBFloat16>::launch,
+                                                         &Sm90WholeRows<kRows, kElement, DType::kFloat32>::launch}...};
+  return kTable[row][column_of(out)];
 }
 #endif
 
@@ -35,7 +44,8 @@ Arch arch_of_device(int device) {
   return wants_sm90 && has_sm90 ? Arch::kSm90 : Arch::kAuto;
 }
 
-void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType out, int device, Stream stream) {
+void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType element, DType out, int device,
+            Stream stream) {
   DeviceGuard const guard(device);
   switch (choice.family) {
 #if EPILOQ_HAS_SM90
@@ -44,9 +54,15 @@ void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType o
     case Family::kSm90ColumnScales:
       return sm90_launch<true>(choice.row, out, std::make_index_sequence<kColumnScaleTiles.size()>{})(problem, device,
                                                                                                       stream);
+    case Family::kSm90WholeRows: {
+      constexpr auto kRows = std::make_index_sequence<kWholeRowTiles.size()>{};
+      auto const run = element == DType::kInt8 ? whole_rows_launch<DType::kInt8>(choice.row, out, kRows)
+                                               : whole_rows_launch<DType::kFloat8E4M3>(choice.row, out, kRows);
+      return run(problem, device, stream);
+    }
 #endif
     case Family::kGeneric:
-      return launch_generic(problem, out, device, stream);
+      return launch_generic(problem, element, out, device, stream);
     default:
       throw Unsupported("epiloq.groupwise_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
   }
@@ -57,7 +73,9 @@ Arch arch_of_device(int device) {
   return Arch::kAuto;
 }
 
-void launch(Choice const&, gemm::GroupwiseProblem const&, DType, int device, Stream) { device_properties(device); }
+void launch(Choice const&, gemm::GroupwiseProblem const&, DType, DType, int device, Stream) {
+  device_properties(device);
+}
 #endif
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -34,9 +34,9 @@ int cheapest(Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   return best;
 }
 
-std::string describe(GroupwiseConfig const& c) {
+std::string describe(GroupwiseConfig const& c, char const* kind) {
   std::ostringstream text;
-  text << "sm90 group-wise wgmma, " << 64 * c.m_groups << " tokens x " << c.n << " weights";
+  text << "sm90 " << kind << " wgmma, " << 64 * c.m_groups << " tokens x " << c.n << " weights";
   if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
   if (c.cluster > 1) {
     text << ", " << c.cluster << " blocks share " << (c.share == Share::kTokens ? "tokens" : "weights");
@@ -48,6 +48,7 @@ std::string describe(GroupwiseConfig const& c) {
 
 Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
+  if (p.whole_rows) return {Family::kSm90WholeRows, cheapest(kWholeRowTiles, p, sm_count)};
   if (p.column_scales) return {Family::kSm90ColumnScales, cheapest(kColumnScaleTiles, p, sm_count)};
   return {Family::kSm90, cheapest(kTiles, p, sm_count)};
 }
@@ -55,11 +56,13 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
 std::string describe(Choice const& choice) {
   switch (choice.family) {
     case Family::kGeneric:
-      return "generic fp32 (slow: no SM90, no columns, or a row stride that is no multiple of 16 bytes)";
+      return "generic, no tensor cores (slow: no SM90, no columns, or a row stride that is no multiple of 16 bytes)";
     case Family::kSm90:
-      return describe(kTiles[choice.row].config);
+      return describe(kTiles[choice.row].config, "group-wise");
     case Family::kSm90ColumnScales:
-      return describe(kColumnScaleTiles[choice.row].config) + ", a scale a column";
+      return describe(kColumnScaleTiles[choice.row].config, "group-wise") + ", a scale a column";
+    case Family::kSm90WholeRows:
+      return describe(kWholeRowTiles[choice.row].config, "whole-row");
   }
   return "";
 }

@@ -46,6 +46,16 @@ inline constexpr std::array kSm80Rules{
     Rule{512, kAny, 3}, Rule{kAny, 4608, 3}, Rule{kAny, kAny, 4}, Rule{kAny, kAny, 3},  // where 128x256 does not fit
 };
 
+// Batches of products (scaled_bmm) take tiles of the same tables: not the skinny ones, which know one product, nor on
+// SM90 those that ask for weights early, by block number. By shape alone, not timed.
+inline constexpr std::array kSm80BatchRules{
+    Rule{32, kAny, 0}, Rule{64, kAny, 1}, Rule{kAny, 64, 1}, Rule{kAny, kAny, 3}, Rule{kAny, kAny, 0},
+};
+// int8 outputs, on SM80 and what is newer, are compiled for these rows of the table.
+inline constexpr int kInt8OutFirst = 1, kInt8OutRows = 3;
+inline constexpr std::array kInt8OutRules{Rule{kAny, 64, 1}, Rule{64, kAny, 2}, Rule{kAny, kAny, 3},
+                                          Rule{kAny, kAny, 1}};
+
 // SM80, few tokens and so few weight rows that the tiles above leave SMs idle: slabs of 16 weight rows a block, tokens,
 // warps, unroll. The slab count is chosen at run time. H200, 2026-11-20: best of warps 8 and 16 and unrolls 1 to 6.
 inline constexpr int kSkinnyMaxN = 6656;
@@ -105,6 +115,11 @@ inline constexpr std::array kSm90Rules{
     Rule{kAny, 2560, 12}, Rule{kAny, kAny, 13},
 };
 
+inline constexpr std::array kSm90BatchRules{
+    Rule{32, kAny, 4},   Rule{64, kAny, 7},   Rule{kAny, 64, 7},
+    Rule{512, kAny, 11}, Rule{kAny, 512, 11}, Rule{kAny, kAny, 13},
+};
+
 // SM90, float8: as above, and fast accumulation last. H200, 2026-11-20: the best of 49 tiles on seven layer shapes.
 // Few tokens wait for weights and have accurate tiles only, which take 1.05 times as long as int8's.
 inline constexpr std::array kSm90Float8Tiles{
@@ -133,6 +148,10 @@ inline constexpr std::array kSm90FewTokensRules{
 inline constexpr std::array kSm90AccurateRules{
     Rule{128, 4608, 9},   Rule{128, 12288, 0}, Rule{128, kAny, 1},   Rule{256, 4608, 9},   Rule{256, kAny, 1},
     Rule{1536, 2560, 11}, Rule{1536, 4608, 1}, Rule{1536, 6656, 11}, Rule{1536, 12288, 1}, Rule{kAny, kAny, 11},
+};
+inline constexpr std::array kSm90Float8BatchRules{
+    Rule{32, kAny, 6},  Rule{64, kAny, 9},  Rule{kAny, 64, 9},
+    Rule{kAny, 512, 1}, Rule{512, kAny, 1}, Rule{kAny, kAny, 11},
 };
 inline constexpr std::array kSm90FastRules{
     Rule{128, 4608, 9},   Rule{128, kAny, 12},  Rule{256, 2560, 9},   Rule{256, 4608, 12},   Rule{256, kAny, 13},

@@ -22,10 +22,12 @@ struct Variant {
   gemm::Launch launch;
 };
 
+template <Types kTypes, bool kHasZeroPoint>
+using EpilogueOf = std::conditional_t<kTypes.out == DType::kInt8, epilogue::Requantized,
+                                      std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>>;
+
 template <template <int, Types, class> class Kernel, int kRow, Types kTypes, bool kHasZeroPoint = false>
-constexpr Variant kVariant{
-    kTypes, kHasZeroPoint,
-    &Kernel<kRow, kTypes, std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>>::launch};
+constexpr Variant kVariant{kTypes, kHasZeroPoint, &Kernel<kRow, kTypes, EpilogueOf<kTypes, kHasZeroPoint>>::launch};
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 constexpr auto kF16 = DType::kFloat16, kBF16 = DType::kBFloat16;
@@ -36,6 +38,10 @@ struct Int8 {
   static constexpr std::array kVariants{
       kVariant<Kernel, kRow, Types{kI8, kI8, kF16}>, kVariant<Kernel, kRow, Types{kI8, kI8, kF16}, true>,
       kVariant<Kernel, kRow, Types{kI8, kI8, kBF16}>, kVariant<Kernel, kRow, Types{kI8, kI8, kBF16}, true>};
+};
+template <template <int, Types, class> class Kernel, int kRow>
+struct Int8Out {
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, Types{kI8, kI8, kI8}>};
 };
 template <template <int, Types, class> class Kernel, int kRow>
 struct E4M3 {
@@ -56,10 +62,10 @@ struct Float8 : std::conditional_t<kRow == kE5M2Row, AnyFloat8<Kernel, kRow>, E4
 using Variants = std::span<Variant const>;
 
 template <template <template <int, Types, class> class, int> class List, template <int, Types, class> class Kernel,
-          std::size_t... kRows>
+          int kFirst = 0, std::size_t... kRows>
 Variants row_of(int row, std::index_sequence<kRows...>) {
-  static constexpr Variants kTable[] = {List<Kernel, kRows>::kVariants...};
-  return kTable[row];
+  static constexpr Variants kTable[] = {List<Kernel, kFirst + kRows>::kVariants...};
+  return kTable[row - kFirst];
 }
 
 template <auto const& kTiles>
@@ -68,6 +74,8 @@ constexpr std::make_index_sequence<1> kOneRow{};
 
 Variants variants_of(Choice const& choice) {
   switch (choice.family) {
+    case Family::kGenericInt8:
+      return row_of<Int8Out, Generic>(0, kOneRow);
     case Family::kGeneric:
       return row_of<Int8, Generic>(choice.row, kOneRow);
 #if EPILOQ_HAS_SM75
@@ -79,6 +87,10 @@ Variants variants_of(Choice const& choice) {
       return row_of<Int8, Sm80>(choice.row, kRowsOf<kSm80Tiles>);
     case Family::kSkinny:
       return row_of<Int8, Skinny>(choice.row, kRowsOf<kSkinnyTiles>);
+#endif
+#if EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90
+    case Family::kSm80Int8:
+      return row_of<Int8Out, Sm80, kInt8OutFirst>(choice.row, std::make_index_sequence<kInt8OutRows>{});
 #endif
 #if EPILOQ_HAS_SM89
     case Family::kSm89:

@@ -185,6 +185,11 @@ std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_
                             std::string(name(operand)));
     }
   }
+  if (problem.batches < 1) throw InvalidArgument("epiloq.explain: batches: expected at least 1, got fewer");
+  if (problem.int8_out && problem.a != DType::kInt8) {
+    throw InvalidArgument("epiloq.explain: dtype: expected int8 beside an int8 output, got " +
+                          std::string(name(problem.a)));
+  }
   Target target = ops::scaled_mm::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem, target));

@@ -27,6 +27,8 @@ constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
   }
   return true;
 }
+static_assert(takes_everything(kSm80BatchRules) && takes_everything(kInt8OutRules));
+static_assert(takes_everything(kSm90BatchRules) && takes_everything(kSm90Float8BatchRules));
 static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
 static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
 static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
@@ -67,6 +69,15 @@ static_assert(early_weights_meet_one_token_tile(kSm90Tiles, kSm90Rules));
 static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules,
                                                 kSm90FastRules));
 
+template <class Tiles, class Rules>
+constexpr bool none_early(Tiles const& tiles, Rules const& rules) {
+  bool none = true;
+  for (Rule const& rule : rules) none &= tiles[rule.tile].early_bytes == 0;
+  return none;
+}
+static_assert(none_early(kSm90Tiles, kSm90BatchRules) && none_early(kSm90Float8Tiles, kSm90Float8BatchRules));
+static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
+
 template <class Rules, class Fits>
 int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
   for (Rule const& rule : rules) {
@@ -106,6 +117,7 @@ constexpr auto kAlwaysFits = [](int) { return true; };
 
 Choice sm90_float8_choice(ScaledMmProblem const& p) {
   auto const choice = [&](auto const& rules) { return Choice{Family::kSm90Float8, first_fit(rules, p, kAlwaysFits)}; };
+  if (p.batches > 1) return choice(kSm90Float8BatchRules);
   if (p.m <= kSm90FewTokensRules.back().m_max) return choice(kSm90FewTokensRules);
   return p.fast_accum ? choice(kSm90FastRules) : choice(kSm90AccurateRules);
 }
@@ -126,6 +138,18 @@ Choice float8_choice(ScaledMmProblem const& p, Target const& t) {
     default:
       throw Unsupported("epiloq.scaled_mm: arch: expected sm89 or sm90 for float8 operands, got " + name(t.arch));
   }
+}
+
+Choice sm80_choice(ScaledMmProblem const& p, Target const& t) {
+  if (p.batches > 1) return mma_choice(Family::kSm80, kSm80Tiles, kSm80BatchRules, p, t);
+  if (p.m <= kSkinnyTiles.back().tokens && p.n >= kSkinnyRows && p.n <= kSkinnyMaxN) return skinny_choice(p, t);
+  return mma_choice(Family::kSm80, kSm80Tiles, kSm80Rules, p, t);
+}
+
+Choice int8_out_choice(ScaledMmProblem const& p, Target const& t) {
+  bool const runs_sm80 = t.arch == Arch::kSm80 || t.arch == Arch::kSm90;
+  if (!p.aligned || p.k == 0 || !runs_sm80) return {Family::kGenericInt8, 0};
+  return mma_choice(Family::kSm80Int8, kSm80Tiles, kInt8OutRules, p, t);
 }
 
 char const* const kScheduleNames[] = {"warp-specialised", "pingpong", "cooperative"};
@@ -158,13 +182,14 @@ std::string describe(SkinnyConfig const& c) {
 
 Choice choose(ScaledMmProblem const& p, Target const& t) {
   if (p.a != DType::kInt8) return float8_choice(p, t);
+  if (p.int8_out) return int8_out_choice(p, t);
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
   switch (t.arch) {
     case Arch::kSm90:
-      return {Family::kSm90, first_fit(kSm90Rules, p, kAlwaysFits)};
+      return {Family::kSm90,
+              p.batches > 1 ? first_fit(kSm90BatchRules, p, kAlwaysFits) : first_fit(kSm90Rules, p, kAlwaysFits)};
     case Arch::kSm80:
-      if (p.m <= kSkinnyTiles.back().tokens && p.n >= kSkinnyRows && p.n <= kSkinnyMaxN) return skinny_choice(p, t);
-      return mma_choice(Family::kSm80, kSm80Tiles, kSm80Rules, p, t);
+      return sm80_choice(p, t);
     case Arch::kSm75:
       return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
     case Arch::kSm89:
@@ -177,6 +202,10 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
 
 std::string describe(Choice const& choice) {
   switch (choice.family) {
+    case Family::kGenericInt8:
+      return "generic dp4a to int8 (slow: before SM80, or K % 16, N % 8 or a stride keeps rows off 16 bytes)";
+    case Family::kSm80Int8:
+      return describe(kSm80Tiles[choice.row], "sm80") + " to int8";
     case Family::kGeneric:
       return "generic dp4a (slow: K % 16, N % 8 or a row stride keeps rows off 16 bytes; pad the weight once)";
     case Family::kGenericFloat8:

@@ -9,7 +9,19 @@
 
 namespace epiloq::ops::scaled_mm {
 
-enum class Family { kGeneric, kGenericFloat8, kSkinny, kSm75, kSm80, kSm89, kSm90, kSm90Float8 };
+// The last two write int8.
+enum class Family {
+  kGeneric,
+  kGenericFloat8,
+  kSkinny,
+  kSm75,
+  kSm80,
+  kSm89,
+  kSm90,
+  kSm90Float8,
+  kGenericInt8,
+  kSm80Int8
+};
 
 struct Choice {
   Family family;

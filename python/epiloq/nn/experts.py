@@ -1,0 +1,137 @@
+"""Experts: what the layers of a mixture of experts share, and those with a scale a token and a channel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+import epiloq
+from epiloq.nn.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear
+
+_Layer = TypeVar("_Layer", bound="Experts")
+
+
+class Experts(PreparedLinear):
+    """``y[i] = x[i] W[e]^T`` for the expert e of each row i, without bias; the base of the classes to use.
+
+    For inference. The experts' rows come in one of two forms, as of ``epiloq.grouped_mm``: `x` ``[M, in_features]``
+    sorted by expert with `offs`, int32 ``[E]``, the ends of the experts' rows; or `x` ``[E, M, in_features]`` with
+    `masked_m`, int32 ``[E]``, how many of each expert's rows count. On a GPU neither is read back. `y` is contiguous,
+    in the dtype of `x` (float32, float16 or bfloat16), and holds anything in rows that belong to no expert.
+    """
+
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, *, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(in_features, out_features)
+        if experts < 1:
+            raise ValueError(f"{self._class()}: experts: expected at least 1, got {experts}")
+        self.experts = experts
+        shape = (experts, out_features, in_features)
+        self._hold("weight", shape, (1, N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold_scales(device)
+
+    @classmethod
+    @torch.no_grad()
+    def from_weight(cls: type[_Layer], weight: Tensor) -> _Layer:
+        """Quantise float weights ``[E, N, K]`` (left as they are) to the nearest values, on their device.
+
+        Raises ValueError for what is not float32, float16 or bfloat16 of three dimensions.
+        """
+        if weight.dim() != 3 or weight.dtype not in FLOAT_DTYPES:
+            expected = ", ".join(map(str, FLOAT_DTYPES))
+            raise ValueError(
+                f"{cls.__name__}: weight: expected [E, N, K] of {expected}, got {list(weight.shape)} of {weight.dtype}"
+            )
+        experts, n, k = weight.shape
+        layer = cls(experts, k, n, device=weight.device)
+        if not weight.is_meta:
+            for expert, values in enumerate(weight):
+                layer._fill_expert(expert, values.contiguous())
+        return layer
+
+    @abstractmethod
+    def _hold_scales(self, device: torch.device | str | None) -> None:
+        """Register the scales' buffer."""
+
+    @abstractmethod
+    def _fill_expert(self, expert: int, values: Tensor) -> None:
+        """Quantise one expert's float ``[N, K]`` into the buffers."""
+
+    def _rows(self, x: Tensor) -> Tensor:
+        self._check_width(x)
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class RowExperts(Experts):
+    """`Experts` with a scale for each token and one for each output feature of each expert; the base of two kinds."""
+
+    weight_scale: Tensor
+
+    def _hold_scales(self, device: torch.device | str | None) -> None:
+        shape = (self.experts, self.out_features)
+        self._hold("weight_scale", shape, (1, N_MULTIPLE), torch.float32, device)
+
+    @abstractmethod
+    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` ``[.., R, K]`` in WEIGHT_DTYPE, its rows padded, and a scale a row ``[.., R, 1]``."""
+
+    def _fill_expert(self, expert: int, values: Tensor) -> None:
+        q, scale = self._quantise(values)
+        self.weight[expert, : self.out_features] = q
+        self.weight_scale[expert, : self.out_features] = scale.flatten()
+
+    def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
+        q, scale = self._quantise(self._rows(x))
+        y = epiloq.grouped_mm(
+            q,
+            self.weight.mT,
+            scale,
+            self.weight_scale.unsqueeze(1),
+            offs=offs,
+            masked_m=masked_m,
+            recipe=(1, 1, -1),
+            out_dtype=x.dtype,
+        )
+        return y[..., : self.out_features].contiguous()
+
+
+class Int8Experts(RowExperts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are int8 with a scale a channel, activations int8 with a scale a token, symmetric, measured at run time, as
+    `Int8Linear` has them. At most 131056 in_features, where int32 sums stay exact.
+
+    Buffers, as the state dict holds them (E = experts, N = out_features, K = in_features):
+        weight        int8 [E, N, K], W / scale rounded to nearest, ties to even
+        weight_scale  float32 [E, N], max|W| / 127 of the channel, at least 2^-126
+    In memory N is rounded up to 8 and K to 16, with zeros.
+    """
+
+    WEIGHT_DTYPE = torch.int8
+
+    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
+        return q, scale
+
+
+class Fp8Experts(RowExperts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are float8_e4m3fn with a scale a channel, activations float8_e4m3fn with a scale a token, measured at run
+    time, as `Fp8Linear` has them.
+
+    Buffers, as the state dict holds them (E = experts, N = out_features, K = in_features):
+        weight        float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
+        weight_scale  float32 [E, N], max|W| / 448 of the channel, at least 2^-126
+    In memory N is rounded up to 8 and K to 16, with zeros.
+    """
+
+    WEIGHT_DTYPE = torch.float8_e4m3fn
+
+    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)

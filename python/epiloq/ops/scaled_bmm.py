@@ -1,0 +1,190 @@
+"""int8 and float8 matrix multiplication of a batch, with scales, and with int8 output: the products of attention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.float8 import to_float32
+from epiloq.ops.scaled_mm import exact_int_mm
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+_OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? scale_out=None"
+
+
+def scaled_bmm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_out: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``scale_a * scale_b * (a[i] @ b[i])`` for each i of a batch, in one launch, as `scaled_mm` computes it.
+
+    With ``out_dtype=torch.int8`` that divided by ``scale_out``, rounded to nearest, ties to even, and saturated to
+    [-128, 127]; NaN, which only scales can bring, becomes 0. Nothing is copied: batches and rows may lie apart by any
+    strides, so the heads of ``[tokens, heads, width]`` are ``x.transpose(0, 1)``, and those of ``a`` and ``b`` may be
+    expanded (stride 0), as keys and values shared by several heads are.
+
+    Args:
+        a: int8 or float8 (e4m3fn, e5m2) ``[B, M, K]``, rows dense.
+        b: ``[B, K, N]`` of ``a``'s kind, columns dense: ``rows.transpose(1, 2)`` of ``[B, N, K]`` with dense rows.
+        scale_a: float32: one element, ``[B, 1, 1]``, or ``[B, M, 1]`` with the scales of neighbouring rows beside each
+            other in memory.
+        scale_b: float32: one element, ``[B, 1, 1]``, or ``[B, 1, N]`` likewise.
+        out_dtype: float16 or bfloat16; float32 on the CPU too; int8 (of int8 operands) with ``scale_out``. ``out``'s
+            dtype where ``out`` is given.
+        scale_out: float32, one element: what an int8 output is in units of.
+        out: ``[B, M, N]``, rows dense, batches and rows apart, in memory of its own; it is written and returned.
+
+    Returns:
+        ``[B, M, N]``, accurate as `scaled_mm`'s; int8 outputs have the same bits on the CPU and on CUDA.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it. ``B`` is at most 65535, and for int8 ``K`` at most
+            131071, where int32 stays exact.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: as for `scaled_mm`.
+    """
+    if not direct((a, b, scale_a, scale_b), (scale_out, out)):
+        required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+        expect_tensors("scaled_bmm", required, {"scale_out": scale_out, "out": out}, writes=out is not None)
+        if out is None:
+            result = torch.ops.epiloq.scaled_bmm(a, b, scale_a, scale_b, scale_out, out_dtype=out_dtype)
+            return refuse_backward("scaled_bmm", result)
+        torch.ops.epiloq.scaled_bmm_out(a, b, scale_a, scale_b, scale_out, out=out)
+        return out
+    if out is None:
+        out = _empty(a, b, scale_out, out_dtype)
+    _run(out, a, b, scale_a, scale_b, scale_out)
+    return out
+
+
+def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype not in _OUT_DTYPES:
+        raise ValueError(
+            f"epiloq.scaled_bmm: out_dtype: expected torch.bfloat16, float16, float32 or int8, got {out_dtype!r}"
+        )
+    if (out_dtype == torch.int8) != (scale_out is not None):
+        expected = "a scale beside an int8 output" if scale_out is None else "none beside an output that is not int8"
+        raise ValueError(f"epiloq.scaled_bmm: scale_out: expected {expected}, got out_dtype {out_dtype!r}")
+    # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
+    return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
+
+
+def _run(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None) -> None:
+    implementation = _core.scaled_bmm if a.is_cuda else _run_on_cpu
+    implementation(out, a, b, scale_a, scale_b, scale_out)
+
+
+@torch.no_grad()
+def _run_on_cpu(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None) -> None:
+    _core.check_scaled_bmm(out, a, b, scale_a, scale_b, scale_out)
+    if out.numel() == 0:
+        return
+    scales_a, scales_b = (s.reshape(1, 1, 1) if s.numel() == 1 else s for s in (scale_a, scale_b))
+    scales_a, scales_b = scales_a.expand(a.shape[0], -1, 1), scales_b.expand(a.shape[0], 1, -1)
+    # One product at a time: torch has no int8 product of batches, and float32 copies of a whole batch would be large.
+    for target, x, w, row_scale, column_scale in zip(out, a, b, scales_a, scales_b, strict=True):
+        result = float_sums(x, w).mul_(column_scale).mul_(row_scale)
+        if scale_out is not None:
+            result = result.div_(scale_out.reshape(())).round_().nan_to_num_(0.0).clamp_(-128, 127)
+        target.copy_(result)
+
+
+def float_sums(x: Tensor, w: Tensor) -> Tensor:
+    """``x @ w`` on the CPU in float32: exact int32 sums converted, or float8 in float32."""
+    if x.dtype == torch.int8:
+        return exact_int_mm(x, w).to(torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        return to_float32(x) @ to_float32(w)
+
+
+def explain(*args: Any, **kwargs: Any) -> str:
+    """`epiloq.explain` for `scaled_bmm`: its own arguments, or by name some of ``m, n, k, batches, dtype, int8_out,
+    arch, aligned, sm_count``."""
+    try:
+        if "m" in kwargs and not args:
+            dtype = str(kwargs.pop("dtype", torch.int8)).removeprefix("torch.")
+            return _core.explain_scaled_mm_problem(**kwargs, dtype=dtype)
+        given = _SIGNATURE.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"epiloq.scaled_bmm: {error}") from None
+    given.apply_defaults()
+    call = given.arguments
+    out, out_dtype = call.pop("out"), call.pop("out_dtype")
+    required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
+    expect_tensors("scaled_bmm", required, {"scale_out": call["scale_out"], "out": out}, writes=False)
+    if out is None:
+        out = _empty(call["a"], call["b"], call["scale_out"], out_dtype)
+    if call["a"].is_cuda or _core.forced_arch() != "auto":
+        return _core.explain_scaled_bmm(out, **call)
+    _core.check_scaled_bmm(out, **call)
+    kind = "int8 matmul" if call["a"].dtype == torch.int8 else "fp32 matmul of float8 values"
+    return f"cpu {kind}, product by product"
+
+
+_SIGNATURE = inspect.signature(scaled_bmm)
+
+
+def _impl(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = _empty(a, b, scale_out, out_dtype)
+    _run(out, a, b, scale_a, scale_b, scale_out)
+    return out
+
+
+def _impl_out(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None, *, out: Tensor
+) -> None:
+    _run(out, a, b, scale_a, scale_b, scale_out)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if a.ndim != 3 or b.ndim != 3:
+        raise ValueError(
+            f"epiloq.scaled_bmm: b: expected [B, K, N] beside a [B, M, K], got {b.ndim} and {a.ndim} dimensions"
+        )
+    for dimension, of_a in ((0, 0), (1, 2)):
+        torch._check_value(
+            a.shape[of_a] == b.shape[dimension],
+            lambda: f"epiloq.scaled_bmm: b: expected [{a.shape[0]}, {a.shape[2]}, N], got {list(b.shape)}",
+        )
+    return _empty(a, b, scale_out, out_dtype)
+
+
+def _fake_out(*_: Tensor | None, out: Tensor) -> None:
+    return None
+
+
+_Function = Callable[..., Tensor | None]
+_OPERATORS: tuple[tuple[str, _Function, _Function], ...] = (
+    (f"scaled_bmm({_OPERANDS}, *, ScalarType out_dtype) -> Tensor", _impl, _fake),
+    (f"scaled_bmm_out({_OPERANDS}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out),
+)
+for _schema, _function, _shapes in _OPERATORS:
+    register("scaled_bmm", _schema, _function, _shapes)
