@@ -14,36 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
-from epiloq import _core
 from reference import poisoned
-from weight_reference import KINDS, assert_close, make_weight
+from weight_reference import KINDS, assert_close, make_weight, run_and_check, run_kernel
 
 HALVES = [torch.float16, torch.bfloat16]
-
-
-def run_and_check(
-    device: str,
-    m: int,
-    n: int,
-    k: int,
-    bits: int = 4,
-    group_size: int = 128,
-    kind: str = "symmetric",
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    scale_dtype: torch.dtype = torch.float16,
-    act_order: bool = False,
-    bias: bool = False,
-    clamp: tuple[float, float] | None = None,
-) -> None:
-    weight = make_weight(n, k, bits, group_size, kind, scale_dtype=scale_dtype, act_order=act_order, device=device)
-    x = torch.randn(m, k, device=device).to(dtype)
-    b = torch.randn(n, device=device).to(dtype) if bias else None
-    out = poisoned((m, n), dtype, device)
-    assert epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp, out=out) is out
-    dense = "de-quantise," in epiloq.explain("weight_only_mm", x, weight.packed, b)
-    assert_close(out, x, weight, b, clamp, dense_route=dense)
-    assert torch.equal(epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -112,83 +86,6 @@ def test_any_product(
     torch.manual_seed(draw)
     act_order, bias = options
     run_and_check("cpu", m, n, k, bits, group_size, kind, dtype, act_order=act_order, bias=bias)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtype, arch: str) -> None:
-    with epiloq.config(arch=arch):
-        for n, k in ((4096, 4096), (2112, 7168), (1000, 14336)):
-            for m in (1, 8, 17, 64, 190, 700):
-                run_and_check("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
-
-
-def kernels() -> list[tuple[bool, int, int]]:
-    """Every row of both tables, with K shared by one block, by some, and by the most."""
-    return [
-        (tiled, row, split) for tiled, rows in ((False, 4), (True, 5)) for row in range(rows) for split in (1, 3, 8)
-    ]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 512, -1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: torch.dtype) -> None:
-    """Whatever the tables say. A kernel that this device cannot run is refused; two of them run on every device."""
-    ran = 0
-    for n, k in ((1040, 2064), (33, 1100)):
-        weight = make_weight(n, k, bits, group_size, kind, device="cuda")
-        w = weight.packed
-        numbers = (bits, n, k, group_size, -math.inf, math.inf)
-        for m, kernel in itertools.product((1, 5, 8, 40, 130), kernels()):
-            if m > 8 and not kernel[0]:
-                continue
-            x, out = torch.randn(m, k, device="cuda").to(dtype), poisoned((m, n), dtype, "cuda")
-            x = torch.nn.functional.pad(x, (0, -k % 8))[:, :k]
-            try:
-                assert _core.weight_only_mm(out, x, w.q, w.scale, w.zero, w.offset, None, *numbers, kernel=kernel)
-            except ValueError as refusal:
-                assert "kernel: expected one that fits" in str(refusal)
-                continue
-            assert_close(out, x, weight)
-            ran += 1
-    assert ran >= 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_integer_is_exact(bits: int, dtype: torch.dtype) -> None:
-    """Rows of the unit matrix read the weight back, q - zero for every q at every place and every zero."""
-    values = 1 << bits
-    x = torch.eye(256, device="cuda", dtype=dtype)
-    for shift in range(0, values, 5):
-        q = (torch.arange(256 * 256).view(256, 256) * 3 + torch.arange(256)[:, None] + shift) % values
-        zero = (torch.arange(256)[:, None] * 7 + shift) % values
-        packed = epiloq.pack_weight(q, torch.ones(256, 1), zero, bits=bits, group_size=-1).to("cuda")
-        expected = (q - zero).to(dtype).t().cuda()
-        for m in (1, 8, 64, 256):
-            for first in range(0, 256, m if m > 8 else 61):
-                rows = x[first : first + m]
-                assert torch.equal(epiloq.weight_only_mm(rows, packed), expected[first : first + m])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 8, 64])
-def test_nothing_is_read_past_the_ends(seed: int, m: int) -> None:
-    """Guards of NaN around x, in the row's own padding above all, leave no trace."""
-    for n, k, dtype in itertools.product((17, 100), (33, 100, 576), HALVES):
-        weight = make_weight(n, k, 4, 32, "zero", device="cuda")
-        x = torch.randn(m, k, device="cuda").to(dtype)
-        padded = -(-k // 8) * 8
-        memory = torch.full((m + 2, padded + 8), math.nan, dtype=dtype, device="cuda")
-        view = memory[1:-1, :k].copy_(x)
-        assert_close(epiloq.weight_only_mm(view, weight.packed), x, weight)
 
 
 def test_deterministic(seed: int, device: str) -> None:
@@ -267,27 +164,6 @@ def test_compiles_whole(seed: int, device: str) -> None:
         assert torch.equal(compiled(x), f(x))
 
 
-@pytest.mark.gpu
-def test_in_a_cuda_graph_and_on_a_stream(seed: int) -> None:
-    weight = make_weight(512, 1024, device="cuda").packed
-    for m in (1, 40, 700):
-        x = torch.randn(m, 1024, device="cuda").half()
-        expected = epiloq.weight_only_mm(x, weight)
-        out = torch.zeros_like(expected)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            epiloq.weight_only_mm(x, weight, out=out)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            again = epiloq.weight_only_mm(x, weight)
-        stream.synchronize()
-        assert torch.equal(again, expected)
-
-
 def call(**changes: Any) -> dict[str, Any]:
     valid = {"x": torch.randn(3, 64).half(), "weight": make_weight(20, 64, group_size=32).packed}
     return {**valid, "bias": torch.randn(20).half(), "out": torch.zeros(3, 20).half(), **changes}
@@ -328,6 +204,12 @@ def test_what_is_no_tensor_and_no_weight() -> None:
         epiloq.weight_only_mm(**call(weight=torch.zeros(20, 64)))
     with pytest.raises(TypeError, match="x: expected a tensor, got list"):
         epiloq.weight_only_mm(**call(x=[1.0]))
+
+
+def test_a_kernel_by_name(seed: int) -> None:
+    x, weight = torch.randn(3, 64).half(), make_weight(20, 64, group_size=32).packed
+    with pytest.raises(ValueError, match="kernel: expected stream, tiled or wgmma, got cublas"):
+        run_kernel(("cublas", 0, 1), x, weight)
 
 
 def test_out_apart_from_what_is_read() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import epiloq
-from reference import ulp
+from epiloq import _core
+from reference import poisoned, ulp
 
 KINDS = ("symmetric", "zero", "offset")
 # One part in so many is the rounding of a dense product's weights.
@@ -58,6 +60,23 @@ def make_weight(
     return Weight(q, scale, zero, offset, perm, packed, dense, size)
 
 
+def run_kernel(
+    kernel: tuple[str, int, int],
+    x: Tensor,
+    weight: epiloq.PackedWeight,
+    bias: Tensor | None = None,
+    clamp: tuple[float, float] = (-math.inf, math.inf),
+    out: Tensor | None = None,
+) -> Tensor:
+    """One kernel (family, row, blocks that share K), whatever the tables say. ValueError where it cannot serve."""
+    if out is None:
+        out = poisoned((x.shape[0], weight.n), x.dtype, str(x.device))
+    w = weight
+    numbers = (w.bits, w.n, w.k, w.group_size, *clamp)
+    assert _core.weight_only_mm(out, x, w.q, w.scale, w.zero, w.offset, bias, *numbers, kernel=kernel)
+    return out
+
+
 def assert_close(
     y: Tensor,
     x: Tensor,
@@ -82,3 +101,28 @@ def assert_close(
     error = (y.double().reshape(exact.shape) - exact).abs()
     assert not error.isnan().any(), "NaN: an element that was never written?"
     assert (error <= bound).all(), f"worst element {float((error / bound).max()):.2f} times the bound"
+
+
+def run_and_check(
+    device: str,
+    m: int,
+    n: int,
+    k: int,
+    bits: int = 4,
+    group_size: int = 128,
+    kind: str = "symmetric",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_dtype: torch.dtype = torch.float16,
+    act_order: bool = False,
+    bias: bool = False,
+    clamp: tuple[float, float] | None = None,
+) -> None:
+    weight = make_weight(n, k, bits, group_size, kind, scale_dtype=scale_dtype, act_order=act_order, device=device)
+    x = torch.randn(m, k, device=device).to(dtype)
+    b = torch.randn(n, device=device).to(dtype) if bias else None
+    out = poisoned((m, n), dtype, device)
+    assert epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp, out=out) is out
+    dense = "de-quantise," in epiloq.explain("weight_only_mm", x, weight.packed, b)
+    assert_close(out, x, weight, b, clamp, dense_route=dense)
+    assert torch.equal(epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp), out)

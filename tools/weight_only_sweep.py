@@ -1,8 +1,11 @@
 """Times every weight-only kernel on a GPU, table rows x splits of K, beside the one that the tables choose.
 
     python tools/weight_only_sweep.py [--variant w4_g128] [--shapes 6144x4096,8192x8192] [--tokens 1,8,64]
+                                      [--families tiled,wgmma] [--splits 1,2,4,8]
 
-Weights are cold in L2, replays of a CUDA graph. Percentages are of the read floor for the packed weight.
+Weights are cold in L2, replays of a CUDA graph. Percentages are of the read floor for the packed weight; every kernel's
+result is compared with the dense product first. At the end stands what configs.h takes: each family's mean over the
+shapes, with how often each of its rows was best, and the tokens between which wgmma wins.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections import Counter, defaultdict
 from functools import partial
 
 import torch
@@ -22,38 +26,90 @@ from epiloq.bench.floor import ReadFloor, measure_read_floor
 from epiloq.bench.operations.weight_only_mm import OPERATION, VARIANTS
 from epiloq.bench.timing import CudaTimer, cache_bytes, rotate
 
-ROWS = {False: 4, True: 5}  # of the tables in src/ops/weight_only_mm/configs.h
+Kernel = tuple[str, int, int]
+# Tokens of a tile, by row of the tables in src/ops/weight_only_mm/configs.h.
+TILES = {"stream": (8, 8, 8, 8), "tiled": (16, 32, 64, 128, 32), "wgmma": (16, 32, 64, 128, 64)}
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
+DENSE = "dense"
 
 
-def bind(case: Case, inputs: Inputs, kernel: tuple[bool, int, int] | None) -> partial[bool]:
+def bind(case: Case, inputs: Inputs, kernel: Kernel) -> tuple[partial[bool], torch.Tensor]:
     variant = VARIANTS[case.variant]
     numbers = (variant.bits, case.n, case.k, variant.group_size, -math.inf, math.inf)
     out = inputs["x"].new_empty((case.m, case.n))
     parts = (inputs["x"], inputs["q"], inputs["scale"], inputs.get("zero"), None, None)
-    return partial(_core.weight_only_mm, out, *parts, *numbers, kernel=kernel)
+    return partial(_core.weight_only_mm, out, *parts, *numbers, kernel=kernel), out
 
 
-def sweep(case: Case, timer: CudaTimer, floor: ReadFloor, generator: torch.Generator) -> None:
+def candidates(m: int, families: list[str], splits: list[int]) -> list[Kernel]:
+    """Tiles neither half empty nor many times too narrow."""
+    return [
+        (family, row, split)
+        for family in families
+        for row, tile in enumerate(TILES[family])
+        for split in splits
+        if tile < 2 * max(m, 9) and (2 * tile >= min(m, 128) if family != "stream" else m <= tile)
+    ]
+
+
+def sweep(
+    case: Case, kernels: list[Kernel], timer: CudaTimer, floor: ReadFloor, generator: torch.Generator
+) -> dict[Kernel, float]:
     sets, _ = rotate(OPERATION.inputs(case, generator), cache_bytes(generator.device))
     nbytes = sum(tensor.nbytes for tensor in sets[0].values())
-    times: dict[str, float] = {}
-    for tiled in (False, True):
-        for row, split in itertools.product(range(ROWS[tiled]), range(1, 9)):
-            try:
-                calls = [bind(case, inputs, (tiled, row, split)) for inputs in sets]
-                calls[0]()
-            except ValueError:
-                continue
-            times[f"{'tiled' if tiled else 'stream'} {row} split {split}"] = timer.kernel_us(calls)
+    dense = OPERATION.peers["dense"](case, sets).calls
+    reference = dense[0]()
+    assert isinstance(reference, torch.Tensor)
+    times: dict[Kernel, float] = {}
+    for kernel in kernels:
+        try:
+            bound = [bind(case, inputs, kernel) for inputs in sets]
+            bound[0][0]()
+        except ValueError:
+            continue
+        error = float((bound[0][1] - reference).float().norm() / reference.float().norm())
+        if not error < 0.02:
+            print(f"    WRONG by {error:.3f}: {kernel}")
+            continue
+        times[kernel] = timer.kernel_us([call for call, _ in bound])
     own = timer.kernel_us(OPERATION.bind(case, sets).calls)
-    dense = timer.kernel_us(OPERATION.peers["dense"](case, sets).calls)
     chosen = epiloq.explain("weight_only_mm", m=case.m, n=case.n, k=case.k, bits=VARIANTS[case.variant].bits)
     lowest = floor.us(nbytes)
-    print(f"{case}: floor {lowest:.1f} us, 16-bit product {dense:.1f}, chosen {own:.1f} ({100 * lowest / own:.0f} %)")
+    x = sets[0]["x"]
+    weights = [torch.randn(case.n, case.k, dtype=x.dtype, device=x.device) for _ in range(3)]
+    half = timer.kernel_us([partial(torch.nn.functional.linear, x, weight) for weight in weights])
+    print(f"{case}: floor {lowest:.1f} us, 16-bit product {half:.1f}, chosen {own:.1f} ({100 * lowest / own:.0f} %)")
     print(f"    {chosen}")
-    for name in sorted(times, key=times.__getitem__)[:6]:
-        print(f"    {times[name]:7.1f} us {100 * lowest / times[name]:3.0f} %  {name}")
+    for kernel in sorted(times, key=times.__getitem__)[:6]:
+        family, row, split = kernel
+        print(f"    {times[kernel]:7.1f} us {100 * lowest / times[kernel]:3.0f} %  {family} {row} split {split}")
+    return {**times, (DENSE, 0, 1): timer.kernel_us(dense)}
+
+
+def mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summarise(found: dict[int, list[dict[Kernel, float]]]) -> None:
+    """By tokens, each family's best kernel; then the range in which wgmma's are faster than the others'."""
+    wins = []
+    for m, shapes in sorted(found.items()):
+        means = {}
+        for family in (*TILES, DENSE):
+            best = [
+                min((t, kernel) for kernel, t in times.items() if kernel[0] == family)
+                for times in shapes
+                if any(kernel[0] == family for kernel in times)
+            ]
+            if len(best) < len(shapes):
+                continue
+            means[family] = mean([t for t, _ in best])
+            rows = Counter(f"row {kernel[1]} split {kernel[2]}" for _, kernel in best)
+            print(f"{m:5} tokens: {family:6} {means[family]:7.1f} us  {dict(rows.most_common(4))}")
+        if min(means, key=means.__getitem__) == "wgmma":
+            wins.append(m)
+    if wins:
+        print(f"inline constexpr TokenRange kWgmmaTokens{{{wins[0]}, {wins[-1]}}};  // wins at {wins}")
 
 
 def main() -> None:
@@ -61,13 +117,20 @@ def main() -> None:
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="w4_g128")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,4,8,16,32,64,128,256,512")
+    parser.add_argument("--families", default=",".join(TILES))
+    parser.add_argument("--splits", default="1,2,3,4,5,6,7,8")
     arguments = parser.parse_args()
     device, timer = torch.device("cuda"), CudaTimer()
     floor = measure_read_floor(device, timer)
     generator = torch.Generator(device).manual_seed(0)
+    splits = [int(split) for split in arguments.splits.split(",")]
+    found: dict[int, list[dict[Kernel, float]]] = defaultdict(list)
     for shape, tokens in itertools.product(arguments.shapes.split(","), arguments.tokens.split(",")):
         n, k = map(int, shape.split("x"))
-        sweep(Case("weight_only_mm", arguments.variant, "", int(tokens), n, k), timer, floor, generator)
+        case = Case("weight_only_mm", arguments.variant, "", int(tokens), n, k)
+        kernels = candidates(case.m, arguments.families.split(","), splits)
+        found[case.m].append(sweep(case, kernels, timer, floor, generator))
+    summarise(found)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,13 @@ struct PackedWeight {
   std::int64_t group_size = -1;  // columns a group, the last may be short; -1: the whole row
 };
 
-// A kernel by name, for tests and for finding out which is best: a row of a table in src/ops/weight_only_mm/configs.h,
-// and how many blocks of a cluster share K.
+// kDense: no kernel; the weight is de-quantised, then multiplied with a dense product.
+enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kWgmma };
+
+// A kernel by name, for tests and for finding out which is best: a row of a family's table in
+// src/ops/weight_only_mm/configs.h, and how many blocks of a cluster share K.
 struct WeightOnlyMmKernel {
-  bool tiled = false;
+  WeightOnlyMmFamily family = WeightOnlyMmFamily::kStream;
   int row = 0;
   int split = 1;
 };
@@ -53,8 +56,10 @@ struct WeightOnlyMmProblem {
   int bits = 4;
   std::int64_t group_size = -1;
   DType dtype = DType::kFloat16;
-  bool aligned = true;      // 16-byte rows in X
-  int parameter_bytes = 2;  // of a row and group: its scale, and its zero point or offset
+  bool aligned = true;   // 16-byte rows in X
+  int scale_bytes = 2;   // of a row and group
+  int zero_bytes = 0;    // likewise, where there are zero points
+  bool offsets = false;  // of the scales' type
 };
 
 // Throw InvalidArgument where an argument does not fit. Work without CUDA.

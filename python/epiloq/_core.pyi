@@ -286,7 +286,7 @@ def weight_only_mm(
     group_size: int,
     lo: float,
     hi: float,
-    kernel: tuple[bool, int, int] | None = None,
+    kernel: tuple[str, int, int] | None = None,
 ) -> bool: ...
 def check_weight_only_mm(
     out: Tensor,
@@ -302,7 +302,7 @@ def check_weight_only_mm(
     group_size: int,
     lo: float,
     hi: float,
-    kernel: tuple[bool, int, int] | None = None,
+    kernel: tuple[str, int, int] | None = None,
 ) -> None: ...
 def explain_weight_only_mm(
     out: Tensor,
@@ -318,7 +318,7 @@ def explain_weight_only_mm(
     group_size: int,
     lo: float,
     hi: float,
-    kernel: tuple[bool, int, int] | None = None,
+    kernel: tuple[str, int, int] | None = None,
 ) -> str: ...
 def dequantize_weight(
     out: Tensor,

@@ -1,4 +1,5 @@
 #include "bindings/register.h"
+#include "epiloq/error.h"
 #include "epiloq/weight_only_mm.h"
 
 namespace epiloq::bindings {
@@ -11,6 +12,19 @@ PackedWeight weight_of(TensorArg const& q, TensorArg const& scale, Optional cons
   return {q.view, scale.view, view_of(zero), view_of(offset), bits, n, k, group_size};
 }
 
+using KernelArg = std::tuple<std::string, int, int>;
+
+WeightOnlyMmKernel kernel_of(KernelArg const& kernel) {
+  constexpr std::pair<char const*, WeightOnlyMmFamily> kFamilies[] = {{"stream", WeightOnlyMmFamily::kStream},
+                                                                      {"tiled", WeightOnlyMmFamily::kTiled},
+                                                                      {"wgmma", WeightOnlyMmFamily::kWgmma}};
+  auto const& [name, row, split] = kernel;
+  for (auto const& [known, family] : kFamilies) {
+    if (name == known) return {family, row, split};
+  }
+  throw InvalidArgument("epiloq.weight_only_mm: kernel: expected stream, tiled or wgmma, got " + name);
+}
+
 }  // namespace
 
 void register_weight_only_mm(py::module_& module) {
@@ -19,11 +33,10 @@ void register_weight_only_mm(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& q, TensorArg const& scale,
                  Optional const& zero, Optional const& offset, Optional const& bias, int bits, std::int64_t n,
-                 std::int64_t k, std::int64_t group_size, float lo, float hi,
-                 std::optional<std::tuple<bool, int, int>> const& kernel) {
+                 std::int64_t k, std::int64_t group_size, float lo, float hi, std::optional<KernelArg> const& kernel) {
           PackedWeight const weight = weight_of(q, scale, zero, offset, bits, n, k, group_size);
           WeightOnlyMm call{out.view, x.view, weight, view_of(bias), lo, hi};
-          if (kernel) call.kernel = std::make_from_tuple<WeightOnlyMmKernel>(*kernel);
+          if (kernel) call.kernel = kernel_of(*kernel);
           return action(call, x);
         },
         py::arg("out"), py::arg("x"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"),

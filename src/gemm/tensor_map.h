@@ -1,9 +1,12 @@
 #pragma once
 
-// TMA descriptors of 8-bit matrices, for kernels written by hand.
+// TMA descriptors, for kernels written by hand.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <initializer_list>
 
 #include "core/cuda_check.h"
 
@@ -23,21 +26,29 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// Boxes of `box_rows` rows by `box_columns` bytes (64 or 128), each row a line of a swizzle of that width, as wgmma
-// reads it. What lies outside the matrix is read as zero. The matrix and its stride are multiples of 16 bytes.
-inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                                 int box_rows, int box_columns = 128) {
-  std::uint64_t const sizes[] = {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)};
-  std::uint64_t const strides[] = {static_cast<std::uint64_t>(stride)};
-  std::uint32_t const box[] = {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows)};
-  std::uint32_t const steps[] = {1, 1};
-  auto const swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+// Of bytes: sizes and boxes from the innermost dimension outwards, strides of all but that one, multiples of 16. What
+// lies outside is read as zero.
+inline CUtensorMap encode_tensor_map(void const* data, std::initializer_list<std::uint64_t> sizes,
+                                     std::initializer_list<std::uint64_t> strides,
+                                     std::initializer_list<std::uint32_t> box, CUtensorMapSwizzle swizzle) {
+  constexpr std::uint32_t kSteps[] = {1, 1, 1};
   CUtensorMap map;
-  CUresult const status = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes,
-                                               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const status = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, static_cast<std::uint32_t>(sizes.size()), const_cast<void*>(data),
+      sizes.begin(), strides.begin(), box.begin(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw CudaError("epiloq: the driver refused a tensor map");
   return map;
+}
+
+// Boxes of `box_rows` rows by `box_columns` bytes (64 or 128), each row a line of a swizzle of that width, as wgmma
+// reads it. The matrix and its stride are multiples of 16 bytes.
+inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                                 int box_rows, int box_columns = 128) {
+  auto const swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  return encode_tensor_map(matrix, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
+                           {static_cast<std::uint64_t>(stride)},
+                           {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows)}, swizzle);
 }
 
 }  // namespace epiloq::gemm

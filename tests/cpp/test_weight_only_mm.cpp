@@ -139,10 +139,20 @@ void kernels_that_cannot_serve_are_refused() {
   WeightOnlyMm call = operands.call();
   call.x.dtype = call.out.dtype = DType::kFloat16;
   CHECK(explain(call).find("stream") == 0);
-  for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{false, 9, 1}, {true, 0, 9}, {false, 0, 2}}) {
+  using enum WeightOnlyMmFamily;
+  for (WeightOnlyMmKernel const& kernel :
+       {WeightOnlyMmKernel{kStream, 9, 1}, {kTiled, -1, 1}, {kTiled, 0, 9}, {kStream, 0, 2}, {kDense, 0, 1}}) {
     call.kernel = kernel;
     CHECK_THROWS(InvalidArgument, explain(call), "kernel: expected one that fits");
   }
+  call.kernel = {kWgmma, 2, 1};
+  CHECK_EQUAL(explain(call), "wgmma 256 weight rows x 64 tokens, 4 warpgroups");
+  call.weight.offset = call.weight.scale;
+  call.weight.zero.reset();
+  CHECK_THROWS(InvalidArgument, explain(call), "or for offsets");
+  call.weight.offset.reset();
+  force_arch(Arch::kSm80);
+  CHECK_THROWS(InvalidArgument, explain(call), "not built for this architecture");
   force_arch(Arch::kAuto);
 }
 

@@ -39,6 +39,26 @@ inline constexpr std::array kTiledRows{
     TiledConfig{8, 128, 3, 2, 1}, TiledConfig{4, 32, 2, 2, 2},
 };
 
+// SM90, more tokens: `teams` warpgroups of `blocks` times 64 weight rows each, by tiles of `tokens`. Tiles are high
+// because each reads all tokens from L2, whose bandwidth otherwise ends before memory's; so there are few, and K is
+// shared. Chosen by reasoning.
+struct WgmmaConfig {
+  int teams, blocks, tokens;
+
+  constexpr int rows() const { return 64 * teams * blocks; }
+};
+
+// By tokens, fewest first; then one for weights of few rows, which no rule takes until a measurement says where.
+inline constexpr std::array kWgmmaRows{
+    WgmmaConfig{4, 1, 16}, WgmmaConfig{4, 1, 32}, WgmmaConfig{4, 1, 64}, WgmmaConfig{2, 2, 128}, WgmmaConfig{2, 1, 64},
+};
+
+// Tokens from which to which the wgmma kernel is taken. None: it has not been run on a GPU.
+struct TokenRange {
+  int first, last;
+};
+inline constexpr TokenRange kWgmmaTokens{1, 0};
+
 // Bytes of weights that a block asks for before the previous kernel has finished.
 inline constexpr int kEarlyBytes = 32 * 1024;
 

@@ -1,6 +1,7 @@
 #include "ops/weight_only_mm/launch.h"
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "epiloq/error.h"
@@ -25,12 +26,18 @@ struct TiledFamily {
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
   static constexpr Launch kLaunch = &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;
 };
+struct WgmmaFamily {
+  static constexpr int kRows = static_cast<int>(kWgmmaRows.size());
+  template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+  static constexpr Launch kLaunch = kOffsets ? nullptr : &launch_wgmma<kRow, kX, kBits, kGroups>;
+};
 
-// SM75 has the last row of each table, in float16.
+// SM75 has the last row of each table but SM90's own, in float16.
 template <class Family, int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 constexpr Launch built() {
-  constexpr bool kNewer = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
-  if constexpr (kNewer || (kX == DType::kFloat16 && kRow + 1 == Family::kRows)) {
+  constexpr bool kIsWgmma = std::is_same_v<Family, WgmmaFamily>;
+  constexpr bool kNewer = EPILOQ_HAS_SM90 || (EPILOQ_HAS_SM80 && !kIsWgmma);
+  if constexpr (kNewer || (!kIsWgmma && kX == DType::kFloat16 && kRow + 1 == Family::kRows)) {
     return Family::template kLaunch<kRow, kX, kBits, kGroups, kOffsets>;
   } else {
     return nullptr;
@@ -58,6 +65,17 @@ constexpr std::array<Variants, sizeof...(kRows)> table(std::integer_sequence<int
 template <class Family>
 constexpr auto kTable = table<Family>(std::make_integer_sequence<int, Family::kRows>{});
 
+Variants const& variants_of(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kStream:
+      return kTable<StreamFamily>[choice.row];
+    case Family::kTiled:
+      return kTable<TiledFamily>[choice.row];
+    default:
+      return kTable<WgmmaFamily>[choice.row];
+  }
+}
+
 int groups_index(int group) { return group == 32 ? 2 : group == 64 ? 1 : 0; }
 
 }  // namespace
@@ -77,10 +95,9 @@ Target target_of_device(int device) {
 
 void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
-  Variants const& variants =
-      choice.family == Family::kStream ? kTable<StreamFamily>[choice.row] : kTable<TiledFamily>[choice.row];
   Weight const& w = problem.weight;
-  Launch const launch = variants[x == DType::kBFloat16][w.bits == 8][groups_index(w.group)][w.offset != nullptr];
+  Launch const launch =
+      variants_of(choice)[x == DType::kBFloat16][w.bits == 8][groups_index(w.group)][w.offset != nullptr];
   if (launch == nullptr) throw Unsupported("epiloq.weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   launch(problem, choice.split, device, stream);
 }

@@ -14,5 +14,7 @@ template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_stream(Problem const&, int split, int device, Stream);
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_tiled(Problem const&, int split, int device, Stream);
+template <int kRow, DType kX, int kBits, int kGroups>
+void launch_wgmma(Problem const&, int split, int device, Stream);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -5,7 +5,7 @@
 
 #include "epiloq/error.h"
 #include "ops/weight_only_mm/configs.h"
-#include "ops/weight_only_mm/layout.h"
+#include "ops/weight_only_mm/wgmma_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
@@ -20,9 +20,10 @@ std::int64_t group_of(WeightOnlyMmProblem const& p) {
 }
 
 // Bytes of a step of so many weight rows, with their parameters.
+std::int64_t groups_in_step(WeightOnlyMmProblem const& p) { return std::max<std::int64_t>(1, kPadding / group_of(p)); }
 std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
-  std::int64_t const groups = std::max<std::int64_t>(1, kPadding / group_of(p));
-  return rows * (kPadding * p.bits / 8 + groups * p.parameter_bytes);
+  int const parameter_bytes = p.scale_bytes * (p.offsets ? 2 : 1) + p.zero_bytes;
+  return rows * (kPadding * p.bits / 8 + groups_in_step(p) * parameter_bytes);
 }
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -36,10 +37,36 @@ bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
          c.tokens * (c.rows() + 4) * 4 <= t.shared_bytes;
 }
 
+bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
+  constexpr int kFewest = 2;
+  return wgmma_stages(stage, t.shared_bytes) >= kFewest &&
+         wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
+}
+
+// Of the family's table, for this architecture.
+bool is_built(Family family, int row, Arch arch) {
+  if (family == Family::kWgmma) return arch == Arch::kSm90;
+  std::size_t const rows = family == Family::kStream ? kStreamRows.size() : kTiledRows.size();
+  return arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
+}
+
 template <class Rows>
-bool is_there(Rows const& rows, int row, WeightOnlyMmProblem const& p, Target const& t) {
-  bool const built = t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows.size());
-  return built && fits(rows[row], p, t);
+bool is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t.arch) && fits(rows[row], p, t);
+}
+
+bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  switch (family) {
+    case Family::kStream:
+      return p.m <= kStreamTokens && is_there(kStreamRows, family, row, p, t);
+    case Family::kTiled:
+      return is_there(kTiledRows, family, row, p, t);
+    case Family::kWgmma:
+      return !p.offsets && is_there(kWgmmaRows, family, row, p, t);
+    default:
+      return false;
+  }
 }
 
 // The blocks of a cluster that share K, so that all are done soonest: as many at a time as the SMs hold, each its steps
@@ -61,7 +88,7 @@ Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
   std::int64_t const slabs = ceil_div(p.n, kSlab), steps = ceil_div(p.k, kPadding);
   int chosen = -1;
   for (int row = 0; row < static_cast<int>(kStreamRows.size()); ++row) {
-    if (!is_there(kStreamRows, row, p, t)) continue;
+    if (!is_there(Family::kStream, row, p, t)) continue;
     bool const enough = chosen >= 0 && ceil_div(slabs, kStreamRows[chosen].slabs_of(p.bits)) * 5 >= 8 * t.sm_count;
     bool const narrower = chosen < 0 || kStreamRows[row].slabs_of(p.bits) < kStreamRows[chosen].slabs_of(p.bits);
     if (!enough && narrower) chosen = row;
@@ -73,18 +100,20 @@ Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
           blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, 2, t)};
 }
 
-// The narrowest tile that takes all tokens, or else the widest.
-Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
+// The narrowest tile that takes all tokens, or else the widest; `blocks_of` an SM.
+template <class Rows, class Blocks>
+Choice choice_by_tokens(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t,
+                        Blocks blocks_of) {
   int chosen = -1;
-  for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
-    if (!is_there(kTiledRows, row, p, t)) continue;
-    bool const wider = chosen < 0 || kTiledRows[row].tokens > kTiledRows[chosen].tokens;
-    if (chosen < 0 || (wider && kTiledRows[chosen].tokens < p.m)) chosen = row;
+  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+    if (!is_there(family, row, p, t)) continue;
+    bool const wider = chosen < 0 || rows[row].tokens > rows[chosen].tokens;
+    if (chosen < 0 || (wider && rows[chosen].tokens < p.m)) chosen = row;
   }
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
-  TiledConfig const& config = kTiledRows[chosen];
+  auto const& config = rows[chosen];
   std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
-  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
+  return {family, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, blocks_of(config), t)};
 }
 
 bool has_kernel(std::int64_t group) {
@@ -106,7 +135,6 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
   if (!p.aligned) return "rows of x off 16 bytes";
   if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
   if (is_large(p)) return "more than 4 GB of weights";
-  if (p.m >= kDenseTokens) return "many tokens";
   return nullptr;
 }
 
@@ -114,17 +142,22 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
-  return p.m <= kStreamTokens ? stream_choice(p, t) : tiled_choice(p, t);
+  if (p.m >= kWgmmaTokens.first && p.m <= kWgmmaTokens.last) {
+    Choice const choice = choice_by_tokens(Family::kWgmma, kWgmmaRows, p, t, [](auto const&) { return 1; });
+    if (choice.family == Family::kWgmma) return choice;
+  }
+  if (p.m >= kDenseTokens) return {Family::kDense, 0, 1, "many tokens"};
+  if (p.m <= kStreamTokens) return stream_choice(p, t);
+  return choice_by_tokens(Family::kTiled, kTiledRows, p, t, [](auto const& config) { return config.blocks; });
 }
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
   char const* why = why_dense(p, t);
-  int const rows = static_cast<int>(kernel.tiled ? kTiledRows.size() : kStreamRows.size());
-  if (kernel.row < 0 || kernel.row >= rows)
-    why = "no such row";
-  else if (kernel.tiled ? !is_there(kTiledRows, kernel.row, p, t) : !is_there(kStreamRows, kernel.row, p, t))
-    why = "not built for this architecture, or too large for its shared memory";
-  if (!kernel.tiled && p.m > kStreamTokens) why = "too many tokens";
+  if (why == nullptr && !is_there(kernel.family, kernel.row, p, t)) {
+    why =
+        "no such row, not built for this architecture, not made for so many tokens or for offsets, or too large for "
+        "its shared memory";
+  }
   if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
       kernel.split > ceil_div(p.k, kPadding)) {
     why = "no such split";
@@ -132,7 +165,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
   if (why != nullptr)
     throw InvalidArgument(
         std::string("epiloq.weight_only_mm: kernel: expected one that fits, got one that does not: ") + why);
-  return {kernel.tiled ? Family::kTiled : Family::kStream, kernel.row, kernel.split};
+  return {kernel.family, kernel.row, kernel.split};
 }
 
 std::string describe(Choice const& choice) {
@@ -143,6 +176,9 @@ std::string describe(Choice const& choice) {
     StreamConfig const& c = kStreamRows[choice.row];
     text << "stream " << c.slabs << " slabs of 16 weight rows, " << kStreamTokens << " tokens, " << c.warps
          << " warps along K, stages " << c.stages;
+  } else if (choice.family == Family::kWgmma) {
+    WgmmaConfig const& c = kWgmmaRows[choice.row];
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.teams << " warpgroups";
   } else {
     TiledConfig const& c = kTiledRows[choice.row];
     text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps << " warps, stages "

@@ -9,8 +9,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// kDense: de-quantise the weight, then multiply with a dense product.
-enum class Family { kDense, kStream, kTiled };
+using Family = WeightOnlyMmFamily;
 
 struct Choice {
   Family family;

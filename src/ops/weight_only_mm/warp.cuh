@@ -31,12 +31,6 @@ struct StageLayout {
   }
 };
 
-// A value that stays in its register: the compiler would rather compute it again in every turn of a loop.
-__device__ __forceinline__ int kept(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // Tokens of a step in shared memory: 256 bytes each, as they lie in X, but the halves of each 128 trade places in every
 // second token, so that the eight lanes of two tokens read all banks. Lane 4 g + t reads its 16 bytes of each block of
 // 32 columns of token g, and of tokens g + 8 and so on.

@@ -131,8 +131,6 @@ wo::DequantizeProblem checked(DequantizeWeight const& call) {
 
 WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
   bool const aligned = reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 && (p.m == 1 || p.stride_x % 8 == 0);
-  int const scale_bytes = size_of(p.weight.scale_dtype);
-  int const other_bytes = p.weight.offset != nullptr ? scale_bytes : p.weight.zero != nullptr;
   return {p.m,
           p.weight.n,
           p.weight.k,
@@ -140,7 +138,9 @@ WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
           call.weight.group_size,
           call.x.dtype,
           aligned,
-          scale_bytes + other_bytes};
+          static_cast<int>(size_of(p.weight.scale_dtype)),
+          p.weight.zero != nullptr ? 1 : 0,
+          p.weight.offset != nullptr};
 }
 
 Target target_of(WeightOnlyMm const& call) {

@@ -1,0 +1,208 @@
+#pragma once
+
+// SM90: what empties the stages of the wgmma kernel. Weights become fragments of the first operand in registers, exact
+// differences q - zero; a group's products are summed by the tensor cores, and added to the others' with its scale.
+
+#include <cute/arch/mma_sm90.hpp>
+#include <type_traits>
+#include <utility>
+
+#include "core/async_copy.cuh"
+#include "gemm/matrix_loads.cuh"
+#include "ops/weight_only_mm/fragments.cuh"
+#include "ops/weight_only_mm/wgmma_tile.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+template <class C>
+struct WgmmaMath {
+  using T = typename C::T;
+  using F = Fragment<T, C::kBits>;
+  using Element = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  using Instruction =
+      decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                                cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::_16>>());
+  static constexpr int kPieces = kPadding / kPiece, kInPiece = kPiece / kInstruction;
+  static constexpr int kPiecesOfGroup = kPieces / C::kGroups;
+  // Of a thread: rows r and r + 8 of its warp's slab, two neighbours of each 8 tokens.
+  static constexpr int kSums = C::kTokens / 2;
+  using Sums = float[C::kBlocks][kSums];
+  using Fragments = Word[kInPiece][4];
+
+  // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
+  struct Stage {
+    SharedAddress weights;
+    std::uint64_t tokens;
+    unsigned char const* scales;
+    unsigned char const* zeros;
+  };
+
+  WgmmaParams const& params;
+  int lane, slab;
+  int first;      // bytes into a slab from which the lane reads
+  int parameter;  // of a group of the slab, row g's
+  Word bytes;     // of two words that are the lane's
+  typename F::Zero symmetric;
+
+  __device__ WgmmaMath(WgmmaParams const& params_, int team, int warp)
+      : params(params_),
+        lane(threadIdx.x % 32),
+        slab(team * C::kBlocks * 4 + warp),
+        first(kept(C::kBits == 4 ? first_word_at(lane) : first_row_at(lane))),
+        parameter(kept(slab * C::kGroups * kSlab + lane / 4 * 2)),
+        bytes(kept(bytes_of_lane(lane))),
+        symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {}
+
+  // Lines of the 128-byte swizzle, K inside.
+  static __device__ __forceinline__ std::uint64_t descriptor(SharedAddress lines) {
+    constexpr std::uint64_t kSwizzle128 = 1;
+    return kSwizzle128 << 62 | std::uint64_t{kAtom >> 4} << 32 | (lines & 0x3ffff) >> 4;
+  }
+
+  __device__ __forceinline__ Stage stage_of(unsigned char const* stage) const {
+    SharedAddress const address = shared_address(stage);
+    return {address + slab * slab_bytes(C::kBits), descriptor(address + params.stage.tokens_at),
+            stage + params.stage.scales_at, stage + params.stage.zeros_at};
+  }
+
+  static __device__ __forceinline__ Word load_word(SharedAddress at) {
+    Word word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
+    return word;
+  }
+
+  // What a piece of a block is made from: pieces are counted through the blocks.
+  __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int piece) const {
+    SharedAddress const from = stage.weights + piece / kPieces * 4 * slab_bytes(C::kBits);
+    if constexpr (C::kBits == 4) {
+#pragma unroll
+      for (int unit = 0; unit < 4; ++unit) words[unit] = load_word(from + word_at(first, piece % kPieces, unit));
+    } else {
+      gemm::load_matrices(words, from + row_at(first, piece % kPieces));
+    }
+  }
+
+  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], typename F::Zero const& zero) const {
+#pragma unroll
+    for (int i = 0; i < kInPiece; ++i) {
+      if constexpr (C::kBits == 4) {
+        Word const pair = __byte_perm(words[2 * i], words[2 * i + 1], bytes);
+        F::make(a[i], &pair, zero);
+      } else {
+        F::make(a[i], words + 2 * i, zero);
+      }
+    }
+  }
+
+  // Of a slab and group, rows g and g + 8.
+  __device__ __forceinline__ int parameters_at(int piece) const {
+    return parameter + (piece / kPieces * 4 * C::kGroups + piece % kPieces / kPiecesOfGroup) * kSlab;
+  }
+  __device__ __forceinline__ typename F::Zero zero_of(Stage const& stage, int piece) const {
+    if (params.p.weight.zero == nullptr) return symmetric;
+    Word const both = *reinterpret_cast<std::uint16_t const*>(stage.zeros + parameters_at(piece));
+    return F::zero(both & 0xff, both >> 8);
+  }
+  __device__ __forceinline__ float2 scale_of(Stage const& stage, int piece) const {
+    int const at = parameters_at(piece);
+    DType const dtype = params.p.weight.scale_dtype;
+    if (dtype == DType::kFloat32) return reinterpret_cast<float2 const*>(stage.scales)[at / 2];
+    Word const both = reinterpret_cast<Word const*>(stage.scales)[at / 2];
+    if (dtype == DType::kBFloat16) return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
+    return __half22float2(*reinterpret_cast<__half2 const*>(&both));
+  }
+
+  template <std::size_t... kPlaces>
+  static __device__ __forceinline__ void multiply_once(float (&product)[kSums], Word const (&a)[4],
+                                                       std::uint64_t tokens, bool onto,
+                                                       std::index_sequence<kPlaces...>) {
+    using cute::SM90::GMMA::ScaleOut;
+    Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kPlaces]..., onto ? ScaleOut::One : ScaleOut::Zero);
+  }
+
+  // Starts to multiply a piece.
+  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int piece) {
+    bool const onto = piece % kPiecesOfGroup != 0;
+    fence(product);
+#pragma unroll
+    for (int i = 0; i < kInPiece * 4; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < kInPiece; ++i) {
+      int const column = piece % kPieces * kPiece + i * kInstruction;
+      multiply_once(product, a[i], stage.tokens + (tokens_at(C::kTokens, column) >> 4), onto || i > 0,
+                    std::make_index_sequence<kSums>{});
+    }
+    cute::warpgroup_commit_batch();
+  }
+
+  static __device__ __forceinline__ void fence(float (&product)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(product[i]);
+  }
+
+  static __device__ __forceinline__ void add(float (&sums)[kSums], float const (&product)[kSums], float2 scale) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, product[i], sums[i]);
+  }
+
+  // A step: a piece is made while the one before it is multiplied.
+  __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
+    constexpr int kAll = C::kBlocks * kPieces;
+    float product[kSums];
+    Fragments a[2];
+    Word words[4];
+    typename F::Zero zero = zero_of(stage, 0);
+    load(words, stage, 0);
+    make(a[0], words, zero);
+#pragma unroll
+    for (int piece = 0; piece < kAll; ++piece) {
+      int const next = piece + 1;
+      bool const ends_group = next % kPiecesOfGroup == 0;
+      float2 scale;
+      if (next < kAll) load(words, stage, next);
+      if (ends_group) scale = scale_of(stage, piece);
+      begin(product, a[piece % 2], stage, piece);
+      if (next < kAll) {
+        if (ends_group) zero = zero_of(stage, next);
+        cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
+        make(a[next % 2], words, zero);
+      }
+      if (ends_group) {
+        cute::warpgroup_wait<0>();
+        fence(product);
+        add(sums[piece / kPieces], product, scale);
+      }
+    }
+  }
+
+  __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages,
+                               int steps) const {
+    int at = 0;
+    std::uint32_t phase = 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      shared.full[at].wait(phase);
+      multiply(sums, stage_of(stages + at * params.stage.bytes));
+      __syncwarp();
+      if (lane == 0) shared.empty[at].arrive();
+      at = at + 1 == params.stages ? 0 : at + 1;
+      phase ^= at == 0;
+    }
+  }
+
+  // To shared memory, [token][row].
+  __device__ void store(float* target, Sums const& sums) const {
+    constexpr int kStride = C::kRows + 4;
+#pragma unroll
+    for (int block = 0; block < C::kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        int const token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = (slab + block * 4) * kSlab + i % 4 / 2 * 8 + lane / 4;
+        target[token * kStride + row] = sums[block][i];
+      }
+    }
+  }
+};
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,128 @@
+#pragma once
+
+// SM90: what a block of the wgmma kernel keeps in shared memory, and the thread that fills it with TMA.
+
+#include <cstdint>
+
+#include "core/device_code.cuh"
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/arch/barrier.h"
+#include "ops/weight_only_mm/kernels.h"
+#include "ops/weight_only_mm/wgmma_layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+// What TMA reads. Weights are lines of 128 bytes by slab, of a step in one box; tokens come in boxes of 64 columns.
+struct WgmmaMaps {
+  CUtensorMap weights, tokens, scales, zeros;
+};
+
+struct WgmmaParams {
+  WgmmaMaps maps;
+  Problem p;
+  WgmmaStage stage;
+  int stages;
+  int loaded_bytes;  // by TMA, a stage
+};
+
+// kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps. Integers rather than a
+// WgmmaConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
+template <class T_, int kBits_, int kGroups_, int kTeams_, int kBlocks_, int kTokens_>
+struct Wgmma {
+  using T = T_;
+  static constexpr int kBits = kBits_, kGroups = kGroups_, kTeams = kTeams_, kBlocks = kBlocks_, kTokens = kTokens_;
+  static constexpr int kTeamThreads = 128;
+  static constexpr int kMathThreads = kTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
+  static constexpr int kRows = WgmmaConfig{kTeams, kBlocks, kTokens}.rows();
+  static constexpr int kSlabs = kRows / kSlab;
+  // The registers that the block starts with are shared out anew: the copying thread needs few.
+  static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = 24;
+  static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kTeams) / 8 * 8;
+
+  // Barriers of the stages; CUTLASS's may not be variables.
+  struct Shared {
+    cutlass::arch::ClusterTransactionBarrier* full;
+    cutlass::arch::ClusterBarrier* empty;
+
+    __device__ explicit Shared(std::uint64_t* barriers)
+        : full(reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(barriers)),
+          empty(reinterpret_cast<cutlass::arch::ClusterBarrier*>(barriers + kMaxStages)) {}
+
+    __device__ void init() const {
+      for (int stage = 0; stage < kMaxStages; ++stage) {
+        full[stage].init(1);
+        empty[stage].init(kMathThreads / 32);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+  };
+
+  // Where a block's share of the work begins.
+  struct Place {
+    int first_token, first_slab;
+    int first_step, steps;
+
+    __device__ explicit Place(Weight const& w) : first_token(blockIdx.x * kTokens), first_slab(blockIdx.z * kSlabs) {
+      int const all = w.padded_k / kPadding, rank = blockIdx.y, split = gridDim.y;
+      first_step = rank * all / split;
+      steps = (rank + 1) * all / split - first_step;
+    }
+  };
+
+  struct Copies {
+    WgmmaParams const& params;
+    Place const& place;
+
+    __device__ __forceinline__ int line(int step) const { return step * (slab_bytes(kBits) / kLine); }
+
+    // Asks L2 for the first weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
+    // where its writes arrive.
+    __device__ void prefetch() const {
+#pragma unroll 1
+      for (int step = 0; step < min(place.steps, params.stages); ++step) {
+        cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.maps.weights, 0, line(place.first_step + step),
+                                               place.first_slab);
+      }
+    }
+
+    __device__ void ask(unsigned char* stage, std::uint64_t* barrier, int step) const {
+      constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      Weight const& w = params.p.weight;
+      cute::SM90_TMA_LOAD_3D::copy(&params.maps.weights, barrier, kHint, stage, 0, line(step), place.first_slab);
+#pragma unroll
+      for (int column = 0; column < kPadding; column += kColumns) {
+        cute::SM90_TMA_LOAD_2D::copy(&params.maps.tokens, barrier, kHint,
+                                     stage + params.stage.tokens_at + tokens_at(kTokens, column),
+                                     (step * kPadding + column) * 2, place.first_token);
+      }
+      int const group = step * kGroups >> w.group_shift;
+      cute::SM90_TMA_LOAD_2D::copy(&params.maps.scales, barrier, kHint, stage + params.stage.scales_at,
+                                   group * kSlab * size_of_scale(w), place.first_slab);
+      if (w.zero != nullptr) {
+        cute::SM90_TMA_LOAD_2D::copy(&params.maps.zeros, barrier, kHint, stage + params.stage.zeros_at, group * kSlab,
+                                     place.first_slab);
+      }
+    }
+
+    __device__ void ask_for_all(unsigned char* stages, Shared const& shared) const {
+      int at = 0;
+      std::uint32_t phase = 1;  // the first wait for each stage passes
+#pragma unroll 1
+      for (int step = 0; step < place.steps; ++step) {
+        shared.empty[at].wait(phase);
+        shared.full[at].arrive_and_expect_tx(params.loaded_bytes);
+        ask(stages + at * params.stage.bytes, reinterpret_cast<std::uint64_t*>(&shared.full[at]),
+            place.first_step + step);
+        at = at + 1 == params.stages ? 0 : at + 1;
+        phase ^= at == 0;
+      }
+    }
+  };
+
+  static __device__ __forceinline__ int size_of_scale(Weight const& w) {
+    return w.scale_dtype == DType::kFloat32 ? 4 : 2;
+  }
+};
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,107 @@
+"""weight_only_mm on a GPU: every kernel of the tables, large sizes, every integer, guards, graphs and streams."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import epiloq
+from weight_reference import KINDS, assert_close, make_weight, run_and_check, run_kernel
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtype, arch: str) -> None:
+    with epiloq.config(arch=arch):
+        for n, k in ((4096, 4096), (2112, 7168), (1000, 14336)):
+            for m in (1, 8, 17, 64, 190, 700):
+                run_and_check("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
+
+
+ROWS = {"stream": 4, "tiled": 5, "wgmma": 5}  # of the tables in src/ops/weight_only_mm/configs.h
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 512, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: torch.dtype) -> None:
+    """Whatever the tables say, with K shared by one block, by some, and by the most.
+
+    A kernel that this device cannot run is refused; two of them run on every device.
+    """
+    kernels = [(family, row, split) for family, rows in ROWS.items() for row in range(rows) for split in (1, 3, 8)]
+    ran = 0
+    for n, k in ((1040, 2064), (33, 1100)):
+        weight = make_weight(n, k, bits, group_size, kind, device="cuda")
+        for m, kernel in itertools.product((1, 5, 8, 40, 130), kernels):
+            x = torch.nn.functional.pad(torch.randn(m, k, device="cuda").to(dtype), (0, -k % 8))[:, :k]
+            try:
+                out = run_kernel(kernel, x, weight.packed)
+            except ValueError as refusal:
+                assert "kernel: expected one that fits" in str(refusal)
+                continue
+            assert_close(out, x, weight)
+            ran += 1
+    assert ran >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_integer_is_exact(bits: int, dtype: torch.dtype) -> None:
+    """Rows of the unit matrix read the weight back, q - zero for every q at every place and every zero."""
+    values = 1 << bits
+    x = torch.eye(256, device="cuda", dtype=dtype)
+    for shift in range(0, values, 5):
+        q = (torch.arange(256 * 256).view(256, 256) * 3 + torch.arange(256)[:, None] + shift) % values
+        zero = (torch.arange(256)[:, None] * 7 + shift) % values
+        packed = epiloq.pack_weight(q, torch.ones(256, 1), zero, bits=bits, group_size=-1).to("cuda")
+        expected = (q - zero).to(dtype).t().cuda()
+        for m in (1, 8, 64, 256):
+            for first in range(0, 256, m if m > 8 else 61):
+                rows = x[first : first + m]
+                assert torch.equal(epiloq.weight_only_mm(rows, packed), expected[first : first + m])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 8, 64])
+def test_nothing_is_read_past_the_ends(seed: int, m: int) -> None:
+    """Guards of NaN around x, in the row's own padding above all, leave no trace."""
+    for n, k, dtype in itertools.product((17, 100), (33, 100, 576), HALVES):
+        weight = make_weight(n, k, 4, 32, "zero", device="cuda")
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        padded = -(-k // 8) * 8
+        memory = torch.full((m + 2, padded + 8), math.nan, dtype=dtype, device="cuda")
+        view = memory[1:-1, :k].copy_(x)
+        assert_close(epiloq.weight_only_mm(view, weight.packed), x, weight)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph_and_on_a_stream(seed: int) -> None:
+    weight = make_weight(512, 1024, device="cuda").packed
+    for m in (1, 40, 700):
+        x = torch.randn(m, 1024, device="cuda").half()
+        expected = epiloq.weight_only_mm(x, weight)
+        out = torch.zeros_like(expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            epiloq.weight_only_mm(x, weight, out=out)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            again = epiloq.weight_only_mm(x, weight)
+        stream.synchronize()
+        assert torch.equal(again, expected)

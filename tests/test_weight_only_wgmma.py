@@ -1,0 +1,168 @@
+"""The wgmma kernel of weight_only_mm on a Hopper GPU, one mechanism a test: what fails names what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+from weight_reference import assert_close, make_weight, run_kernel
+
+HALVES = [torch.float16, torch.bfloat16]
+TOKENS = (16, 32, 64, 128, 64)  # of a tile, by row of kWgmmaRows
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma is SM90's")
+
+
+def assert_equal(y: Tensor, expected: Tensor) -> None:
+    """Bit for bit; which rows and columns are wrong tells a swizzle from a permutation from a tile."""
+    wrong = (y != expected).nonzero().tolist()
+    if wrong:
+        token, row = wrong[0]
+        tokens, rows = (sorted({place[i] % 64 for place in wrong}) for i in range(2))
+        raise AssertionError(
+            f"{len(wrong)} of {y.numel()} differ; tokens mod 64 {tokens}; weight rows mod 64 {rows}; first "
+            f"[{token}, {row}]: {float(y[token, row])} instead of {float(expected[token, row])}"
+        )
+
+
+def unit_weight(n: int, k: int, columns: Tensor, bits: int = 4) -> epiloq.PackedWeight:
+    """1 in one column of each row, else 0."""
+    q = torch.zeros(n, k, dtype=torch.int64, device="cuda").scatter_(1, columns[:, None], 1)
+    zero = torch.zeros(n, 1, dtype=torch.int64, device="cuda")
+    return epiloq.pack_weight(q, torch.ones(n, 1, device="cuda"), zero, bits=bits, group_size=-1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_integers_reach_their_places(row: int, bits: int, dtype: torch.dtype) -> None:
+    """Fragments: rows of the unit matrix read q - zero back, without scales, splits or ragged edges."""
+    values, n, k = 1 << bits, 512, 256
+    q = (torch.arange(n * k).view(n, k) * 3 + torch.arange(n)[:, None]) % values
+    for zero in (None, (torch.arange(n)[:, None] * 7) % values):
+        codes = q - values // 2 if zero is None else q
+        packed = epiloq.pack_weight(codes, torch.ones(n, 1), zero, bits=bits, group_size=-1).to("cuda")
+        expected = (q - (values // 2 if zero is None else zero)).to(dtype).t().cuda()
+        x = torch.eye(k, device="cuda", dtype=dtype)
+        for first in range(0, k, TOKENS[row]):
+            some = slice(first, first + TOKENS[row])
+            assert_equal(run_kernel(("wgmma", row, 1), x[some], packed), expected[some])
+
+
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_tokens_reach_their_places(seed: int, row: int) -> None:
+    """Tokens' swizzle and boxes: each weight row reads one column of them back. Full, short and several tiles."""
+    n, k, tile = 300, 384, TOKENS[row]
+    columns = torch.randint(k, (n,), device="cuda")
+    packed = unit_weight(n, k, columns)
+    for m in (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        assert_equal(run_kernel(("wgmma", row, 1), x, packed), x[:, columns])
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_have_their_parameters(seed: int, bits: int, group_size: int, scale_dtype: torch.dtype) -> None:
+    """Scales and zero points: tokens with a single 1 read scale (q - zero) back, rounded once."""
+    n, k = 272, 1024
+    group = torch.arange(k, device="cuda") // (k if group_size == -1 else group_size)
+    q = torch.randint(1 << bits, (n, k), device="cuda")
+    scale = torch.rand(n, int(group[-1]) + 1, device="cuda").add_(0.5).to(scale_dtype)
+    zero = torch.randint(1 << bits, scale.shape, device="cuda")
+    packed = epiloq.pack_weight(q, scale, zero, bits=bits, group_size=group_size)
+    expected = (scale.float()[:, group] * (q - zero[:, group])).t()
+    for row, tile in enumerate(TOKENS):
+        column = torch.randperm(k, device="cuda")[:tile]
+        x = torch.zeros(tile, k, device="cuda", dtype=torch.float16)
+        x[torch.arange(tile, device="cuda"), column] = 1
+        assert_equal(run_kernel(("wgmma", row, 1), x, packed), expected[column].half())
+
+
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_a_ring_of_stages_goes_round(seed: int, row: int) -> None:
+    """Barriers and phases: more steps than stages, the last of them short; sums of integers, exact in any order."""
+    for k in (128, 1152, 2056, 4096):
+        weight = make_weight(300, k, 4, -1, "zero", device="cuda")
+        one = torch.ones(300, 1, device="cuda")
+        packed = epiloq.pack_weight(weight.q, one, weight.zero, bits=4, group_size=-1)
+        x = torch.randint(-2, 3, (TOKENS[row] + 1, k), device="cuda")
+        assert weight.zero is not None
+        expected = (x.double() @ (weight.q - weight.zero).double().t()).bfloat16()
+        for _ in range(3):
+            assert_equal(run_kernel(("wgmma", row, 1), x.bfloat16(), packed), expected)
+
+
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_blocks_of_a_cluster_share_k(seed: int, row: int) -> None:
+    """The sum through distributed shared memory: as above, by splits that divide the steps and that do not."""
+    n, k = 700, 1280
+    q = torch.randint(-8, 8, (n, k), device="cuda")
+    packed = epiloq.pack_weight(q, torch.ones(n, 1, device="cuda"), bits=4, group_size=-1)
+    for m in (5, TOKENS[row], TOKENS[row] + 9):
+        x = torch.randint(-2, 3, (m, k), device="cuda")
+        expected = (x.double() @ q.double().t()).bfloat16()
+        for split in range(1, 9):
+            assert_equal(run_kernel(("wgmma", row, split), x.bfloat16(), packed), expected)
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_ragged_edges(seed: int, row: int, split: int) -> None:
+    """N, M and K off every tile; NaN around what is read; outputs whose rows are off 8 bytes; bias and clamp."""
+    for (n, k), m, shift in itertools.product(((17, 385), (100, 400), (259, 1096)), (9, 30, 131), (0, 1, 4)):
+        dtype = HALVES[(n + m) % 2]
+        weight = make_weight(n, k, 4, 32, "zero", device="cuda")
+        memory = torch.full((m + 2, -(-k // 8) * 8 + 8), math.nan, dtype=dtype, device="cuda")
+        x = memory[1:-1, :k].copy_(torch.randn(m, k, device="cuda"))
+        wide = torch.full((m + 2, n + 9), math.nan, dtype=dtype, device="cuda")
+        out = wide[1:-1, shift : shift + n]
+        bias = torch.randn(n, device="cuda").to(dtype)
+        run_kernel(("wgmma", row, split), x, weight.packed, bias, (-1.5, 2.0), out)
+        assert_close(out, x, weight, bias, (-1.5, 2.0))
+        out.fill_(math.nan)
+        assert wide.isnan().all(), "something was written outside of the output"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, -1)])
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_layers(seed: int, row: int, bits: int, group_size: int, dtype: torch.dtype) -> None:
+    """Sizes of real layers, in the documented bound, the same bits each time."""
+    for n, k in ((4096, 4096), (2112, 7168)):
+        weight = make_weight(n, k, bits, group_size, "zero" if bits == 4 else "symmetric", device="cuda")
+        for m, split in ((TOKENS[row], 4), (300, 1)):
+            x = torch.randn(m, k, device="cuda").to(dtype)
+            y = run_kernel(("wgmma", row, split), x, weight.packed)
+            assert_close(y, x, weight)
+            assert all(torch.equal(run_kernel(("wgmma", row, split), x, weight.packed), y) for _ in range(3))
+
+
+@pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_what_the_previous_kernel_wrote(seed: int, row: int) -> None:
+    """Overlapping launches: tokens, weights and the output's old readers belong to the kernel just before."""
+    n, k, m = 1024, 2048, TOKENS[row]
+    columns = [torch.randint(k, (n,), device="cuda") for _ in range(4)]
+    weights = [unit_weight(n, k, c) for c in columns]
+    tokens = [torch.randn(m, k, device="cuda").half() for _ in range(4)]
+    x, out = torch.empty_like(tokens[0]), torch.empty(m, n, device="cuda", dtype=torch.float16)
+    packed = unit_weight(n, k, columns[0])
+    copies = []
+    for turn in range(40):
+        packed.q.copy_(weights[turn % 4].q)
+        x.copy_(tokens[turn // 4 % 4])
+        run_kernel(("wgmma", row, 2), x, packed, out=out)
+        copies.append(out.clone())
+    for turn, copy in enumerate(copies):
+        assert_equal(copy, tokens[turn // 4 % 4][:, columns[turn % 4]])
