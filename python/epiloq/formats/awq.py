@@ -240,7 +240,7 @@ def _fast_write(packed: PackedWeight) -> dict[str, Tensor]:
     # int16 holds words above 32767 as negative numbers, and int32 so many bits.
     tiles = q.view(-1, INTERLEAVE, packed.k // SPAN, 2, 4, 4, 2).transpose(1, 2).int()
     words = sum((tiles.select(4, a) << 4 * a for a in range(1, 4)), tiles.select(4, 0))
-    return {"qweight": words.to(torch.int16).view(-1, packed.k), "qzeros": qzeros, "scales": scales}
+    return {"qweight": words.to(torch.int16).reshape(-1, packed.k), "qzeros": qzeros, "scales": scales}
 
 
 _LAYOUTS = {
