@@ -247,3 +247,28 @@ def test_files_that_disagree_are_refused(seed: int, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"general\.architecture: expected one of llama, got mamba"):
         gguf_model.load(path)
     assert math.isfinite(float(gguf.GgufFile(path).tensors["blk.0.ffn_down.weight"].dequantize().sum()))
+
+
+# "Four score and seven years ago our fathers brought forth on this continent, a new nation, .. created equal."
+WELL_KNOWN = """19622 6581 284 4962 929 3156 653 16576 3621 7146 335 451 10904 28 253 725 3442 28 19250 281 20577 28 284 5636
+288 260 20723 338 511 1800 359 2312 4037 30"""
+
+
+@torch.no_grad()
+def test_smollm2_as_it_is_published(seed: int) -> None:
+    """Q4_1 layers, a Q8_0 embedding that is the head too: it knows the sentence, so rows are where they belong."""
+    pytest.importorskip("transformers")
+    from epiloq.demo import DemoError
+    from epiloq.demo.teacher import find_gguf
+    from epiloq.formats import gguf_model
+
+    try:
+        path = find_gguf()
+    except DemoError as error:
+        pytest.skip(str(error))
+    model: Any = gguf_model.load(path)
+    kinds = [(m.bits, m.group_size, m.weight_offset is not None) for m in model.modules() if type(m) is WeightOnlyLinear]
+    assert kinds.count((4, 32, True)) == 210 and kinds.count((8, 32, False)) == 1 == len(kinds) - 210
+    tokens = torch.tensor([[int(token) for token in WELL_KNOWN.split()]])
+    # The float model, de-quantised by transformers, has 2.97498.
+    assert float(model(tokens, labels=tokens).loss) == pytest.approx(2.97498, abs=1e-3)
