@@ -267,7 +267,9 @@ def test_smollm2_as_it_is_published(seed: int) -> None:
     except DemoError as error:
         pytest.skip(str(error))
     model: Any = gguf_model.load(path)
-    kinds = [(m.bits, m.group_size, m.weight_offset is not None) for m in model.modules() if type(m) is WeightOnlyLinear]
+    kinds = [
+        (m.bits, m.group_size, m.weight_offset is not None) for m in model.modules() if type(m) is WeightOnlyLinear
+    ]
     assert kinds.count((4, 32, True)) == 210 and kinds.count((8, 32, False)) == 1 == len(kinds) - 210
     tokens = torch.tensor([[int(token) for token in WELL_KNOWN.split()]])
     # The float model, de-quantised by transformers, has 2.97498.

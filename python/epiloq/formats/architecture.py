@@ -34,13 +34,12 @@ def skeleton(checkpoint: Checkpoint) -> nn.Module:
     config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with default_dtype(config.dtype or torch.float32):
+    with _default_dtype(config.dtype or torch.float32):
         return architecture(checkpoint)(config).eval()  # type: ignore[no-any-return]
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The type of parameters that are made meanwhile."""
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

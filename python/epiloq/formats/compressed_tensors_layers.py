@@ -110,10 +110,10 @@ def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict
         if packed.bits != 8:
             raise FormatError(f"{_NAME}: int-quantized: expected 8 bits, got {packed.bits}")
         zeros = {} if zero is None else {"weight_zero_point": _signed(zero)}
-        return {"weight": _signed(codes.in_order()), "weight_scale": codes.scale} | zeros | order
+        return {"weight": _signed(codes.in_order().q), "weight_scale": codes.scale} | zeros | order
     zeros = {} if zero is None else {"weight_zero_point": pack(zero.t(), codes.bits).t().contiguous()}
     shape = torch.tensor(packed.shape, dtype=torch.int64)
-    words = pack(codes.in_order(), codes.bits)
+    words = pack(codes.in_order().q, codes.bits)
     return {"weight_packed": words, "weight_scale": codes.scale, "weight_shape": shape} | zeros | order
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats import gguf
-from epiloq.formats.architecture import default_dtype
 from epiloq.formats.gguf import KINDS, GgufFile, Stored
 from epiloq.formats.layouts import FormatError
 from epiloq.nn import OnlineQuantLinear, WeightOnlyLinear
@@ -44,8 +43,7 @@ def load(path: Path, *, activations: Literal["int8"] | None = None, dtype: torch
         raise FormatError(f"{path}: general.architecture: expected one of {known}, got {file.architecture}")
     classes: Any = AutoModelForCausalLM
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    with default_dtype(dtype):
-        model: nn.Module = classes.from_config(config).eval()
+    model: nn.Module = classes.from_config(config, dtype=dtype).eval()
     arch = next(key for key, name in package.MODEL_ARCH_NAMES.items() if name == file.architecture)
     names = package.get_tensor_name_map(arch, config.num_hidden_layers)
     unused = dict(file.tensors)

@@ -98,7 +98,7 @@ def _write(codes: Codes, version: str) -> dict[str, Tensor]:
             raise FormatError("gptq: zero points: expected at least 1, got 0, which needs the version gptq_v2")
         zero = zero - 1
     return {
-        "qweight": pack(codes.in_order(), codes.bits).t().contiguous(),
+        "qweight": pack(codes.in_order().q, codes.bits).t().contiguous(),
         "qzeros": pack(zero.t(), codes.bits),
         "scales": codes.scale.t().contiguous(),
         "g_idx": codes.group_index(),

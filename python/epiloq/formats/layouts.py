@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from epiloq.packed_weight import PackedWeight, pack_weight
 from epiloq.quantize.grid import Grid, QuantizedWeight
-
-Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"
-"""Types (None: any floating-point one) and shapes of tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,10 @@ class Quantization:
 
 class FormatError(ValueError):
     """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
+
+
+Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"
+"""Types (None: any floating-point one) and shapes of tensors by name."""
 
 
 def unsigned(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
@@ -97,9 +98,9 @@ class Codes:
         scale = self.scale.contiguous()
         return pack_weight(q, scale, zero, bits=self.bits, group_size=self.group_size, perm=self.perm)
 
-    def in_order(self) -> Tensor:
-        """q with its columns in the layer's order; groups are then no longer contiguous."""
-        return self.q if self.perm is None else self.q[:, self.perm.argsort()]
+    def in_order(self) -> Codes:
+        """The same with q's columns in the layer's order; groups are then no longer contiguous."""
+        return self if self.perm is None else replace(self, q=self.q[:, self.perm.argsort()])
 
     def group_index(self) -> Tensor:
         """int32 ``[K]``: the group of each input channel."""
