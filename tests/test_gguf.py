@@ -250,8 +250,8 @@ def test_files_that_disagree_are_refused(seed: int, tmp_path: Path) -> None:
 
 
 # "Four score and seven years ago our fathers brought forth on this continent, a new nation, .. created equal."
-WELL_KNOWN = """19622 6581 284 4962 929 3156 653 16576 3621 7146 335 451 10904 28 253 725 3442 28 19250 281 20577 28 284 5636
-288 260 20723 338 511 1800 359 2312 4037 30"""
+WELL_KNOWN = """19622 6581 284 4962 929 3156 653 16576 3621 7146 335 451 10904 28 253 725 3442 28 19250 281 20577 28 284
+5636 288 260 20723 338 511 1800 359 2312 4037 30"""
 
 
 @torch.no_grad()
