@@ -29,7 +29,7 @@ help:  ## this list
 venv: $(INSTALLED)  ## .venv with the package installed, all its extras and the development tools
 
 # One scheme of each kind, for minutes rather than a quarter of an hour on two cores; DEMO= measures them all.
-DEMO ?= --schemes w8a8-int8,w8a8-int8-azp,w8a8-int8-static,w8a8-block,fp8-token,fp8-block,w8a16
+DEMO ?= --schemes w8a8-int8,w8a8-int8-azp,w8a8-int8-static,w8a8-block,fp8-token,fp8-block,w8a16,w4a16-g32
 
 demo: $(INSTALLED) $(TEACHER)  ## quantise a real language model and show what that costs and gains
 	mkdir -p build/demo

@@ -14,6 +14,7 @@ from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.words import pack, unpack
 from epiloq.quantize import Grid, QuantizedWeight, rtn
 from epiloq.quantize import gptq as run_gptq
+from layout_definitions import stream
 
 
 def weight(rows: int, columns: int, grid: Grid) -> QuantizedWeight:
@@ -30,18 +31,17 @@ def field(words: Tensor, index: tuple[int, ...], position: int, bits: int) -> in
     return (int(words[index]) >> position * bits) & (2**bits - 1)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_words(seed: int, bits: int) -> None:
-    for length in (1, 7, 32, 33):
+    for length in (1, 7, 11, 32, 33, 64):
         values = torch.randint(0, 2**bits, (3, length), dtype=torch.uint8)
         words = pack(values, bits)
-        count = 32 // bits
+        assert words.shape == (3, -(-length * bits // 32))
         for row in range(3):
-            for i in range(length):
-                assert field(words, (row, i // count), i % count, bits) == values[row, i]
+            assert stream(words[row], bits)[:length] == values[row].tolist()
         assert torch.equal(unpack(words, bits, length), values)
     with pytest.raises(ValueError, match="bits"):
-        pack(values, 3)
+        pack(values, 5)
     if bits < 8:
         with pytest.raises(ValueError, match="below"):
             pack(torch.tensor([0, 2**bits]), bits)

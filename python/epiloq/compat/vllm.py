@@ -1,4 +1,4 @@
-"""int8 and FP8 functions of vLLM, with its signatures and meaning: change the import, nothing else.
+"""int8, FP8, AWQ and GPTQ functions of vLLM, with its signatures and meaning: change the import, nothing else.
 
 All are of ``vllm._custom_ops``, but `per_token_group_quant_fp8` and `per_token_group_quant_int8`, which are of
 ``vllm.model_executor.layers.quantization.utils`` (`fp8_utils` and `int8_utils`).
@@ -18,11 +18,17 @@ from torch import Tensor
 
 import epiloq
 from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, vector
+from epiloq.compat._packed_words import awq_dequantize, awq_gemm, forget_weights, gptq_gemm, gptq_shuffle
 from epiloq.ops.outputs import empty_scale
 
 __all__ = [
+    "awq_dequantize",
+    "awq_gemm",
     "cutlass_scaled_mm",
     "cutlass_scaled_mm_azp",
+    "forget_weights",
+    "gptq_gemm",
+    "gptq_shuffle",
     "per_token_group_quant_fp8",
     "per_token_group_quant_int8",
     "scaled_fp8_quant",

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epiloq.formats.compressed_tensors_layers import from_fp8, from_packed, to_fp8, to_packed
 from epiloq.formats.layouts import FormatError, Quantization, divides, from_unsigned, require, unsigned
-from epiloq.formats.words import pack, per_word, unpack
+from epiloq.formats.words import pack, unpack, words_of
 from epiloq.quantize.grid import Grid, QuantizedWeight
+
+__all__ = ["config", "from_fp8", "from_packed", "from_tensors", "parse", "to_fp8", "to_packed", "to_tensors"]
 
 PACKED, INTEGER = "pack-quantized", "int-quantized"
 
@@ -49,14 +52,13 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
     if quantization.activations:
         require(tensors, {"weight": (torch.int8, shape), "weight_scale": (None, (rows, groups))})
         return QuantizedWeight(tensors["weight"], tensors["weight_scale"].float(), None, grid)
-    count = per_word(grid.bits)
     shapes = {
-        "weight_packed": (torch.int32, (rows, -(-columns // count))),
+        "weight_packed": (torch.int32, (rows, words_of(columns, grid.bits))),
         "weight_scale": (None, (rows, groups)),
         "weight_shape": (torch.int64, (2,)),
     }
     if not grid.symmetric:
-        shapes["weight_zero_point"] = (torch.int32, (-(-rows // count), groups))
+        shapes["weight_zero_point"] = (torch.int32, (words_of(rows, grid.bits), groups))
     require(tensors, shapes)
     if tuple(tensors["weight_shape"].tolist()) != shape:
         raise FormatError(f"weight_shape: expected {list(shape)}, got {tensors['weight_shape'].tolist()}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from epiloq.packed_weight import PackedWeight, pack_weight
 from epiloq.quantize.grid import Grid, QuantizedWeight
 
 
@@ -23,6 +24,10 @@ class Quantization:
 
 class FormatError(ValueError):
     """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
+
+
+Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"
+"""Types (None: any floating-point one) and shapes of tensors by name."""
 
 
 def unsigned(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
@@ -45,13 +50,111 @@ def from_unsigned(q: Tensor, scale: Tensor, zero: Tensor, grid: Grid, perm: Tens
     return QuantizedWeight((q.to(torch.int16) - middle).to(torch.int8), scale, None, grid, perm)
 
 
-def in_order(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with q's columns in the layer's order; groups are then no longer contiguous."""
-    return weight if weight.perm is None else replace(weight, q=weight.q[:, weight.perm.argsort()])
+@dataclass(frozen=True)
+class Codes:
+    """A weight as layouts store it: unsigned integers with a zero point for each group, from and to what holds it.
+
+    q
+        uint8 ``[N, K]`` from 0 to 2^bits - 1; column j is input channel perm[j], groups are of q's columns.
+    scale, zero
+        ``[N, G]``; zero is int32.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+    perm: Tensor | None
+    bits: int
+    group_size: int
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> Codes:
+        """Of a calibrated weight."""
+        q, zero = unsigned(weight)
+        return cls(q, weight.scale, zero, weight.perm, weight.bits, weight.group_size)
+
+    @classmethod
+    def of_packed(cls, packed: PackedWeight, layout: str) -> Codes:
+        """Of a packed weight. Raises FormatError for one with real offsets, which words cannot hold."""
+        if packed.offset is not None:
+            raise FormatError(f"{layout}: expected integer zero points or none, got real offsets")
+        q, scale, zero = packed.unpack()
+        middle = 1 << (packed.bits - 1)
+        if zero is None:
+            q, zero = (q.to(torch.int16) + middle).to(torch.uint8), torch.full_like(scale, middle)
+        return cls(q, scale, zero.to(torch.int32), packed.perm, packed.bits, packed.group_size)
+
+    def quantized(self, grid: Grid) -> QuantizedWeight:
+        """As a weight on a grid. Raises FormatError for a symmetric one whose zero points are not in the middle."""
+        return from_unsigned(self.q, self.scale, self.zero, grid, self.perm)
+
+    def packed(self, symmetric: bool | None = None) -> PackedWeight:
+        """As a packed weight; None makes it symmetric if every zero point is in the middle."""
+        q, middle = self.q, 1 << (self.bits - 1)
+        if symmetric or (symmetric is None and bool((self.zero == middle).all())):
+            q, zero = (q.to(torch.int16) - middle).to(torch.int8), None
+        else:
+            zero = self.zero
+        scale = self.scale.contiguous()
+        return pack_weight(q, scale, zero, bits=self.bits, group_size=self.group_size, perm=self.perm)
+
+    def in_order(self) -> Codes:
+        """The same with q's columns in the layer's order; groups are then no longer contiguous."""
+        return self if self.perm is None else replace(self, q=self.q[:, self.perm.argsort()])
+
+    def group_index(self) -> Tensor:
+        """int32 ``[K]``: the group of each input channel."""
+        columns = self.q.shape[1]
+        groups = torch.arange(columns, dtype=torch.int32, device=self.q.device) // full(self.group_size, columns)
+        return groups if self.perm is None else groups[self.perm.argsort()]
 
 
-def require(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]) -> None:
-    """Raise FormatError unless there are tensors of these types (None: any floating-point one) and shapes."""
+def order_of(group_index: Tensor, length: int, layout: str, name: str = "g_idx") -> Tensor | None:
+    """The permutation that brings the groups of channels together; None where they are.
+
+    Raises FormatError unless every group has `length` channels, the last the rest.
+    """
+    perm = group_index.argsort(stable=True)
+    expected = torch.arange(len(group_index), dtype=group_index.dtype, device=group_index.device) // length
+    if not torch.equal(group_index[perm], expected):
+        raise FormatError(f"{layout}: {name}: expected {length} channels in each group")
+    return None if torch.equal(group_index, expected) else perm
+
+
+def check_order(name: str, order: Tensor) -> None:
+    """Raise FormatError unless integers are a permutation."""
+    if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
+        raise FormatError(f"{name}: expected a permutation: each of 0 to {len(order) - 1} once")
+
+
+def sizes(name: str, tensor: Tensor) -> tuple[int, int]:
+    """The sizes of a matrix. Raises FormatError, with its name, where it is none."""
+    if tensor.ndim != 2:
+        raise FormatError(f"{name}: expected 2 dimensions, got {list(tensor.shape)}")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def full(group_size: int, columns: int) -> int:
+    """Channels in a full group of a layer with so many of them."""
+    return max(columns, 1) if group_size == -1 else max(group_size, 1)
+
+
+def groups_of(columns: int, group_size: int, layout: str) -> int:
+    """How many groups so many channels are, a last one perhaps short. Raises FormatError for a size that is none."""
+    if group_size != -1 and group_size < 1:
+        raise FormatError(f"{layout}: group_size: expected -1 or at least 1, got {group_size}")
+    return 1 if group_size == -1 else -(-columns // group_size)
+
+
+def agrees(layout: str, found: tuple[int, int], shape: tuple[int, int] | None) -> None:
+    """Raise FormatError unless the layer that tensors make ``[N, K]`` has the shape that it should have."""
+    if shape is not None and tuple(shape) != found:
+        raise FormatError(f"{layout}: shape: expected tensors of a layer {list(shape)}, got those of {list(found)}")
+
+
+def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
+    """Raise FormatError unless there are tensors of these types and shapes, all on one device."""
+    device = None
     for name, (dtype, shape) in shapes.items():
         found = tensors.get(name)
         if found is None:
@@ -60,6 +163,9 @@ def require(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtyp
         if not right_type or tuple(found.shape) != shape:
             expected = "floating point" if dtype is None else str(dtype)
             raise FormatError(f"{name}: expected {expected} {list(shape)}, got {found.dtype} {list(found.shape)}")
+        device = device or found.device
+        if found.device != device:
+            raise FormatError(f"{name}: expected a tensor on {device}, got one on {found.device}")
 
 
 def divides(what: str, size: int, multiple: int, layout: str) -> None:

@@ -1,4 +1,4 @@
-"""Fields of 2, 4 or 8 bits in int32 words, least significant first."""
+"""Fields of 2, 3, 4 or 8 bits in int32 words, least significant first; those of 3 bits go on in the next word."""
 
 from __future__ import annotations
 
@@ -7,35 +7,57 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+BITS = (2, 3, 4, 8)
 
-def per_word(bits: int) -> int:
-    """How many fields a word holds. Raises ValueError unless they fill it."""
-    if bits not in (2, 4, 8):
-        raise ValueError(f"words: bits: expected 2, 4 or 8, got {bits}")
-    return 32 // bits
+
+def period(bits: int) -> int:
+    """After how many fields a new one begins a word: 32 / bits, and 32 for 3 bits. Raises ValueError for others."""
+    if bits not in BITS:
+        raise ValueError(f"words: bits: expected one of {BITS}, got {bits}")
+    return 32 if bits == 3 else 32 // bits
+
+
+def words_of(length: int, bits: int) -> int:
+    """How many words hold so many fields."""
+    return -(-length * bits // 32)
 
 
 def pack(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Unsigned ``[.., n]`` fields as int32 ``[.., ceil(n / fields)]``; field i of a word holds its value order[i].
+    """Unsigned ``[.., n]`` fields as int32 ``[.., words_of(n, bits)]``; field i of a period holds its value order[i].
 
     Raises ValueError for a value that does not fit.
     """
-    count = per_word(bits)
+    count = period(bits)
     if values.numel() and (largest := int(values.max())) >= 1 << bits:
         raise ValueError(f"words: expected values below {1 << bits}, got {largest}")
-    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % count))
-    words = torch.zeros(*padded.shape[:-1], padded.shape[-1] // count, dtype=torch.int32, device=values.device)
+    length = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -length % count))
+    stride = count * bits // 32
+    words = torch.zeros(*padded.shape[:-1], padded.shape[-1] // count * stride, dtype=torch.int32, device=values.device)
     for field, source in enumerate(order or range(count)):
-        words |= padded[..., source::count].int() << bits * field
-    return words
+        word, shift = divmod(field * bits, 32)
+        found = padded[..., source::count].int()
+        words[..., word::stride] |= found << shift
+        if shift + bits > 32:
+            words[..., word + 1 :: stride] |= found >> 32 - shift
+    return words[..., : words_of(length, bits)].contiguous()
 
 
 def unpack(words: Tensor, bits: int, length: int, order: Sequence[int] | None = None) -> Tensor:
     """The inverse of `pack`: uint8 ``[.., length]``."""
-    count = per_word(bits)
-    if words.dtype != torch.int32 or words.shape[-1] != -(-length // count):
-        raise ValueError(f"words: expected int32 [.., {-(-length // count)}], got {words.dtype} {list(words.shape)}")
-    values = torch.empty(*words.shape[:-1], words.shape[-1] * count, dtype=torch.uint8, device=words.device)
+    count = period(bits)
+    wanted = words_of(length, bits)
+    if words.dtype != torch.int32 or words.shape[-1] != wanted:
+        raise ValueError(f"words: expected int32 [.., {wanted}], got {words.dtype} {list(words.shape)}")
+    stride, periods = count * bits // 32, -(-length // count)
+    padded = torch.nn.functional.pad(words, (0, periods * stride - wanted))
+    values = torch.empty(*words.shape[:-1], periods * count, dtype=torch.uint8, device=words.device)
+    mask = (1 << bits) - 1
     for field, target in enumerate(order or range(count)):
-        values[..., target::count] = words >> bits * field & (1 << bits) - 1
+        word, shift = divmod(field * bits, 32)
+        found = padded[..., word::stride] >> shift & mask
+        if shift + bits > 32:
+            # The shift was arithmetic: of the lower word only so many bits are its own.
+            found = found & (1 << 32 - shift) - 1 | padded[..., word + 1 :: stride] << 32 - shift & mask
+        values[..., target::count] = found
     return values[..., :length].contiguous()

@@ -92,6 +92,30 @@ class OnlineQuantLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
+    def from_prepared(cls, weight: BlockQuantWeight, bias: Tensor | None = None) -> OnlineQuantLinear:
+        """The layer of a prepared weight ``[out_features, in_features]``, whose tensors it shares, and its bias."""
+        device = weight.values.device
+        if bias is not None and (bias.shape != (weight.out_features,) or bias.device != device):
+            raise ValueError(
+                f"{_NAME}: bias: expected [{weight.out_features}] on {device}, got {list(bias.shape)} on {bias.device}"
+            )
+        layer = cls(
+            weight.in_features,
+            weight.out_features,
+            bias is not None,
+            bits=weight.bits,
+            group_size=weight.group_size,
+            symmetric=weight.offset is None,
+            device=device,
+            dtype=None if bias is None else bias.dtype,
+        )
+        layer._set(weight, assign=True)
+        if layer.bias is not None and bias is not None:
+            layer.bias.copy_(bias)
+        return layer
+
+    @classmethod
+    @torch.no_grad()
     def from_linear(
         cls, linear: nn.Linear, *, bits: int = 8, group_size: int = 128, symmetric: bool = True
     ) -> OnlineQuantLinear:

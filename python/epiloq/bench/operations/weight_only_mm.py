@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, sample, worst
+from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, sample, worst
+from epiloq.bench.operations.weight_only_peers import gemlite, int4pack, marlin, torchao
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,8 @@ def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(F.linear, s["x"], _packed(case, s).dequantize(dtype)) for s in sets])
 
 
-def _int4pack(case: Case, sets: Sequence[Inputs]) -> Bound:
-    v = VARIANTS[case.variant]
-    if v.bits != 4 or v.zeros or v.dtype != torch.bfloat16 or sets[0]["x"].device.type != "cuda":
-        raise Unavailable("torch's int4 product takes symmetric groups and bfloat16, on CUDA")
-
-    def bind(inputs: Inputs) -> partial[torch.Tensor]:
-        q, scale, _ = _packed(case, inputs).unpack()
-        codes = (q + 8).to(torch.uint8)
-        packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
-        parameters = torch.stack((scale.t(), torch.zeros_like(scale.t())), dim=-1).contiguous()
-        return partial(torch.ops.aten._weight_int4pack_mm, inputs["x"], packed, v.group_size, parameters)
-
-    return Bound([bind(s) for s in sets])
+def _peer(bind: Callable[[Inputs, epiloq.PackedWeight], Call]) -> Binder:
+    return lambda case, sets: Bound([bind(s, _packed(case, s)) for s in sets])
 
 
 def _work(case: Case) -> int:
@@ -102,5 +92,11 @@ OPERATION = Operation(
     error=_error,
     work=_work,
     ceiling="half",
-    peers={"dense": _dense, "_weight_int4pack_mm": _int4pack},
+    peers={
+        "dense": _dense,
+        "_weight_int4pack_mm": _peer(int4pack),
+        "gemlite": _peer(gemlite),
+        "marlin": _peer(marlin),
+        "torchao": _peer(torchao),
+    },
 )

@@ -1,0 +1,104 @@
+"""Other projects' products of 16-bit activations with weights of few bits, on the weights that epiloq multiplies."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.bench.contract import Call, Inputs, Unavailable, require
+from epiloq.formats import marlin as layout
+
+
+def _codes(weight: epiloq.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """q uint8 from 0 to 2^bits - 1, scales, and zero points of the scales' dtype, all [N, ..]."""
+    q, scale, zero = weight.unpack()
+    middle = 1 << (weight.bits - 1)
+    if zero is None:
+        return (q.to(torch.int16) + middle).to(torch.uint8), scale, torch.full_like(scale, middle)
+    return q, scale, zero.to(scale.dtype)
+
+
+def _on_cuda(x: Tensor) -> None:
+    if not x.is_cuda:
+        raise Unavailable("CUDA only")
+
+
+def int4pack(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
+    """torch's own, which torchao's "tile_packed_to_4d" layout calls too: ``scale * (q - 8) + offset``."""
+    x = inputs["x"]
+    if weight.bits != 4 or (x.is_cuda and x.dtype != torch.bfloat16):
+        raise Unavailable("torch's int4 product takes 4 bits, on CUDA with bfloat16")
+    q, scale, zero = _codes(weight)
+    parameters = torch.stack((scale.t(), ((8 - zero) * scale).t()), dim=-1).contiguous()
+    if not x.is_cuda:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+        return partial(torch.ops.aten._weight_int4pack_mm_for_cpu, x, packed, weight.group_size, parameters)
+    packed = torch.ops.aten._convert_weight_to_int4pack(q[:, ::2] << 4 | q[:, 1::2], 8)
+    return partial(torch.ops.aten._weight_int4pack_mm, x, packed, weight.group_size, parameters)
+
+
+def marlin(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
+    """vLLM's, as ``apply_gptq_marlin_linear`` calls it."""
+    x = inputs["x"]
+    _on_cuda(x)
+    ops, types = require("vllm._custom_ops"), require("vllm.scalar_type").scalar_types
+    utils = require("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    tensors = layout.from_packed(weight)
+    kinds = {(4, True): types.uint4b8, (8, True): types.uint8b128, (4, False): types.uint4, (8, False): types.uint8}
+    return partial(
+        ops.marlin_gemm,
+        x,
+        None,
+        tensors["B"],
+        None,
+        tensors["s"],
+        None,
+        None,
+        tensors.get("qzeros"),
+        None,
+        None,
+        utils.marlin_make_workspace_new(x.device),
+        kinds[weight.bits, weight.symmetric],
+        size_m=x.shape[0],
+        size_n=weight.n,
+        size_k=weight.k,
+        use_fp32_reduce=True,
+    )
+
+
+def gemlite(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
+    """GemLite's Triton kernels."""
+    x = inputs["x"]
+    _on_cuda(x)
+    core = require("gemlite.core")
+    kind = {torch.float16: core.DType.FP16, torch.bfloat16: core.DType.BF16}[x.dtype]
+    layer = core.GemLiteLinearTriton(
+        W_nbits=weight.bits,
+        group_size=weight.k if weight.group_size == -1 else weight.group_size,
+        in_features=weight.k,
+        out_features=weight.n,
+        input_dtype=kind,
+        output_dtype=kind,
+    )
+    q, scale, zero = _codes(weight)
+    layer.pack(q, scale.view(-1, 1), zero.view(-1, 1), bias=None)
+    return partial(layer.forward, x)
+
+
+def torchao(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
+    """torchao's "plain" int4 layout, its kernels for Hopper; it rounds the weight to a grid of its own."""
+    x = inputs["x"]
+    _on_cuda(x)
+    if weight.bits != 4 or x.dtype != torch.bfloat16 or weight.group_size == -1:
+        raise Unavailable("torchao's int4 layout takes groups of 4 bits and bfloat16")
+    quantization = require("torchao.quantization")
+    with torch.device("meta"):
+        linear = nn.Linear(weight.k, weight.n, bias=False, dtype=x.dtype)
+    linear.weight = nn.Parameter(weight.dequantize(x.dtype), requires_grad=False)
+    config = quantization.Int4WeightOnlyConfig(group_size=weight.group_size, int4_packing_format="plain")
+    model = nn.Sequential(linear)
+    quantization.quantize_(model, config)
+    return partial(model.forward, x)
