@@ -1,20 +1,91 @@
 #include "ops/conv2d_int8/launch.h"
 
+#include <array>
+#include <utility>
+
 #include "epiloq/device.h"
 #include "epiloq/error.h"
+#include "ops/conv2d_int8/select.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#include "ops/conv2d_int8/configs.h"
+#include "ops/conv2d_int8/rows.h"
+#endif
 
 namespace epiloq::ops::conv2d_int8 {
+
+#if EPILOQ_HAS_CUDA
 namespace {
 
-[[noreturn]] void refuse(int device) {
-  device_properties(device);
-  throw Unsupported("epiloq.conv2d_int8: this build has no kernel for cuda:" + std::to_string(device) +
-                    "; the operation runs on the CPU");
+constexpr int kRun = 8;     // outputs that a thread finishes at a time
+constexpr int kDepth = 64;  // columns a stage
+
+unsigned fill_of(Problem const& p) { return static_cast<std::uint8_t>(p.input_zero) * 0x01010101u; }
+
+template <int kRow>
+constexpr LaunchTiled built() {
+  if constexpr (EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || kRow >= kFirstSm75Tile) {
+    return &launch_tiled<kRow>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <int... kRows>
+LaunchTiled row_of(int row, std::integer_sequence<int, kRows...>) {
+  static constexpr LaunchTiled kTable[] = {built<kRows>()...};
+  return kTable[row];
+}
+
+void launch_row(Choice const& choice, Problem const& problem, int device, Stream stream) {
+  conv2d::Shape const& s = problem.shape;
+  int const channels = s.ci / s.groups, outputs = s.co / s.groups;
+  TileConfig const& c = kTiles[choice.row];
+  int const tiles_n = (outputs + c.tile_n() - 1) / c.tile_n();
+  unsigned const tiles_m = (conv2d::pixels(s) + c.tile_m() - 1) / c.tile_m();
+  TiledProblem const tiled{problem,
+                           channels,
+                           outputs,
+                           s.kh * s.kw * channels,
+                           tiles_n,
+                           fill_of(problem),
+                           conv2d::Column::of(s, channels, kDepth),
+                           has_whole_runs(problem, kRun)};
+  LaunchTiled const launch = row_of(choice.row, std::make_integer_sequence<int, static_cast<int>(kTiles.size())>{});
+  launch(tiled, tiles_m * tiles_n, device, stream);
+}
+
+Target target_of_device(int device) {
+  DeviceProperties const& properties = device_properties(device);
+  Arch const forced = forced_arch();
+  for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
+    if (forced != Arch::kAuto && forced != arch) continue;
+    if (is_built(arch) && properties.compute_capability >= static_cast<int>(arch)) {
+      return {arch, properties.sm_count, properties.shared_memory_per_block};
+    }
+  }
+  throw Unsupported("epiloq.conv2d_int8: no kernel for cuda:" + std::to_string(device) + " (compute capability " +
+                    std::to_string(properties.compute_capability) + ", arch " + name(forced) + ") in this build");
 }
 
 }  // namespace
 
-void launch(Problem const&, int device, Stream) { refuse(device); }
-std::string explain(Problem const&, int device) { refuse(device); }
+void launch(Problem const& problem, int device, Stream stream) {
+  Choice const choice = choose(problem, target_of_device(device));
+  DeviceGuard const guard(device);
+  if (choice.family == Family::kDepthwise) return launch_depthwise(problem, choice.vector, stream);
+  launch_row(choice, problem, device, stream);
+}
+
+std::string explain(Problem const& problem, int device) { return describe(choose(problem, target_of_device(device))); }
+#else
+void launch(Problem const&, int device, Stream) { device_properties(device); }
+
+std::string explain(Problem const&, int device) {
+  device_properties(device);
+  return {};
+}
+#endif
 
 }  // namespace epiloq::ops::conv2d_int8
