@@ -21,8 +21,6 @@ namespace {
 constexpr int kRun = 8;     // outputs that a thread finishes at a time
 constexpr int kDepth = 64;  // columns a stage
 
-unsigned fill_of(Problem const& p) { return static_cast<std::uint8_t>(p.input_zero) * 0x01010101u; }
-
 template <int kRow>
 constexpr LaunchTiled built() {
   if constexpr (EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || kRow >= kFirstSm75Tile) {
@@ -56,29 +54,18 @@ void launch_row(Choice const& choice, Problem const& problem, int device, Stream
   launch(tiled, tiles_m * tiles_n, device, stream);
 }
 
-Target target_of_device(int device) {
-  DeviceProperties const& properties = device_properties(device);
-  Arch const forced = forced_arch();
-  for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
-    if (forced != Arch::kAuto && forced != arch) continue;
-    if (is_built(arch) && properties.compute_capability >= static_cast<int>(arch)) {
-      return {arch, properties.sm_count, properties.shared_memory_per_block};
-    }
-  }
-  throw Unsupported("epiloq.conv2d_int8: no kernel for cuda:" + std::to_string(device) + " (compute capability " +
-                    std::to_string(properties.compute_capability) + ", arch " + name(forced) + ") in this build");
-}
+Target target_of(int device) { return target_of_device("conv2d_int8", device); }
 
 }  // namespace
 
 void launch(Problem const& problem, int device, Stream stream) {
-  Choice const choice = choose(problem, target_of_device(device));
+  Choice const choice = choose(problem, target_of(device));
   DeviceGuard const guard(device);
   if (choice.family == Family::kDepthwise) return launch_depthwise(problem, choice.vector, stream);
   launch_row(choice, problem, device, stream);
 }
 
-std::string explain(Problem const& problem, int device) { return describe(choose(problem, target_of_device(device))); }
+std::string explain(Problem const& problem, int device) { return describe(choose(problem, target_of(device))); }
 #else
 void launch(Problem const&, int device, Stream) { device_properties(device); }
 
