@@ -19,6 +19,7 @@ if find_spec("torch") is not None:
     from epiloq.block_quant_weight import BlockQuantWeight
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import (
+        conv2d_int8,
         grouped_mm,
         groupwise_mm,
         online_quant_mm,
@@ -26,6 +27,7 @@ if find_spec("torch") is not None:
         quantize_blockwise_int8,
         quantize_fp8,
         quantize_int8,
+        requantized_mm,
         rms_norm_quant,
         scaled_mm,
         scaled_mm_azp,
@@ -33,6 +35,7 @@ if find_spec("torch") is not None:
         weight_only_mm,
     )
     from epiloq.packed_weight import PackedWeight, pack_weight
+    from epiloq.prepared_int8_weight import PreparedInt8Weight
     from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
@@ -40,9 +43,11 @@ __version__: str = _core.__version__
 __all__ = [
     "BlockQuantWeight",
     "PackedWeight",
+    "PreparedInt8Weight",
     "__version__",
     "compat",
     "config",
+    "conv2d_int8",
     "explain",
     "grouped_mm",
     "groupwise_mm",
@@ -55,6 +60,7 @@ __all__ = [
     "quantize_blockwise_int8",
     "quantize_fp8",
     "quantize_int8",
+    "requantized_mm",
     "rms_norm_quant",
     "scaled_mm",
     "scaled_mm_azp",
