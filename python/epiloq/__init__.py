@@ -20,6 +20,7 @@ if find_spec("torch") is not None:
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import (
         conv2d_int8,
+        conv2d_weight_only,
         grouped_mm,
         groupwise_mm,
         online_quant_mm,
@@ -34,6 +35,7 @@ if find_spec("torch") is not None:
         silu_and_mul_quant,
         weight_only_mm,
     )
+    from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
     from epiloq.packed_weight import PackedWeight, pack_weight
     from epiloq.prepared_int8_weight import PreparedInt8Weight
     from epiloq.schemes import quantize_
@@ -42,18 +44,21 @@ __version__: str = _core.__version__
 
 __all__ = [
     "BlockQuantWeight",
+    "PackedConv2dWeight",
     "PackedWeight",
     "PreparedInt8Weight",
     "__version__",
     "compat",
     "config",
     "conv2d_int8",
+    "conv2d_weight_only",
     "explain",
     "grouped_mm",
     "groupwise_mm",
     "nn",
     "online_quant_mm",
     "online_quant_weight",
+    "pack_conv2d_weight",
     "pack_weight",
     "quantize",
     "quantize_",

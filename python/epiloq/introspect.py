@@ -9,6 +9,7 @@ from typing import Any
 
 from epiloq import _core
 from epiloq.ops.conv2d_int8 import explain as explain_conv2d_int8
+from epiloq.ops.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import groupwise_mm
@@ -24,6 +25,7 @@ from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
     "conv2d_int8": partial(explain_conv2d_int8, "conv2d_int8"),
+    "conv2d_weight_only": explain_conv2d_weight_only,
     "grouped_mm": partial(explain_groupwise, grouped_mm),
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),
     "online_quant_mm": explain_online_quant_mm,

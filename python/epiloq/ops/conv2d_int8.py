@@ -156,9 +156,21 @@ def _call(
         raise ValueError(
             f"epiloq.{operation}: out_dtype: expected torch.int8, float16, bfloat16 or float32, got {dtype}"
         )
-    p = w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp)
-    arguments = (x, w.q, p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi, *where)
-    if not direct((x, w.q, p.scale), (p.bias, p.correction, out)):
+    return convolve(operation, x, w.q, w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp), where, dtype, out)
+
+
+def convolve(
+    operation: str,
+    x: Tensor,
+    q: Tensor,
+    p: Int8Parameters,
+    where: Geometry,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The operation on parameters as they are prepared."""
+    arguments = (x, q, p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi, *where)
+    if not direct((x, q, p.scale), (p.bias, p.correction, out)):
         expect_tensors(operation, {"x_q": x}, {"out": out}, writes=out is not None)
         if out is None:
             return refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))
