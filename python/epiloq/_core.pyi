@@ -1,5 +1,7 @@
 """The C++ half of epiloq: checks its arguments, picks a kernel, launches it."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 __version__: str
@@ -8,6 +10,108 @@ def built_archs() -> list[str]: ...
 def device_properties(device_index: int) -> dict[str, int]: ...
 def force_arch(arch: str) -> None: ...
 def forced_arch() -> str: ...
+def conv2d_int8(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None: ...
+def check_conv2d_int8(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None: ...
+def explain_conv2d_int8(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> str: ...
+def finish_conv2d_int8(
+    out: Tensor,
+    acc: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    output_zero: int,
+    lo: float,
+    hi: float,
+) -> None: ...
+def conv2d_weight_only(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    kernel: Sequence[int],
+    channels: int,
+    padded_channels: int,
+    group_size: int,
+    depthwise: bool,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> bool: ...
+def explain_conv2d_weight_only(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    kernel: Sequence[int],
+    channels: int,
+    padded_channels: int,
+    group_size: int,
+    depthwise: bool,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> str: ...
 def scaled_mm(
     out: Tensor,
     a: Tensor,

@@ -95,6 +95,14 @@ conv::Problem checked(Conv2dWeightOnly const& call) {
 
 bool is_empty(conv::Problem const& p) { return p.shape.batch == 0 || p.shape.co == 0; }
 
+// A 1 x 1 kernel that stops at every pixel: a product of the weight with the pixels.
+std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
+  Conv2dGeometry const& g = call.geometry;
+  bool const one_tap = !call.weight.depthwise && call.weight.kh == 1 && call.weight.kw == 1 && g.groups == 1;
+  if (!one_tap || g.stride != std::array<std::int64_t, 2>{1, 1} || g.padding != std::array<std::int64_t, 4>{}) return {};
+  return WeightOnlyMm{call.out, call.x, call.weight.rows, call.bias, call.lo, call.hi};
+}
+
 }  // namespace
 
 void check(Conv2dWeightOnly const& call) { checked(call); }
@@ -102,6 +110,7 @@ void check(Conv2dWeightOnly const& call) { checked(call); }
 bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return true;
+  if (auto const product = product_of(call)) return weight_only_mm(*product, stream);
   if (call.x.device.type == Device::Type::kCpu) return false;
   return conv::launch(problem, call.x.device.index, stream);
 }
@@ -109,6 +118,7 @@ bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream) {
 std::string explain(Conv2dWeightOnly const& call) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
+  if (auto const product = product_of(call)) return "the pixels as rows of a product: " + explain(*product);
   if (call.x.device.type == Device::Type::kCpu) return "cpu, de-quantised, then a convolution (oneDNN) in fp32";
   return conv::explain(problem, call.x.device.index);
 }
