@@ -252,7 +252,7 @@ def _fake_out(*_: Any, out: Tensor) -> None:
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, by their own arguments."""
     x, weight, where, p, out = _bound(name, *args, **kwargs)
-    if x.is_cuda:
+    if x.is_cuda or _core.forced_arch() != "auto":
         return _core.explain_conv2d_int8(out, x, weight, *p, *where)
     _core.check_conv2d_int8(out, x, weight, *p, *where)
     if where.groups > 1:

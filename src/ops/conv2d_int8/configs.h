@@ -7,7 +7,10 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// Output pixels (m) and channels (n) of a warp's tile, warps along each, stages of 64 columns, and how many channels
+inline constexpr int kDepth = 64;  // columns a stage
+inline constexpr int kRun = 8;     // neighbouring outputs that a thread finishes
+
+// Output pixels (m) and channels (n) of a warp's tile, warps along each, stages, and how many channels
 // are copied at a time: 16, 4 or 1, which must divide the channels of a group.
 struct TileConfig {
   int warp_m, warp_n, warps_m, warps_n;
@@ -18,7 +21,7 @@ struct TileConfig {
   constexpr int tile_n() const { return warp_n * warps_n; }
   constexpr int threads() const { return 32 * warps_m * warps_n; }
   // The ring of stages, then a Window a pixel.
-  constexpr int shared_bytes() const { return stages * (tile_m() + tile_n()) * 64 + tile_m() * 16; }
+  constexpr int shared_bytes() const { return stages * (tile_m() + tile_n()) * kDepth + tile_m() * 16; }
 };
 
 // Reasoned from bytes in flight and registers, not yet measured. SM75 has the last kSm75Tiles.

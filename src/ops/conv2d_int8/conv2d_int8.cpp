@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "ops/conv2d_int8/launch.h"
+#include "ops/conv2d_int8/select.h"
 
 namespace epiloq {
 namespace {
@@ -81,7 +82,7 @@ void conv2d_int8(Conv2dInt8 const& call, Stream stream) {
 std::string explain(Conv2dInt8 const& call) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
-  return conv::explain(problem, call.x.device.index);
+  return conv::describe(conv::choose(problem, conv::target_of(call.x.device)));
 }
 
 void finish_conv2d_int8(TensorView const& acc, Conv2dInt8 const& call) {

@@ -15,11 +15,15 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
+constexpr char const* kName = "conv2d_int8";
+
+Target target_of(Device device) {
+  if (device.type == Device::Type::kCuda) return target_of_device(kName, device.index);
+  return nominal(forced_arch(), {Arch::kSm75, Arch::kSm80, Arch::kSm90});
+}
+
 #if EPILOQ_HAS_CUDA
 namespace {
-
-constexpr int kRun = 8;     // outputs that a thread finishes at a time
-constexpr int kDepth = 64;  // columns a stage
 
 template <int kRow>
 constexpr LaunchTiled built() {
@@ -54,25 +58,16 @@ void launch_row(Choice const& choice, Problem const& problem, int device, Stream
   launch(tiled, tiles_m * tiles_n, device, stream);
 }
 
-Target target_of(int device) { return target_of_device("conv2d_int8", device); }
-
 }  // namespace
 
 void launch(Problem const& problem, int device, Stream stream) {
-  Choice const choice = choose(problem, target_of(device));
+  Choice const choice = choose(problem, target_of_device(kName, device));
   DeviceGuard const guard(device);
   if (choice.family == Family::kDepthwise) return launch_depthwise(problem, choice.vector, stream);
   launch_row(choice, problem, device, stream);
 }
-
-std::string explain(Problem const& problem, int device) { return describe(choose(problem, target_of(device))); }
 #else
 void launch(Problem const&, int device, Stream) { device_properties(device); }
-
-std::string explain(Problem const&, int device) {
-  device_properties(device);
-  return {};
-}
 #endif
 
 }  // namespace epiloq::ops::conv2d_int8

@@ -55,7 +55,6 @@ std::int64_t blocks_of(TileConfig const& c, conv2d::Shape const& s) {
 
 Choice choose(Problem const& p, Target const& t) {
   conv2d::Shape const& s = p.shape;
-  if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.conv2d_int8: arch: expected one architecture, got auto");
   if (!conv2d::fits(s)) refuse("images of at most 2^28 lines and columns, less than 2^31 elements apart");
   if (s.ci == s.groups) {
     int const vector = s.co == s.ci ? std::min(vector_of(p, s.ci), 4) : 1;
@@ -93,7 +92,5 @@ bool has_whole_runs(Problem const& p, int count) {
   bool const in_groups = p.shape.groups == 1 || p.shape.ci == p.shape.groups || p.shape.co / p.shape.groups % count == 0;
   return in_groups && reinterpret_cast<std::uintptr_t>(p.out) % bytes == 0 && p.shape.out_pixel * size % bytes == 0;
 }
-
-Target nominal(Arch arch) { return epiloq::nominal(arch, {Arch::kSm75, Arch::kSm80, Arch::kSm90}); }
 
 }  // namespace epiloq::ops::conv2d_int8

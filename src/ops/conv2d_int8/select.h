@@ -24,7 +24,4 @@ std::string describe(Choice const& choice);
 // Whether runs of `count` output channels start on a multiple of their bytes, or of 16.
 bool has_whole_runs(Problem const& problem, int count);
 
-// What an architecture's first card has, for answers without a device.
-Target nominal(Arch arch);
-
 }  // namespace epiloq::ops::conv2d_int8

@@ -23,8 +23,6 @@ namespace epiloq::ops::conv2d_int8 {
 using conv2d::Column;
 using conv2d::Window;
 
-inline constexpr int kDepth = 64;  // columns a stage
-
 // 64 bytes a row; chunks of 16 trade places so that eight neighbouring rows of a chunk lie in different banks.
 __device__ __forceinline__ int place(int row, int chunk) { return row * kDepth + ((chunk ^ (row / 2 % 4)) << 4); }
 
@@ -102,7 +100,6 @@ struct Tiled {
   static constexpr int kB = kTileM * kDepth;                        // the weights' place in a stage
   static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kRun = 8;  // output channels that a thread finishes at a time
   static constexpr int kPitch = kWarpN + 8;
   static constexpr int kSlabBytes = 16 * kPitch * 4;  // a warp's sums on their way, 16 pixels
   static_assert(kWarpsM * kWarpsN * kSlabBytes <= kRingBytes);

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "ops/conv2d_weight_only/launch.h"
+#include "ops/conv2d_weight_only/select.h"
 #include "ops/weight_only_mm/weight.h"
 
 namespace epiloq {
@@ -119,8 +120,9 @@ std::string explain(Conv2dWeightOnly const& call) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
   if (auto const product = product_of(call)) return "the pixels as rows of a product: " + explain(*product);
-  if (call.x.device.type == Device::Type::kCpu) return "cpu, de-quantised, then a convolution (oneDNN) in fp32";
-  return conv::explain(problem, call.x.device.index);
+  bool const on_cpu = call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto;
+  if (on_cpu) return "cpu, de-quantised, then a convolution (oneDNN) in fp32";
+  return conv::describe(conv::choose(problem, conv::target_of(call.x.device)));
 }
 
 }  // namespace epiloq

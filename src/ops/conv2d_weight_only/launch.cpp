@@ -12,6 +12,13 @@
 
 namespace epiloq::ops::conv2d_weight_only {
 
+constexpr char const* kName = "conv2d_weight_only";
+
+Target target_of(Device device) {
+  if (device.type == Device::Type::kCuda) return target_of_device(kName, device.index);
+  return nominal(forced_arch(), {Arch::kSm75, Arch::kSm80, Arch::kSm90});
+}
+
 #if EPILOQ_HAS_CUDA
 namespace {
 
@@ -21,10 +28,6 @@ struct PatchesFamily {
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
   static constexpr Launch kLaunch = &launch_patches<kRow, kX, kBits, kGroups, kOffsets>;
 };
-
-Choice choice_of(Problem const& problem, int device) {
-  return choose(problem, target_of_device("conv2d_weight_only", device));
-}
 
 void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {
   conv2d::Shape const& s = p.shape;
@@ -39,7 +42,7 @@ void launch_row(Choice const& choice, Problem const& p, int device, Stream strea
 }  // namespace
 
 bool launch(Problem const& problem, int device, Stream stream) {
-  Choice const choice = choice_of(problem, device);
+  Choice const choice = choose(problem, target_of_device(kName, device));
   if (choice.family == Family::kDense) return false;
   DeviceGuard const guard(device);
   if (choice.family == Family::kDepthwise) {
@@ -49,17 +52,10 @@ bool launch(Problem const& problem, int device, Stream stream) {
   }
   return true;
 }
-
-std::string explain(Problem const& problem, int device) { return describe(choice_of(problem, device)); }
 #else
 bool launch(Problem const&, int device, Stream) {
   device_properties(device);
   return false;
-}
-
-std::string explain(Problem const&, int device) {
-  device_properties(device);
-  return {};
 }
 #endif
 

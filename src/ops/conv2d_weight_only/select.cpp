@@ -4,6 +4,7 @@
 
 #include "ops/conv2d/im2col.h"
 #include "ops/conv2d_weight_only/configs.h"
+#include "ops/weight_only_mm/layout.h"
 #include "ops/weight_only_mm/select.h"
 
 namespace epiloq::ops::conv2d_weight_only {
