@@ -19,6 +19,8 @@ if find_spec("torch") is not None:
     from epiloq.block_quant_weight import BlockQuantWeight
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import (
+        conv2d_int8,
+        conv2d_weight_only,
         grouped_mm,
         groupwise_mm,
         online_quant_mm,
@@ -26,6 +28,7 @@ if find_spec("torch") is not None:
         quantize_blockwise_int8,
         quantize_fp8,
         quantize_int8,
+        requantized_mm,
         rms_norm_quant,
         scaled_bmm,
         scaled_mm,
@@ -33,29 +36,37 @@ if find_spec("torch") is not None:
         silu_and_mul_quant,
         weight_only_mm,
     )
+    from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
     from epiloq.packed_weight import PackedWeight, pack_weight
+    from epiloq.prepared_int8_weight import PreparedInt8Weight
     from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
 
 __all__ = [
     "BlockQuantWeight",
+    "PackedConv2dWeight",
     "PackedWeight",
+    "PreparedInt8Weight",
     "__version__",
     "compat",
     "config",
+    "conv2d_int8",
+    "conv2d_weight_only",
     "explain",
     "grouped_mm",
     "groupwise_mm",
     "nn",
     "online_quant_mm",
     "online_quant_weight",
+    "pack_conv2d_weight",
     "pack_weight",
     "quantize",
     "quantize_",
     "quantize_blockwise_int8",
     "quantize_fp8",
     "quantize_int8",
+    "requantized_mm",
     "rms_norm_quant",
     "scaled_bmm",
     "scaled_mm",

@@ -1,5 +1,7 @@
 """The C++ half of epiloq: checks its arguments, picks a kernel, launches it."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 __version__: str
@@ -16,6 +18,108 @@ def check_scaled_bmm(
 ) -> None: ...
 def explain_scaled_bmm(
     out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+) -> str: ...
+def conv2d_int8(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None: ...
+def check_conv2d_int8(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> None: ...
+def explain_conv2d_int8(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> str: ...
+def finish_conv2d_int8(
+    out: Tensor,
+    acc: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    output_zero: int,
+    lo: float,
+    hi: float,
+) -> None: ...
+def conv2d_weight_only(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    kernel: Sequence[int],
+    channels: int,
+    padded_channels: int,
+    group_size: int,
+    depthwise: bool,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> bool: ...
+def explain_conv2d_weight_only(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    kernel: Sequence[int],
+    channels: int,
+    padded_channels: int,
+    group_size: int,
+    depthwise: bool,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
 ) -> str: ...
 def scaled_mm(
     out: Tensor,

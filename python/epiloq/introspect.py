@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.conv2d_int8 import explain as explain_conv2d_int8
+from epiloq.ops.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import groupwise_mm
@@ -23,12 +25,15 @@ from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
+    "conv2d_int8": partial(explain_conv2d_int8, "conv2d_int8"),
+    "conv2d_weight_only": explain_conv2d_weight_only,
     "grouped_mm": partial(explain_groupwise, grouped_mm),
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),
     "online_quant_mm": explain_online_quant_mm,
     "quantize_blockwise_int8": explain_quantize_blockwise_int8,
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
+    "requantized_mm": partial(explain_conv2d_int8, "requantized_mm"),
     "rms_norm_quant": explain_rms_norm_quant,
     "scaled_bmm": explain_scaled_bmm,
     "scaled_mm": partial(explain_product, scaled_mm),

@@ -9,19 +9,29 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-import epiloq
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn import (
+    Fp8BlockLinear,
+    Fp8Linear,
+    Int8Conv2d,
+    Int8Linear,
+    OnlineQuantLinear,
+    WeightOnlyConv2d,
+    WeightOnlyLinear,
+)
+from epiloq.quantize.observers import OBSERVERS, Observer, quantizer
 
 Filter = Callable[[nn.Module, str], bool]
 
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
+# The same with from_conv2d.
+QuantisedConv2d: TypeAlias = Int8Conv2d | WeightOnlyConv2d
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What `quantize_` makes of a linear layer: ``module.from_linear(linear, **options)``.
+    """What `quantize_` makes of a layer: ``module.from_linear(linear, **options)``, or ``from_conv2d``.
 
     A static scheme, whose options have ``activation="static"``, also passes ``input_scale`` and ``input_zero_point``,
     from calibration.
@@ -29,13 +39,24 @@ class Scheme:
 
     name: str
     description: str
-    module: type[QuantisedLinear]
+    module: type[QuantisedLinear] | type[QuantisedConv2d]
     options: Mapping[str, Any]
 
     @property
     def static(self) -> bool:
         """Whether the range of each layer's inputs has to be seen beforehand."""
-        return self.options.get("activation") == "static"
+        return self.options.get("activation") == "static" or self.module is Int8Conv2d
+
+    @property
+    def layer(self) -> type[nn.Module]:
+        """What the scheme replaces: ``nn.Linear`` or ``nn.Conv2d``."""
+        return nn.Conv2d if issubclass(self.module, (Int8Conv2d, WeightOnlyConv2d)) else nn.Linear
+
+    def convert(self, layer: nn.Module, **seen: Any) -> nn.Module:
+        """The quantised layer of a float one, with what calibration saw of its inputs."""
+        if issubclass(self.module, (Int8Conv2d, WeightOnlyConv2d)):
+            return self.module.from_conv2d(cast(nn.Conv2d, layer), **self.options, **seen)
+        return self.module.from_linear(cast(nn.Linear, layer), **self.options, **seen)
 
 
 def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
@@ -97,13 +118,32 @@ _TABLE = (
     _weight_only("w4a16-g128", 4, 128),
     _weight_only("w4a16-g64", 4, 64),
     _weight_only("w4a16-g32", 4, 32),
+    Scheme(
+        "conv-w8a8-int8",
+        "convolutions: int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",
+        Int8Conv2d,
+        {},
+    ),
+    Scheme(
+        "conv-w8a16",
+        "convolutions: int8 weights per output channel, rounded to nearest; floating-point activations",
+        WeightOnlyConv2d,
+        {"bits": 8, "group_size": -1},
+    ),
+    Scheme(
+        "conv-w4a16",
+        "convolutions: int4 weights per block of 32 input channels, rounded to nearest; floating-point activations",
+        WeightOnlyConv2d,
+        {"bits": 4, "group_size": 32},
+    ),
 )
 SCHEMES = {scheme.name: scheme for scheme in _TABLE}
 
 
-def available() -> tuple[str, ...]:
-    """Names that `quantize_` takes; ``SCHEMES[name].description`` says what each does."""
-    return tuple(SCHEMES)
+def available(layer: type[nn.Module] = nn.Linear) -> tuple[str, ...]:
+    """Names that `quantize_` takes for ``nn.Linear`` or ``nn.Conv2d``; ``SCHEMES[name].description`` says what each
+    does."""
+    return tuple(name for name, scheme in SCHEMES.items() if scheme.layer is layer)
 
 
 def quantize_(
@@ -112,14 +152,15 @@ def quantize_(
     filter_fn: Filter | None = None,
     *,
     calibrate: Callable[[nn.Module], object] | None = None,
+    observer: str = "min-max",
 ) -> nn.Module:
-    """Replace linear layers of `model` by quantised ones, in place, and return `model`.
+    """Replace linear layers of `model`, or convolutions, by quantised ones, in place, and return `model`.
 
     scheme
-        One of ``epiloq.schemes.available()``.
+        One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``.
     filter_fn
-        ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear``, subclasses included. Without
-        it a layer is taken if its type is exactly ``torch.nn.Linear``, except an output head (called "lm_head",
+        ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear`` (``torch.nn.Conv2d``), subclasses
+        included. Without it every layer whose type is exactly ``torch.nn.Conv2d`` is taken; or a layer is taken if its type is exactly ``torch.nn.Linear``, except an output head (called "lm_head",
         given by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``) and
         the feed-forward layers directly in a ``torch.nn.TransformerEncoderLayer``, whose fused path reads their
         float weights (to take those, call ``torch.backends.mha.set_fastpath_enabled(False)`` as well).
@@ -128,6 +169,12 @@ def quantize_(
         chosen layer are recorded. Static schemes need it, the others do not call it. It runs under
         ``torch.no_grad``; put the model in eval mode first. One range serves all tokens: where a few of them are
         far larger than the rest (in language models the inputs of some down projections), leave the layer out.
+    observer
+        What range of a layer's inputs a static scheme takes: "min-max" (all of it), "percentile" (99.99 % of the
+        values) or "mse" (the one with the least squared error); see ``epiloq.quantize.observers``.
+
+    For convolutions, ``epiloq.quantize.batch_norm.fold_batch_norm_(model)`` before and
+    ``epiloq.quantize.int8_exchange.exchange_int8(model)`` after take what lies between the layers into them.
 
     Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
     else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not
@@ -139,7 +186,9 @@ def quantize_(
     NaN or infinite inputs.
     """
     if scheme not in SCHEMES:
-        raise ValueError(f"quantize_: scheme: expected one of {', '.join(available())}, got {scheme!r}")
+        raise ValueError(f"quantize_: scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if observer not in OBSERVERS:
+        raise ValueError(f"quantize_: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
     chosen = SCHEMES[scheme]
     if chosen.static and calibrate is None:
         raise ValueError(
@@ -149,9 +198,10 @@ def quantize_(
     groups = _choose(model, filter_fn, chosen)
     inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
-        inputs = _calibrated(model, [names[0] for names in groups], chosen.options["symmetric"], calibrate)
+        symmetric = chosen.options.get("symmetric", False)
+        inputs = _calibrated(model, [names[0] for names in groups], symmetric, calibrate, OBSERVERS[observer])
     for names, seen in zip(groups, inputs, strict=True):
-        quantised = chosen.module.from_linear(_linear(model, names[0]), **chosen.options, **seen)
+        quantised = chosen.convert(model.get_submodule(names[0]), **seen)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
@@ -159,20 +209,21 @@ def quantize_(
 
 
 def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[list[str]]:
-    """Names of the linear layers to replace, those of one layer together, each known to be convertible."""
-    if isinstance(model, nn.Linear):
+    """Names of the layers to replace, those of one layer together, each known to be convertible."""
+    kind, words = (nn.Linear, "linear layer") if scheme.layer is nn.Linear else (nn.Conv2d, "convolution")
+    if isinstance(model, kind):
         raise ValueError(
-            "quantize_: model: expected a module that contains linear layers, got a linear layer; "
-            "use the from_linear of a class in epiloq.nn for it"
+            f"quantize_: model: expected a module that contains {words}s, got a {words}; "
+            f"use the from_{kind.__name__.lower()} of a class in epiloq.nn for it"
         )
-    takes = default_filter(model) if filter_fn is None else filter_fn
+    takes = filter_fn or (default_filter(model) if kind is nn.Linear else _is_conv2d)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear) and takes(module, name):
+        if isinstance(module, kind) and takes(module, name):
             names.setdefault(module, []).append(name)
     if not names:
         raise ValueError(
-            "quantize_: filter_fn: expected at least one torch.nn.Linear to be chosen, got none; "
+            f"quantize_: filter_fn: expected at least one torch.nn.{kind.__name__} to be chosen, got none; "
             "layers that are quantised already do not count"
         )
     for module, (name, *_) in names.items():
@@ -184,8 +235,8 @@ def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[
     return list(names.values())
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    return cast(nn.Linear, model.get_submodule(name))  # _choose names linear layers only.
+def _is_conv2d(module: nn.Module, _: str) -> bool:
+    return type(module) is nn.Conv2d
 
 
 def default_filter(model: nn.Module) -> Filter:
@@ -213,37 +264,29 @@ def _identity(weight: Tensor) -> tuple[object, int]:
     return weight.device, weight.data_ptr()
 
 
-class _Range:
-    """Forward pre-hook that keeps the smallest and the largest value of a layer's inputs, on their device."""
-
-    def __init__(self) -> None:
-        self.ends: Tensor | None = None
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        x = args[0] if args else kwargs["input"]
-        if x.numel() == 0:
-            return
-        seen = torch.stack(x.detach().aminmax()).float()
-        if self.ends is not None:
-            seen = torch.stack((torch.minimum(self.ends[0], seen[0]), torch.maximum(self.ends[1], seen[1])))
-        self.ends = seen
-
-
 @torch.no_grad()
 def _calibrated(
-    model: nn.Module, names: Iterable[str], symmetric: bool, calibrate: Callable[[nn.Module], object]
+    model: nn.Module,
+    names: Iterable[str],
+    symmetric: bool,
+    calibrate: Callable[[nn.Module], object],
+    observer: Callable[[], Observer],
 ) -> list[dict[str, Any]]:
     """Input scale and zero point of each named layer, from the range that `calibrate` shows it."""
-    ranges = {name: _Range() for name in names}
+    observers = {name: observer() for name in names}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
+        return lambda module, args, kwargs: observers[name].add(args[0] if args else kwargs["input"])
+
     handles = [
-        _linear(model, name).register_forward_pre_hook(observer, with_kwargs=True) for name, observer in ranges.items()
+        model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in observers
     ]
     try:
         calibrate(model)
     finally:
         for handle in handles:
             handle.remove()
-    return [_input_parameters(name, observer.ends, symmetric) for name, observer in ranges.items()]
+    return [_input_parameters(name, seen.ends(), symmetric) for name, seen in observers.items()]
 
 
 def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Any]:
@@ -255,5 +298,5 @@ def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[s
     if not ends.isfinite().all():
         raise ValueError(f"quantize_: calibrate: expected finite inputs of {name!r}, got a range of {ends.tolist()}")
     # The two ends have the range of all inputs, so their quantiser parameters are those of all inputs.
-    _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
+    scale, zero_point = quantizer(ends, symmetric=symmetric)
     return {"input_scale": scale, "input_zero_point": zero_point}

@@ -44,6 +44,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("device_properties", &properties_of, py::arg("device_index"));
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
+  register_conv2d_int8(module);
+  register_conv2d_weight_only(module);
   register_groupwise_mm(module);
   register_online_quant_mm(module);
   register_quantize_blockwise_int8(module);

@@ -22,6 +22,15 @@ __device__ __forceinline__ void copy16(SharedAddress to, void const* from) {
 #endif
 }
 
+// 4 bytes, both addresses multiples of 4.
+__device__ __forceinline__ void copy4(SharedAddress to, void const* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<unsigned*>(__cvta_shared_to_generic(to)) = *static_cast<unsigned const*>(from);
+#endif
+}
+
 // The first `bytes` of 16, an even number, and zeros; nothing else is read.
 __device__ __forceinline__ void copy16(SharedAddress to, void const* from, int bytes) {
 #if __CUDA_ARCH__ >= 800

@@ -24,4 +24,18 @@ Target nominal(Arch arch, std::initializer_list<Arch> served) {
   throw InvalidArgument("epiloq.explain: arch: expected one of " + names + ", got " + name(arch));
 }
 
+Target target_of_device(char const* operation, int device) {
+  DeviceProperties const& properties = device_properties(device);
+  Arch const forced = forced_arch();
+  for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
+    if (forced != Arch::kAuto && forced != arch) continue;
+    if (is_built(arch) && properties.compute_capability >= static_cast<int>(arch)) {
+      return {arch, properties.sm_count, properties.shared_memory_per_block};
+    }
+  }
+  throw Unsupported("epiloq." + std::string(operation) + ": no kernel for cuda:" + std::to_string(device) +
+                    " (compute capability " + std::to_string(properties.compute_capability) + ", arch " +
+                    name(forced) + ") in this build");
+}
+
 }  // namespace epiloq

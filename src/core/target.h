@@ -17,4 +17,8 @@ struct Target {
 // `served`.
 Target nominal(Arch arch, std::initializer_list<Arch> served);
 
+// Of the newest of SM75, SM80 and SM90 that this build has, a device runs and epiloq.config allows, for `operation`s
+// whose kernels run on whatever is newer. Throws Unsupported where there is none.
+Target target_of_device(char const* operation, int device);
+
 }  // namespace epiloq

@@ -10,6 +10,11 @@
 namespace epiloq::epilogue {
 
 EPILOQ_HD inline float apply(MultiplyAdd, float a, float b, float c) { return fmaf(a, b, c); }
+EPILOQ_HD inline double apply(MultiplyAdd, double a, double b, double c) { return ::fma(a, b, c); }
+template <class T>
+EPILOQ_HD T apply(Clamp, T x, T lo, T hi) {
+  return x < lo ? lo : x > hi ? hi : x;
+}
 template <class T>
 EPILOQ_HD T apply(Multiply, T a, T b) {
   return a * b;
@@ -47,6 +52,10 @@ EPILOQ_HD Sum eval(Acc, Sum acc, std::int64_t, std::int64_t) {
   return acc;
 }
 template <class T, class Sum>
+EPILOQ_HD T eval(Scalar<T> leaf, Sum, std::int64_t, std::int64_t) {
+  return leaf.value;
+}
+template <class T, class Sum>
 EPILOQ_HD T eval(Row<T> const& leaf, Sum, std::int64_t, std::int64_t n) {
   return leaf.ptr == nullptr ? leaf.null_default : leaf.ptr[leaf.is_vector ? n : 0];
 }
@@ -58,6 +67,22 @@ template <class Sum, class Tag, class Out, class In, class... Kids>
 EPILOQ_HD Out eval(Op<Tag, Out, In, Kids...> const& op, Sum acc, std::int64_t m, std::int64_t n) {
   return std::apply(
       [&](auto const&... kid) { return converted<Out>(apply(Tag{}, static_cast<In>(eval(kid, acc, m, n))...)); },
+      op.kids);
+}
+
+// The expression of one column of D, whose values are read here, once: for kernels that go down a column.
+template <class Leaf>
+EPILOQ_HD Leaf at_column(Leaf leaf, std::int64_t) {
+  return leaf;
+}
+template <class T>
+EPILOQ_HD Scalar<T> at_column(Row<T> const& leaf, std::int64_t n) {
+  return {eval(leaf, 0, 0, n)};
+}
+template <class Tag, class Out, class In, class... Kids>
+EPILOQ_HD auto at_column(Op<Tag, Out, In, Kids...> const& op, std::int64_t n) {
+  return std::apply(
+      [n](auto const&... kid) { return Op<Tag, Out, In, decltype(at_column(kid, n))...>{{at_column(kid, n)...}}; },
       op.kids);
 }
 

@@ -36,10 +36,17 @@ struct Col {
   std::int64_t batch_stride = 0;
 };
 
+// One value for all of D.
+template <class T>
+struct Scalar {
+  T value;
+};
+
 struct Multiply {};
 struct Divide {};
 struct Subtract {};
 struct MultiplyAdd {};
+struct Clamp {};
 
 // Children are converted to In, combined by Tag, and rounded to Out.
 template <class Tag, class Out, class In, class... Kids>
@@ -63,6 +70,11 @@ EPILOQ_HD auto div(A a, B b) {
 template <class Out, class In = Out, class A, class B, class C>
 EPILOQ_HD auto fma(A a, B b, C c) {
   return Op<MultiplyAdd, Out, In, A, B, C>{{a, b, c}};
+}
+// min(max(a, lo), hi); NaN stays
+template <class Out, class In = Out, class A, class Lo, class Hi>
+EPILOQ_HD auto clamp(A a, Lo lo, Hi hi) {
+  return Op<Clamp, Out, In, A, Lo, Hi>{{a, lo, hi}};
 }
 
 }  // namespace epiloq::epilogue

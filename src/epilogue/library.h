@@ -69,4 +69,13 @@ struct Requantized {
   }
 };
 
+// Of products that re-quantise: min(max(scale acc + bias, lo), hi) in the arithmetic of Real.
+struct Restored {
+  template <class Real>
+  EPILOQ_HD static auto make(float const* scale, bool scale_is_vector, float const* bias, float lo, float hi) {
+    auto const real = fma<Real>(Row<float>{scale, scale_is_vector}, Acc{}, Row<float>{bias});
+    return clamp<Real>(real, Scalar<float>{lo}, Scalar<float>{hi});
+  }
+};
+
 }  // namespace epiloq::epilogue

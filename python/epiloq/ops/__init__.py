@@ -1,5 +1,7 @@
 """The operations, one file each."""
 
+from epiloq.ops.conv2d_int8 import conv2d_int8, requantized_mm
+from epiloq.ops.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.online_quant_mm import online_quant_mm
@@ -14,6 +16,8 @@ from epiloq.ops.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.weight_only_mm import weight_only_mm
 
 __all__ = [
+    "conv2d_int8",
+    "conv2d_weight_only",
     "grouped_mm",
     "groupwise_mm",
     "online_quant_mm",
@@ -21,6 +25,7 @@ __all__ = [
     "quantize_blockwise_int8",
     "quantize_fp8",
     "quantize_int8",
+    "requantized_mm",
     "rms_norm_quant",
     "scaled_bmm",
     "scaled_mm",

@@ -193,6 +193,11 @@ def _int_mm_is_exact() -> bool:
     return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
 
 
+def int_mm_in_words() -> str:
+    """What `exact_int_mm` uses here."""
+    return "torch._int_mm (oneDNN)" if _int_mm_is_exact() else "fp32 matmul in exact slices of K"
+
+
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for a product: its own arguments, or by name some of ``m, n, k, dtype, fast_accum,
     arch, aligned, sm_count``."""
@@ -217,7 +222,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     _core.check_scaled_mm(out, **given)
     if given["a"].dtype != torch.int8:
         return "cpu fp32 matmul"
-    return "cpu torch._int_mm (oneDNN)" if _int_mm_is_exact() else "cpu fp32 matmul in exact slices of K"
+    return f"cpu {int_mm_in_words()}"
 
 
 def _impl(

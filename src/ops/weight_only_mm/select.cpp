@@ -33,8 +33,7 @@ bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) 
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return c.stages(p.bits) * (step_bytes(p, c.rows()) + c.tokens * kPadding * 2) <= t.shared_bytes &&
-         c.tokens * (c.rows() + 4) * 4 <= t.shared_bytes;
+  return shared_bytes(c, p) <= t.shared_bytes;
 }
 
 bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -67,20 +66,6 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
     default:
       return false;
   }
-}
-
-// The blocks of a cluster that share K, so that all are done soonest: as many at a time as the SMs hold, each its steps
-// of K and `fixed` steps' worth of time to begin and to end.
-int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
-  if (t.arch != Arch::kSm90) return 1;
-  auto const cost = [&](int split) {
-    return ceil_div(blocks * split, t.sm_count * blocks_per_sm) * (ceil_div(steps, split) + fixed);
-  };
-  int best = 1;
-  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
-    if (cost(split) < cost(best)) best = split;
-  }
-  return best;
 }
 
 // Wide blocks read the tokens less often; it takes narrow ones to make some two an SM, which memory's pipe wants.
@@ -139,6 +124,23 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 }
 
 }  // namespace
+
+std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
+  return std::max<std::int64_t>(c.stages(p.bits) * (step_bytes(p, c.rows()) + c.tokens * kPadding * 2),
+                                c.tokens * (c.rows() + 4) * 4);
+}
+
+int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
+  if (t.arch != Arch::kSm90) return 1;
+  auto const cost = [&](int split) {
+    return ceil_div(blocks * split, t.sm_count * blocks_per_sm) * (ceil_div(steps, split) + fixed);
+  };
+  int best = 1;
+  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
+    if (cost(split) < cost(best)) best = split;
+  }
+  return best;
+}
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};

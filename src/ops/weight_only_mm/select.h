@@ -6,6 +6,7 @@
 
 #include "core/target.h"
 #include "epiloq/weight_only_mm.h"
+#include "ops/weight_only_mm/configs.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -22,6 +23,13 @@ Choice choose(WeightOnlyMmProblem const& problem, Target const& target);
 // Throws InvalidArgument where the kernel asked for cannot serve the problem.
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
+
+// That a tile asks for: its ring of stages, then its sums.
+std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);
+
+// The blocks of a cluster that share K, so that all are done soonest: as many at a time as the SMs hold, each its steps
+// of K and `fixed` steps' worth of time to begin and to end.
+int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& target);
 
 // What an architecture's first card has, for answers without a device.
 Target nominal(Arch arch);

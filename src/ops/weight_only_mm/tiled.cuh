@@ -57,11 +57,11 @@ struct Tiled {
   };
 };
 
-// Blocks along x take tiles of tokens, along y they share K, along z they take rows.
-template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
-                                                                        __grid_constant__ StageLayout const layout) {
-  extern __shared__ __align__(16) std::uint8_t shared[];
+// Blocks along x take tiles of tokens, along y they share K, along z they take rows. make_tokens(first token, first
+// step) gives what asks for the block's tokens, step by step.
+template <class S, class T, class MakeTokens>
+__device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
+                                              MakeTokens make_tokens) {
   using W = typename S::W;
   constexpr int kStages = S::kStages;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
@@ -74,10 +74,10 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_c
   if (S::kTokens <= 32) {  // more, and memory is not what the kernel waits for
     W::prefetch(p.weight, first_slab, first_step, steps, kEarlyBytes / (S::kRows / kSlab));
   }
+  auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
   wait_for_previous_kernel();
 
   typename W::Source const source(p.weight, layout, first_slab);
-  typename S::Tokens const tokens(p, blockIdx.x * S::kTokens);
   SharedAddress const to = shared_address(shared);
   auto const ask = [&](int turn, int at) {
     if (turn < steps) {
@@ -111,6 +111,13 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_c
   W::store(all_sums + warp * S::kSlabs * kSlab, S::kRows + 4, sums);
   finish<T, S::kRows, S::kTokens, 1>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y,
                                      gridDim.y);
+}
+
+template <class S, class T>
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
+                                                                        __grid_constant__ StageLayout const layout) {
+  extern __shared__ __align__(16) std::uint8_t shared[];
+  multiply_tile<S, T>(p, layout, shared, [&](int token, int) { return typename S::Tokens(p, token); });
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,221 @@
+"""Int8Conv2d: a convolution with int8 weights and int8 activations, which can hand int8 on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.ops.conv2d import Padding, Pair
+from epiloq.ops.conv2d_int8 import convolve
+from epiloq.prepared_int8_weight import Int8Parameters, PreparedInt8Weight, Quantizer, nearest_int8
+
+# Products of a sum that int32 surely holds, as include/epiloq/conv2d_int8.h says.
+_MAX_TERMS = (2**31 - 1) // (255 * 128)
+
+
+class Int8Conv2d(QuantizedConv2d):
+    """``y = clamp(conv2d(x, W) + bias)`` with int8 W (one scale an output channel) and int8 x (one scale in all).
+
+    For inference. `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, which is quantised on the way in,
+    or int8: then it is taken for quantised by `input_scale` and `input_zero_point`. `y` is ``[B, out_channels, P, Q]``
+    in channels_last memory: int8 where the layer has an output quantiser, else of x's dtype (of `dtype` after an int8
+    `x`). See ``epiloq.conv2d_int8``.
+
+    Buffers, as the state dict holds them (C = in_channels / groups):
+        weight              int8 [out_channels, Kh, Kw, C]
+        weight_scale        float32 [out_channels]
+        bias                float32 [out_channels], in real numbers
+        input_scale         float32 [1]
+        input_zero_point    int32 [1] in [-128, 127]
+        output_scale        float32 [1], with an output quantiser alone
+        output_zero_point   int32 [1]
+    None of them follows ``.to(dtype)``. What the kernels take besides is derived when these are loaded;
+    `set_quantizers` changes the scales and needs no float weight.
+
+    Raises ValueError for sizes that do not fit, or sums of more than 65793 products, which int32 might not hold.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor
+    input_zero_point: Tensor
+    output_scale: Tensor | None
+    output_zero_point: Tensor | None
+    scale: Tensor
+    shift: Tensor | None
+    correction: Tensor | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Padding = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        clamp: Clamp | None = None,
+        quantized_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, clamp)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        n, channels = out_channels, in_channels // groups
+        _check_terms(self.kernel_size[0] * self.kernel_size[1] * channels)
+        real, whole = ({"dtype": kind, "device": device} for kind in (torch.float32, torch.int32))
+        weight = torch.zeros(n, *self.kernel_size, channels, dtype=torch.int8, device=device)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", torch.ones(n, **real))
+        self.register_buffer("bias", torch.zeros(n, **real) if bias else None)
+        self.register_buffer("input_scale", torch.ones(1, **real))
+        self.register_buffer("input_zero_point", torch.zeros(1, **whole))
+        self.register_buffer("output_scale", torch.ones(1, **real) if quantized_output else None)
+        self.register_buffer("output_zero_point", torch.zeros(1, **whole) if quantized_output else None)
+        for name in ("scale", "shift", "correction"):
+            self.register_buffer(name, None, persistent=False)
+        self._derive()
+
+    @classmethod
+    @torch.no_grad()
+    def from_conv2d(
+        cls,
+        conv: nn.Conv2d,
+        *,
+        input_scale: float | Tensor,
+        input_zero_point: int | Tensor,
+        output: Quantizer | None = None,
+        clamp: Clamp | None = None,
+    ) -> Int8Conv2d:
+        """Round `conv` (left as it is) to the nearest int8 weights, on its device.
+
+        ``weight_scale = max |W| / 127`` of each output channel, at least 2^-126. x is about
+        ``input_scale * (q - input_zero_point)``; `output` is y's scale and zero point, for a layer that hands on int8.
+
+        Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros.
+        """
+        cls.check_convertible(conv)
+        layer = cls(
+            conv.in_channels,
+            conv.out_channels,
+            _pair(conv.kernel_size),
+            _pair(conv.stride),
+            padding_of(conv),
+            _pair(conv.dilation),
+            conv.groups,
+            conv.bias is not None,
+            clamp=clamp,
+            device=conv.weight.device,
+            dtype=conv.weight.dtype,
+        ).train(conv.training)
+        q, scale = nearest_int8(conv.weight.float().permute(0, 2, 3, 1))
+        layer.weight.copy_(q)
+        layer.weight_scale.copy_(scale)
+        if layer.bias is not None and conv.bias is not None:
+            layer.bias.copy_(conv.bias)
+        layer.set_quantizers((float(input_scale), int(input_zero_point)), output)
+        return layer
+
+    @staticmethod
+    def check_convertible(conv: nn.Module, **options: Any) -> None:
+        """Raise ValueError unless ``from_conv2d`` can take `conv` as it is."""
+        check_conv2d("Int8Conv2d", conv)
+        assert isinstance(conv, nn.Conv2d)
+        _check_terms(conv.weight[0].numel())
+
+    @property
+    def input(self) -> Quantizer:
+        """x's scale and zero point."""
+        return float(self.input_scale), int(self.input_zero_point)
+
+    @property
+    def output(self) -> Quantizer | None:
+        """y's scale and zero point, of a layer that hands on int8."""
+        if self.output_scale is None or self.output_zero_point is None:
+            return None
+        return float(self.output_scale), int(self.output_zero_point)
+
+    @torch.no_grad()
+    def set_quantizers(self, input: Quantizer | None = None, output: Quantizer | None = None) -> None:
+        """Change the scale and zero point of x, of y, or of both. Raises ValueError for ones out of range."""
+        if input is not None:
+            self.input_scale.fill_(input[0])
+            self.input_zero_point.fill_(input[1])
+        if output is not None:
+            self.output_scale = torch.full_like(self.input_scale, output[0])
+            self.output_zero_point = torch.full_like(self.input_zero_point, output[1])
+        self._derive()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_image(x)
+        pixels = x.permute(0, 2, 3, 1)
+        if not pixels.is_contiguous():
+            pixels = pixels.contiguous()
+        out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
+        if x.dtype != torch.int8:
+            pixels, *_ = epiloq.quantize_int8(pixels, scale=self.input_scale, azp=self.input_zero_point)
+        if self.output_scale is not None:
+            out_dtype = torch.int8
+        parameters = Int8Parameters(self.scale, self.shift, self.correction, *self._numbers)
+        return convolve("conv2d_int8", pixels, self.weight, parameters, self.geometry, out_dtype).permute(0, 3, 1, 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that stand for the float weight in memory."""
+        return self.weight.nbytes + self.weight_scale.nbytes + self.scale.nbytes
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bias={self.bias is not None}, quantized_output={self.output_scale is not None}"
+
+    @torch.no_grad()
+    def _derive(self) -> None:
+        """What the kernels take, from the buffers; reads the zero points, so not while a graph is captured."""
+        if self.weight.is_meta:
+            self.scale, self._numbers = torch.empty_like(self.weight_scale), (0, 0, 0.0, 0.0)
+            return
+        prepared = PreparedInt8Weight.prepare(
+            self.weight, self.weight_scale, self.bias, input=self.input, output=self.output
+        )
+        p = prepared.parameters("conv2d_int8", to_int8=self.output_scale is not None, clamp=self.clamp)
+        self.scale, self.shift, self.correction = p.scale, p.bias, p.correction
+        self._numbers = (p.input_zero, p.output_zero, p.lo, p.hi)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
+    ) -> None:
+        # A layer learns from what it loads whether it hands on int8.
+        for name, like in (("output_scale", self.input_scale), ("output_zero_point", self.input_zero_point)):
+            given = state_dict.get(prefix + name)
+            self._buffers[name] = None if given is None else torch.empty_like(like)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        self._derive()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Conv2d:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+                self.dtype = new.dtype if new.is_floating_point() else self.dtype
+        return self
+
+
+def _check_terms(terms: int) -> None:
+    if terms > _MAX_TERMS:
+        raise ValueError(
+            f"Int8Conv2d: conv: expected at most {_MAX_TERMS} products a sum (the exact range of int32), got {terms}"
+        )
+
+
+def _pair(values: tuple[int, ...]) -> tuple[int, int]:
+    height, width = values
+    return height, width

@@ -1,0 +1,150 @@
+"""WeightOnlyConv2d: a convolution with a weight of few bits and floating-point activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.nn.weight_only_linear import nearest
+from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
+
+_PARTS = ("q", "scale", "zero", "offset")
+
+
+class WeightOnlyConv2d(QuantizedConv2d):
+    """``y = clamp(conv2d(x, W) + bias)`` with W of 2, 3, 4 or 8 bits, see ``epiloq.conv2d_weight_only``.
+
+    For inference. `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, best in channels_last memory; `y`
+    is ``[B, out_channels, P, Q]`` in the dtype of `x` and channels_last memory. Made by `from_conv2d` or `from_packed`.
+
+    Buffers, as the state dict holds them: `weight_q`, `weight_scale`, and where there are such `weight_zero` and
+    `weight_offset`, as ``epiloq.PackedConv2dWeight`` describes them; `bias` ``[out_channels]`` of the layer's float
+    dtype, the only one that ``.to(dtype)`` converts.
+    """
+
+    weight_q: Tensor
+    weight_scale: Tensor
+    weight_zero: Tensor | None
+    weight_offset: Tensor | None
+    bias: Tensor | None
+    bits: int
+    group_size: int
+    padded_channels: int
+
+    @classmethod
+    def from_packed(
+        cls,
+        weight: PackedConv2dWeight,
+        bias: Tensor | None = None,
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: Any = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        clamp: Clamp | None = None,
+    ) -> WeightOnlyConv2d:
+        """The layer of a packed weight ``[out_channels, Kh, Kw, in_channels / groups]``, whose tensors it shares."""
+        if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
+            raise ValueError(
+                f"WeightOnlyConv2d: bias: expected [{weight.n}] on {weight.device}, "
+                f"got {list(bias.shape)} on {bias.device}"
+            )
+        layer = cls(weight.channels * groups, weight.n, weight.kernel, stride, padding, dilation, groups, clamp)
+        layer.bits, layer.group_size, layer.padded_channels = weight.bits, weight.group_size, weight.padded_channels
+        for name in _PARTS:
+            layer.register_buffer(f"weight_{name}", getattr(weight, name))
+        layer.register_buffer("bias", None if bias is None else bias.detach().clone())
+        return layer
+
+    @classmethod
+    @torch.no_grad()
+    def from_conv2d(
+        cls, conv: nn.Conv2d, *, bits: int = 4, group_size: int = -1, clamp: Clamp | None = None
+    ) -> WeightOnlyConv2d:
+        """Round `conv` (left as it is) to the nearest symmetric grid of each block of input channels, on its device.
+
+        As `WeightOnlyLinear.from_linear` does; group_size -1, and a depthwise convolution, has a scale an output channel.
+
+        Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros.
+        """
+        cls.check_convertible(conv)
+        q, scale = nearest_blocks(conv.weight.permute(0, 2, 3, 1), bits, group_size)
+        return cls.from_packed(
+            pack_conv2d_weight(q, scale, bits=bits, group_size=group_size),
+            conv.bias,
+            stride=conv.stride,  # type: ignore[arg-type]
+            padding=padding_of(conv),
+            dilation=conv.dilation,  # type: ignore[arg-type]
+            groups=conv.groups,
+            clamp=clamp,
+        ).train(conv.training)
+
+    @staticmethod
+    def check_convertible(conv: nn.Module, **options: Any) -> None:
+        """Raise ValueError unless ``from_conv2d`` can take `conv` as it is."""
+        check_conv2d("WeightOnlyConv2d", conv)
+
+    @property
+    def weight(self) -> PackedConv2dWeight:
+        """The weight as a value, which shares the buffers."""
+        return PackedConv2dWeight(
+            self.weight_q,
+            self.weight_scale,
+            self.weight_zero,
+            self.weight_offset,
+            self.bits,
+            self.out_channels,
+            self.kernel_size,
+            self.in_channels // self.geometry.groups,
+            self.padded_channels,
+            self.group_size,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_image(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        place = self.geometry
+        return epiloq.conv2d_weight_only(
+            x,
+            self.weight,
+            bias,
+            stride=place.stride,
+            padding=place.padding,
+            dilation=place.dilation,
+            groups=place.groups,
+            clamp=self.clamp,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that stand for the float weight in memory: integers with padding, scales, zero points."""
+        return self.weight.nbytes
+
+    def extra_repr(self) -> str:
+        own = f"bias={self.bias is not None}, bits={self.bits}, group_size={self.group_size}"
+        return f"{super().extra_repr()}, {own}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightOnlyConv2d:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and name != "bias" and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+def nearest_blocks(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """q int8 ``[Co, Kh, Kw, C]`` and scale, as `pack_conv2d_weight` takes them, of the symmetric grids nearest."""
+    n, kh, kw, channels = weight.shape
+    shape = parameter_shape(group_size, (n, kh, kw, channels))
+    if len(shape) == 1:
+        q, scale = nearest(weight.reshape(n, -1), bits, -1)
+    else:
+        q, scale = nearest(weight.reshape(-1, channels), bits, group_size)
+    return q.view(weight.shape), scale.view(shape)

@@ -1,0 +1,70 @@
+"""What the convolutions share: how a kernel moves over an image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+Pair: TypeAlias = "int | Sequence[int]"
+Padding: TypeAlias = "int | str | Sequence[int]"
+
+
+class Geometry(NamedTuple):
+    """In the order of the operators' schemas; padding is top, bottom, left, right."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def output_size(self, image: Sequence[Any], kernel: Sequence[int]) -> tuple[Any, Any]:
+        """Height and width of the output, 0 or less where the kernel does not fit (the checks in C++ say so)."""
+        top, bottom, left, right = self.padding
+        padded = (image[0] + top + bottom, image[1] + left + right)
+        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, kernel, strict=True)]
+        p, q = ((padded[i] - reach[i]) // max(self.stride[i], 1) + 1 for i in range(2))
+        return p, q
+
+
+def geometry(
+    operation: str, kernel: Sequence[int], stride: Pair, padding: Padding, dilation: Pair, groups: int
+) -> Geometry:
+    """`padding`: one number, (height, width), (top, bottom, left, right), "valid" or, with unit strides, "same"."""
+    strides = _pair(operation, "stride", stride)
+    dilations = _pair(operation, "dilation", dilation)
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        _refuse(operation, "groups", "an integer", groups)
+    return Geometry(strides, _sides(operation, padding, kernel, strides, dilations), dilations, groups)
+
+
+def _sides(
+    operation: str, padding: Padding, kernel: Sequence[int], stride: tuple[int, int], dilation: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    if padding == "valid":
+        return 0, 0, 0, 0
+    if padding == "same":
+        if stride != (1, 1):
+            _refuse(operation, "padding", '"same" with unit strides alone', f"strides {stride}")
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        top, left = total[0] // 2, total[1] // 2
+        return top, total[0] - top, left, total[1] - left
+    if isinstance(padding, Sequence) and len(padding) == 4 and _integers(padding):
+        top, bottom, left, right = padding
+        return top, bottom, left, right
+    height, width = _pair(operation, "padding", padding)
+    return height, height, width, width
+
+
+def _pair(operation: str, argument: str, value: object) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else value
+    if not isinstance(pair, Sequence) or len(pair) != 2 or not _integers(pair):
+        _refuse(operation, argument, "an integer or two", repr(value))
+    return pair[0], pair[1]
+
+
+def _integers(values: Sequence[object]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _refuse(operation: str, argument: str, expected: str, got: object) -> None:
+    raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")

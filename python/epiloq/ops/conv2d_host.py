@@ -1,0 +1,78 @@
+"""Sums of int8 convolutions on the CPU: exact, by torch's int8 product where the CPU's is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, pad
+
+from epiloq.ops.conv2d import Geometry
+from epiloq.ops.scaled_mm import exact_int_mm
+
+# Bytes of a matrix of patches at a time, which second-level caches of a few cores keep.
+_PATCHES = 1 << 20
+# Products of two int8 that add up to at most 2^24, up to where fp32 holds every integer.
+_EXACT_TERMS = (1 << 24) // (128 * 128)
+
+
+def blocks_of_sums(
+    x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry, size: tuple[int, int]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the output, counted over all images, and their sums int32 ``[rows, Q, Co]`` with padding of
+    ``input_zero``, a block of rows at a time."""
+    if geometry.groups > 1:
+        acc = _grouped(x, weight, input_zero, geometry)
+        yield slice(0, x.shape[0] * size[0]), acc.flatten(0, 1)
+        return
+    columns = weight.flatten(1).t()
+    for rows, patches in _blocks_of_patches(x, weight, input_zero, geometry, size):
+        yield rows, exact_int_mm(patches, columns).view(-1, size[1], weight.shape[0])
+
+
+def _blocks_of_patches(
+    x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry, size: tuple[int, int]
+) -> Iterator[tuple[slice, Tensor]]:
+    views = _patches(x, weight.shape[1:3], input_zero, geometry, size)
+    images, p = views.shape[:2]
+    row_bytes = views[0, 0].numel()
+    at_once = max(1, _PATCHES // row_bytes)
+    if views.is_contiguous() or views[0].numel() < _PATCHES:
+        per_block = max(1, at_once // p)
+        for image in range(0, images, per_block):
+            block = views[image : image + per_block]
+            yield slice(image * p, (image + block.shape[0]) * p), block.reshape(-1, weight[0].numel())
+        return
+    for image in range(images):
+        for row in range(0, p, at_once):
+            block = views[image, row : row + at_once]
+            yield slice(image * p + row, image * p + row + block.shape[0]), block.reshape(-1, weight[0].numel())
+
+
+def _patches(
+    x: Tensor, kernel: torch.Size, input_zero: int, geometry: Geometry, size: tuple[int, int]
+) -> Tensor:
+    """``[B, P, Q, Kh, Kw, Ci]``, a view of the padded image."""
+    top, bottom, left, right = geometry.padding
+    padded = pad(x, (0, 0, left, right, top, bottom), value=input_zero) if any(geometry.padding) else x
+    image, row, pixel, channel = padded.stride()
+    (down, across), (apart_h, apart_w) = geometry.stride, geometry.dilation
+    return padded.as_strided(
+        (x.shape[0], *size, *kernel, x.shape[3]),
+        (image, row * down, pixel * across, row * apart_h, pixel * apart_w, channel),
+    )
+
+
+def _grouped(x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry) -> Tensor:
+    """Through torch's float convolution (direct, not Winograd's), where every partial sum is an integer that it holds.
+
+    bfloat16 holds int8 too, so that torch's faster modes for float32 change nothing.
+    """
+    top, bottom, left, right = geometry.padding
+    dtype = torch.float32 if weight[0].numel() <= _EXACT_TERMS else torch.float64
+    image = pad(x.to(dtype), (0, 0, left, right, top, bottom), value=input_zero).permute(0, 3, 1, 2)
+    taps = weight.to(dtype).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cpu", enabled=False):
+        sums = conv2d(image, taps, None, geometry.stride, 0, geometry.dilation, geometry.groups)
+    return sums.permute(0, 2, 3, 1).to(torch.int32).contiguous()

@@ -1,0 +1,295 @@
+"""Convolutions and products of int8 by int8 that re-quantise their sums to int8, or restore them to floating point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.ops.conv2d_host import blocks_of_sums
+from epiloq.ops.scaled_mm import int_mm_in_words
+from epiloq.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
+
+_NAME = "conv2d_int8"
+_INFINITY = float("inf")
+_OUT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
+
+
+def conv2d_int8(
+    x_q: Tensor,
+    weight: Tensor | PreparedInt8Weight,
+    bias: Tensor | None = None,
+    *,
+    input_scale: float | None = None,
+    input_zero: int | None = None,
+    weight_scale: Tensor | None = None,
+    output_scale: float | None = None,
+    output_zero: int | None = None,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    clamp: tuple[float, float] | None = None,
+    out_dtype: torch.dtype = torch.int8,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A convolution of quantised activations, ``x = input_scale (x_q - input_zero)``, in NHWC.
+
+    With the exact sum ``acc = sum (x_q - input_zero) weight`` over the places inside the image (padding holds
+    ``input_zero``, the number 0), and ``y = input_scale weight_scale acc + bias`` clamped to ``clamp``::
+
+        int8:            out = clamp(round(y / output_scale) + output_zero, -128, 127), ties to even
+        floating point:  out = y
+
+    ``input_scale weight_scale / output_scale`` and ``bias / output_scale`` are computed in float64 and rounded once to
+    float32; from there int8 outputs are those of float64 arithmetic. docs/numerics.md has the bounds.
+
+    Args:
+        x_q: int8 ``[B, H, W, Ci]``, channels dense.
+        weight: int8 ``[Co, Kh, Kw, Ci / groups]`` with its parameters in the keywords below, or a
+            `PreparedInt8Weight`, which holds them all (``bias`` and those keywords are then None).
+        bias: float32 ``[Co]``, in real numbers.
+        input_scale, output_scale: positive and finite. ``output_scale`` goes with int8 output alone.
+        input_zero, output_zero: -128 to 127, 0 unless given.
+        weight_scale: float32, one or ``[Co]``.
+        stride, dilation: one number or (height, width).
+        padding: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides "same".
+        groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
+        clamp: ``(lo, hi)`` in real numbers: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
+        out_dtype: int8, float16, bfloat16 or float32.
+        out: ``[B, P, Q, Co]`` of one of those dtypes, which ``out_dtype`` then follows; written and returned.
+
+    Returns:
+        ``[B, P, Q, Co]``. NaN (of a scale or the bias) counts as ``y = 0`` in int8 output.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it. A sum of more than 65793 products is refused, for
+            int32 might not hold it.
+        TypeError: an argument is not a tensor, or a parameter is missing.
+        NotImplementedError: on a GPU that this build has no kernel for.
+    """
+    w = prepared(
+        _NAME, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero)
+    )
+    where = geometry(_NAME, w.q.shape[1:3], stride, padding, dilation, groups)
+    return _call(_NAME, x_q, w, clamp, where, out_dtype, out)
+
+
+def requantized_mm(
+    x_q: Tensor,
+    weight: Tensor | PreparedInt8Weight,
+    bias: Tensor | None = None,
+    *,
+    input_scale: float | None = None,
+    input_zero: int | None = None,
+    weight_scale: Tensor | None = None,
+    output_scale: float | None = None,
+    output_zero: int | None = None,
+    clamp: tuple[float, float] | None = None,
+    out_dtype: torch.dtype = torch.int8,
+) -> Tensor:
+    """`conv2d_int8` of a 1 x 1 kernel: ``x_q`` int8 ``[.., K]``, ``weight`` int8 ``[N, K]``, the result ``[.., N]``.
+
+    Everything else is as there. A `PreparedInt8Weight` is one of ``[N, K]`` or ``[N, 1, 1, K]``.
+    """
+    name = "requantized_mm"
+    if isinstance(weight, Tensor):
+        if weight.ndim != 2:
+            raise ValueError(f"epiloq.{name}: weight: expected 2 dimensions [N, K], got {list(weight.shape)}")
+        weight = weight[:, None, None, :]
+    w = prepared(name, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
+    n, kh, kw, k = w.q.shape
+    if (kh, kw) != (1, 1):
+        raise ValueError(f"epiloq.{name}: weight: expected a 1 x 1 kernel, got {kh} x {kw}")
+    if not isinstance(x_q, Tensor):
+        raise TypeError(f"epiloq.{name}: x_q: expected a tensor, got {type(x_q).__name__}")
+    if x_q.ndim < 1 or x_q.shape[-1] != k:
+        raise ValueError(f"epiloq.{name}: x_q: expected [.., {k}], got {list(x_q.shape)}")
+    tokens = x_q.reshape(1, -1, 1, k)
+    if tokens.shape[1] == 0:
+        return x_q.new_empty((*x_q.shape[:-1], n), dtype=out_dtype)
+    y = _call(name, tokens, w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
+    return y.view(*x_q.shape[:-1], n)
+
+
+def prepared(
+    operation: str,
+    weight: Tensor | PreparedInt8Weight,
+    bias: Tensor | None,
+    weight_scale: Tensor | None,
+    into: tuple[float | None, int | None],
+    onto: tuple[float | None, int | None],
+) -> PreparedInt8Weight:
+    """The weight with all its parameters: as it was prepared, or prepared here."""
+    if isinstance(weight, PreparedInt8Weight):
+        given = {"bias": bias, "weight_scale": weight_scale, "input_scale": into[0], "input_zero": into[1]}
+        for name, value in {**given, "output_scale": onto[0], "output_zero": onto[1]}.items():
+            if value is not None:
+                raise ValueError(
+                    f"epiloq.{operation}: {name}: expected None beside a prepared weight (its updated() changes"
+                    f" scales), got one"
+                )
+        return weight
+    if weight_scale is None or into[0] is None:
+        missing = "weight_scale" if weight_scale is None else "input_scale"
+        raise TypeError(f"epiloq.{operation}: {missing}: expected one beside a plain weight, got None")
+    return PreparedInt8Weight.prepare(
+        weight, weight_scale, bias, input=(into[0], into[1] or 0), output=onto[0] and (onto[0], onto[1] or 0)
+    )
+
+
+def _call(
+    operation: str,
+    x: Tensor,
+    w: PreparedInt8Weight,
+    clamp: tuple[float, float] | None,
+    where: Geometry,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    dtype = out_dtype if out is None else out.dtype
+    if dtype not in _OUT_DTYPES:
+        raise ValueError(
+            f"epiloq.{operation}: out_dtype: expected torch.int8, float16, bfloat16 or float32, got {dtype}"
+        )
+    return convolve(operation, x, w.q, w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp), where, dtype, out)
+
+
+def convolve(
+    operation: str,
+    x: Tensor,
+    q: Tensor,
+    p: Int8Parameters,
+    where: Geometry,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The operation on parameters as they are prepared."""
+    arguments = (x, q, p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi, *where)
+    if not direct((x, q, p.scale), (p.bias, p.correction, out)):
+        expect_tensors(operation, {"x_q": x}, {"out": out}, writes=out is not None)
+        if out is None:
+            return refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))
+        torch.ops.epiloq.conv2d_int8_out(*arguments, out=out)
+        return out
+    if out is None:
+        return _run(*arguments, out_dtype=dtype)
+    _run_out(*arguments, out=out)
+    return out
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    *where: Any,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = _empty(x, weight, Geometry(*where), out_dtype)
+    _run_out(x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where, out=out)
+    return out
+
+
+def _run_out(x: Tensor, weight: Tensor, *rest: Any, out: Tensor) -> None:
+    (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(out, x, weight, *rest)
+
+
+@torch.no_grad()
+def _run_on_cpu(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    *where: Any,
+) -> None:
+    _core.check_conv2d_int8(out, x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where)
+    if out.numel() == 0:
+        return
+    rows_of_out = out.flatten(0, 1)
+    size = (out.shape[1], out.shape[2])
+    for rows, acc in blocks_of_sums(x, weight, input_zero, Geometry(*where), size):
+        _core.finish_conv2d_int8(rows_of_out[rows], acc, scale, bias, correction, output_zero, lo, hi)
+
+
+def _empty(x: Tensor, weight: Tensor, where: Geometry, dtype: torch.dtype) -> Tensor:
+    if x.ndim != 4 or weight.ndim != 4:
+        shapes = f"{list(x.shape)} and {list(weight.shape)}"
+        raise ValueError(f"epiloq.{_NAME}: x_q: expected [B, H, W, Ci] and a weight [Co, Kh, Kw, C], got {shapes}")
+    p, q = where.output_size(x.shape[1:3], weight.shape[1:3])
+    # Sizes are checked with everything else, once, in C++; here they only must not break the allocation.
+    return x.new_empty((x.shape[0], max(p, 0), max(q, 0), weight.shape[0]), dtype=dtype)
+
+
+def _fake(x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
+    where = Geometry(*rest[7:])
+    torch._check_value(
+        x.shape[-1] == weight.shape[-1] * where.groups,
+        lambda: f"epiloq.{_NAME}: x: expected {weight.shape[-1] * where.groups} channels, got {list(x.shape)}",
+    )
+    return _empty(x, weight, where, out_dtype)
+
+
+def _fake_out(*_: Any, out: Tensor) -> None:
+    return None
+
+
+def explain(name: str, *args: Any, **kwargs: Any) -> str:
+    """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, by their own arguments."""
+    x, weight, where, p, out = _bound(name, *args, **kwargs)
+    if x.is_cuda or _core.forced_arch() != "auto":
+        return _core.explain_conv2d_int8(out, x, weight, *p, *where)
+    _core.check_conv2d_int8(out, x, weight, *p, *where)
+    if where.groups > 1:
+        return "cpu, torch's float convolution of integers, exact"
+    return "cpu, patches of the image, then " + int_mm_in_words()
+
+
+def _bound(
+    name: str,
+    x_q: Tensor,
+    weight: Tensor | PreparedInt8Weight,
+    bias: Tensor | None = None,
+    *,
+    input_scale: float | None = None,
+    input_zero: int | None = None,
+    weight_scale: Tensor | None = None,
+    output_scale: float | None = None,
+    output_zero: int | None = None,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    clamp: tuple[float, float] | None = None,
+    out_dtype: torch.dtype = torch.int8,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Geometry, Int8Parameters, Tensor]:
+    w = prepared(name, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
+    x = x_q.reshape(1, -1, 1, x_q.shape[-1]) if name == "requantized_mm" else x_q
+    where = geometry(name, w.q.shape[1:3], stride, padding, dilation, groups)
+    dtype = out_dtype if out is None else out.dtype
+    p = w.parameters(name, to_int8=dtype == torch.int8, clamp=clamp)
+    return x, w.q, where, p, _empty(x, w.q, where, dtype) if out is None else out
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? correction, int input_zero, int output_zero, "
+    "float lo, float hi, int[] stride, int[] padding, int[] dilation, int groups"
+)
+register(_NAME, f"conv2d_int8({_ARGUMENTS}, *, ScalarType out_dtype) -> Tensor", _run, _fake)
+register(_NAME, f"conv2d_int8_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run_out, _fake_out)

@@ -1,0 +1,204 @@
+"""Convolutions of floating-point images with a weight of few bits, which is de-quantised on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, pad
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.packed_conv2d_weight import PackedConv2dWeight
+
+_NAME = "conv2d_weight_only"
+_INFINITY = float("inf")
+
+
+def conv2d_weight_only(
+    x: Tensor,
+    weight: PackedConv2dWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    clamp: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as `epiloq.PackedConv2dWeight` says, summed in fp32.
+
+    A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels. Where `epiloq.explain` says
+    "de-quantise", the weight is rounded to x's dtype in memory (to float32 on the CPU) for torch's convolution.
+
+    Args:
+        x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, best in ``torch.channels_last`` memory; any other order is
+            copied into that.
+        weight: ``[Co, Kh, Kw, Ci / groups]``.
+        bias: ``[Co]`` of x's dtype, added in fp32.
+        stride, dilation: one number or (height, width).
+        padding: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides "same"; of zeros.
+        groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
+        clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
+        out: ``[B, Co, P, Q]`` of x's dtype in channels_last memory; it is written and returned.
+
+    Returns:
+        ``[B, Co, P, Q]`` of x's dtype, in channels_last memory.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor, or ``weight`` no `PackedConv2dWeight`.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+    """
+    w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
+    if not direct((x, w.q, w.scale), (w.zero, w.offset, bias, out)):
+        expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=out is not None)
+        tensors = (x, w.q, w.scale, w.zero, w.offset, bias)
+        if out is None:
+            return refuse_backward(_NAME, torch.ops.epiloq.conv2d_weight_only(*tensors, *numbers))
+        torch.ops.epiloq.conv2d_weight_only_out(*tensors, *numbers, out=out)
+        return out
+    return _run(x, w.q, w.scale, w.zero, w.offset, bias, *numbers, out=out)
+
+
+def _numbers(
+    weight: object, stride: Pair, padding: Padding, dilation: Pair, groups: int, clamp: tuple[float, float] | None
+) -> tuple[PackedConv2dWeight, tuple[Any, ...]]:
+    if not isinstance(weight, PackedConv2dWeight):
+        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedConv2dWeight, got {type(weight).__name__}")
+    w = weight
+    where = geometry(_NAME, w.kernel, stride, padding, dilation, groups)
+    lo, hi = (-_INFINITY, _INFINITY) if clamp is None else clamp
+    return w, (w.bits, w.n, w.kernel, w.channels, w.padded_channels, w.group_size, lo, hi, *where)
+
+
+def _run(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    kernel: tuple[int, int],
+    channels: int,
+    padded_channels: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+    *where: Any,
+    out: Tensor | None = None,
+) -> Tensor:
+    place = Geometry(*where)
+    pixels = _pixels(x)
+    out = _empty(x, n, kernel, place) if out is None else out
+    numbers = (bits, n, kernel, channels, padded_channels, group_size)
+    packed = (q, scale, zero, offset)
+    done = out.permute(0, 2, 3, 1)
+    if not _core.conv2d_weight_only(done, pixels, *packed, bias, *numbers, channels == 1, lo, hi, *where):
+        _run_dense(out, pixels, PackedConv2dWeight(*packed, *numbers), bias, place, (lo, hi))
+    return out
+
+
+@torch.no_grad()
+def _run_dense(
+    out: Tensor,
+    pixels: Tensor,
+    weight: PackedConv2dWeight,
+    bias: Tensor | None,
+    where: Geometry,
+    clamp: tuple[float, float],
+) -> None:
+    dtype = pixels.dtype if pixels.is_cuda else torch.float32
+    image = pixels.permute(0, 3, 1, 2).to(dtype)
+    top, bottom, left, right = where.padding
+    sides: tuple[int, int] = (top, left)
+    if (top, left) != (bottom, right):
+        image, sides = pad(image, (left, right, top, bottom)), (0, 0)
+    offsets = None if bias is None else bias.to(dtype)
+    with torch.autocast(pixels.device.type, enabled=False):
+        sums = conv2d(image, weight.dequantize(dtype), offsets, where.stride, sides, where.dilation, where.groups)
+    out.copy_(sums.clamp_(*clamp) if clamp != (-_INFINITY, _INFINITY) else sums)
+
+
+def _pixels(x: Tensor) -> Tensor:
+    """x as ``[B, H, W, Ci]`` with dense channels; copied unless its memory is so."""
+    if x.ndim != 4:
+        raise ValueError(f"epiloq.{_NAME}: x: expected 4 dimensions [B, Ci, H, W], got {list(x.shape)}")
+    pixels = x.permute(0, 2, 3, 1)
+    # Of one channel or one pixel, strides say nothing.
+    dense = pixels.stride(3) == 1 or pixels.shape[3] == 1
+    collapses = pixels.is_contiguous()
+    return pixels if dense and collapses else pixels.contiguous()
+
+
+def _empty(x: Tensor, n: int, kernel: tuple[int, int], where: Geometry) -> Tensor:
+    p, q = where.output_size(x.shape[2:], kernel)
+    # Sizes are checked with everything else, once, in C++; here they only must not break the allocation.
+    return x.new_empty((x.shape[0], max(p, 0), max(q, 0), n)).permute(0, 3, 1, 2)
+
+
+def explain(
+    x: Tensor,
+    weight: PackedConv2dWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    clamp: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> str:
+    """`epiloq.explain` for `conv2d_weight_only`, by its own arguments."""
+    w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
+    expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
+    where = Geometry(*numbers[8:])
+    pixels = _pixels(x)
+    out = _empty(x, w.n, w.kernel, where) if out is None else out
+    packed = (w.q, w.scale, w.zero, w.offset, bias)
+    return _core.explain_conv2d_weight_only(
+        out.permute(0, 2, 3, 1), pixels, *packed, *numbers[:6], w.depthwise, *numbers[6:]
+    )
+
+
+def _impl(*arguments: Any) -> Tensor:
+    return _run(*_as_tuples(arguments))
+
+
+def _impl_out(*arguments: Any, out: Tensor) -> None:
+    _run(*_as_tuples(arguments), out=out)
+
+
+def _as_tuples(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The dispatcher's lists as the tuples that are compared with."""
+    return tuple(tuple(value) if isinstance(value, list) else value for value in arguments)
+
+
+def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
+    n, kernel, channels = rest[5:8]
+    where = Geometry(*rest[11:])
+    if x.ndim != 4:
+        raise ValueError(f"epiloq.{_NAME}: x: expected 4 dimensions [B, Ci, H, W], got {list(x.shape)}")
+    torch._check_value(
+        x.shape[1] == channels * where.groups,
+        lambda: f"epiloq.{_NAME}: x: expected {channels * where.groups} channels, got {list(x.shape)}",
+    )
+    return _empty(x, n, kernel, where)
+
+
+def _fake_out(*_: Any, out: Tensor) -> None:
+    return None
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? bias, int bits, int n, int[] kernel, "
+    "int channels, int padded_channels, int group_size, float lo, float hi, "
+    "int[] stride, int[] padding, int[] dilation, int groups"
+)
+register(_NAME, f"conv2d_weight_only({_ARGUMENTS}) -> Tensor", _impl, _fake)
+register(_NAME, f"conv2d_weight_only_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out)

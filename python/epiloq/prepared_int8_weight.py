@@ -1,0 +1,163 @@
+"""PreparedInt8Weight: an int8 weight with what its convolution needs, for scales that can still change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Quantizer = tuple[float, int]
+
+
+class Int8Parameters(NamedTuple):
+    """The operands of include/epiloq/conv2d_int8.h."""
+
+    scale: Tensor
+    bias: Tensor | None
+    correction: Tensor | None
+    input_zero: int
+    output_zero: int
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreparedInt8Weight:
+    """An int8 weight ``weight_scale * q`` and a real bias, between a quantised input and perhaps a quantised output.
+
+    Made by `prepare` or `quantize`; immutable. `updated` gives one with other scales, which shares ``q`` and needs
+    neither it nor the float weight: everything follows from ``sums``.
+
+    - ``q``: int8 ``[Co, Kh, Kw, Ci / groups]``, contiguous; ``sums``: int32 ``[Co]``, of each output channel;
+    - ``weight_scale``: float32, one or ``[Co]``; ``bias``: float32 ``[Co]`` or None;
+    - ``input``, ``output``: (scale, zero point); without an output results are floating-point numbers;
+    - ``scale``, ``shift``, ``correction``: float32, float32 and int32, derived.
+    """
+
+    q: Tensor
+    sums: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    input: Quantizer
+    output: Quantizer | None
+    scale: Tensor
+    shift: Tensor | None
+    correction: Tensor | None
+
+    @classmethod
+    @torch.no_grad()
+    def prepare(
+        cls,
+        q: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        input: Quantizer,
+        output: Quantizer | None = None,
+    ) -> PreparedInt8Weight:
+        """From integers ``[Co, Kh, Kw, Ci / groups]`` (or ``[N, K]``), one scale or ``[Co]``, and a bias ``[Co]``.
+
+        Raises ValueError: a dtype, a shape, a scale that is not positive and finite or a zero point out of range;
+        TypeError for what is not a tensor.
+        """
+        _check_tensors(q, weight_scale, bias)
+        q = (q if q.ndim == 4 else q[:, None, None, :]).contiguous()
+        sums = q.sum((1, 2, 3), dtype=torch.int32)
+        return cls(q, sums, weight_scale, bias, (1.0, 0), None, weight_scale, bias, None).updated(input, output)
+
+    @classmethod
+    @torch.no_grad()
+    def quantize(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        input: Quantizer,
+        output: Quantizer | None = None,
+    ) -> PreparedInt8Weight:
+        """From a convolution's float weight ``[Co, Ci / groups, Kh, Kw]`` or a linear layer's ``[N, K]``.
+
+        ``weight_scale = max |W| / 127`` of each output channel, at least 2^-126; ``q = round(W / weight_scale)``, half
+        to even. A channel with a NaN or an infinity has a scale that is not finite.
+        """
+        wide = weight.float()
+        wide = wide.permute(0, 2, 3, 1) if wide.ndim == 4 else wide
+        q, scale = nearest_int8(wide)
+        return cls.prepare(q, scale, None if bias is None else bias.float(), input=input, output=output)
+
+    @torch.no_grad()
+    def updated(self, input: Quantizer | None = None, output: Quantizer | None = None) -> PreparedInt8Weight:
+        """The same weight between other quantisers; those that are None stay."""
+        scale, zero = input = _quantizer("input", input or self.input)
+        output = output or self.output
+        unit = 1.0
+        if output is not None:
+            unit, _ = output = _quantizer("output", output)
+        return replace(
+            self,
+            input=input,
+            output=output,
+            scale=(self.weight_scale.double() * (scale / unit)).float(),
+            shift=None if self.bias is None else (self.bias.double() / unit).float(),
+            correction=self.sums * zero if zero else None,
+        )
+
+    def parameters(self, operation: str, *, to_int8: bool, clamp: tuple[float, float] | None) -> Int8Parameters:
+        """What a call takes beside ``q``; ``clamp`` is in real numbers."""
+        if to_int8 != (self.output is not None):
+            expected = "one beside int8 output, got None" if to_int8 else "None beside floating-point output, got one"
+            raise ValueError(f"epiloq.{operation}: output_scale: expected {expected}")
+        unit, zero = self.output or (1.0, 0)
+        lo, hi = clamp or (-math.inf, math.inf)
+        if to_int8:
+            # Rounding keeps order, so that rounded ends give what clamping before rounding would, exactly.
+            lo, hi = _rounded(lo / unit), _rounded(hi / unit)
+        return Int8Parameters(self.scale, self.shift, self.correction, self.input[1], zero, lo, hi)
+
+    def to(self, device: torch.device | str) -> PreparedInt8Weight:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"PreparedInt8Weight({list(self.q.shape)}, input={self.input}, output={self.output}, {self.q.device})"
+
+
+def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """q int8 and scale float32 ``[Co]`` of the symmetric grids nearest to a float32 weight ``[Co, ..]``."""
+    amax = weight.abs().flatten(1).amax(1) if weight.numel() else weight.new_zeros(weight.shape[0])
+    scale = (amax / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    q = torch.round(weight / scale.view(-1, *(1,) * (weight.ndim - 1))).nan_to_num_(0).clamp_(-127, 127)
+    return q.to(torch.int8).contiguous(), scale
+
+
+def _check_tensors(q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
+    for name, tensor, dtype in (("q", q, torch.int8), ("weight_scale", weight_scale, torch.float32)):
+        if not isinstance(tensor, Tensor):
+            _refuse(TypeError, name, "a tensor", type(tensor).__name__)
+        if tensor.dtype != dtype:
+            _refuse(ValueError, name, str(dtype), f"{tensor.dtype} {list(tensor.shape)}")
+    if q.ndim not in (2, 4):
+        _refuse(ValueError, "q", "[Co, Kh, Kw, Ci / groups] or [N, K]", f"{list(q.shape)}")
+    if bias is not None and (not isinstance(bias, Tensor) or bias.dtype != torch.float32):
+        _refuse(ValueError, "bias", "a float32 tensor", getattr(bias, "dtype", type(bias).__name__))
+
+
+def _quantizer(name: str, value: Quantizer) -> Quantizer:
+    scale, zero = value
+    scale = float(scale)
+    if not 0 < scale < math.inf:
+        _refuse(ValueError, f"{name}_scale", "a positive, finite number", scale)
+    if isinstance(zero, bool) or not isinstance(zero, int) or not -128 <= zero <= 127:
+        _refuse(ValueError, f"{name}_zero", "an integer from -128 to 127", zero)
+    return scale, zero
+
+
+def _rounded(value: float) -> float:
+    return value if math.isinf(value) or math.isnan(value) else float(round(value))
+
+
+def _refuse(kind: type[Exception], argument: str, expected: str, got: object) -> None:
+    raise kind(f"epiloq.PreparedInt8Weight: {argument}: expected {expected}, got {got}")

@@ -1,0 +1,64 @@
+"""Folding batch normalisation into the convolution before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.fx import Node, symbolic_trace
+
+
+@torch.no_grad()
+def fold_batch_norm_(model: nn.Module) -> list[str]:
+    """Multiply every ``nn.BatchNorm2d`` that alone reads a ``nn.Conv2d`` into it; the norm becomes ``nn.Identity``.
+
+    In place, computed in float64. Which norm reads which convolution is what ``torch.fx.symbolic_trace`` finds. Left as
+    they are: norms without running statistics, layers that are called twice, and convolutions whose weight or output
+    something else uses as well.
+
+    Returns the names of the norms that were folded.
+
+    Raises ValueError: the model is in training mode, or cannot be traced (the message says why).
+    """
+    if model.training:
+        raise ValueError("fold_batch_norm_: model: expected one in eval mode, whose norms use their running statistics")
+    try:
+        graph = symbolic_trace(model).graph
+    except Exception as error:
+        raise ValueError(f"fold_batch_norm_: model: expected one that torch.fx can trace: {error}") from error
+    calls = Counter(id(_module(model, node)) for node in graph.nodes if node.op == "call_module")
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    folded = []
+    for node in graph.nodes:
+        source = node.args[0] if node.op == "call_module" and node.args else None
+        if not isinstance(source, Node) or source.op != "call_module" or len(source.users) != 1:
+            continue
+        norm, conv = _module(model, node), _module(model, source)
+        if type(norm) is not nn.BatchNorm2d or type(conv) is not nn.Conv2d or norm.running_mean is None:
+            continue
+        if calls[id(norm)] == 1 and calls[id(conv)] == 1 and holders[id(conv.weight)] == 1:
+            _fold(conv, norm)
+            parent, _, leaf = str(node.target).rpartition(".")
+            setattr(model.get_submodule(parent), leaf, nn.Identity())
+            folded.append(str(node.target))
+    return folded
+
+
+def _module(model: nn.Module, node: Node) -> nn.Module:
+    return model.get_submodule(str(node.target))
+
+
+def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
+    assert norm.running_mean is not None and norm.running_var is not None
+    gain = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.affine:
+        gain = gain * norm.weight.double()
+    shift = -norm.running_mean.double() * gain
+    if conv.bias is not None:
+        shift += conv.bias.double() * gain
+    if norm.affine:
+        shift += norm.bias.double()
+    weight = conv.weight.double() * gain.view(-1, 1, 1, 1)
+    conv.weight.copy_(weight)
+    conv.bias = nn.Parameter(shift.to(conv.weight.dtype), requires_grad=conv.weight.requires_grad)

@@ -1,0 +1,117 @@
+"""Letting neighbouring int8 convolutions exchange int8, without a float tensor between them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node, Tracer
+from torch.nn import functional
+
+from epiloq.nn import Int8Conv2d
+
+_INFINITY = math.inf
+_RELU = (torch.relu, torch.relu_, functional.relu, functional.relu_, "relu", "relu_")
+_RELU6 = (functional.relu6,)
+_CLAMP = (torch.clamp, torch.clip, "clamp", "clamp_", "clip", functional.hardtanh)
+_CLAMP_ENDS = {"min": 0, "max": 1, "min_val": 0, "max_val": 1}
+
+
+class _LayersAsLeaves(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Int8Conv2d) or super().is_leaf_module(m, module_qualified_name)
+
+
+def exchange_int8(model: nn.Module) -> GraphModule:
+    """The model with its `Int8Conv2d` layers linked: activations folded into them, int8 from one to the next.
+
+    A ReLU, ReLU6, clamp or hardtanh that alone reads an `Int8Conv2d` becomes its clamp. Where every reader of the
+    result is an `Int8Conv2d` and all expect one scale and zero point (layers that were calibrated on one tensor do),
+    the layer re-quantises its sums to those. Identities and dropout in eval mode go.
+
+    The layers are changed in place and shared with the result, a ``torch.fx.GraphModule``; use it in the model's place.
+    Layers that are called more than once are left alone.
+
+    Raises ValueError: the model is in training mode, or cannot be traced.
+    """
+    if model.training:
+        raise ValueError("exchange_int8: model: expected one in eval mode")
+    tracer = _LayersAsLeaves()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:
+        raise ValueError(f"exchange_int8: model: expected one that torch.fx can trace: {error}") from error
+    linked = GraphModule(tracer.root, graph, type(model).__name__)
+    for node in list(graph.nodes):
+        if _is_nothing(linked, node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    calls = Counter(id(_layer(linked, node)) for node in graph.nodes)
+    own = [(node, layer) for node in graph.nodes if (layer := _layer(linked, node)) and calls[id(layer)] == 1]
+    for node, layer in own:
+        _fold_clamps(linked, node, layer)
+    for node, layer in own:
+        _hand_on(linked, node, layer)
+    graph.lint()
+    linked.recompile()
+    return linked.eval()
+
+
+def _called(model: GraphModule, node: Node) -> nn.Module | None:
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _layer(model: GraphModule, node: Node) -> Int8Conv2d | None:
+    module = _called(model, node)
+    return module if isinstance(module, Int8Conv2d) else None
+
+
+def _is_nothing(model: GraphModule, node: Node) -> bool:
+    return isinstance(_called(model, node), (nn.Identity, nn.Dropout, nn.Dropout2d))
+
+
+def _fold_clamps(model: GraphModule, node: Node, layer: Int8Conv2d) -> None:
+    while len(node.users) == 1:
+        (reader,) = node.users
+        ends = _clamp_of(model, reader)
+        if ends is None or reader.args[0] is not node:
+            return
+        lo, hi = layer.clamp or (-_INFINITY, _INFINITY)
+        layer.clamp = min(max(lo, ends[0]), ends[1]), min(max(hi, ends[0]), ends[1])
+        layer.set_quantizers()
+        reader.replace_all_uses_with(node)
+        model.graph.erase_node(reader)
+
+
+def _clamp_of(model: GraphModule, node: Node) -> tuple[float, float] | None:
+    """The ends of a node that clamps its first argument to constants."""
+    module, target = _called(model, node), node.target
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return module.min_val, module.max_val
+    if isinstance(module, nn.ReLU) or target in _RELU:
+        return 0.0, _INFINITY
+    if target in _RELU6:
+        return 0.0, 6.0
+    if target not in _CLAMP:
+        return None
+    ends: list[object] = [None, None] if target is not functional.hardtanh else [-1.0, 1.0]
+    for i, value in enumerate(node.args[1:3]):
+        ends[i] = value
+    for name, value in node.kwargs.items():
+        if name in _CLAMP_ENDS:
+            ends[_CLAMP_ENDS[name]] = value
+    lo, hi = (default if end is None else end for end, default in zip(ends, (-_INFINITY, _INFINITY), strict=True))
+    if not isinstance(lo, (int, float)) or not isinstance(hi, (int, float)) or lo > hi:
+        return None
+    return float(lo), float(hi)
+
+
+def _hand_on(model: GraphModule, node: Node, layer: Int8Conv2d) -> None:
+    if layer.output is not None:
+        return
+    readers = [_layer(model, user) for user in node.users]
+    quantizers = {reader.input if reader else None for reader in readers}
+    if len(quantizers) == 1 and (expected := quantizers.pop()) is not None:
+        layer.set_quantizers(output=expected)

@@ -1,0 +1,143 @@
+"""Ranges of activations, gathered batch by batch, and the int8 quantisers that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import epiloq
+
+BINS = 2048
+# Parts of the whole range that HistogramMse tries for either end.
+_PARTS = 48
+_SMALLEST_PART = 0.05
+
+
+class Observer(Protocol):
+    """What `epiloq.quantize_` calls with each input of a layer, and then asks for the range to quantise."""
+
+    def add(self, x: Tensor) -> None:
+        """Count another batch of any shape in. NaN and infinities make the range not finite."""
+
+    def ends(self) -> Tensor | None:
+        """The smallest and the largest value to tell apart, float32 ``[2]``, or None before any value came."""
+
+
+class MinMax:
+    """The whole range."""
+
+    def __init__(self) -> None:
+        self._ends: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        if x.numel() == 0:
+            return
+        seen = torch.stack(x.detach().aminmax()).float()
+        if self._ends is not None:
+            seen = torch.stack((torch.minimum(self._ends[0], seen[0]), torch.maximum(self._ends[1], seen[1])))
+        self._ends = seen
+
+    def ends(self) -> Tensor | None:
+        return self._ends
+
+
+class Histogram:
+    """Counts in equal bins over the range so far; when the range grows, a bin's count moves to where its middle is."""
+
+    def __init__(self) -> None:
+        self._range = MinMax()
+        self.counts = torch.zeros(BINS, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        if x.numel() == 0:
+            return
+        before = self._range.ends()
+        self._range.add(x)
+        after = self._range.ends()
+        assert after is not None
+        if not after.isfinite().all():
+            return
+        middles = None if before is None else _middles(before)
+        if middles is None or before is None or not torch.equal(before, after):
+            old, self.counts = self.counts, torch.zeros(BINS, dtype=torch.float64, device=x.device)
+            if middles is not None:
+                self.counts.index_add_(0, _bins(middles, after), old)
+        self.counts += torch.bincount(_bins(x.detach().float().flatten(), after), minlength=BINS)
+
+    def whole(self) -> Tensor | None:
+        return self._range.ends()
+
+
+class Percentile(Histogram):
+    """The range without the outermost values: `part` of them lie in it, the rest equally beyond both its ends."""
+
+    def __init__(self, part: float = 0.9999) -> None:
+        if not 0 < part <= 1:
+            raise ValueError(f"Percentile: part: expected more than 0, at most 1, got {part}")
+        super().__init__()
+        self.part = part
+
+    def ends(self) -> Tensor | None:
+        whole = self.whole()
+        if whole is None or not whole.isfinite().all() or self.part == 1:
+            return whole
+        beyond = (1 - self.part) / 2 * self.counts.sum()
+        from_low, from_high = self.counts.cumsum(0), self.counts.flip(0).cumsum(0)
+        low, high = (int((counts <= beyond).sum()) for counts in (from_low, from_high))
+        edges = torch.linspace(float(whole[0]), float(whole[1]), BINS + 1)
+        kept = torch.stack((edges[min(low, BINS - 1)], edges[max(BINS - high, 1)]))
+        return kept.to(whole.device)
+
+
+class HistogramMse(Histogram):
+    """The range whose int8 quantiser has the least squared error over the histogram."""
+
+    def ends(self) -> Tensor | None:
+        whole = self.whole()
+        if whole is None or not whole.isfinite().all():
+            return whole
+        values = _middles(whole)
+        low, high = float(whole[0].clamp(max=0)), float(whole[1].clamp(min=0))
+        if low == high:
+            return whole
+        parts = torch.linspace(1.0, _SMALLEST_PART, _PARTS, device=whole.device)
+        best, least = whole, float("inf")
+        for part in parts:
+            # Every upper end for one lower end at a time, which bounds the temporaries.
+            ends = torch.stack(((low * part).expand(_PARTS), high * parts), dim=1)
+            errors = ((_restored(values, ends) - values).double().square() * self.counts).sum(1)
+            if float(errors.min()) < least:
+                best, least = ends[int(errors.argmin())], float(errors.min())
+            if low == 0:
+                break
+        return best
+
+
+def _middles(ends: Tensor) -> Tensor:
+    return ends[0] + (ends[1] - ends[0]) * ((torch.arange(BINS, device=ends.device) + 0.5) / BINS)
+
+
+def _bins(values: Tensor, ends: Tensor) -> Tensor:
+    width = (ends[1] - ends[0]).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((values - ends[0]) / width * BINS).to(torch.int64).clamp_(0, BINS - 1)
+
+
+def _restored(values: Tensor, ends: Tensor) -> Tensor:
+    """``[C, V]``: the values after the quantiser of each of C ranges, which hold 0."""
+    scale = ((ends[:, 1:] - ends[:, :1]) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+    zero = torch.round(-128 - ends[:, :1] / scale)
+    return (torch.clamp(torch.round(values / scale) + zero, -128, 127) - zero) * scale
+
+
+OBSERVERS: dict[str, Callable[[], Observer]] = {"min-max": MinMax, "percentile": Percentile, "mse": HistogramMse}
+
+
+def quantizer(ends: Tensor, *, symmetric: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Scale float32 and zero point int32 of a range, as `epiloq.quantize_int8` gives values that have it."""
+    _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
+    return scale, zero_point

@@ -1,0 +1,73 @@
+#include "ops/conv2d_int8/launch.h"
+
+#include <array>
+#include <utility>
+
+#include "epiloq/device.h"
+#include "epiloq/error.h"
+#include "ops/conv2d_int8/select.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#include "ops/conv2d_int8/configs.h"
+#include "ops/conv2d_int8/rows.h"
+#endif
+
+namespace epiloq::ops::conv2d_int8 {
+
+constexpr char const* kName = "conv2d_int8";
+
+Target target_of(Device device) {
+  if (device.type == Device::Type::kCuda) return target_of_device(kName, device.index);
+  return nominal(forced_arch(), {Arch::kSm75, Arch::kSm80, Arch::kSm90});
+}
+
+#if EPILOQ_HAS_CUDA
+namespace {
+
+template <int kRow>
+constexpr LaunchTiled built() {
+  if constexpr (EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || kRow >= kFirstSm75Tile) {
+    return &launch_tiled<kRow>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <int... kRows>
+LaunchTiled row_of(int row, std::integer_sequence<int, kRows...>) {
+  static constexpr LaunchTiled kTable[] = {built<kRows>()...};
+  return kTable[row];
+}
+
+void launch_row(Choice const& choice, Problem const& problem, int device, Stream stream) {
+  conv2d::Shape const& s = problem.shape;
+  int const channels = s.ci / s.groups, outputs = s.co / s.groups;
+  TileConfig const& c = kTiles[choice.row];
+  int const tiles_n = (outputs + c.tile_n() - 1) / c.tile_n();
+  unsigned const tiles_m = (conv2d::pixels(s) + c.tile_m() - 1) / c.tile_m();
+  TiledProblem const tiled{problem,
+                           channels,
+                           outputs,
+                           s.kh * s.kw * channels,
+                           tiles_n,
+                           fill_of(problem),
+                           conv2d::Column::of(s, channels, kDepth),
+                           has_whole_runs(problem, kRun)};
+  LaunchTiled const launch = row_of(choice.row, std::make_integer_sequence<int, static_cast<int>(kTiles.size())>{});
+  launch(tiled, tiles_m * tiles_n, device, stream);
+}
+
+}  // namespace
+
+void launch(Problem const& problem, int device, Stream stream) {
+  Choice const choice = choose(problem, target_of_device(kName, device));
+  DeviceGuard const guard(device);
+  if (choice.family == Family::kDepthwise) return launch_depthwise(problem, choice.vector, stream);
+  launch_row(choice, problem, device, stream);
+}
+#else
+void launch(Problem const&, int device, Stream) { device_properties(device); }
+#endif
+
+}  // namespace epiloq::ops::conv2d_int8

@@ -1,0 +1,63 @@
+#include "ops/conv2d_weight_only/launch.h"
+
+#include "epiloq/device.h"
+#include "epiloq/error.h"
+#include "ops/conv2d_weight_only/select.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#include "ops/conv2d_weight_only/rows.h"
+#include "ops/weight_only_mm/variants.h"
+#endif
+
+namespace epiloq::ops::conv2d_weight_only {
+
+constexpr char const* kName = "conv2d_weight_only";
+
+Target target_of(Device device) {
+  if (device.type == Device::Type::kCuda) return target_of_device(kName, device.index);
+  return nominal(forced_arch(), {Arch::kSm75, Arch::kSm80, Arch::kSm90});
+}
+
+#if EPILOQ_HAS_CUDA
+namespace {
+
+struct PatchesFamily {
+  using Launch = conv2d_weight_only::Launch;
+  static constexpr int kRows = static_cast<int>(conv2d_weight_only::kRows.size()), kSm75Row = kRows - 1;
+  static constexpr bool kIsBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
+  template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+  static constexpr Launch kLaunch = &launch_patches<kRow, kX, kBits, kGroups, kOffsets>;
+};
+
+void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {
+  conv2d::Shape const& s = p.shape;
+  weight_only_mm::Problem const product{p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out,
+                                        p.bias,   p.lo,                                p.hi};
+  auto const step = conv2d::Column::of(s, p.padded_channels, weight_only_mm::kPadding);
+  Launch const launch = weight_only_mm::variant_of<PatchesFamily>(choice.row, p.dtype, p.weight);
+  if (launch == nullptr) throw Unsupported("epiloq.conv2d_weight_only: this build lacks the kernel; see EPILOQ_ARCHS");
+  launch({product, s, p.channels, p.padded_channels, step, 0}, choice.split, device, stream);
+}
+
+}  // namespace
+
+bool launch(Problem const& problem, int device, Stream stream) {
+  Choice const choice = choose(problem, target_of_device(kName, device));
+  if (choice.family == Family::kDense) return false;
+  DeviceGuard const guard(device);
+  if (choice.family == Family::kDepthwise) {
+    launch_depthwise(problem, stream);
+  } else {
+    launch_row(choice, problem, device, stream);
+  }
+  return true;
+}
+#else
+bool launch(Problem const&, int device, Stream) {
+  device_properties(device);
+  return false;
+}
+#endif
+
+}  // namespace epiloq::ops::conv2d_weight_only

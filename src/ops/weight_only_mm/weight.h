@@ -1,0 +1,19 @@
+#pragma once
+
+#include "core/checks.h"
+#include "epiloq/weight_only_mm.h"
+#include "ops/weight_only_mm/kernels.h"
+#include "ops/weight_only_mm/layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+inline constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - kPadding;  // of N, of K and of the rows of x
+
+// Exactly that shape, and contiguous.
+void expect_shape(Checker const& check, char const* argument, TensorView const& view,
+                  std::initializer_list<std::int64_t> shape);
+
+Weight checked_weight(Checker const& check, PackedWeight const& weight);
+void check_apart(Checker const& check, TensorView const& out, PackedWeight const& weight);
+
+}  // namespace epiloq::ops::weight_only_mm

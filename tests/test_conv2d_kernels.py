@@ -1,0 +1,300 @@
+"""The convolutions' kernels: which serves what, and on a GPU that they agree with the CPU, whatever the shape."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+from reference import ulp
+
+ARCHS = ("sm75", "sm80", "sm90")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# Channels of a group, output channels of a group, groups: copies of 16, of 4 and of 1, ragged tiles, depthwise of both
+# kinds, a single input channel.
+CHANNELS = (
+    (16, 16, 1), (64, 64, 1), (48, 200, 1), (128, 256, 1), (32, 40, 2), (24, 33, 1), (4, 7, 3), (20, 300, 1),
+    (3, 32, 1), (17, 5, 2), (1, 1, 32), (1, 1, 100), (1, 1, 7), (1, 3, 5), (1, 24, 1),
+)  # fmt: skip
+# Image, kernel, stride, padding, dilation.
+GEOMETRIES: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
+    ((9, 14), (1, 1), 1, 0, 1),
+    ((9, 14), (1, 1), 2, 0, 1),
+    ((14, 9), (3, 3), 1, 1, 1),
+    ((15, 8), (3, 3), 2, (1, 0, 0, 1), 1),
+    ((11, 12), (5, 3), (2, 1), (2, 1), (1, 2)),
+    ((7, 7), (7, 7), 1, 3, 1),
+    ((2, 3), (3, 3), 1, (4, 0, 3, 2), 2),
+    ((33, 1), (9, 1), (3, 1), (8, 0), 1),
+)
+
+
+def int8_arguments(
+    image: tuple[int, int], kernel: tuple[int, int], channels: int, outputs: int, groups: int, batch: int = 2
+) -> dict[str, Any]:
+    x = torch.randint(-128, 128, (batch, *image, channels * groups), dtype=torch.int8)
+    weight = torch.randint(-128, 128, (outputs * groups, *kernel, channels), dtype=torch.int8)
+    n, terms = outputs * groups, channels * math.prod(kernel)
+    spread = 5000 * terms**0.5
+    return {
+        "x_q": x,
+        "weight": weight,
+        "bias": torch.randn(n) * 20,
+        "input_scale": 1.0,
+        "input_zero": int(torch.randint(-128, 128, ())),
+        "weight_scale": (torch.rand(n) + 0.1) / spread * 100,
+        "groups": groups,
+    }
+
+
+def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def where(stride: Any, padding: Any, dilation: Any) -> dict[str, Any]:
+    return {"stride": stride, "padding": padding, "dilation": dilation}
+
+
+def assert_same(out: Tensor, expected: Tensor) -> None:
+    """int8 exactly; floats within one unit in the last place, which float64 and float32 may round apart."""
+    if expected.dtype == torch.int8:
+        assert torch.equal(out.cpu(), expected)
+        return
+    limit = ulp(expected.double(), expected.dtype) + 2.0**-22 * 300
+    assert ((out.cpu().double() - expected.double()).abs() <= limit).all()
+
+
+def tile_of(arch: str, shape: tuple[int, int, int, int], outputs: int) -> str:
+    x = torch.empty(shape, dtype=torch.int8)
+    weight = torch.empty((outputs, 1, 1, shape[-1]), dtype=torch.int8)
+    with epiloq.config(arch=arch):
+        return epiloq.explain("conv2d_int8", x, weight, weight_scale=torch.ones(1), input_scale=1.0, output_scale=1.0)
+
+
+def test_every_int8_tile_is_reached() -> None:
+    sizes = itertools.product((1, 8, 200), (16, 24, 3), (16, 64, 256, 600))
+    answers = {tile_of("sm80", (1, 30 * h, 30, channels), outputs) for h, channels, outputs in sizes}
+    assert len(answers) == 6, sorted(answers)
+    answers = {tile_of("sm75", (1, 30 * h, 30, 16), outputs) for h, outputs in ((1, 16), (200, 600))}
+    assert len(answers) == 1 and "64 pixels x 64 channels" in answers.pop()
+
+
+def test_explain_names_the_depthwise_kernels() -> None:
+    for channels, outputs, vector in ((32, 32, 4), (7, 7, 1), (8, 16, 1)):
+        arguments = int8_arguments((8, 8), (3, 3), 1, outputs // channels, channels)
+        with epiloq.config(arch="sm90"):
+            assert f"depthwise dp4a, {vector} channel" in epiloq.explain("conv2d_int8", **arguments, output_scale=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_int8_equals_the_cpu(seed: int, channels: tuple[int, int, int], arch: str) -> None:
+    with epiloq.config(arch=arch):
+        for image, kernel, stride, padding, dilation in GEOMETRIES:
+            arguments = int8_arguments(image, kernel, *channels) | where(stride, padding, dilation)
+            output = {"output_scale": 1.0, "output_zero": int(torch.randint(-128, 128, ()))}
+            clamp = (None, (0.0, math.inf), (-3.5, 60.25))[int(torch.randint(3, ()))]
+            out = epiloq.conv2d_int8(**on("cuda", arguments), **output, clamp=clamp)
+            assert_same(out, epiloq.conv2d_int8(**arguments, **output, clamp=clamp))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8_restores_floats_as_the_cpu_does(seed: int, dtype: torch.dtype) -> None:
+    for channels, (image, kernel, stride, padding, dilation) in itertools.product(CHANNELS, GEOMETRIES[2:5]):
+        arguments = int8_arguments(image, kernel, *channels) | where(stride, padding, dilation)
+        out = epiloq.conv2d_int8(**on("cuda", arguments), out_dtype=dtype, clamp=(-50.0, 40.0))
+        assert_same(out, epiloq.conv2d_int8(**arguments, out_dtype=dtype, clamp=(-50.0, 40.0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("pixels", "outputs"), [(20000, 256), (40000, 600), (70000, 24), (5000, 520), (333, 1000)])
+def test_int8_of_many_pixels(seed: int, pixels: int, outputs: int) -> None:
+    """Every tile with more blocks than SMs, and more stages than the ring has; both forms of the operation."""
+    for image, kernel in (((pixels, 1), (1, 1)), ((pixels // 50, 50), (3, 3))):
+        arguments = int8_arguments(image, kernel, 32, outputs, 1, batch=1) | where(1, kernel[0] // 2, 1)
+        expected = epiloq.conv2d_int8(**arguments, output_scale=1.0)
+        assert_same(epiloq.conv2d_int8(**on("cuda", arguments), output_scale=1.0), expected)
+    rows = arguments | {"x_q": arguments["x_q"].view(-1, 32), "weight": arguments["weight"][:, 0, 0]}
+    rows = {name: rows[name] for name in rows if name not in ("groups", "stride", "padding", "dilation")}
+    expected = epiloq.requantized_mm(**rows, output_scale=1.0)
+    assert_same(epiloq.requantized_mm(**on("cuda", rows), output_scale=1.0), expected)
+
+
+@pytest.mark.gpu
+def test_rounding_of_every_tie() -> None:
+    """Sums from -16384 to 16384, halves and quarters of them: float32 decides none of the ties by itself."""
+    x = torch.arange(-128, 128, dtype=torch.int8).view(-1, 1)
+    weight = torch.arange(-128, 128, dtype=torch.int8).view(-1, 1)
+    parameters = {"input_scale": 1.0, "output_scale": 1.0, "weight_scale": torch.ones(1)}
+    for scale, bias, zero in itertools.product((0.5, 0.25, 2.0**-7, 1 / 3), (0.0, 0.5, 12345.25, 3e6), (-7, 0, 8)):
+        given = parameters | {"weight_scale": torch.tensor([scale]), "bias": torch.full((256,), bias)}
+        expected = epiloq.requantized_mm(x, weight, **given, output_zero=zero)
+        assert_same(
+            epiloq.requantized_mm(**on("cuda", {"x_q": x, "weight": weight, **given}), output_zero=zero), expected
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_bad_parameters_count_as_on_the_cpu(seed: int, bad: float) -> None:
+    for channels in ((16, 40, 1), (1, 1, 32)):
+        arguments = int8_arguments((6, 7), (3, 3), *channels)
+        arguments["bias"][3] = bad
+        out = epiloq.conv2d_int8(**on("cuda", arguments), output_scale=1.0)
+        assert_same(out, epiloq.conv2d_int8(**arguments, output_scale=1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [(32, 48, 1), (20, 48, 1), (1, 1, 32)])
+def test_int8_views_and_guards(seed: int, channels: tuple[int, int, int]) -> None:
+    """Slices of wider images, at every alignment; what lies beside the output stays as it was."""
+    arguments = int8_arguments((9, 10), (3, 3), *channels) | where(1, 1, 1)
+    x, n = arguments["x_q"], arguments["weight"].shape[0]
+    expected = epiloq.conv2d_int8(**arguments, output_scale=1.0)
+    for begin, pad in ((0, 0), (16, 16), (4, 8), (1, 3)):
+        wide = torch.zeros((*x.shape[:3], begin + x.shape[3] + pad), dtype=torch.int8, device="cuda")
+        wide[..., begin : begin + x.shape[3]] = x.cuda()
+        target = torch.full((*expected.shape[:3], begin + n + pad), 99, dtype=torch.int8, device="cuda")
+        out = target[..., begin : begin + n]
+        moved = on("cuda", arguments) | {"x_q": wide[..., begin : begin + x.shape[3]]}
+        epiloq.conv2d_int8(**moved, output_scale=1.0, out=out)
+        assert_same(out, expected)
+        assert (target[..., :begin] == 99).all() and (target[..., begin + n :] == 99).all()
+
+
+def weight_only_arguments(
+    image: tuple[int, int],
+    kernel: tuple[int, int],
+    channels: int,
+    outputs: int,
+    groups: int,
+    kind: str,
+    *,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    n, blocks = outputs * groups, -(-channels // group_size)
+    per_channel = channels == 1
+    shape = (n,) if per_channel else (n, *kernel, blocks)
+    low = -(2 ** (bits - 1)) if kind == "symmetric" else 0
+    weight = epiloq.pack_conv2d_weight(
+        torch.randint(low, low + 2**bits, (n, *kernel, channels)),
+        (torch.rand(shape) * 0.02 + 1e-3).half(),
+        torch.randint(0, 2**bits, shape) if kind == "zero" else None,
+        (torch.randn(shape) * 0.05).half() if kind == "offset" else None,
+        bits=bits,
+        group_size=group_size,
+    )
+    x = torch.randn(2, channels * groups, *image).to(dtype).contiguous(memory_format=torch.channels_last)
+    return {"x": x, "weight": weight, "bias": torch.randn(n).to(dtype), "groups": groups}
+
+
+def check_weight_only(arguments: dict[str, Any], geometry: dict[str, Any], *, kernel: bool) -> None:
+    """docs/numerics.md's bound of `weight_only_mm`, against float64 of the de-quantised weight."""
+    moved = {name: value.to("cuda") if hasattr(value, "to") else value for name, value in arguments.items()}
+    assert epiloq.explain("conv2d_weight_only", **moved, **geometry).startswith("de-quantise") is not kernel
+    out = epiloq.conv2d_weight_only(**moved, **geometry, clamp=(-4.0, 5.0)).cpu()
+    x, bias, dense = arguments["x"].double(), arguments["bias"].double(), arguments["weight"].dequantize().double()
+    top = {**geometry, "groups": arguments["groups"]}
+    exact = torch.nn.functional.conv2d(x, dense, bias, **top).clamp(-4.0, 5.0)
+    size = torch.nn.functional.conv2d(x.abs(), dense.abs(), bias.abs(), **top)
+    # Of offsets the terms may cancel in a weight, but they are no more than 6.
+    terms = dense[0].numel()
+    slack = torch.nn.functional.conv2d(x.abs(), torch.ones_like(dense), None, **top)
+    precision = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}[out.dtype]
+    bound = ulp(exact, out.dtype) + 2.0**-23 * terms**0.5 * (size + 6 * slack)
+    # cuDNN may transform a dense convolution, which costs it a few roundings.
+    bound += 0 if kernel else 4 * precision * size + 2.0**-20 * slack
+    error = (out.double() - exact).abs()
+    assert not error.isnan().any(), "NaN: an element that was never written?"
+    assert (error <= bound).all(), f"worst element {float((error / bound).max()):.2f} times the bound"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["symmetric", "zero", "offset"])
+def test_weight_only_kernels(seed: int, kind: str, bits: int, arch: str) -> None:
+    geometries = (
+        ((7, 9), (3, 3), {"stride": 1, "padding": 1, "dilation": 1}),
+        ((13, 6), (3, 5), {"stride": (2, 1), "padding": (1, 4), "dilation": (1, 2)}),
+        ((10, 9), (1, 1), {"stride": 2, "padding": 0, "dilation": 1}),
+    )
+    dtypes = (torch.float16,) if arch == "sm75" else (torch.float16, torch.bfloat16)
+    for (image, kernel, geometry), (channels, outputs), dtype in itertools.product(
+        geometries, ((64, 48), (40, 300), (8, 17), (200, 136)), dtypes
+    ):
+        for group_size in (32, 64, 128):
+            arguments = weight_only_arguments(
+                image, kernel, channels, outputs, 1, kind, bits=bits, group_size=group_size, dtype=dtype
+            )
+            with epiloq.config(arch=arch):
+                check_weight_only(arguments, geometry, kernel=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_weight_only_of_a_deep_layer(seed: int, arch: str) -> None:
+    """Long enough for K to be shared by a cluster, and for every stage of the ring to be used again."""
+    for image, dtype in itertools.product(((7, 7), (14, 14)), (torch.float16, torch.bfloat16)):
+        arguments = weight_only_arguments(image, (3, 3), 512, 512, 1, "zero", bits=4, group_size=128, dtype=dtype)
+        with epiloq.config(arch=arch):
+            check_weight_only(arguments, {"stride": 1, "padding": 1, "dilation": 1}, kernel=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["symmetric", "zero", "offset"])
+def test_weight_only_depthwise(seed: int, kind: str, dtype: torch.dtype) -> None:
+    for groups, outputs in ((32, 1), (100, 1), (7, 1), (5, 3)):
+        for image, kernel, stride in (((14, 9), (3, 3), 1), ((15, 8), (5, 3), 2)):
+            arguments = weight_only_arguments(
+                image, kernel, 1, outputs, groups, kind, bits=4, group_size=-1, dtype=dtype
+            )
+            geometry = {"stride": stride, "padding": (kernel[0] // 2, kernel[1] // 2), "dilation": 1}
+            check_weight_only(arguments, geometry, kernel=True)
+
+
+@pytest.mark.gpu
+def test_weight_only_leaves_the_rest_to_a_dense_convolution(seed: int) -> None:
+    geometry = {"stride": 1, "padding": 1, "dilation": 1}
+    for image, channels, groups, dtype in (((40, 40), 64, 1, torch.float16), ((7, 7), 3, 1, torch.bfloat16)):
+        arguments = weight_only_arguments(
+            image, (3, 3), channels, 24, groups, "symmetric", bits=4, group_size=32, dtype=dtype
+        )
+        check_weight_only(arguments, geometry, kernel=False)
+
+
+@pytest.mark.gpu
+def test_graphs_and_streams(seed: int) -> None:
+    int8 = on("cuda", int8_arguments((14, 14), (3, 3), 64, 64, 1) | where(1, 1, 1))
+    prepared = epiloq.PreparedInt8Weight.prepare(
+        int8["weight"], int8["weight_scale"], int8["bias"], input=(1.0, int8["input_zero"]), output=(1.0, 3)
+    )
+    packed = weight_only_arguments((7, 7), (3, 3), 64, 64, 1, "zero", bits=4, group_size=64, dtype=torch.float16)
+    x, weight = packed["x"].cuda(), packed["weight"].to("cuda")
+
+    def both() -> tuple[Tensor, Tensor]:
+        first = epiloq.conv2d_int8(int8["x_q"], prepared, padding=1)
+        return epiloq.conv2d_int8(first, prepared, padding=1), epiloq.conv2d_weight_only(x, weight, padding=1)
+
+    expected = both()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        assert all(torch.equal(a, b) for a, b in zip(both(), expected, strict=True))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(3):
+        for tensor in captured:
+            tensor.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
