@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epiloq.quantize.grid import Grid, QuantizedWeight
 
-
 Activations = Literal["int8", "int8-azp", "int8-static"] | None
 
 
