@@ -23,6 +23,13 @@ GO_ON = "; what was finished is kept, and the same command goes on from there"
 INTERRUPTED = 130
 
 
+def _disk_failures() -> tuple[type[Exception], ...]:
+    """What a disk that fails or is full raises: safetensors has an exception of its own for it."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
+
+
 @contextmanager
 def failures(command: str, hint: str = "") -> Iterator[None]:
     """Say in a sentence what went wrong, and leave with a code that is not 0.
@@ -43,7 +50,7 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except ValueError as error:
         say(str(error))
         raise typer.Exit(1) from None
-    except OSError as error:
+    except _disk_failures() as error:
         say(f"{error}{hint}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

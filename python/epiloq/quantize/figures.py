@@ -11,6 +11,8 @@ from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+NARROW = 5
+"""An axis whose ends are fewer times apart than this needs a label at every digit."""
 NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -59,6 +61,16 @@ def sizes(report: Mapping[str, Any]) -> str:
         return to_svg(figure, f"Weights: {before:.1f} MB before, {after:.1f} MB after")
 
 
+def perplexities(report: Mapping[str, Any]) -> str:
+    """Perplexity before and after."""
+    found = report["perplexity"]
+    with canvas(1.5) as figure:
+        axes = figure.subplots()
+        values = [found["before"], found["after"]]
+        _bars(axes, ["before", "after"], values, "%.3f", [FLOAT_COLOUR, COLOURS[0]])
+        return to_svg(figure, f"Perplexity: {values[0]:.3f} before, {values[1]:.3f} after")
+
+
 def times(report: Mapping[str, Any]) -> str:
     """Seconds of each stage."""
     stages: Mapping[str, float] = report["stages"]
@@ -103,11 +115,14 @@ def block_of(name: str) -> int:
 
 
 def _by_block(axes: Axes, label: str) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+    low, high = axes.dataLim.intervaly
     axes.set_yscale("log")
+    narrow = low > 0 and high / low < NARROW
+    axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if narrow else (1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_xlabel("block of the model")

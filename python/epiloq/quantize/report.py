@@ -49,10 +49,8 @@ def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found.insert(0, (f"{100 * (last / first - 1):+.2f} %", "perplexity", detail))
     memory = f"{report['peak_memory_bytes'] / 1e9:.2f} GB of memory at most"
     found.append((f"{report['seconds']:.0f} s", "in all", memory))
-    if report["layer_errors"]:
-        name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
-        found.append((f"{100 * error:.1f} %", f"worst layer's {report['error_of']} error", name))
-    return found
+    name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
+    return [*found, (f"{100 * error:.1f} %", f"worst layer's {report['error_of']} error", name)]
 
 
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
@@ -82,9 +80,10 @@ def render(report: Mapping[str, Any]) -> str:
         settings=settings(report),
         worst=worst(report),
         kept=[name for name, found in static.items() if found["kept_dynamic"]],
-        errors=figures.layer_errors(report) if report["layer_errors"] else None,
+        errors=figures.layer_errors(report),
         inputs=figures.input_errors(report) if static else None,
         sizes=figures.sizes(report),
+        perplexities=figures.perplexities(report) if report["perplexity"] else None,
         times=figures.times(report),
         scales=figures.scales(report),
     )
