@@ -190,6 +190,9 @@ def quantize(
             evaluation,
             shlex.join(["epiloq", *sys.argv[1:]]),
         )
+        absent = page.missing()
+        if absent and report is not None:
+            raise ValueError(f"the report needs {', '.join(absent)}: pip install 'epiloq[demo]'")
         with progress_stages(console) as stage:
             with stage("load and check", 1) as advance:
                 job = prepare(settings)
@@ -198,10 +201,8 @@ def quantize(
         show(found, console)
         if json_file is not None:
             write_text(json_file, json.dumps(found, indent=2) + "\n")
-        if page.missing():
-            console.print(
-                f"No report: it needs {', '.join(page.missing())} (pip install 'epiloq[demo]')", soft_wrap=True
-            )
+        if absent:
+            console.print(f"No report: it needs {', '.join(absent)} (pip install 'epiloq[demo]')", soft_wrap=True)
         else:
             console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
             if report is not None:

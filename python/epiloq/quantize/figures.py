@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +102,10 @@ def kinds(names: Sequence[str]) -> dict[str, list[str]]:
     """Layers by what they are in their block: the last part of their names, more where one part says too little."""
     inside = {name: NUMBER.split(name, maxsplit=1)[-1] for name in names}
     leaves = {path: path.rpartition(".")[2] for path in inside.values()}
+    of_leaf = Counter(leaves.values())
     found: dict[str, list[str]] = {}
     for name, path in inside.items():
-        alike = sum(leaf == leaves[path] for leaf in leaves.values())
-        found.setdefault(path if alike > 1 else leaves[path], []).append(name)
+        found.setdefault(path if of_leaf[leaves[path]] > 1 else leaves[path], []).append(name)
     return found
 
 
