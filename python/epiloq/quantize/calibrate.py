@@ -272,18 +272,19 @@ class _Work:
         seen.probe = call.filled(x)
         searches = self.algorithm.fold == "smoothquant-search"
         inputs = last_inputs(layers, lambda: call.run(block, x)) if searches else {}
-        full = {n: f"{prefix}.{n}" for names in seen.feeds.values() for n in names}
-        for producer, names in foldings(block, seen, lambda module, n: full[n] in layers):
+        full = {n: f"{prefix}.{n}" for n in seen.amax}
+        for producer, names, channels in foldings(block, seen, lambda module, n: f"{prefix}.{n}" in layers):
             consumers = [layers[full[n]] for n in names if full[n] in layers]
             statistics = of_layer[full[names[0]]] if full[names[0]] in layers else None
             if statistics is None or any(of_layer.get(full[n]) is not statistics for n in names):
                 continue
             weights = [consumer.weight for consumer in consumers]
             if self.algorithm.fold == "awq":
-                scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid)
+                scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid, channels=channels)
             elif self.algorithm.fold == "smoothquant":
-                scale = smooth_scale(statistics.amax, weights, self.alpha)
+                scale = smooth_scale(statistics.amax, weights, self.alpha, channels)
             else:
-                scale = search_smooth_scale(inputs[full[names[0]]], statistics.amax, weights, self.static is not None)
-            fold_(block.get_submodule(producer), consumers, scale)
+                x, static = inputs[full[names[0]]], self.static is not None
+                scale = search_smooth_scale(x, statistics.amax, weights, static, channels)
+            fold_(block.get_submodule(producer), consumers, scale, channels)
             statistics.divide(scale)
