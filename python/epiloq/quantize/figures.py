@@ -12,8 +12,8 @@ from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NARROW = 5
-"""An axis whose ends are fewer times apart than this needs a label at every digit."""
+LINEAR, NARROW = 3, 8
+"""An axis whose ends are fewer times apart is linear; logarithmic, with a label at every digit; at 1, 2 and 5."""
 NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -119,10 +119,11 @@ def _by_block(axes: Axes, label: str) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     low, high = axes.dataLim.intervaly
-    axes.set_yscale("log")
-    narrow = low > 0 and high / low < NARROW
-    axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if narrow else (1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    if not 0 < low <= high <= LINEAR * low:
+        axes.set_yscale("log")
+        narrow = 0 < low <= high <= NARROW * low
+        axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if narrow else (1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
