@@ -127,8 +127,8 @@ def test_symmetric_scales_of_other_tools_are_read(seed: int) -> None:
 def test_scales_that_disagree_with_the_configuration(made: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj"
     cases: list[tuple[dict[str, torch.Tensor | None], str]] = [
-        ({f"{name}.input_scale": None, f"{name}.input_zero_point": None}, "expected one"),
-        ({f"{KEPT}.input_scale": torch.ones(1)}, "expected none"),
+        ({f"{name}.input_scale": None, f"{name}.input_zero_point": None}, r"input_scale.*expected"),
+        ({f"{KEPT}.input_scale": torch.ones(1)}, r"input_scale.*expected none"),
         ({f"{name}.input_scale": torch.ones(2)}, "input_scale"),
         ({f"{name}.input_zero_point": torch.ones(1)}, "input_zero_point"),
     ]
@@ -158,7 +158,6 @@ def test_other_groups_are_refused(change: dict[str, Any]) -> None:
     [
         (("--scheme", "w8a8-int8", "--algorithm", "rtn", "--keep-dynamic", "auto"), "no static scales"),
         (("--scheme", "w8a8-int8-static", "--algorithm", "rtn"), "needs calibration text"),
-        (("--scheme", "w8a8-int8-static", "--algorithm", "rtn", "--format", "gptq", "--calibration", "x"), "text"),
         (("--scheme", "w8a8-int8-static", "--alpha", "1.5"), "alpha"),
     ],
 )
