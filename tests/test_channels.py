@@ -123,3 +123,14 @@ def test_values_that_something_else_reads_are_left_alone(seed: int) -> None:
 
     model, x = Peeking(20, 6, 2, False).eval(), torch.randn(3, 11, 20)
     assert "0.v" not in {s.producer for s in smoothquant_(nn.Sequential(model), lambda m: m(x))}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_heads_on_a_gpu(seed: int, dtype: torch.dtype) -> None:
+    """Whatever attention kernel runs there, powers of two pass it exactly."""
+    model = Attention(20, 6, 2, True).to("cuda", dtype)
+    x = torch.randn(2, 64, 20, device="cuda", dtype=dtype)
+    found = channel_map(model.v, model.o, lambda: model(x))
+    assert found is not None and found.tolist() == expected(6, 2)
+    assert channel_map(model.q, model.o, lambda: model(x)) is None

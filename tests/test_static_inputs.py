@@ -190,3 +190,24 @@ def test_the_search_for_static_scales_beats_any_alpha(seed: int) -> None:
     found = error(search_smooth_scale(x, amax, weights, static=True))
     assert found <= 1.05 * min(error(smooth_scale(amax, weights, alpha)) for alpha in (0.3, 0.5, 0.7, 0.9))
     assert found < 0.5 * error(torch.ones(48))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["rtn", "smoothquant-search"])
+def test_scales_are_fixed_on_a_gpu_too(seed: int, algorithm: str) -> None:
+    """Sums in another order move the ranges a little; scales follow them."""
+    model = LanguageModel().eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {n: w for block in walk(model, algorithm, Static("*.2.up")).values() for n, w in block.weights.items()}
+    model.load_state_dict(state)
+    found = {
+        n: w
+        for block in walk(model, algorithm, Static("*.2.up"), device="cuda").values()
+        for n, w in block.weights.items()
+    }
+    for name, weight in expected.items():
+        inputs = found[name].inputs
+        assert (inputs is None) == (weight.inputs is None)
+        if inputs is not None and weight.inputs is not None:
+            torch.testing.assert_close(inputs.scale.cpu(), weight.inputs.scale, rtol=0.02, atol=0)
+            assert abs(int(inputs.zero) - int(weight.inputs.zero)) <= 2
