@@ -165,4 +165,4 @@ def test_a_transformers_model(seed: int) -> None:
         smoothed = smoothquant_(model, lambda m: m(input_ids=ids, use_cache=False))
         torch.testing.assert_close(model(ids).logits, before, rtol=1e-3, atol=1e-4)
     leaves = [s.producer.rpartition(".")[2] for s in smoothed]
-    assert leaves == ["input_layernorm", "post_attention_layernorm", "up_proj"] * 2
+    assert leaves == ["input_layernorm", "post_attention_layernorm", "up_proj"] * 2 + ["v_proj"] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 REQUIRED = ("transformers", "safetensors")
 GO_ON = "; what was finished is kept, and the same command goes on from there"
 INTERRUPTED = 130
+
+
+def _disk_failures() -> tuple[type[Exception], ...]:
+    """What a disk that fails or is full raises: safetensors has an exception of its own for it."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
 
 
 @contextmanager
@@ -41,7 +50,7 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except ValueError as error:
         say(str(error))
         raise typer.Exit(1) from None
-    except OSError as error:
+    except _disk_failures() as error:
         say(f"{error}{hint}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -82,23 +91,28 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{report['output']}: {after / 1e6:.1f} MB of weights, {before / 1e6:.1f} MB before ({before / after:.2f}x)",
         f"{report['seconds']:.0f} s, at most {report['peak_memory_bytes'] / 1e9:.2f} GB of memory",
     ]
-    if report["layer_errors"]:
-        name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
-        lines.append(f"worst layer {name}: its output is off by {100 * error:.1f} %")
+    if report["perplexity"]:
+        first, last = report["perplexity"]["before"], report["perplexity"]["after"]
+        lines.append(f"perplexity {first:.3f} before, {last:.3f} after ({100 * (last / first - 1):+.2f} %)")
+    name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
+    lines.append(f"worst layer {name}: its {report['error_of']} is off by {100 * error:.1f} %")
+    kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
+    if kept:
+        lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8 or w8a8-int8-azp.")],
+    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8[-azp|-static].")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
         str, typer.Option(metavar="A", help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them).")
     ] = "gptq",
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, or a folder of it; needed by all but rtn.", show_default=False),
+        typer.Option(metavar="FILE", help="Text, or a folder of it; not for rtn.", show_default=False),
     ] = None,
     layout: Annotated[
         str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq or awq.")
@@ -106,6 +120,18 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
     ] = False,
+    alpha: Annotated[
+        float, typer.Option(min=0, max=1, help="SmoothQuant: how much of the range moves into weights.")
+    ] = 0.5,
+    keep_dynamic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P|auto",
+            help="w8a8-int8-static: layers with a scale for each token, by a pattern of names ('*.down_proj') or where "
+            "one scale costs much.",
+            show_default=False,
+        ),
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 32,
     length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows of the text are taken.")] = 0,
@@ -114,8 +140,16 @@ def quantize(
         typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(metavar="D", help="Where each block is worked on: cpu or cuda.")] = "cpu",
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Other text, to measure perplexity on before and after.", show_default=False),
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to FILE.", show_default=False)
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
     """Quantise a model's weights: epiloq quantize MODEL --scheme w4a16-g64 --calibration TEXT --output DIR.
@@ -125,12 +159,15 @@ def quantize(
     from rich.console import Console
 
     check_json_target(json_file)
+    check_json_target(report, "--report")
     check_device(device)
     console = Console()
     with failures("quantize", GO_ON):
         quiet()
         from epiloq.cli.demo import progress_stages
+        from epiloq.demo.results import write_text
         from epiloq.formats.table import FORMATS
+        from epiloq.quantize import report as page
         from epiloq.quantize.calibrate import ALGORITHMS
         from epiloq.quantize.job import Settings, perform, prepare
         from epiloq.quantize.targets import TARGETS
@@ -146,15 +183,27 @@ def quantize(
             windows,
             length,
             seed,
+            alpha,
+            keep_dynamic,
             blocks,
             device,
+            evaluation,
+            shlex.join(["epiloq", *sys.argv[1:]]),
         )
+        absent = page.missing()
+        if absent and report is not None:
+            raise ValueError(f"the report needs {', '.join(absent)}: pip install 'epiloq[demo]'")
         with progress_stages(console) as stage:
             with stage("load and check", 1) as advance:
                 job = prepare(settings)
                 advance()
-            with stage(f"{scheme}, {algorithm}: blocks", job.blocks) as advance:
-                report = perform(job, advance)
-        show(report, console)
+            found = perform(job, stage)
+        show(found, console)
         if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write_text(json_file, json.dumps(found, indent=2) + "\n")
+        if absent:
+            console.print(f"No report: it needs {', '.join(absent)} (pip install 'epiloq[demo]')", soft_wrap=True)
+        else:
+            console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
+            if report is not None:
+                write_text(report, (output / page.FILE).read_text(encoding="utf-8"))

@@ -12,14 +12,19 @@ from torch import Tensor
 from epiloq.packed_weight import PackedWeight, pack_weight
 from epiloq.quantize.grid import Grid, QuantizedWeight
 
+Activations = Literal["int8", "int8-azp", "int8-static"] | None
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the layers of a checkpoint are quantised: all alike."""
+    """How the layers of a checkpoint are quantised: all alike, but for those in `dynamic`."""
 
     grid: Grid
-    activations: Literal["int8", "int8-azp"] | None = None
-    """Per token at run time, symmetric or with a zero point; None leaves them in floating point."""
+    activations: Activations = None
+    """Per token at run time, symmetric or with a zero point; static: one scale and zero point for all tokens. None
+    leaves them in floating point."""
+    dynamic: tuple[str, ...] = ()
+    """Of int8-static, the layers that are int8-azp instead."""
 
 
 class FormatError(ValueError):

@@ -28,10 +28,13 @@ def _int8(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization
         linear.in_features,
         linear.out_features,
         linear.bias is not None,
+        activation="dynamic" if weight.inputs is None else "static",
         symmetric=quantization.activations == "int8",
         dtype=linear.weight.dtype,
     )
     state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
+    if weight.inputs is not None:
+        state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}
     layer.load_state_dict(state | ({} if linear.bias is None else {"bias": linear.bias.detach()}))
     return layer.train(linear.training)
 
@@ -41,7 +44,7 @@ def _weight_only(linear: nn.Linear, weight: QuantizedWeight, quantization: Quant
 
 
 # What runs a layer, by how its activations are quantised.
-MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, None: _weight_only}
+MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, "int8-static": _int8, None: _weight_only}
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -117,6 +120,10 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, found: Reader) -> None:
             weight = found.from_tensors(parts.pop(name), (linear.out_features, linear.in_features))
         except ValueError as error:
             raise FormatError(f"{checkpoint.folder}: {name}: {error}") from error
+        if found.quantization.activations == "int8-static":
+            static = name not in found.quantization.dynamic
+            if static != (weight.inputs is not None):
+                raise FormatError(f"{checkpoint.folder}: {name}.input_scale: expected {'one' if static else 'none'}")
         parent, _, leaf = name.rpartition(".")
         setattr(
             model.get_submodule(parent),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epiloq.quantize.channels import alike
 from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
 
 RATIOS = 20
@@ -15,7 +16,13 @@ SMALLEST = 1e-4
 
 @torch.no_grad()
 def awq_scale(
-    weights: Sequence[Tensor], hessian: Tensor, mean_abs: Tensor, grid: Grid, *, ratios: int = RATIOS
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    mean_abs: Tensor,
+    grid: Grid,
+    *,
+    ratios: int = RATIOS,
+    channels: Tensor | None = None,
 ) -> Tensor:
     """The scale ``s``, float32 ``[K]``, for layers that read one input: ``W s`` is what should be quantised.
 
@@ -27,13 +34,15 @@ def awq_scale(
         weights: ``[N_i, K]``, of every layer that reads the input.
         hessian: ``[K, K]``, ``sum x x^T`` in any scale.
         mean_abs: ``[K]``, the mean magnitude of each input channel.
+        channels: ``[K]``; channels of one number get one scale (see `channel_map`).
     """
     if ratios < 1:
         raise ValueError(f"awq_scale: ratios: expected at least 1, got {ratios}")
     weight = torch.cat([weight.float() for weight in weights])
-    best, least = torch.ones_like(mean_abs, dtype=torch.float32), torch.inf
+    magnitudes = alike(mean_abs.float(), channels, "mean")
+    best, least = torch.ones_like(magnitudes), torch.inf
     for step in range(ratios):
-        scale = mean_abs.float().pow(step / ratios).clamp_(min=SMALLEST)
+        scale = magnitudes.pow(step / ratios).clamp_(min=SMALLEST)
         scale /= (scale.max() * scale.min()).sqrt()
         error = output_error(rtn(weight * scale, grid).dequantize().div_(scale).sub_(weight), hessian)
         if error < least:

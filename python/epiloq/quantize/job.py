@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -16,21 +17,35 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq.demo.perplexity import perplexity
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import Quantization
-from epiloq.formats.model import load_float, save
+from epiloq.formats.model import load, load_float, save
 from epiloq.formats.table import FORMATS
+from epiloq.quantize import report as page
 from epiloq.quantize.blocks import find_blocks, linears_of
-from epiloq.quantize.calibrate import ALGORITHMS, calibrate
+from epiloq.quantize.calibrate import ALGORITHMS, Block, calibrate
+from epiloq.quantize.smoothquant import ALPHA
+from epiloq.quantize.static import Static
 from epiloq.quantize.store import Store
+from epiloq.quantize.tally import Stage, Tally, unseen
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
 from epiloq.schemes import default_filter
 
+# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
+EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS."""
+    """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
+
+    evaluation
+        Text to measure perplexity on, before and after.
+    command
+        What the report says this was asked by.
+    """
 
     model: Path
     output: Path
@@ -42,20 +57,30 @@ class Settings:
     count: int = 32
     length: int = 512
     seed: int = SEED
+    alpha: float = ALPHA
+    keep_dynamic: str | None = None
     blocks: str | None = None
     device: str = "cpu"
+    evaluation: Path | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings that were checked, and what they say of the model. Nothing was written yet."""
+    """Settings that were checked, and what they say of the model. Nothing was written yet.
+
+    texts, evaluation
+        Windows of tokens to calibrate and to evaluate on; they share none.
+    """
 
     settings: Settings
     source: Checkpoint
     model: nn.Module
     texts: list[Tensor]
+    evaluation: list[Tensor]
     quantization: Quantization
     blocks: int
+    seconds: float
 
     @property
     def aside(self) -> Path:
@@ -65,18 +90,18 @@ class Job:
 
 def prepare(settings: Settings) -> Job:
     """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
+    start = time.perf_counter()
     algorithm, target = ALGORITHMS[settings.algorithm], TARGETS[settings.scheme]
     layout = FORMATS[settings.layout]
-    if settings.output.exists():
+    if settings.output.exists() or settings.output.is_symlink():
         raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
+    if settings.keep_dynamic is not None and not target.static:
+        raise ValueError(f"{target.name} has no static scales to keep a layer from (--keep-dynamic)")
     source = Checkpoint(settings.model)
-    texts: list[Tensor] = []
-    if algorithm.needs_inputs:
-        if settings.calibration is None:
-            raise ValueError(f"the algorithm {algorithm.name} needs calibration text (--calibration FILE)")
-        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
-        texts = sample(found, settings.count, settings.seed)
+    texts, evaluation = _texts(settings, algorithm.needs_inputs or target.static)
     model = load_float(source)
+    if evaluation:
+        check_generates(model, settings.model)
     dtype = next(model.parameters()).dtype
     grid = target.grid(settings.symmetric, layout.scale_dtype(dtype, target.activations))
     quantization = Quantization(grid, target.activations)
@@ -84,48 +109,120 @@ def prepare(settings: Settings) -> Job:
     blocks = find_blocks(model, takes, settings.blocks)
     layers = [layer for name, block in blocks.items() for layer in linears_of(block, name, takes).values()]
     layout.check(quantization, {(layer.out_features, layer.in_features) for layer in layers}, dtype)
-    return Job(settings, source, model, texts, quantization, len(blocks))
+    seconds = time.perf_counter() - start
+    return Job(settings, source, model, texts, evaluation, quantization, len(blocks), seconds)
 
 
-def perform(job: Job, advance: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Quantise, write, and report, calling `advance` after each block. An interrupted run goes on where it stopped.
+def _texts(settings: Settings, calibrated: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Windows to calibrate and to evaluate on, as far as they are asked for."""
+    texts: list[Tensor] = []
+    evaluation: list[Tensor] = []
+    if calibrated:
+        if settings.calibration is None:
+            raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
+        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
+        texts = sample(found, settings.count, settings.seed)
+    if settings.evaluation is not None:
+        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), EVALUATED_LENGTH)
+        evaluation = found[: EVALUATED_TOKENS // EVALUATED_LENGTH]
+        seen = {tuple(window.flatten().tolist()) for window in texts}
+        if any(tuple(window.flatten().tolist()) in seen for window in evaluation):
+            raise ValueError(f"{settings.evaluation}: expected text that calibration does not see, found some of it")
+    return texts, evaluation
+
+
+def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
+    """Quantise, write, and report. An interrupted run goes on where it stopped.
 
     Raises ValueError, or OSError when the disk fails; finished blocks stay in `job.aside`.
     """
-    start, settings = time.perf_counter(), job.settings
+    start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
+    tally.seconds["load"] = job.seconds
     store = Store(job.aside, _identity(job), job.quantization.grid)
-    errors: dict[str, float] = {}
-    names = []
-    walk = calibrate(
+    before = _perplexity(job.model, job, tally, "evaluate before")
+    with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
+        for block in _walk(job, store):
+            resumed = store.has(block.name)
+            if not resumed:
+                store.write(block)
+            tally.add(block, resumed)
+            advance()
+    whole = job.aside / "model"
+    rmtree(whole, ignore_errors=True)
+    with tally.timed("write", 1) as advance:
+        finished = (block for block in map(store.read, tally.blocks) if block is not None)
+        quantization = replace(job.quantization, dynamic=tally.dynamic)
+        save(job.model, finished, job.source, whole, FORMATS[settings.layout], quantization)
+        advance()
+    found = {
+        **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+        "calibration_tokens": sum(window.numel() for window in job.texts),
+        "blocks": len(tally.blocks),
+        "blocks_resumed": tally.resumed,
+        "error_of": "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight",
+        "layer_errors": tally.errors,
+        "input_errors": tally.input_errors,
+        "scales": tally.histogram,
+        "bytes_before": _weight_bytes(settings.model),
+        "bytes_after": _weight_bytes(whole),
+        "perplexity": None,
+    }
+    if before is not None:
+        after = _perplexity(load(Checkpoint(whole))[0].to(settings.device), job, tally, "evaluate after")
+        tokens = sum(window.numel() for window in job.evaluation)
+        found["perplexity"] = {"before": before, "after": after, "tokens": tokens, "window": EVALUATED_LENGTH}
+    found |= {
+        "stages": tally.seconds,
+        "seconds": time.perf_counter() - start,
+        "peak_memory_bytes": peak_memory(),
+        "environment": _environment(settings),
+    }
+    if not page.missing():
+        (whole / page.FILE).write_text(page.render(found), encoding="utf-8")
+    if settings.output.exists():
+        raise FileExistsError(f"{settings.output} appeared meanwhile")
+    whole.rename(settings.output)
+    store.discard()
+    return found
+
+
+def _walk(job: Job, store: Store) -> Iterator[Block]:
+    settings = job.settings
+    return calibrate(
         job.model,
         job.texts,
         job.quantization.grid,
         ALGORITHMS[settings.algorithm],
+        alpha=settings.alpha,
+        static=Static(settings.keep_dynamic) if TARGETS[settings.scheme].static else None,
         blocks=settings.blocks,
         finished=store.read,
         device=settings.device,
     )
-    for block in walk:
-        if not store.has(block.name):
-            store.write(block)
-        errors |= block.errors
-        names.append(block.name)
-        advance()
-    whole = job.aside / "model"
-    rmtree(whole, ignore_errors=True)
-    finished = (block for block in map(store.read, names) if block is not None)
-    save(job.model, finished, job.source, whole, FORMATS[settings.layout], job.quantization)
-    whole.rename(settings.output)
-    store.discard()
+
+
+def _perplexity(model: nn.Module, job: Job, tally: Tally, title: str) -> float | None:
+    if not job.evaluation:
+        return None
+    with tally.timed(title, len(job.evaluation)) as advance:
+        return perplexity(model, job.evaluation, advance)
+
+
+def check_generates(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError unless the model is a causal language model, which perplexity is measured of."""
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """Versions and the machine, for a reader."""
+    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    device = settings.device
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor.get("cpu_name", "")
     return {
-        **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
-        "calibration_tokens": sum(window.numel() for window in job.texts),
-        "blocks": len(names),
-        "layer_errors": errors,
-        "bytes_before": _weight_bytes(settings.model),
-        "bytes_after": _weight_bytes(settings.output),
-        "peak_memory_bytes": peak_memory(),
-        "seconds": time.perf_counter() - start,
+        "versions": f"epiloq {epiloq.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "machine": f"{where or platform.machine()}, {torch.get_num_threads()} threads",
     }
 
 
@@ -154,6 +251,8 @@ def _identity(job: Job) -> dict[str, Any]:
         "algorithm": settings.algorithm,
         "symmetric": grid.symmetric,
         "scale_dtype": str(grid.scale_dtype),
+        "alpha": settings.alpha,
+        "keep_dynamic": settings.keep_dynamic,
         "blocks": settings.blocks,
         "tokens": digest.hexdigest(),
         "torch": torch.__version__,

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from epiloq.quantize.channels import alike, channel_map
 from epiloq.quantize.grid import Grid, rtn
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
+from epiloq.quantize.static import input_grid, static_int8, token_error
 from epiloq.schemes import default_filter
 
 SMALLEST = 1e-5
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+ALPHA = 0.5
+# Linear layers before another that may feed it through attention: queries, keys and values, in any order.
+NEAREST = 3
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 INT8 = Grid(8, symmetric=True)
 
 
@@ -31,49 +37,67 @@ class Smoothed:
     scale: Tensor
 
 
-def smooth_scale(amax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) -> Tensor:
+def smooth_scale(
+    amax: Tensor, weights: Sequence[Tensor], alpha: float = ALPHA, channels: Tensor | None = None
+) -> Tensor:
     """``s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)``, float32 ``[K]``; 1 where a channel is never used.
 
     Args:
         amax: ``[K]``, the largest magnitude in each channel of the inputs.
         weights: ``[N_i, K]``, of every layer that reads them.
         alpha: how much of the difficulty moves into the weights, 0 to 1.
+        channels: ``[K]``; channels of one number get one scale (see `channel_map`).
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth_scale: alpha: expected 0 to 1, got {alpha}")
-    inputs = amax.float()
+    inputs = alike(amax.float(), channels, "amax")
     columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
+    columns = alike(columns, channels, "amax")
     scale = inputs.clamp(min=SMALLEST) ** alpha / columns.clamp(min=SMALLEST) ** (1 - alpha)
     return torch.where((inputs > 0) & (columns > 0), scale.clamp(min=SMALLEST), torch.ones_like(scale))
 
 
 @torch.no_grad()
-def search_smooth_scale(x: Tensor, amax: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def search_smooth_scale(
+    x: Tensor, amax: Tensor, weights: Sequence[Tensor], static: bool = False, channels: Tensor | None = None
+) -> Tensor:
     """`smooth_scale` with the alpha of `ALPHAS` whose int8 product is nearest to the exact one on a sample.
 
     Args:
         x: ``[T, K]``, some of the inputs; each token gets a scale, as in W8A8.
-        amax, weights: as for `smooth_scale`.
+        amax, weights, channels: as for `smooth_scale`.
+        static: one scale and zero point, which span the sample and `amax`, for all tokens instead; nearest is then
+            what has the least `token_error`.
     """
     weight = torch.cat([weight.float() for weight in weights])
     tokens = x.reshape(-1, x.shape[-1]).float()
     exact = tokens @ weight.t()
     best, least = torch.ones_like(amax), torch.inf
     for alpha in ALPHAS:
-        scale = smooth_scale(amax, weights, alpha)
-        product = rtn(tokens / scale, INT8).dequantize() @ rtn(weight * scale, INT8).dequantize().t()
-        error = float((product - exact).square().sum())
+        scale = smooth_scale(amax, weights, alpha, channels)
+        rounded = rtn(weight * scale, INT8).dequantize()
+        if static:
+            reach = (amax / scale).max()
+            error = token_error(tokens / scale, static_int8(tokens / scale, input_grid(-reach, reach)), rounded)
+        else:
+            error = float((rtn(tokens / scale, INT8).dequantize() @ rounded.t() - exact).square().sum())
         if error < least:
             best, least = scale, error
     return best
 
 
 @torch.no_grad()
-def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor) -> None:
+def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, channels: Tensor | None = None) -> None:
     """Divide the producer's output channels by ``scale`` [K], multiply the consumers' input channels by it, in place.
 
-    The producer has a weight ``[K]`` (a norm) or ``[K, ..]`` (a linear layer), and perhaps a bias ``[K]``.
+    The producer has a weight ``[K]`` (a norm) or ``[K, ..]`` (a linear layer), and perhaps a bias ``[K]``. With
+    `channels` (see `channel_map`) it has as many rows as those have numbers, and each is divided by the scale of any
+    of the channels of its number, which have one scale.
     """
+    if channels is not None:
+        spread, scale = scale, torch.ones_like(scale[: int(channels.max()) + 1]).index_copy(0, channels, scale)
+    else:
+        spread = scale
     weight, bias = producer.weight, getattr(producer, "bias", None)
     if not isinstance(weight, Tensor) or weight.shape[0] != scale.numel():
         raise ValueError(f"fold_: producer: expected a weight with {scale.numel()} rows, got {type(producer).__name__}")
@@ -81,21 +105,22 @@ def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor) ->
     if isinstance(bias, Tensor):
         bias.div_(scale.to(bias.dtype))
     for consumer in consumers:
-        consumer.weight.mul_(scale.to(consumer.weight.dtype))
+        consumer.weight.mul_(spread.to(consumer.weight.dtype))
 
 
 def smoothquant_(
     model: nn.Module,
     calibrate: Calibrate,
     *,
-    alpha: float = 0.5,
+    alpha: float = ALPHA,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> tuple[Smoothed, ...]:
     """Smooth every foldable input of `model`'s linear layers in place; then quantise it with `epiloq.quantize_`.
 
-    What can be folded is found by running the model. A norm whose output is a linear layer's input, and a linear layer
-    before a gated product, are candidates. A candidate is taken only if folding powers of two leaves the model's output
-    the same bit for bit, so a norm that something else reads as well (a residual, another kind of layer) is left alone.
+    What can be folded is found by running the model. A norm whose output is a linear layer's input, a linear layer
+    before a gated product, and one whose channels attention sums over (values, those of grouped heads too) are
+    candidates. A candidate is taken only if folding powers of two leaves the model's output the same bit for bit, so a
+    norm that something else reads as well (a residual, another kind of layer) is left alone.
 
     Args:
         calibrate: ``calibrate(model)`` runs the model on sample inputs; its first call also serves as the probe.
@@ -103,7 +128,7 @@ def smoothquant_(
         filter_fn: ``filter_fn(module, name) -> bool``, which linear layers will be quantised; as for `quantize_`.
 
     Returns:
-        What was folded, in the order of the model's run.
+        What was folded: norms and gated products in the order of the model's run, then values.
 
     Raises:
         ValueError: `calibrate` did not call the model, or `alpha` is out of range.
@@ -113,33 +138,51 @@ def smoothquant_(
     seen = observe(model, calibrate)
     takes = default_filter(model) if filter_fn is None else filter_fn
     done = []
-    for producer, names in foldings(model, seen, takes):
-        consumers = linears(model, names)
-        amax = torch.stack([seen.amax[name] for name in names]).amax(0)
-        scale = smooth_scale(amax, [linear.weight for linear in consumers], alpha)
-        done.append((consumers, Smoothed(producer, names, scale)))
-    for consumers, smoothed in done:
-        fold_(model.get_submodule(smoothed.producer), consumers, smoothed.scale)
-    return tuple(smoothed for _, smoothed in done)
+    for folding in foldings(model, seen, takes):
+        amax = torch.stack([seen.amax[name] for name in folding.consumers]).amax(0)
+        weights = [linear.weight for linear in linears(model, folding.consumers)]
+        done.append((folding, smooth_scale(amax, weights, alpha, folding.channels)))
+    for (producer, names, channels), scale in done:
+        fold_(model.get_submodule(producer), linears(model, names), scale, channels)
+    return tuple(Smoothed(producer, names, scale) for (producer, names, _), scale in done)
+
+
+class Folding(NamedTuple):
+    """A producer and every linear layer that reads it, by name, and `fold_`'s `channels`."""
+
+    producer: str
+    consumers: tuple[str, ...]
+    channels: Tensor | None = None
 
 
 @torch.no_grad()
-def foldings(
-    model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]
-) -> list[tuple[str, tuple[str, ...]]]:
-    """The candidates of a run that can be folded exactly: a producer and every linear layer that reads it, by name.
+def foldings(model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]) -> list[Folding]:
+    """What of a run can be folded exactly: the candidates that were seen, and linear layers that attention sums over.
 
     Those are left out of which no consumer is wanted, as ``takes(module, name)`` says.
     """
     before = outputs(model, seen)
     found = []
     for producer, names in seen.feeds.items():
-        consumers = linears(model, names)
-        if any(takes(consumer, name) for consumer, name in zip(consumers, names, strict=True)) and _foldable(
-            model, seen, before, model.get_submodule(producer), consumers
-        ):
-            found.append((producer, tuple(names)))
-    return found
+        folding = Folding(producer, tuple(names))
+        wanted = any(takes(consumer, name) for consumer, name in zip(linears(model, names), names, strict=True))
+        if wanted and _foldable(model, seen, before, folding):
+            found.append(folding)
+    folded = {name for folding in found for name in folding.consumers}
+    alone = [name for name in seen.amax if name not in folded and takes(model.get_submodule(name), name)]
+    return found + [f for name in alone if (f := _mapped(model, seen, before, name)) is not None]
+
+
+def _mapped(model: nn.Module, seen: Observed, before: list[Tensor], name: str) -> Folding | None:
+    """The folding into one of the linear layers that ran just before a layer, if its channels are some of theirs."""
+    ran = list(seen.amax)
+    (consumer,) = linears(model, [name])
+    for producer in reversed(ran[: ran.index(name)][-NEAREST:]):
+        channels = channel_map(linears(model, [producer])[0], consumer, lambda: outputs(model, seen))
+        if channels is not None:
+            folding = Folding(producer, (name,), channels)
+            return folding if _foldable(model, seen, before, folding) else None
+    return None
 
 
 def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
@@ -147,14 +190,13 @@ def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     return [module for module in map(model.get_submodule, names) if isinstance(module, nn.Linear)]
 
 
-def _foldable(
-    model: nn.Module, seen: Observed, before: list[Tensor], producer: nn.Module, consumers: list[nn.Linear]
-) -> bool:
+def _foldable(model: nn.Module, seen: Observed, before: list[Tensor], folding: Folding) -> bool:
     """Whether folding powers of two, which are exact in floating point, leaves every output bit as it was."""
-    channels = consumers[0].in_features
+    producer, consumers = model.get_submodule(folding.producer), linears(model, folding.consumers)
     weight = consumers[0].weight
-    powers = 2.0 ** (torch.arange(channels, device=weight.device) % 3 - 1)
-    fold_(producer, consumers, powers)
+    numbers = torch.arange(weight.shape[1], device=weight.device) if folding.channels is None else folding.channels
+    powers = 2.0 ** (numbers % 3 - 1)
+    fold_(producer, consumers, powers, folding.channels)
     after = outputs(model, seen)
-    fold_(producer, consumers, 1 / powers)
+    fold_(producer, consumers, 1 / powers, folding.channels)
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,78 @@
+"""Which output channel of one linear layer each input channel of another is made of, found by running the model.
+
+What attention hands to its output layer is linear in the values, head by head, and grouped heads use a value head
+several times over: the input of the output layer has more channels than the value layer, and each is one of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.quantize.inputs import last_inputs
+
+BASE = 8
+"""A channel's number is found digit by digit, each as a power of two between 2^-4 and 2^3."""
+
+
+@torch.no_grad()
+def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object]) -> Tensor | None:
+    """For each input channel of `consumer` the output channel of `producer` it is proportional to, int64 ``[K]``.
+
+    The producer's rows are multiplied by powers of two, which are exact in floating point, and the consumer's input has
+    to follow bit for bit, every channel by one of them; None if it does not, or if a channel is zero throughout.
+    Whether something else reads the producer is not looked at. The layers end as they were.
+
+    Args:
+        run: a run of the model in which the consumer is called.
+    """
+    exact = _input(consumer, run)
+    numbers = torch.arange(producer.out_features, device=producer.weight.device)
+    found = torch.zeros(consumer.in_features, dtype=torch.int64, device=exact.device)
+    place = 1
+    while place < producer.out_features or place == 1:
+        digits = _followed(producer, consumer, run, exact, numbers // place % BASE)
+        if digits is None:
+            return None
+        found += place * digits
+        place *= BASE
+    return found if bool((found < producer.out_features).all()) else None
+
+
+def _followed(
+    producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object], exact: Tensor, digits: Tensor
+) -> Tensor | None:
+    """The digit of each of the consumer's channels, if its input follows powers of two in the producer's rows."""
+    rows = [p for p in (producer.weight, producer.bias) if p is not None]
+    before = [p.detach().clone() for p in rows]
+    powers = 2.0 ** (digits - BASE // 2)
+    for p in rows:
+        p.mul_(powers.to(p.dtype).reshape(-1, *[1] * (p.ndim - 1)))
+    try:
+        moved = _input(consumer, run)
+    finally:
+        for p, value in zip(rows, before, strict=True):
+            p.copy_(value)
+    if moved.shape != exact.shape:
+        return None
+    largest = exact.abs().argmax(0, keepdim=True)
+    ratio = (moved.gather(0, largest) / exact.gather(0, largest))[0].float()
+    exponents = ratio.log2().round()
+    inside = (exponents >= -(BASE // 2)) & (exponents < BASE // 2)  # False for NaN, of channels that are zero.
+    if not inside.all() or not torch.equal(moved, exact * (2.0**exponents).to(exact.dtype)):
+        return None
+    return exponents.to(torch.int64) + BASE // 2
+
+
+def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:
+    return last_inputs({"": layer}, run)[""].detach().reshape(-1, layer.in_features).clone()
+
+
+def alike(values: Tensor, channels: Tensor | None, reduce: str) -> Tensor:
+    """``[K]`` values, those of channels with one number reduced ("amax", "mean") to one value; as they are for None."""
+    if channels is None:
+        return values
+    distinct = values.new_zeros(int(channels.max()) + 1)
+    return distinct.scatter_reduce(0, channels, values, reduce, include_self=False)[channels]
