@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 REQUIRED = ("transformers", "safetensors")
 GO_ON = "; what was finished is kept, and the same command goes on from there"
-INTERRUPTED = 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @contextmanager
-def failures(command: str, hint: str = "") -> Iterator[None]:
-    """Say in a sentence what went wrong, and leave with a code that is not 0.
+def failures(command: str, hint: str = "", refused: int = FAILED) -> Iterator[None]:
+    """Say in a sentence what went wrong, and leave with a code that is not 0, `refused` for bad input.
 
     `hint` says what can be done when the machine or the user, not a wrong request, ended it.
     """
@@ -40,10 +40,10 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         say(str(error))
-        raise typer.Exit(1) from None
+        raise typer.Exit(refused) from None
     except OSError as error:
         say(f"{error}{hint}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         say(f"interrupted{hint}")
         raise typer.Exit(INTERRUPTED) from None
