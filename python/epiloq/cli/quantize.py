@@ -91,14 +91,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8 or w8a8-int8-azp.")],
+    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8[-azp|-static].")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
         str, typer.Option(metavar="A", help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them).")
     ] = "gptq",
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, or a folder of it; needed by all but rtn.", show_default=False),
+        typer.Option(metavar="FILE", help="Text, or a folder of it; not for rtn.", show_default=False),
     ] = None,
     layout: Annotated[
         str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq or awq.")
@@ -106,6 +106,18 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
     ] = False,
+    alpha: Annotated[
+        float, typer.Option(min=0, max=1, help="SmoothQuant: how much of the range moves into weights.")
+    ] = 0.5,
+    keep_dynamic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P|auto",
+            help="w8a8-int8-static: layers with a scale for each token, by a pattern of names ('*.down_proj') or where "
+            "one scale costs much.",
+            show_default=False,
+        ),
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 32,
     length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows of the text are taken.")] = 0,
@@ -146,6 +158,8 @@ def quantize(
             windows,
             length,
             seed,
+            alpha,
+            keep_dynamic,
             blocks,
             device,
         )

@@ -115,10 +115,7 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``. All is checked before anything changes.
     Raises FormatError as `load` does.
     """
-    try:
-        check_config(checkpoint.quantization or {})
-    except FormatError as error:
-        raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from None
+    check_config(checkpoint)
     targets = model.state_dict(keep_vars=True)
     layers = _checked(model, targets, checkpoint)
     for name, linear in layers.items():
@@ -140,7 +137,15 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     return model
 
 
-def check_config(found: Mapping[str, Any]) -> None:
+def check_config(checkpoint: Checkpoint) -> None:
+    """Raise FormatError, which names the file, for a configuration of another kind."""
+    try:
+        parse(checkpoint.quantization or {})
+    except FormatError as error:
+        raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from None
+
+
+def parse(found: Mapping[str, Any]) -> None:
     """Raise FormatError for a ``quantization_config`` of another kind."""
     for key, known in _KNOWN.items():
         if found.get(key, known[0]) not in known:

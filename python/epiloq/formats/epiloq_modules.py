@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from epiloq import nn as modules
 from epiloq.formats.architecture import distinct
 from epiloq.formats.checkpoint import LARGEST_SHARD, Writer
-from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.layouts import Activations, FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.packed_weight import BITS
-from epiloq.quantize.grid import Grid, QuantizedWeight
+from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.schemes import SCHEMES
 
 METHOD, VERSION = "epiloq", 1
@@ -87,19 +87,19 @@ def _scaled_rows(module: modules.Int8Linear | modules.Fp8Linear) -> Tensor:
 
 
 def _int8(module: modules.Int8Linear, options: Options) -> Weight:
-    if _int8_described(options) is None:
-        return _as_it_is(_scaled_rows)(module, options)
-    state = _state(module)
-    return QuantizedWeight(state["weight"], state["weight_scale"].view(-1, 1), None, _PER_CHANNEL)
+    state, inputs = _state(module), None
+    if module.input_scale is not None:
+        zero = module.input_zero_point
+        inputs = InputGrid(module.input_scale, torch.zeros(1, dtype=torch.int32) if zero is None else zero)
+    return QuantizedWeight(state["weight"], state["weight_scale"].view(-1, 1), None, _PER_CHANNEL, inputs=inputs)
 
 
 _PER_CHANNEL = Grid(8, -1, symmetric=True)
 
 
-def _int8_described(options: Options) -> Quantization | None:
-    if options["activation"] != "dynamic":
-        return None
-    return Quantization(_PER_CHANNEL, "int8" if options["symmetric"] else "int8-azp")
+def _int8_described(options: Options) -> Quantization:
+    dynamic: Activations = "int8" if options["symmetric"] else "int8-azp"
+    return Quantization(_PER_CHANNEL, "int8-static" if options["activation"] == "static" else dynamic)
 
 
 def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
@@ -250,7 +250,8 @@ def described(weight: Weight, quantization: Quantization | None) -> tuple[str, O
     if isinstance(weight, BlockWeight):
         return "Fp8BlockLinear", {}
     if quantization is not None and quantization.activations is not None:
-        return "Int8Linear", {"activation": "dynamic", "symmetric": quantization.activations == "int8"}
+        activation = "dynamic" if weight.inputs is None else "static"
+        return "Int8Linear", {"activation": activation, "symmetric": quantization.activations == "int8"}
     bits = min(bits for bits in BITS if bits >= weight.bits)
     zeros = "none" if weight.zero is None else "zero"
     return "WeightOnlyLinear", {"bits": bits, "group_size": weight.group_size, "zeros": zeros}
@@ -263,5 +264,8 @@ def state_of(weight: Weight, quantization: Quantization | None) -> dict[str, Ten
     if isinstance(weight, BlockWeight):
         return {"weight": weight.q, "weight_scale_inv": weight.scale.float()}
     if quantization is not None and quantization.activations is not None:
-        return {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
+        state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
+        if weight.inputs is not None:
+            state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}
+        return state
     return {f"{_PACKED}{name}": tensor for name, tensor in weight.pack().state_dict().items()}

@@ -44,9 +44,8 @@ class Layers:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How all quantised layers are, where they are alike and integers on a grid."""
-        found = {reader.quantization for reader in self.readers.values()}
-        return found.pop() if len(found) == 1 else None
+        """How all quantised layers are, where one value says that and they are integers on a grid."""
+        return Quantization.of_all({name: reader.quantization for name, reader in self.readers.items()})
 
     @property
     def dtype(self) -> torch.dtype:

@@ -30,10 +30,13 @@ def _int8(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization
         linear.in_features,
         linear.out_features,
         linear.bias is not None,
+        activation="dynamic" if weight.inputs is None else "static",
         symmetric=quantization.activations == "int8",
         dtype=linear.weight.dtype,
     )
     state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
+    if weight.inputs is not None:
+        state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}
     layer.load_state_dict(state | ({} if linear.bias is None else {"bias": linear.bias.detach()}))
     return layer.train(linear.training)
 
@@ -43,7 +46,7 @@ def _weight_only(linear: nn.Linear, weight: QuantizedWeight, quantization: Quant
 
 
 # What runs a layer, by how its activations are quantised.
-MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, None: _weight_only}
+MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, "int8-static": _int8, None: _weight_only}
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -123,7 +126,7 @@ def save(
     target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard))
     for block in blocks:
         for name, weight in block.weights.items():
-            target.layer(name, weight)
+            target.layer(name, weight, quantization.of(name))
     for name, tensor in distinct(model).items():
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
@@ -139,9 +142,8 @@ class Target:
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self.act_order = False
 
-    def layer(self, name: str, weight: Weight, quantization: Quantization | None = None) -> None:
-        """Write a quantised layer's tensors, all but its bias. `quantization` is its own where layers differ."""
-        described = quantization or self.quantization
+    def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
+        """Write a quantised layer's tensors, all but its bias, given how this layer is quantised."""
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{name}.{part}", tensor)
         self.quantised[name] = epiloq_modules.described(weight, described)

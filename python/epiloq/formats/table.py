@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -211,8 +211,12 @@ def reader(config: Mapping[str, Any]) -> Reader:
     method = config.get("quant_method")
     if method == "compressed-tensors":
         found = compressed_tensors.parse(config)
-        read = partial(_from_compressed, found)
-        return Reader(found, "weight_scale", read, compressed_tensors.parts(found))
+        return Reader(
+            found,
+            "weight_scale",
+            lambda t, shape: compressed_tensors.from_tensors(t, found, shape),
+            compressed_tensors.parts(found),
+        )
     if method == "gptq":
         described, version = gptq.parse(config)
         return Reader(
@@ -230,7 +234,7 @@ def reader(config: Mapping[str, Any]) -> Reader:
             frozenset({"qweight", "qzeros", "scales"}),
         )
     if method == deepseek_fp8.METHOD:
-        deepseek_fp8.check_config(config)
+        deepseek_fp8.parse(config)
         return Reader(None, deepseek_fp8.SCALE, _from_blocks, frozenset({"weight", deepseek_fp8.SCALE}))
     raise FormatError(f"quantization_config: quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
 
@@ -253,14 +257,26 @@ def readers(checkpoint: Checkpoint) -> dict[str, Reader]:
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from error
     end = f".{shared.marker}"
-    layers = {name.removesuffix(end): shared for name in checkpoint.files if name.endswith(end)}
+    names = [name.removesuffix(end) for name in checkpoint.files if name.endswith(end)]
+    layers = {name: _one_layer(shared, name) for name in names}
     if not layers:
         raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found no {shared.marker}")
     return layers
 
 
-def _from_compressed(found: Quantization, tensors: Tensors, shape: Shape) -> Weight:
-    return compressed_tensors.from_tensors(tensors, found, shape)
+def _one_layer(shared: Reader, name: str) -> Reader:
+    """The reader of a layer among others that are not quite alike."""
+    if shared.quantization is None or shared.quantization.activations != "int8-static":
+        return shared
+    own = shared.quantization.of(name)
+
+    def read(tensors: Tensors, shape: Shape) -> Weight:
+        if (own.activations == "int8-static") != ("input_scale" in tensors):
+            wanted = "a tensor, found none" if own.activations == "int8-static" else "none with dynamic activations"
+            raise FormatError(f"input_scale: expected {wanted}")
+        return shared.from_tensors(tensors, shape)
+
+    return replace(shared, quantization=own, from_tensors=read)
 
 
 def _from_blocks(tensors: Tensors, shape: Shape) -> Weight:
