@@ -24,7 +24,7 @@ import epiloq
 from epiloq.cli import app
 from epiloq.formats import epiloq_modules
 from epiloq.formats import model as models
-from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.checkpoint import Checkpoint, Writer
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.weights import Weight
@@ -230,6 +230,18 @@ def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], sa
     assert result.exit_code in (1, 2)
     assert said in " ".join(result.output.replace("│", " ").split()), result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_failed_run(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, code in ((OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)):
+
+        def fails(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "close", fails)
+            result = command(teacher, tmp_path / "out", "--scheme", "fp8-token")
+        assert result.exit_code == code and list(tmp_path.iterdir()) == []
 
 
 def test_defaults() -> None:
