@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REQUIRED = ("transformers", "safetensors")
 GO_ON = "; what was finished is kept, and the same command goes on from there"
-INTERRUPTED = 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def _disk_failures() -> tuple[type[Exception], ...]:
@@ -31,8 +31,8 @@ def _disk_failures() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def failures(command: str, hint: str = "") -> Iterator[None]:
-    """Say in a sentence what went wrong, and leave with a code that is not 0.
+def failures(command: str, hint: str = "", refused: int = FAILED) -> Iterator[None]:
+    """Say in a sentence what went wrong, and leave with a code that is not 0, `refused` for bad input.
 
     `hint` says what can be done when the machine or the user, not a wrong request, ended it.
     """
@@ -49,10 +49,10 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         say(str(error))
-        raise typer.Exit(1) from None
+        raise typer.Exit(refused) from None
     except _disk_failures() as error:
         say(f"{error}{hint}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         say(f"interrupted{hint}")
         raise typer.Exit(INTERRUPTED) from None
@@ -105,18 +105,31 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8[-azp|-static].")],
+    scheme: Annotated[
+        str, typer.Option(metavar="S", help="w4a16-g64, w8a8-int8, fp8-block, .. (a wrong one lists them).")
+    ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
-        str, typer.Option(metavar="A", help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them).")
-    ] = "gptq",
+        str | None,
+        typer.Option(
+            metavar="A",
+            help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them). By default gptq, or rtn.",
+            show_default=False,
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Text, or a folder of it; not for rtn.", show_default=False),
     ] = None,
     layout: Annotated[
-        str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq or awq.")
-    ] = "compressed-tensors",
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="F",
+            help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq: the first that can say the scheme.",
+            show_default=False,
+        ),
+    ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
     ] = False,
@@ -167,17 +180,23 @@ def quantize(
         from epiloq.cli.demo import progress_stages
         from epiloq.demo.results import write_text
         from epiloq.formats.table import FORMATS
+        from epiloq.quantize import direct
         from epiloq.quantize import report as page
         from epiloq.quantize.calibrate import ALGORITHMS
-        from epiloq.quantize.job import Settings, perform, prepare
+        from epiloq.quantize.job import Job, Settings, perform, prepare
+        from epiloq.quantize.outputs import choose, schemes
         from epiloq.quantize.targets import TARGETS
 
+        one_of(scheme, schemes(), "--scheme")
+        layout = choose(scheme, None if layout is None else one_of(layout, FORMATS, "--format"), symmetric)
+        calibrated = scheme in TARGETS
+        algorithm = one_of(algorithm or ("gptq" if calibrated else "rtn"), ALGORITHMS, "--algorithm")
         settings = Settings(
             model,
             output,
-            one_of(scheme, TARGETS, "--scheme"),
-            one_of(algorithm, ALGORITHMS, "--algorithm"),
-            one_of(layout, FORMATS, "--format"),
+            scheme,
+            algorithm,
+            layout,
             calibration,
             symmetric,
             windows,
@@ -195,9 +214,9 @@ def quantize(
             raise ValueError(f"the report needs {', '.join(absent)}: pip install 'epiloq[demo]'")
         with progress_stages(console) as stage:
             with stage("load and check", 1) as advance:
-                job = prepare(settings)
+                job = prepare(settings) if calibrated else direct.prepare(settings)
                 advance()
-            found = perform(job, stage)
+            found = perform(job, stage) if isinstance(job, Job) else direct.perform(job, stage)
         show(found, console)
         if json_file is not None:
             write_text(json_file, json.dumps(found, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,14 +28,17 @@ def architecture(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def skeleton(checkpoint: Checkpoint) -> nn.Module:
-    """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values."""
+def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
+    """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values.
+
+    On "meta" it has none, and takes no memory.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with _default_dtype(config.dtype or torch.float32):
+    with _default_dtype(config.dtype or torch.float32), torch.device(device):
         return architecture(checkpoint)(config).eval()  # type: ignore[no-any-return]
 
 
@@ -46,6 +50,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def model_config(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of transformers as it is."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return found | {"architectures": [type(model).__name__], "dtype": dtype}
 
 
 def distinct(model: nn.Module) -> Mapping[str, Tensor]:

@@ -85,6 +85,15 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
     return from_unsigned(q, tensors["weight_scale"], zero, grid)
 
 
+def parts(quantization: Quantization) -> frozenset[str]:
+    """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+    if quantization.activations:
+        inputs = ("input_scale", "input_zero_point") if quantization.activations == "int8-static" else ()
+        return frozenset({"weight", "weight_scale", *inputs})
+    zeros = () if quantization.grid.symmetric else ("weight_zero_point",)
+    return frozenset({"weight_packed", "weight_scale", "weight_shape", *zeros})
+
+
 def config(quantization: Quantization, ignore: Sequence[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a model whose linear layers are quantised but for those in `ignore`."""
     grid = quantization.grid

@@ -7,19 +7,16 @@ A quantised layer has ``weight`` float8_e4m3fn ``[N, K]`` and ``weight_scale_inv
 
 from __future__ import annotations
 
-import json
-import uuid
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import distinct, skeleton
-from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer
+from epiloq.formats.architecture import distinct, model_config, skeleton
+from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts import FormatError
 from epiloq.nn import Fp8BlockLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
@@ -63,43 +60,38 @@ def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> 
 
     Raises FormatError for another quantised layer, or none of this kind; ValueError where `folder` exists.
     """
+    if folder.exists():
+        raise ValueError(f"deepseek_fp8: folder: expected a new one, but {folder} exists")
+    with written_whole(folder) as aside:
+        write(model, model_config(model), aside, largest_shard)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+
+
+def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+    """As `save`, without a rename; `source` is the config.json to begin with."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Fp8BlockLinear)}
     if not layers:
         raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")
     _check_others(model)
-    if folder.exists():
-        raise ValueError(f"deepseek_fp8: folder: expected a new one, but {folder} exists")
     uneven = [n for n, m in layers.items() if any(s > BLOCK and s % BLOCK for s in (m.in_features, m.out_features))]
     if uneven:
         warnings.warn(
             f"transformers de-quantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
             f"{uneven[0]}, ..",
-            stacklevel=2,
+            stacklevel=3,
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        writer = Writer(aside, largest_shard)
-        for name, tensor in distinct(model).items():
-            writer.add(name, tensor)
-        writer.close(_model_config(model) | {"quantization_config": config(linears)})
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
-        aside.rename(folder)
-    finally:
-        rmtree(aside, ignore_errors=True)
+    writer = Writer(folder, largest_shard)
+    for name, tensor in distinct(model).items():
+        writer.add(name, tensor)
+    writer.close({**source, "quantization_config": config(linears)})
 
 
 def _check_others(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("epiloq.nn") and not isinstance(module, Fp8BlockLinear):
             raise FormatError(f"deepseek_fp8: {name}: expected Fp8BlockLinear, got {type(module).__name__}")
-
-
-def _model_config(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return found | {"architectures": [type(model).__name__], "dtype": dtype}
 
 
 def load(folder: Path) -> nn.Module:
@@ -121,7 +113,7 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``. All is checked before anything changes.
     Raises FormatError as `load` does.
     """
-    _check_config(checkpoint)
+    check_config(checkpoint)
     targets = model.state_dict(keep_vars=True)
     layers = _checked(model, targets, checkpoint)
     for name, linear in layers.items():
@@ -143,13 +135,22 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     return model
 
 
-def _check_config(checkpoint: Checkpoint) -> None:
-    where, found = f"{checkpoint.folder / 'config.json'}: quantization_config", checkpoint.quantization or {}
+def check_config(checkpoint: Checkpoint) -> None:
+    """Raise FormatError, which names the file, for a configuration of another kind."""
+    try:
+        parse(checkpoint.quantization or {})
+    except FormatError as error:
+        raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from None
+
+
+def parse(found: Mapping[str, Any]) -> None:
+    """Raise FormatError for a ``quantization_config`` of another kind."""
     for key, known in _KNOWN.items():
         if found.get(key, known[0]) not in known:
-            raise FormatError(f"{where}: {key}: expected {' or '.join(map(str, known))}, got {found[key]!r}")
+            expected = " or ".join(map(str, known))
+            raise FormatError(f"quantization_config: {key}: expected {expected}, got {found[key]!r}")
     if found.get("quant_method") != METHOD:
-        raise FormatError(f"{where}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
+        raise FormatError(f"quantization_config: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
 
 
 def _checked(model: nn.Module, targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, nn.Linear]:

@@ -66,7 +66,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Job:
+class Run:
     """Settings that were checked, and what they say of the model. Nothing was written yet.
 
     texts, evaluation
@@ -78,9 +78,52 @@ class Job:
     model: nn.Module
     texts: list[Tensor]
     evaluation: list[Tensor]
+    seconds: float
+
+    def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
+        """Of the text to evaluate on, if there is any."""
+        if not self.evaluation:
+            return None
+        with tally.timed(title, len(self.evaluation)) as advance:
+            return perplexity(model, self.evaluation, advance)
+
+    def report(self, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
+        """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
+        settings = self.settings
+        found = {
+            **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+            "calibration_tokens": sum(window.numel() for window in self.texts),
+            "blocks": len(tally.blocks),
+            "blocks_resumed": tally.resumed,
+            "error_of": tally.error_of,
+            "layer_errors": tally.errors,
+            "input_errors": tally.input_errors,
+            "scales": tally.histogram,
+            "bytes_before": _weight_bytes(settings.model),
+            "bytes_after": _weight_bytes(whole),
+            "perplexity": None,
+        }
+        if before is not None:
+            after = self.perplexity(load(Checkpoint(whole))[0].to(settings.device), tally, "evaluate after")
+            tokens = sum(window.numel() for window in self.evaluation)
+            found["perplexity"] = {"before": before, "after": after, "tokens": tokens, "window": EVALUATED_LENGTH}
+        found |= {
+            "stages": tally.seconds,
+            "seconds": time.perf_counter() - start,
+            "peak_memory_bytes": peak_memory(),
+            "environment": _environment(settings),
+        }
+        if not page.missing():
+            (whole / page.FILE).write_text(page.render(found), encoding="utf-8")
+        return found
+
+
+@dataclass(frozen=True)
+class Job(Run):
+    """A run block by block."""
+
     quantization: Quantization
     blocks: int
-    seconds: float
 
     @property
     def aside(self) -> Path:
@@ -88,20 +131,26 @@ class Job:
         return self.settings.output.with_name(f".{self.settings.output.name}.partial")
 
 
-def prepare(settings: Settings) -> Job:
-    """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
+def opened(settings: Settings, static: bool = False) -> Run:
+    """Load what a run needs; a static scheme needs text. Raises ValueError, with nothing on the disk touched."""
     start = time.perf_counter()
-    algorithm, target = ALGORITHMS[settings.algorithm], TARGETS[settings.scheme]
-    layout = FORMATS[settings.layout]
     if settings.output.exists() or settings.output.is_symlink():
         raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
-    if settings.keep_dynamic is not None and not target.static:
-        raise ValueError(f"{target.name} has no static scales to keep a layer from (--keep-dynamic)")
+    if settings.keep_dynamic is not None and not static:
+        raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
     source = Checkpoint(settings.model)
-    texts, evaluation = _texts(settings, algorithm.needs_inputs or target.static)
+    texts, evaluation = _texts(settings, static or ALGORITHMS[settings.algorithm].needs_inputs)
     model = load_float(source)
     if evaluation:
         check_generates(model, settings.model)
+    return Run(settings, source, model, texts, evaluation, time.perf_counter() - start)
+
+
+def prepare(settings: Settings) -> Job:
+    """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
+    target, layout = TARGETS[settings.scheme], FORMATS[settings.layout]
+    run = opened(settings, target.static)
+    model = run.model
     dtype = next(model.parameters()).dtype
     grid = target.grid(settings.symmetric, layout.scale_dtype(dtype, target.activations))
     quantization = Quantization(grid, target.activations)
@@ -109,8 +158,7 @@ def prepare(settings: Settings) -> Job:
     blocks = find_blocks(model, takes, settings.blocks)
     layers = [layer for name, block in blocks.items() for layer in linears_of(block, name, takes).values()]
     layout.check(quantization, {(layer.out_features, layer.in_features) for layer in layers}, dtype)
-    seconds = time.perf_counter() - start
-    return Job(settings, source, model, texts, evaluation, quantization, len(blocks), seconds)
+    return Job(**vars(run), quantization=quantization, blocks=len(blocks))
 
 
 def _texts(settings: Settings, calibrated: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,8 +186,9 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     """
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
+    tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
     store = Store(job.aside, _identity(job), job.quantization.grid)
-    before = _perplexity(job.model, job, tally, "evaluate before")
+    before = job.perplexity(job.model, tally, "evaluate before")
     with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):
             resumed = store.has(block.name)
@@ -154,31 +203,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
         quantization = replace(job.quantization, dynamic=tally.dynamic)
         save(job.model, finished, job.source, whole, FORMATS[settings.layout], quantization)
         advance()
-    found = {
-        **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
-        "calibration_tokens": sum(window.numel() for window in job.texts),
-        "blocks": len(tally.blocks),
-        "blocks_resumed": tally.resumed,
-        "error_of": "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight",
-        "layer_errors": tally.errors,
-        "input_errors": tally.input_errors,
-        "scales": tally.histogram,
-        "bytes_before": _weight_bytes(settings.model),
-        "bytes_after": _weight_bytes(whole),
-        "perplexity": None,
-    }
-    if before is not None:
-        after = _perplexity(load(Checkpoint(whole))[0].to(settings.device), job, tally, "evaluate after")
-        tokens = sum(window.numel() for window in job.evaluation)
-        found["perplexity"] = {"before": before, "after": after, "tokens": tokens, "window": EVALUATED_LENGTH}
-    found |= {
-        "stages": tally.seconds,
-        "seconds": time.perf_counter() - start,
-        "peak_memory_bytes": peak_memory(),
-        "environment": _environment(settings),
-    }
-    if not page.missing():
-        (whole / page.FILE).write_text(page.render(found), encoding="utf-8")
+    found = job.report(whole, tally, before, start)
     if settings.output.exists():
         raise FileExistsError(f"{settings.output} appeared meanwhile")
     whole.rename(settings.output)
@@ -199,13 +224,6 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
         finished=store.read,
         device=settings.device,
     )
-
-
-def _perplexity(model: nn.Module, job: Job, tally: Tally, title: str) -> float | None:
-    if not job.evaluation:
-        return None
-    with tally.timed(title, len(job.evaluation)) as advance:
-        return perplexity(model, job.evaluation, advance)
 
 
 def check_generates(model: nn.Module, folder: Path) -> None:

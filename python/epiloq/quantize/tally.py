@@ -36,6 +36,8 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
     resumed: int = 0
+    error_of: str = "weight"
+    """Of what the errors are: each layer's "weight", or its "output"."""
     counts: Tensor = field(default_factory=lambda: torch.zeros((HIGHEST - LOWEST) * PER_OCTAVE, dtype=torch.int64))
 
     @contextmanager
@@ -53,8 +55,12 @@ class Tally:
         self.blocks.append(block.name)
         self.resumed += resumed
         for weight in block.weights.values():
-            logarithms = weight.scale.float().log2().clamp(LOWEST, HIGHEST).cpu()
-            self.counts += torch.histc(logarithms, len(self.counts), LOWEST, HIGHEST).to(torch.int64)
+            self.count(weight.scale)
+
+    def count(self, scale: Tensor) -> None:
+        """Count a layer's scales in."""
+        logarithms = scale.float().log2().clamp(LOWEST, HIGHEST).cpu()
+        self.counts += torch.histc(logarithms, len(self.counts), LOWEST, HIGHEST).to(torch.int64)
 
     @property
     def dynamic(self) -> tuple[str, ...]:
