@@ -121,7 +121,7 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``. All is checked before anything changes.
     Raises FormatError as `load` does.
     """
-    _check_config(checkpoint)
+    check_config(checkpoint)
     targets = model.state_dict(keep_vars=True)
     layers = _checked(model, targets, checkpoint)
     for name, linear in layers.items():
@@ -143,7 +143,7 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     return model
 
 
-def _check_config(checkpoint: Checkpoint) -> None:
+def check_config(checkpoint: Checkpoint) -> None:
     where, found = f"{checkpoint.folder / 'config.json'}: quantization_config", checkpoint.quantization or {}
     for key, known in _KNOWN.items():
         if found.get(key, known[0]) not in known:
