@@ -68,13 +68,14 @@ def store_layers(model: Any, checkpoint: Checkpoint, kind: Kind) -> None:
     if not quantised:
         raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found no {kind.marker}")
     for layer, parts in quantised.items():
+        origin = where(checkpoint, f"{layer}.{kind.marker}")
+        own = names.of(f"{layer}.weight").removesuffix(".weight")
+        linear = _linear(model, own, origin)
         for part, (dtype, _) in sorted(parts.items()):
             if part not in kind.parts | {"bias"} or dtype not in _TYPES:
                 raise FormatError(f"{where(checkpoint, f'{layer}.{part}')}: not a tensor that epiloq knows ({dtype})")
-        origin = where(checkpoint, f"{layer}.{kind.marker}")
-        own = names.of(f"{layer}.weight").removesuffix(".weight")
         parent, _, leaf = own.rpartition(".")
-        stored = StoredLinear(_linear(model, own, origin), parts, origin.removesuffix(f".{kind.marker}"))
+        stored = StoredLinear(linear, parts, origin.removesuffix(f".{kind.marker}"))
         setattr(model.get_submodule(parent), leaf, stored)
     check(model, checkpoint, headers)
 
