@@ -15,6 +15,9 @@ COMMANDS = {
     "bench": "epiloq.bench.cli:bench",
     "quantize": "epiloq.cli.quantize:quantize",
     "eval": "epiloq.cli.eval:evaluate",
+    "inspect": "epiloq.cli.inspect:inspect",
+    "convert": "epiloq.cli.convert:convert",
+    "compare": "epiloq.cli.compare:compare",
 }
 EPILOG = "python -m epiloq --cmake-dir | --include-dir prints where the CMake package and the C++ headers are."
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 REQUIRED = ("transformers", "safetensors")
 GO_ON = "; what was finished is kept, and the same command goes on from there"
-INTERRUPTED = 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @contextmanager
-def failures(command: str, hint: str = "") -> Iterator[None]:
-    """Say in a sentence what went wrong, and leave with a code that is not 0.
+def failures(command: str, hint: str = "", refused: int = FAILED) -> Iterator[None]:
+    """Say in a sentence what went wrong, and leave with a code that is not 0, `refused` for bad input.
 
     `hint` says what can be done when the machine or the user, not a wrong request, ended it.
     """
@@ -40,10 +40,10 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         say(str(error))
-        raise typer.Exit(1) from None
+        raise typer.Exit(refused) from None
     except OSError as error:
         say(f"{error}{hint}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         say(f"interrupted{hint}")
         raise typer.Exit(INTERRUPTED) from None
@@ -91,14 +91,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8 or w8a8-int8-azp.")],
+    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8[-azp|-static].")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
         str, typer.Option(metavar="A", help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them).")
     ] = "gptq",
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, or a folder of it; needed by all but rtn.", show_default=False),
+        typer.Option(metavar="FILE", help="Text, or a folder of it; not for rtn.", show_default=False),
     ] = None,
     layout: Annotated[
         str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq or awq.")
@@ -106,6 +106,18 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
     ] = False,
+    alpha: Annotated[
+        float, typer.Option(min=0, max=1, help="SmoothQuant: how much of the range moves into weights.")
+    ] = 0.5,
+    keep_dynamic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P|auto",
+            help="w8a8-int8-static: layers with a scale for each token, by a pattern of names ('*.down_proj') or where "
+            "one scale costs much.",
+            show_default=False,
+        ),
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 32,
     length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows of the text are taken.")] = 0,
@@ -146,6 +158,8 @@ def quantize(
             windows,
             length,
             seed,
+            alpha,
+            keep_dynamic,
             blocks,
             device,
         )

@@ -27,14 +27,17 @@ def architecture(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def skeleton(checkpoint: Checkpoint) -> nn.Module:
-    """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values."""
+def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
+    """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values.
+
+    On "meta" it has none, and takes no memory.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with _default_dtype(config.dtype or torch.float32):
+    with _default_dtype(config.dtype or torch.float32), torch.device(device):
         return architecture(checkpoint)(config).eval()  # type: ignore[no-any-return]
 
 

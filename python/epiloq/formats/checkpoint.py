@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
 
 from epiloq.formats.layouts import FormatError
+from epiloq.formats.safetensors_file import Entry, Shard, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
-# What a model directory carries beside its weights: configuration, tokenizer, chat template, licence, notes.
-CARRIED = {".json", ".jinja", ".md", ".model", ".txt"}
-NOT_CARRIED = {"config.json", INDEX}
+# Weights in any form, and what describes weights that are not there any more; all else is carried over.
+WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
+DESCRIPTIONS = {"config.json", "quant_config.json", "quantize_config.json"}
 
 
 class Checkpoint:
@@ -31,7 +35,9 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = _read_json(folder / "config.json")
+        self.entries: dict[str, Entry] = {}
         self.files = self._weight_map()
+        self._opened: dict[str, Any] = {}
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -43,30 +49,37 @@ class Checkpoint:
 
     def headers(self) -> dict[str, tuple[str, list[int]]]:
         """Type, as safetensors names it ("BF16"), and shape of every tensor by name; no tensor is read."""
-        found = {}
-        for file in sorted(set(self.files.values())):
-            with _opened(self.folder / file) as shard:
-                for name in (n for n, f in self.files.items() if f == file):
-                    part = shard.get_slice(name)
-                    found[name] = (part.get_dtype(), list(part.get_shape()))
-        return found
+        return {name: (entry.dtype, list(entry.shape)) for name, entry in self.entries.items()}
+
+    def names(self) -> list[str]:
+        """Every tensor's name, one file after the other."""
+        return sorted(self.files, key=lambda name: (self.files[name], name))
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, mapped from its file."""
+        file = self.files[name]
+        if file not in self._opened:
+            self._opened[file] = _opened(self.folder / file)
+        return self._opened[file].get_tensor(name)  # type: ignore[no-any-return]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, one file after the other."""
-        for file in sorted(set(self.files.values())):
-            with _opened(self.folder / file) as shard:
-                for name in sorted(n for n, f in self.files.items() if f == file):
-                    yield name, shard.get_tensor(name)
+        return ((name, self.tensor(name)) for name in self.names())
+
+    def where(self, name: str) -> str:
+        """File and name of a tensor (or of a layer, by one of its tensors), for messages."""
+        file = self.files.get(name) or next((f for n, f in self.files.items() if n.startswith(f"{name}.")), "")
+        return f"{self.folder / file}: {name}"
 
     def _weight_map(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():
-            found = _read_json(self.folder / INDEX).get("weight_map")
-            if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            weight_map = _read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise FormatError(f"{self.folder / INDEX}: weight_map: expected names of files by names of tensors")
-            files: dict[str, str] = found
+            files: dict[str, str] = weight_map
         elif (self.folder / SINGLE).is_file():
-            with _opened(self.folder / SINGLE) as single:
-                files = dict.fromkeys(single.keys(), SINGLE)
+            self.entries = read_header(self.folder / SINGLE)
+            return dict.fromkeys(self.entries, SINGLE)
         else:
             raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither")
         for file in sorted(set(files.values())):
@@ -74,10 +87,11 @@ class Checkpoint:
                 raise FormatError(f"{self.folder / INDEX}: expected safetensors files beside it, got {file!r}")
             if not (self.folder / file).is_file():
                 raise FormatError(f"{self.folder / file}: missing, though {INDEX} names it")
-            with _opened(self.folder / file) as shard:
-                absent = {name for name, holder in files.items() if holder == file} - set(shard.keys())
-            if absent:
-                raise FormatError(f"{self.folder / file}: expected the tensor {min(absent)}, found none")
+            found = read_header(self.folder / file)
+            for name in sorted(name for name, holder in files.items() if holder == file):
+                if name not in found:
+                    raise FormatError(f"{self.folder / file}: {name}: expected a tensor, found none")
+                self.entries[name] = found[name]
         return files
 
 
@@ -86,7 +100,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FormatError(f"{file}: missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{file}: expected JSON: {error}") from None
     if not isinstance(found, dict):
         raise FormatError(f"{file}: expected a JSON object")
@@ -103,54 +117,73 @@ def _opened(file: Path) -> Any:
 
 
 class Writer:
-    """Collects tensors into shards of bounded size in a directory, and closes it with an index and a config."""
+    """Collects tensors into shards of bounded size in a directory, and closes it with an index and a config.
+
+    Tensors go to the disk as they come: none is held.
+    """
 
     def __init__(self, folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
         self.folder, self.largest = folder, largest_shard
-        self.shards: list[list[str]] = []
-        self.waiting: dict[str, Tensor] = {}
-        self.total = 0
+        self.shards: list[Shard] = []
         folder.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; a full shard is written at once, so that little is held."""
-        size = tensor.nbytes
-        if self.waiting and sum(t.nbytes for t in self.waiting.values()) + size > self.largest:
-            self._flush()
-        self.waiting[name] = tensor.detach().cpu().contiguous()
-        self.total += size
+        """Write a tensor, into a new shard where it would not fit the last."""
+        if not self.shards or (self.shards[-1].size and self.shards[-1].size + tensor.nbytes > self.largest):
+            if self.shards:
+                self.shards[-1].close()
+            self.shards.append(Shard(self._aside(len(self.shards))))
+        self.shards[-1].add(name, tensor)
 
     def close(self, config: Mapping[str, Any]) -> None:
-        """Write what waits, name the shards, and write the index (of several shards) and config.json."""
-        self._flush()
+        """Finish and name the shards, and write the index (of several shards) and config.json."""
+        if self.shards:
+            self.shards[-1].close()
         count = len(self.shards)
         names = [SINGLE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         for position, name in enumerate(names):
             self._aside(position).rename(self.folder / name)
         if count > 1:
-            weight_map = {tensor: name for name, shard in zip(names, self.shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+            shards = zip(names, self.shards, strict=True)
+            weight_map = dict(sorted((tensor, name) for name, shard in shards for tensor in shard.entries))
+            index = {"metadata": {"total_size": sum(shard.size for shard in self.shards)}, "weight_map": weight_map}
             _write_json(self.folder / INDEX, index)
         _write_json(self.folder / "config.json", config)
 
     def _aside(self, position: int) -> Path:
         return self.folder / f"shard-{position}.safetensors"
 
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        if self.waiting:
-            save_file(self.waiting, self._aside(len(self.shards)), metadata={"format": "pt"})
-            self.shards.append(list(self.waiting))
-            self.waiting = {}
-
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
+
+    Raises FormatError where `folder` exists.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise FormatError(f"{folder} exists already: choose another output, or move it away")
+    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        yield aside
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def carry_over(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside weights and configuration: tokenizer and generation files, templates."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in CARRIED and file.name not in NOT_CARRIED:
-            shutil.copyfile(file, target / file.name)
+    """Copy what belongs to a model beside weights and configuration: tokenizer, generation, templates, notes, code.
+
+    Hidden files stay, and folders behind links.
+    """
+    for place, folders, files in os.walk(source):
+        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+        kept = target / Path(place).relative_to(source)
+        for name in sorted(files):
+            described = kept == target and (name in DESCRIPTIONS or name.endswith(".index.json"))
+            if not described and not name.startswith(".") and Path(name).suffix not in WEIGHTS:
+                kept.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(place) / name, kept / name)

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq.formats.layouts import FormatError, Quantization, divides, from_unsigned, require, unsigned
+from epiloq.formats.layouts import Activations, FormatError, Quantization, divides, from_unsigned, require, unsigned
 from epiloq.formats.words import pack, per_word, unpack
-from epiloq.quantize.grid import Grid, QuantizedWeight
+from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 
 PACKED, INTEGER = "pack-quantized", "int-quantized"
+_INT8 = {"num_bits": 8, "type": "int"}
+INPUTS: dict[str | None, dict[str, Any] | None] = {
+    None: None,
+    "int8": {**_INT8, "symmetric": True, "strategy": "token", "dynamic": True},
+    "int8-azp": {**_INT8, "symmetric": False, "strategy": "token", "dynamic": True},
+    "int8-static": {**_INT8, "symmetric": False, "strategy": "tensor", "dynamic": False},
+}
 
 
 def to_tensors(weight: QuantizedWeight, quantization: Quantization, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -30,7 +37,9 @@ def to_tensors(weight: QuantizedWeight, quantization: Quantization, dtype: torch
     if quantization.activations:
         if weight.zero is not None or weight.bits != 8:
             raise FormatError("compressed-tensors: int-quantized: expected 8 bits and a symmetric grid")
-        return {"weight": weight.q, "weight_scale": weight.scale}
+        inputs = weight.inputs
+        found = {} if inputs is None else {"input_scale": inputs.scale, "input_zero_point": inputs.zero.to(torch.int8)}
+        return {"weight": weight.q, "weight_scale": weight.scale, **found}
     q, zero = unsigned(weight)
     tensors = {
         "weight_packed": pack(q, weight.bits),
@@ -48,7 +57,13 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
     groups = -(-columns // grid.length(columns))
     if quantization.activations:
         require(tensors, {"weight": (torch.int8, shape), "weight_scale": (None, (rows, groups))})
-        return QuantizedWeight(tensors["weight"], tensors["weight_scale"].float(), None, grid)
+        inputs = None
+        if "input_scale" in tensors:
+            zero = tensors.get("input_zero_point", torch.zeros(1, dtype=torch.int8))  # Symmetric ones may have none.
+            shapes = {"input_scale": (None, (1,)), "input_zero_point": (torch.int8, (1,))}
+            require({**tensors, "input_zero_point": zero}, shapes)
+            inputs = InputGrid(tensors["input_scale"].float(), zero.int())
+        return QuantizedWeight(tensors["weight"], tensors["weight_scale"].float(), None, grid, inputs=inputs)
     count = per_word(grid.bits)
     shapes = {
         "weight_packed": (torch.int32, (rows, -(-columns // count))),
@@ -68,6 +83,15 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
     return from_unsigned(q, tensors["weight_scale"], zero, grid)
 
 
+def parts(quantization: Quantization) -> frozenset[str]:
+    """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+    if quantization.activations:
+        inputs = ("input_scale", "input_zero_point") if quantization.activations == "int8-static" else ()
+        return frozenset({"weight", "weight_scale", *inputs})
+    zeros = () if quantization.grid.symmetric else ("weight_zero_point",)
+    return frozenset({"weight_packed", "weight_scale", "weight_shape", *zeros})
+
+
 def config(quantization: Quantization, ignore: Sequence[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a model whose linear layers are quantised but for those in `ignore`."""
     grid = quantization.grid
@@ -75,39 +99,53 @@ def config(quantization: Quantization, ignore: Sequence[str]) -> dict[str, Any]:
     weights |= (
         {"strategy": "channel"} if grid.group_size == -1 else {"strategy": "group", "group_size": grid.group_size}
     )
-    inputs = None
-    if quantization.activations:
-        symmetric = quantization.activations == "int8"
-        inputs = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "token", "dynamic": True}
     layout = INTEGER if quantization.activations else PACKED
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": layout}
+    group = {"weights": weights, "format": layout}
+    groups = [{"targets": ["Linear"], "input_activations": INPUTS[quantization.activations], **group}]
+    if quantization.dynamic:
+        groups.append({"targets": list(quantization.dynamic), "input_activations": INPUTS["int8-azp"], **group})
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{index}": described for index, described in enumerate(groups)},
         "ignore": list(ignore),
     }
 
 
 def parse(found: Mapping[str, Any]) -> Quantization:
     """The inverse of `config`. Raises FormatError for what epiloq does not read, and says what that is."""
-    groups = list((found.get("config_groups") or {}).values())
-    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("targets") != ["Linear"]:
+    first, *others = list((found.get("config_groups") or {}).values()) or [None]
+    if not isinstance(first, dict) or first.get("targets") != ["Linear"]:
         raise FormatError('compressed-tensors: config_groups: expected one, of targets ["Linear"]')
-    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    weights, inputs = first.get("weights") or {}, first.get("input_activations")
     strategy = weights.get("strategy")
     if weights.get("type", "int") != "int" or strategy not in ("channel", "group"):
         raise FormatError("compressed-tensors: weights: expected integers with a scale for each channel or group")
-    if inputs is not None and not (
-        inputs.get("num_bits") == 8 and inputs.get("strategy") == "token" and inputs.get("dynamic") is True
-    ):
-        raise FormatError("compressed-tensors: input_activations: expected none, or 8 bits a token at run time")
-    layout = groups[0].get("format") or found.get("format")
+    activations = _activations(inputs)
+    layout = first.get("format") or found.get("format")
     if layout != (INTEGER if inputs else PACKED):
         raise FormatError(f"compressed-tensors: format: expected {INTEGER if inputs else PACKED}, got {layout!r}")
     size = weights["group_size"] if strategy == "group" else -1
     grid = Grid(weights.get("num_bits", 8), size, bool(weights.get("symmetric", True)))
-    if not inputs:
-        return Quantization(grid)
-    return Quantization(grid, "int8" if inputs.get("symmetric", True) else "int8-azp")
+    dynamic: list[str] = []
+    for group in others:
+        alike = isinstance(group, dict) and all(group.get(key) == first.get(key) for key in ("weights", "format"))
+        if not alike or activations != "int8-static" or _activations(group.get("input_activations")) != "int8-azp":
+            raise FormatError("compressed-tensors: config_groups: expected another only of layers that stay dynamic")
+        dynamic += group.get("targets") or []
+    return Quantization(grid, activations, tuple(dynamic))
+
+
+def _activations(inputs: Mapping[str, Any] | None) -> Activations:
+    """How a description of activations is called here. Raises FormatError for one that is not known."""
+    if inputs is None:
+        return None
+    kind = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("strategy"), inputs.get("dynamic", False)
+    if kind == (8, "int", "token", True):
+        return "int8" if inputs.get("symmetric", True) else "int8-azp"
+    if kind == (8, "int", "tensor", False):
+        return "int8-static"
+    raise FormatError(
+        "compressed-tensors: input_activations: expected none, or 8 bits a token at run time, or 8 bits with one scale"
+    )

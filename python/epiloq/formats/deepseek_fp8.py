@@ -8,18 +8,16 @@ A quantised layer has ``weight`` float8_e4m3fn ``[N, K]`` and ``weight_scale_inv
 from __future__ import annotations
 
 import json
-import uuid
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from epiloq.formats.architecture import distinct, skeleton
-from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer
+from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts import FormatError
 from epiloq.nn import Fp8BlockLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
@@ -77,17 +75,13 @@ def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> 
             stacklevel=2,
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
-    try:
+    with written_whole(folder) as aside:
         writer = Writer(aside, largest_shard)
         for name, tensor in distinct(model).items():
             writer.add(name, tensor)
         writer.close(_model_config(model) | {"quantization_config": config(linears)})
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
-        aside.rename(folder)
-    finally:
-        rmtree(aside, ignore_errors=True)
 
 
 def _check_others(model: nn.Module) -> None:
@@ -144,12 +138,21 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
 
 
 def check_config(checkpoint: Checkpoint) -> None:
-    where, found = f"{checkpoint.folder / 'config.json'}: quantization_config", checkpoint.quantization or {}
+    """Raise FormatError, which names the file, for a configuration of another kind."""
+    try:
+        parse(checkpoint.quantization or {})
+    except FormatError as error:
+        raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from None
+
+
+def parse(found: Mapping[str, Any]) -> None:
+    """Raise FormatError for a ``quantization_config`` of another kind."""
     for key, known in _KNOWN.items():
         if found.get(key, known[0]) not in known:
-            raise FormatError(f"{where}: {key}: expected {' or '.join(map(str, known))}, got {found[key]!r}")
+            expected = " or ".join(map(str, known))
+            raise FormatError(f"quantization_config: {key}: expected {expected}, got {found[key]!r}")
     if found.get("quant_method") != METHOD:
-        raise FormatError(f"{where}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
+        raise FormatError(f"quantization_config: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
 
 
 def _checked(model: nn.Module, targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, nn.Linear]:

@@ -11,14 +11,33 @@ from torch import Tensor
 
 from epiloq.quantize.grid import Grid, QuantizedWeight
 
+Activations = Literal["int8", "int8-azp", "int8-static"] | None
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the layers of a checkpoint are quantised: all alike."""
+    """How the layers of a checkpoint are quantised: all alike, but for those in `dynamic`."""
 
     grid: Grid
-    activations: Literal["int8", "int8-azp"] | None = None
-    """Per token at run time, symmetric or with a zero point; None leaves them in floating point."""
+    activations: Activations = None
+    """Per token at run time, symmetric or with a zero point; static: one scale and zero point for all tokens. None
+    leaves them in floating point."""
+    dynamic: tuple[str, ...] = ()
+    """Of int8-static, the layers that are int8-azp instead."""
+
+    def of(self, layer: str) -> Quantization:
+        """How one layer is quantised."""
+        return Quantization(self.grid, "int8-azp") if layer in self.dynamic else replace(self, dynamic=())
+
+    @staticmethod
+    def of_all(layers: Mapping[str, Quantization | None]) -> Quantization | None:
+        """How layers by name are quantised together; None where no one value says that."""
+        found = set(layers.values())
+        if len(found) == 2 and None not in found:
+            dynamic, static = sorted((one for one in found if one is not None), key=lambda one: str(one.activations))
+            if (dynamic.activations, static.activations) == ("int8-azp", "int8-static") and dynamic.grid == static.grid:
+                return replace(static, dynamic=tuple(sorted(name for name, one in layers.items() if one == dynamic)))
+        return found.pop() if len(found) == 1 else None
 
 
 class FormatError(ValueError):

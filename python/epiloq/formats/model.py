@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from epiloq.formats import deepseek_fp8
+from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.architecture import architecture, distinct, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
+from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.table import Format, Reader, reader
+from epiloq.formats.table import Format, Written
+from epiloq.formats.weights import Weight
 from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize.grid import QuantizedWeight
 
@@ -28,10 +30,13 @@ def _int8(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization
         linear.in_features,
         linear.out_features,
         linear.bias is not None,
+        activation="dynamic" if weight.inputs is None else "static",
         symmetric=quantization.activations == "int8",
         dtype=linear.weight.dtype,
     )
     state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
+    if weight.inputs is not None:
+        state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}
     layer.load_state_dict(state | ({} if linear.bias is None else {"bias": linear.bias.detach()}))
     return layer.train(linear.training)
 
@@ -41,7 +46,7 @@ def _weight_only(linear: nn.Linear, weight: QuantizedWeight, quantization: Quant
 
 
 # What runs a layer, by how its activations are quantised.
-MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, None: _weight_only}
+MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, "int8-static": _int8, None: _weight_only}
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -72,57 +77,37 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
 
 
 def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
-    """A model of either kind, ready to run, and how it is quantised (None: in floating point, or in FP8 blocks)."""
+    """A model of either kind, ready to run, and how its layers are quantised.
+
+    None: in floating point, in FP8 blocks, in a way that only epiloq's own format has words for, or not all alike.
+    """
     if checkpoint.quantization is None:
         return load_float(checkpoint), None
     if checkpoint.quantization.get("quant_method") == deepseek_fp8.METHOD:
         return deepseek_fp8.read(skeleton(checkpoint), checkpoint), None
-    found = reader(checkpoint.quantization)
-    model = skeleton(checkpoint)
-    _fill(model, checkpoint, found)
-    return model, found.quantization
+    layers = Layers(checkpoint, skeleton(checkpoint))
+    fill(layers)
+    return layers.model, layers.quantization
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, checkpoint: Checkpoint, found: Reader) -> None:
-    """Load every tensor, and put quantised layers in the place of linear ones. Raises FormatError where any differ."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quantised = {name for name in linears if f"{name}.{found.marker}" in checkpoint.files}
-    if not quantised:
-        raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found no {found.marker}")
-    targets = model.state_dict(keep_vars=True)
-    absent = set(targets) - {f"{name}.weight" for name in quantised}
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in quantised}
-    for name, tensor in checkpoint.tensors():
-        layer, _, part = name.rpartition(".")
-        if layer in quantised and part != "bias":
-            parts[layer][part] = tensor
-            continue
-        target = targets.get(name)
-        if target is None:
-            raise FormatError(f"{checkpoint.folder}: {name}: not a tensor of this model")
-        if target.shape != tensor.shape or target.is_floating_point() != tensor.is_floating_point():
-            raise FormatError(
-                f"{checkpoint.folder}: {name}: expected {target.dtype} {list(target.shape)}, "
-                f"got {tensor.dtype} {list(tensor.shape)}"
-            )
-        target.copy_(tensor)
-        # Other names of a tied weight are not in the file.
-        absent -= {other for other in absent if targets[other].data_ptr() == target.data_ptr()}
-    if absent:
-        raise FormatError(f"{checkpoint.folder}: {min(absent)}: expected a tensor, found none")
-    for name in sorted(quantised):
-        linear = linears[name]
-        try:
-            weight = found.from_tensors(parts.pop(name), (linear.out_features, linear.in_features))
-        except ValueError as error:
-            raise FormatError(f"{checkpoint.folder}: {name}: {error}") from error
+def fill(layers: Layers) -> None:
+    """Load every tensor into the layers' model, and put quantised layers in the place of linear ones.
+
+    Raises FormatError, naming file and layer, for tensors that disagree.
+    """
+    targets = layers.model.state_dict(keep_vars=True)
+    for name in layers.rest:
+        if name in targets:
+            targets[name].copy_(layers.checkpoint.tensor(name))
+    for name, found in layers.readers.items():
+        module = layers.module(name)
+        if module is None:
+            weight, quantization = layers.weight(name), found.quantization
+            assert isinstance(weight, QuantizedWeight) and quantization is not None
+            module = MODULES[quantization.activations](layers.linears[name], weight, quantization)
         parent, _, leaf = name.rpartition(".")
-        setattr(
-            model.get_submodule(parent),
-            leaf,
-            MODULES[found.quantization.activations](linear, weight, found.quantization),
-        )
+        setattr(layers.model.get_submodule(parent), leaf, module)
 
 
 def save(
@@ -138,17 +123,34 @@ def save(
 
     Raises FormatError for what the format cannot say.
     """
-    writer = Writer(folder, largest_shard)
-    dtype = next(model.parameters()).dtype
-    quantised = set()
+    target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard))
     for block in blocks:
         for name, weight in block.weights.items():
-            for part, tensor in layout.to_tensors(weight, quantization, dtype).items():
-                writer.add(f"{name}.{part}", tensor)
-            quantised.add(name)
+            target.layer(name, weight, quantization.of(name))
     for name, tensor in distinct(model).items():
-        if name.removesuffix(".weight") not in quantised:
-            writer.add(name, tensor)
-    ignore = sorted(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in quantised)
-    writer.close(source.config | {"quantization_config": layout.config(quantization, ignore)})
+        if name.removesuffix(".weight") not in target.quantised:
+            target.writer.add(name, tensor)
+    target.close(source.config, (name for name, module in model.named_modules() if isinstance(module, nn.Linear)))
     carry_over(source.folder, folder)
+
+
+class Target:
+    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot say."""
+
+    def __init__(self, layout: Format, quantization: Quantization | None, dtype: torch.dtype, writer: Writer) -> None:
+        self.layout, self.quantization, self.dtype, self.writer = layout, quantization, dtype, writer
+        self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self.act_order = False
+
+    def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
+        """Write a quantised layer's tensors, all but its bias, given how this layer is quantised."""
+        for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
+            self.writer.add(f"{name}.{part}", tensor)
+        self.quantised[name] = epiloq_modules.described(weight, described)
+        self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
+
+    def close(self, config: Mapping[str, Any], linears: Iterable[str]) -> None:
+        """Finish, given the original's config.json and the names of all linear layers."""
+        ignored = sorted(set(linears) - self.quantised.keys())
+        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order))
+        self.writer.close({**config, "quantization_config": said})

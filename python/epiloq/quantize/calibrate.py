@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -14,8 +15,9 @@ from epiloq.quantize.awq import awq_scale, output_error
 from epiloq.quantize.blocks import Call, Filter, Recorded, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.gptq import gptq
 from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
-from epiloq.quantize.inputs import input_groups, last_inputs, observe
-from epiloq.quantize.smoothquant import fold_, foldings, search_smooth_scale, smooth_scale
+from epiloq.quantize.inputs import input_groups, last_inputs, observe, shared
+from epiloq.quantize.smoothquant import ALPHA, fold_, foldings, search_smooth_scale, smooth_scale
+from epiloq.quantize.static import InputErrors, InputWatch, Static
 from epiloq.quantize.statistics import InputStatistics
 from epiloq.schemes import default_filter
 
@@ -69,6 +71,8 @@ class Block:
     """The block's other parameters and buffers, which folding may have changed, by their names in the block."""
     errors: dict[str, float]
     """Each layer's relative output error on its calibration inputs; empty without those."""
+    input_errors: dict[str, InputErrors] = field(default_factory=dict)
+    """What quantising each layer's input costs, where static scales were asked for."""
 
 
 def calibrate(
@@ -77,6 +81,8 @@ def calibrate(
     grid: Grid,
     algorithm: Algorithm,
     *,
+    alpha: float = ALPHA,
+    static: Static | None = None,
     blocks: str | None = None,
     filter_fn: Filter | None = None,
     finished: Callable[[str], Block | None] = lambda name: None,
@@ -91,7 +97,9 @@ def calibrate(
 
     Args:
         model: in evaluation mode; ``model(tokens)`` runs it.
-        windows: int64 ``[1, n]`` tokens each. Not looked at by algorithms without ``needs_inputs``.
+        windows: int64 ``[1, n]`` tokens each. Not looked at by algorithms without ``needs_inputs`` unless `static`.
+        alpha: of SmoothQuant, where it is not searched for; see `smooth_scale`.
+        static: fix scales of the layers' int8 inputs too, as the quantised (and folded) blocks before make them.
         blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default.
         filter_fn: as for `epiloq.quantize_`, within the blocks.
         finished: asked for each block's name; a Block that it returns (of an interrupted run) is used as it is.
@@ -102,11 +110,15 @@ def calibrate(
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
-    if algorithm.needs_inputs and not windows:
-        raise ValueError(f"calibrate: windows: expected at least one for {algorithm.name}, got none")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"calibrate: alpha: expected 0 to 1, got {alpha}")
+    work = _Work(grid, algorithm, alpha, static)
+    if work.needs_inputs and not windows:
+        wish = algorithm.name if static is None else "static scales"
+        raise ValueError(f"calibrate: windows: expected at least one for {wish}, got none")
     if model.training:
         raise ValueError("calibrate: model: expected evaluation mode, got training mode; call model.eval()")
-    return _walk(model, found, windows, takes, _Work(grid, algorithm), finished, device)
+    return _walk(model, found, windows, takes, work, finished, device)
 
 
 @torch.no_grad()
@@ -119,20 +131,23 @@ def _walk(
     finished: Callable[[str], Block | None],
     device: torch.device | str | None,
 ) -> Iterator[Block]:
-    needs_inputs = work.algorithm.needs_inputs
-    recorded = record(model, list(blocks.values()), windows) if needs_inputs else Recorded([], [[]] * len(blocks))
+    recorded = record(model, list(blocks.values()), windows) if work.needs_inputs else Recorded([], [[]] * len(blocks))
     for index, (name, block) in enumerate(blocks.items()):
         home = next(block.parameters()).device
         block.to(device or home)
         layers = linears_of(block, name, takes)
-        done = finished(name)
-        if done is None:
-            with without_cache(model):
+        done, watch = finished(name), None
+        with without_cache(model):
+            if done is None:
+                watch = work.watch(block, layers, recorded.calls[index], recorded.hidden)
                 done = work.quantise(name, block, layers, recorded.calls[index], recorded.hidden)
-        install_(block, layers, done)
-        if index + 1 < len(blocks):
-            for i, call in enumerate(recorded.calls[index]):
-                recorded.hidden[i] = call.run(block, recorded.hidden[i].to(device or home)).cpu()
+            install_(block, layers, done)
+            if watch is not None or index + 1 < len(blocks):
+                with watch.attached() if watch else nullcontext():
+                    for i, call in enumerate(recorded.calls[index]):
+                        recorded.hidden[i] = call.run(block, recorded.hidden[i].to(device or home)).cpu()
+        if watch is not None:
+            done = work.freeze(done, watch)
         recorded.calls[index].clear()
         block.to(home)
         yield done
@@ -159,6 +174,28 @@ class _Work:
 
     grid: Grid
     algorithm: Algorithm
+    alpha: float
+    static: Static | None
+
+    @property
+    def needs_inputs(self) -> bool:
+        return self.algorithm.needs_inputs or self.static is not None
+
+    def watch(
+        self, block: nn.Module, layers: dict[str, nn.Linear], calls: Sequence[Call], hidden: Sequence[Tensor]
+    ) -> InputWatch | None:
+        """What will look at the inputs of the block's layers, if scales are to be fixed by them."""
+        if self.static is None:
+            return None
+        x = hidden[0].to(next(block.parameters()).device)
+        return InputWatch(shared(layers, lambda: calls[0].run(block, x)), layers)
+
+    def freeze(self, done: Block, watch: InputWatch) -> Block:
+        """The block with static scales."""
+        assert self.static is not None
+        grids, errors = watch.freeze(done.weights, self.static)
+        weights = {name: replace(weight, inputs=grids.get(name)) for name, weight in done.weights.items()}
+        return replace(done, weights=weights, input_errors=errors)
 
     def quantise(
         self, name: str, block: nn.Module, layers: dict[str, nn.Linear], calls: Sequence[Call], hidden: Sequence[Tensor]
@@ -243,8 +280,8 @@ class _Work:
             if self.algorithm.fold == "awq":
                 scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid)
             elif self.algorithm.fold == "smoothquant":
-                scale = smooth_scale(statistics.amax, weights)
+                scale = smooth_scale(statistics.amax, weights, self.alpha)
             else:
-                scale = search_smooth_scale(inputs[full[names[0]]], statistics.amax, weights)
+                scale = search_smooth_scale(inputs[full[names[0]]], statistics.amax, weights, self.static is not None)
             fold_(block.get_submodule(producer), consumers, scale)
             statistics.divide(scale)

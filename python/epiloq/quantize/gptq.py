@@ -66,16 +66,20 @@ def gptq(
 
 
 def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening."""
+    """The upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening.
+
+    Turned by half, the lower factor of the turned matrix is an upper R with ``R R^T`` the matrix, so R's inverse is
+    the factor sought: neither the inverse nor a second factorisation is needed, which take three times as long.
+    """
     mean = matrix.diagonal().mean()
+    identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     while dampening <= LARGEST_DAMPENING:
-        damped = matrix.clone()
+        damped = matrix.flip(0, 1)
         damped.diagonal().add_(dampening * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            upper: Tensor
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and torch.isfinite(upper).all():
+            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            if torch.isfinite(upper).all():
                 return upper
         dampening = max(10 * dampening, 1e-4)
     raise ValueError(

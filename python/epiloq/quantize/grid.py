@@ -72,6 +72,14 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class InputGrid:
+    """How all inputs of a layer are quantised to int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32 ``[1]``."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+@dataclass(frozen=True)
 class QuantizedWeight:
     """A layer's weight on a grid: ``W[:, perm] = scale * (q - zero)``, group by group along q's columns.
 
@@ -83,6 +91,8 @@ class QuantizedWeight:
         int32 ``[N, G]``, None when symmetric.
     perm
         int64 ``[K]``: column i of q is input channel perm[i]. None: the layer's own order.
+    inputs
+        How the layer's inputs are quantised, where that is known beforehand.
     """
 
     q: Tensor
@@ -90,6 +100,7 @@ class QuantizedWeight:
     zero: Tensor | None
     grid: Grid
     perm: Tensor | None = None
+    inputs: InputGrid | None = None
 
     @property
     def bits(self) -> int:

@@ -121,7 +121,7 @@ def outputs(model: nn.Module, seen: Observed) -> list[Tensor]:
 def last_inputs(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
     """What each layer was last called with in a run."""
     found: dict[str, Tensor] = {}
-    with _watched(layers, found.__setitem__):
+    with watched(layers, found.__setitem__):
         run()
     return found
 
@@ -131,19 +131,21 @@ def input_groups(
     layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
 ) -> list[tuple[list[str], InputStatistics]]:
     """Layers by the input that they share, as the first of the runs shows, each with the statistics of all runs."""
-    groups = _shared(layers, runs[0])
+    groups = shared(layers, runs[0])
     found = [
         (names, InputStatistics(layers[names[0]].in_features, device=layers[names[0]].weight.device))
         for names in groups
     ]
     of_first = {names[0]: statistics for names, statistics in found}
-    with _watched({name: layers[name] for name in of_first}, lambda name, x: of_first[name].add(x)):
+    with watched({name: layers[name] for name in of_first}, lambda name, x: of_first[name].add(x)):
         for run in runs:
             run()
     return found
 
 
-def _shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
+@torch.no_grad()
+def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
+    """Layers by the input that they share in a run."""
     seen: dict[str, list[object]] = {name: [] for name in layers}
     alive: list[Tensor] = []  # So that no address is used twice.
 
@@ -151,7 +153,7 @@ def _shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[
         alive.append(x)
         seen[name].append((x.data_ptr(), x.shape, x.stride(), x._version))
 
-    with _watched(layers, note):
+    with watched(layers, note):
         run()
     # A layer that the first call did not reach (an expert, say) is on its own.
     groups: dict[object, list[str]] = {}
@@ -161,7 +163,7 @@ def _shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[
 
 
 @contextmanager
-def _watched(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+def watched(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call ``note(name, input)`` whenever one of the layers runs."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

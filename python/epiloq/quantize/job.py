@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -22,6 +22,8 @@ from epiloq.formats.model import load_float, save
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.blocks import find_blocks, linears_of
 from epiloq.quantize.calibrate import ALGORITHMS, calibrate
+from epiloq.quantize.smoothquant import ALPHA
+from epiloq.quantize.static import InputErrors, Static
 from epiloq.quantize.store import Store
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
@@ -42,6 +44,8 @@ class Settings:
     count: int = 32
     length: int = 512
     seed: int = SEED
+    alpha: float = ALPHA
+    keep_dynamic: str | None = None
     blocks: str | None = None
     device: str = "cpu"
 
@@ -71,9 +75,12 @@ def prepare(settings: Settings) -> Job:
         raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
     source = Checkpoint(settings.model)
     texts: list[Tensor] = []
-    if algorithm.needs_inputs:
+    if settings.keep_dynamic is not None and not target.static:
+        raise ValueError(f"{target.name} has no static scales to keep any layer from (--keep-dynamic)")
+    if algorithm.needs_inputs or target.static:
         if settings.calibration is None:
-            raise ValueError(f"the algorithm {algorithm.name} needs calibration text (--calibration FILE)")
+            wish = f"the scheme {target.name}" if target.static else f"the algorithm {algorithm.name}"
+            raise ValueError(f"{wish} needs calibration text (--calibration FILE)")
         found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
         texts = sample(found, settings.count, settings.seed)
     model = load_float(source)
@@ -95,12 +102,15 @@ def perform(job: Job, advance: Callable[[], None] = lambda: None) -> dict[str, A
     start, settings = time.perf_counter(), job.settings
     store = Store(job.aside, _identity(job), job.quantization.grid)
     errors: dict[str, float] = {}
+    input_errors: dict[str, InputErrors] = {}
     names = []
     walk = calibrate(
         job.model,
         job.texts,
         job.quantization.grid,
         ALGORITHMS[settings.algorithm],
+        alpha=settings.alpha,
+        static=Static(settings.keep_dynamic) if TARGETS[settings.scheme].static else None,
         blocks=settings.blocks,
         finished=store.read,
         device=settings.device,
@@ -109,12 +119,14 @@ def perform(job: Job, advance: Callable[[], None] = lambda: None) -> dict[str, A
         if not store.has(block.name):
             store.write(block)
         errors |= block.errors
+        input_errors |= block.input_errors
         names.append(block.name)
         advance()
     whole = job.aside / "model"
     rmtree(whole, ignore_errors=True)
     finished = (block for block in map(store.read, names) if block is not None)
-    save(job.model, finished, job.source, whole, FORMATS[settings.layout], job.quantization)
+    dynamic = tuple(name for name, found in input_errors.items() if found.kept_dynamic)
+    save(job.model, finished, job.source, whole, FORMATS[settings.layout], replace(job.quantization, dynamic=dynamic))
     whole.rename(settings.output)
     store.discard()
     return {
@@ -122,6 +134,7 @@ def perform(job: Job, advance: Callable[[], None] = lambda: None) -> dict[str, A
         "calibration_tokens": sum(window.numel() for window in job.texts),
         "blocks": len(names),
         "layer_errors": errors,
+        "input_errors": {name: asdict(found) for name, found in input_errors.items()},
         "bytes_before": _weight_bytes(settings.model),
         "bytes_after": _weight_bytes(settings.output),
         "peak_memory_bytes": peak_memory(),
@@ -154,6 +167,8 @@ def _identity(job: Job) -> dict[str, Any]:
         "algorithm": settings.algorithm,
         "symmetric": grid.symmetric,
         "scale_dtype": str(grid.scale_dtype),
+        "alpha": settings.alpha,
+        "keep_dynamic": settings.keep_dynamic,
         "blocks": settings.blocks,
         "tokens": digest.hexdigest(),
         "torch": torch.__version__,

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from epiloq.quantize.grid import Grid, rtn
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
+from epiloq.quantize.static import input_grid, static_int8, token_error
 from epiloq.schemes import default_filter
 
 SMALLEST = 1e-5
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+ALPHA = 0.5
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 INT8 = Grid(8, symmetric=True)
 
 
@@ -31,7 +33,7 @@ class Smoothed:
     scale: Tensor
 
 
-def smooth_scale(amax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) -> Tensor:
+def smooth_scale(amax: Tensor, weights: Sequence[Tensor], alpha: float = ALPHA) -> Tensor:
     """``s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)``, float32 ``[K]``; 1 where a channel is never used.
 
     Args:
@@ -48,12 +50,14 @@ def smooth_scale(amax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) ->
 
 
 @torch.no_grad()
-def search_smooth_scale(x: Tensor, amax: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def search_smooth_scale(x: Tensor, amax: Tensor, weights: Sequence[Tensor], static: bool = False) -> Tensor:
     """`smooth_scale` with the alpha of `ALPHAS` whose int8 product is nearest to the exact one on a sample.
 
     Args:
         x: ``[T, K]``, some of the inputs; each token gets a scale, as in W8A8.
         amax, weights: as for `smooth_scale`.
+        static: one scale and zero point, which span the sample and `amax`, for all tokens instead; nearest is then
+            what has the least `token_error`.
     """
     weight = torch.cat([weight.float() for weight in weights])
     tokens = x.reshape(-1, x.shape[-1]).float()
@@ -61,8 +65,12 @@ def search_smooth_scale(x: Tensor, amax: Tensor, weights: Sequence[Tensor]) -> T
     best, least = torch.ones_like(amax), torch.inf
     for alpha in ALPHAS:
         scale = smooth_scale(amax, weights, alpha)
-        product = rtn(tokens / scale, INT8).dequantize() @ rtn(weight * scale, INT8).dequantize().t()
-        error = float((product - exact).square().sum())
+        rounded = rtn(weight * scale, INT8).dequantize()
+        if static:
+            reach = (amax / scale).max()
+            error = token_error(tokens / scale, static_int8(tokens / scale, input_grid(-reach, reach)), rounded)
+        else:
+            error = float((rtn(tokens / scale, INT8).dequantize() @ rounded.t() - exact).square().sum())
         if error < least:
             best, least = scale, error
     return best
@@ -88,7 +96,7 @@ def smoothquant_(
     model: nn.Module,
     calibrate: Calibrate,
     *,
-    alpha: float = 0.5,
+    alpha: float = ALPHA,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> tuple[Smoothed, ...]:
     """Smooth every foldable input of `model`'s linear layers in place; then quantise it with `epiloq.quantize_`.

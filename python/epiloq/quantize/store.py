@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from epiloq.quantize.calibrate import Block
-from epiloq.quantize.grid import Grid, QuantizedWeight
+from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
+from epiloq.quantize.static import InputErrors
 
 PARTS = ("q", "scale", "zero", "perm")
 SETTINGS = "settings.json"
@@ -50,9 +52,13 @@ class Store:
         for name, weight in block.weights.items():
             parts = zip(PARTS, (weight.q, weight.scale, weight.zero, weight.perm), strict=True)
             tensors |= {f"{part}/{name}": value for part, value in parts if value is not None}
+            if weight.inputs is not None:
+                tensors |= {f"input_scale/{name}": weight.inputs.scale, f"input_zero/{name}": weight.inputs.zero}
         aside = self._file(block.name).with_suffix(".part")
         whole = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        save_file(whole, aside, metadata={"errors": json.dumps(block.errors)})
+        input_errors = {name: asdict(errors) for name, errors in block.input_errors.items()}
+        metadata = {"errors": json.dumps(block.errors), "input_errors": json.dumps(input_errors)}
+        save_file(whole, aside, metadata=metadata)
         aside.replace(self._file(block.name))
 
     def has(self, name: str) -> bool:
@@ -68,7 +74,7 @@ class Store:
         with safe_open(self._file(name), framework="pt") as file:
             keys: list[str] = file.keys()
             tensors = {key: file.get_tensor(key) for key in keys}
-            errors = json.loads(file.metadata()["errors"])
+            metadata = {name: json.loads(said) for name, said in file.metadata().items()}
         names = [key.removeprefix("q/") for key in tensors if key.startswith("q/")]
         weights = {
             layer: QuantizedWeight(
@@ -77,11 +83,13 @@ class Store:
                 tensors.get(f"zero/{layer}"),
                 self.grid,
                 tensors.get(f"perm/{layer}"),
+                _inputs(tensors, layer),
             )
             for layer in names
         }
         state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
-        return Block(name, weights, state, errors)
+        input_errors = {layer: InputErrors(**errors) for layer, errors in metadata["input_errors"].items()}
+        return Block(name, weights, state, metadata["errors"], input_errors)
 
     def discard(self) -> None:
         """Remove everything."""
@@ -89,3 +97,9 @@ class Store:
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def _inputs(tensors: Mapping[str, Tensor], layer: str) -> InputGrid | None:
+    if f"input_scale/{layer}" not in tensors:
+        return None
+    return InputGrid(tensors[f"input_scale/{layer}"], tensors[f"input_zero/{layer}"])

@@ -17,7 +17,8 @@ class Target:
     symmetric
         Of the weights; None where either will do.
     activations
-        int8 for each token at run time, symmetric or with a zero point (azp); None leaves them as they are.
+        int8 for each token at run time, symmetric or with a zero point (azp), or with one scale and zero point for
+        all tokens (static), from calibration; None leaves them as they are.
     """
 
     name: str
@@ -25,7 +26,12 @@ class Target:
     bits: int
     group_size: int
     symmetric: bool | None
-    activations: Literal["int8", "int8-azp"] | None = None
+    activations: Literal["int8", "int8-azp", "int8-static"] | None = None
+
+    @property
+    def static(self) -> bool:
+        """Whether scales of activations come from calibration."""
+        return self.activations == "int8-static"
 
     def grid(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Grid:
         """The grid of its weights."""
@@ -40,5 +46,6 @@ _TABLE = (
     Target("w8a16", "int8 weights per channel", 8, -1, True),
     Target("w8a8-int8", "int8 weights per channel, int8 activations per token", 8, -1, True, "int8"),
     Target("w8a8-int8-azp", "the same, activations with a zero point", 8, -1, True, "int8-azp"),
+    Target("w8a8-int8-static", "the same, one scale and zero point for all tokens", 8, -1, True, "int8-static"),
 )
 TARGETS = {target.name: target for target in _TABLE}

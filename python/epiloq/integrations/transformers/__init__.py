@@ -5,7 +5,8 @@ in `METHODS` with epiloq's modules, on a CPU and on GPUs, without the packages t
 
 It takes the place of transformers' own quantizers of these methods, for the process; `unregister` puts those back, and
 `register` takes their place again. ``from_pretrained(FLOAT_DIRECTORY, quantization_config=EpiloqConfig("w8a8-int8"))``
-quantises a model in floating point after loading it. ``save_pretrained`` writes the format that a directory was in.
+quantises a model in floating point after loading it. ``save_pretrained`` writes the format that a directory was in,
+and epiloq's own for a model that was quantised after loading.
 
 Raises ValueError, before any model is returned, where a directory is not what its configuration says: the message
 names the file and the tensor.
@@ -17,7 +18,8 @@ from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
-from epiloq.integrations.transformers.config import METHOD, EpiloqConfig
+from epiloq.formats.epiloq_modules import METHOD
+from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.quantizer import EpiloqQuantizer
 
 METHODS = (METHOD, "compressed-tensors", "gptq", "awq", "fp8")

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-METHOD = "epiloq"
+from epiloq.formats.epiloq_modules import METHOD
 
 
 class EpiloqConfig(QuantizationConfigMixin):

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-
-# Types by the names that safetensors gives them.
-FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-INTEGERS = {
-    "BOOL": torch.bool,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
-
-Header = tuple[str, list[int]]
+from epiloq.formats.safetensors_file import DTYPES, Entry
 
 
 class Names:
@@ -52,24 +38,20 @@ class Names:
         return [found, *(found.replace(first, other) for other in others)], False
 
 
-def where(checkpoint: Checkpoint, name: str) -> str:
-    """A tensor's file and name, for messages."""
-    return f"{checkpoint.folder / checkpoint.files[name]}: {name}"
-
-
-def check(model: Any, checkpoint: Checkpoint, headers: Mapping[str, Header]) -> None:
+def check(model: Any, checkpoint: Checkpoint) -> None:
     """Raise FormatError, which names the tensor, unless a model finds all of its tensors in a checkpoint.
 
     Tensors that the model has no use for are left to transformers' own report.
     """
     names, given = Names(model), set[str]()
-    for name, (dtype, shape) in headers.items():
+    for name, entry in checkpoint.entries.items():
         targets, renamed = names.targets(name)
         given.update(targets)
         target: Tensor | None = names.state.get(targets[0]) if renamed else None
-        if target is not None and not _fits(target, dtype, shape):
+        if target is not None and not _fits(target, entry):
             raise FormatError(
-                f"{where(checkpoint, name)}: expected {target.dtype} {list(target.shape)}, got {dtype} {shape}"
+                f"{checkpoint.where(name)}: expected {target.dtype} {list(target.shape)}, "
+                f"got {entry.dtype} {list(entry.shape)}"
             )
     for one, other in model.all_tied_weights_keys.items():
         if one in given or other in given:
@@ -80,9 +62,8 @@ def check(model: Any, checkpoint: Checkpoint, headers: Mapping[str, Header]) -> 
             raise FormatError(f"{checkpoint.folder}: {name}: expected a tensor, found none")
 
 
-def _fits(target: Tensor, dtype: str, shape: list[int]) -> bool:
-    same_type = {**FLOATS, **INTEGERS}.get(dtype) == target.dtype
-    both_float = target.is_floating_point() and dtype in FLOATS
-    # A layer's own parts were declared as the file has them, FP8 among them.
-    as_declared = dtype.startswith("F8") and target.itemsize == 1
-    return list(target.shape) == shape and (same_type or both_float or as_declared)
+def _fits(target: Tensor, entry: Entry) -> bool:
+    dtype = DTYPES[entry.dtype]
+    # Bytes of FP8 mean nothing without their scales.
+    both_float = all(each.is_floating_point and each.itemsize > 1 for each in (dtype, target.dtype))
+    return target.shape == entry.shape and (dtype == target.dtype or both_float)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
+from epiloq.formats import epiloq_modules
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
+from epiloq.formats.table import Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
-from epiloq.integrations.transformers.kinds import Kind, kind
+from epiloq.integrations.transformers.layers import BIAS, in_format, tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.schemes import SCHEMES, QuantisedLinear, default_filter, quantize_
+from epiloq.schemes import SCHEMES, default_filter, quantize_
 
 _NAME = "epiloq.integrations.transformers"
 
@@ -31,7 +33,7 @@ class EpiloqQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: EpiloqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.kind: Kind | None = None
+        self.readers: dict[str, Reader] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
@@ -59,14 +61,12 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
-            checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
-            self.kind = kind(checkpoint)
-            store_layers(model, checkpoint, self.kind)
+            self.readers = store_layers(model, Checkpoint(Path(checkpoint_files[0]).parent))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if self.kind is not None:
-            open_layers(model, self.kind)
+        if self.pre_quantized:
+            open_layers(model)
             return model
         assert self.quantization_config.scheme is not None
         left, usual = tuple(self.quantization_config.modules_to_not_convert or ()), default_filter(model)
@@ -77,22 +77,29 @@ class EpiloqQuantizer(HfQuantizer):
         return quantize_(model, self.quantization_config.scheme, takes)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors to save, in the format of the directory that was opened."""
-        assert self.kind is not None
-        state: dict[str, Tensor] = model.state_dict()
-        for name, module in model.named_modules():
-            if isinstance(module, QuantisedLinear):
-                for key in module.state_dict().keys() - {"bias"}:
-                    del state[f"{name}.{key}"]
-                try:
-                    tensors = self.kind.tensors(module, model.dtype)
-                except ValueError as error:
-                    raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
-                state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
+        """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
+        said, state = self.quantization_config.to_dict(), model.state_dict()
+        layers = epiloq_modules.layers_of(model)
+        if said["quant_method"] == epiloq_modules.METHOD:
+            said = epiloq_modules.config(epiloq_modules.groups_of(layers))
+            model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
+            return state, {}
+        say = in_format(said)
+        for name in layers:
+            module = model.get_submodule(name)
+            for key in module.state_dict().keys() - {BIAS}:
+                del state[f"{name}.{key}"]
+            try:
+                if name not in self.readers:
+                    raise FormatError("not a layer of the directory that was opened")
+                tensors = tensors_of(module, self.readers[name], say, model.dtype)
+            except ValueError as error:
+                raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
+            state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
         return state, {}
 
     def is_serializable(self) -> bool:
-        return self.kind is not None
+        return True
 
     @property
     def is_trainable(self) -> bool:

@@ -1,0 +1,61 @@
+"""``epiloq convert``: a quantised model directory in another format, with the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epiloq.cli.env import check_json_target
+from epiloq.cli.quantize import BAD_INPUT, failures, one_of, quiet
+
+EXAMPLES = """
+Examples:\n
+  epiloq convert model-awq model-ct --format compressed-tensors\n
+  epiloq convert model-gptq model-epiloq --format epiloq --json report.json\n
+\n
+Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format has no words for it; 130 interrupted.
+Nothing is left under OUT unless it is 0.
+"""
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A quantised model directory.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make. It must not exist.")],
+    layout: Annotated[
+        str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq.")
+    ],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to FILE.", show_default=False)
+    ] = None,
+) -> None:
+    """Say a quantised model in another format, weight for weight, or say why that format cannot."""
+    from rich.console import Console
+
+    check_json_target(json_file)
+    console = Console()
+    with failures("convert", refused=BAD_INPUT):
+        quiet()
+        from epiloq.cli.demo import progress_stages
+        from epiloq.formats.convert import perform, prepare
+        from epiloq.formats.table import FORMATS
+
+        conversion = prepare(source, output, one_of(layout, FORMATS, "--format"))
+        with (
+            progress_stages(console) as stage,
+            stage(f"{conversion.layers.format} to {layout}: layers", conversion.steps) as advance,
+        ):
+            report = perform(conversion, advance)
+        console.print(
+            f"{report['output']}: {report['layers']} layers, {report['bytes_after'] / 1e6:.1f} MB of weights, "
+            f"{report['bytes_before'] / 1e6:.1f} MB before",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if json_file is not None:
+            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+convert.__doc__ = f"{convert.__doc__}\n{EXAMPLES}"

@@ -1,0 +1,112 @@
+"""A checkpoint in another format: the same weights in other words, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over, written_whole
+from epiloq.formats.layers import Layers
+from epiloq.formats.layouts import FormatError
+from epiloq.formats.model import Target
+from epiloq.formats.table import FORMATS, Format, blank
+from epiloq.formats.weights import Weight
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that was found possible as far as headers tell. Nothing was written yet."""
+
+    layers: Layers
+    layout: Format
+    output: Path
+
+    @property
+    def steps(self) -> int:
+        """How many layers there are to convert."""
+        return len(self.layers.readers)
+
+
+def prepare(source: Path, output: Path, name: str) -> Conversion:
+    """Open a checkpoint and see whether the format `name` (a key of FORMATS) can say it.
+
+    Raises FormatError: `output` exists, the source is bad or not quantised, or the reason why it cannot be said.
+    """
+    if output.exists() or output.is_symlink():
+        raise FormatError(f"{output} exists already: choose another output, or move it away")
+    layers = Layers(Checkpoint(source))
+    if layers.format is None:
+        raise FormatError(f"{source}: expected a quantised model, got one in floating point; use epiloq quantize")
+    if layers.format == name:
+        raise FormatError(f"{source}: is in the format {name} already")
+    reason = refusal(layers, FORMATS[name])
+    if reason is not None:
+        raise FormatError(f"{source}: {reason}")
+    return Conversion(layers, FORMATS[name], output)
+
+
+def refusal(layers: Layers, layout: Format) -> str | None:
+    """Why a format cannot say a checkpoint's layers, as far as sizes and kinds tell; None if it can."""
+    if layers.quantization is None and len({reader.quantization for reader in layers.readers.values()}) > 1:
+        if layout.name != "epiloq":
+            return f"{layout.name}: cannot say layers that are not all alike; only the format epiloq can"
+        return None
+    tried = set()
+    for name, reader in layers.readers.items():
+        key = (reader.quantization, layers.shape(name))
+        if key in tried:
+            continue
+        tried.add(key)
+        try:
+            layout.to_tensors(_sample(layers, name), reader.quantization, layers.dtype)
+        except ValueError as error:
+            return f"{name}: {error}"
+    return None
+
+
+def _sample(layers: Layers, name: str) -> Weight:
+    """A weight like a layer's, without reading it where that can be."""
+    reader, shape = layers.readers[name], layers.shape(name)
+    return layers.weight(name) if reader.quantization is None else blank(reader.quantization, shape)
+
+
+def perform(
+    conversion: Conversion, advance: Callable[[], None] = lambda: None, largest_shard: int = LARGEST_SHARD
+) -> dict[str, Any]:
+    """Write the new directory, calling `advance` after each layer, and say what came of it.
+
+    It appears by one rename, with every file of the source but weights and their descriptions. One layer is held at a
+    time. Raises FormatError for values that the format cannot say, OSError when the disk fails; nothing is left then.
+    """
+    layers = conversion.layers
+    checkpoint = layers.checkpoint
+    with written_whole(conversion.output) as aside:
+        writer = Writer(aside, largest_shard)
+        target = Target(conversion.layout, layers.quantization, layers.dtype, writer)
+        by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
+        for name in checkpoint.names():
+            layer = by_part.get(name)
+            if layer is None:
+                writer.add(name, checkpoint.tensor(name))
+            elif layer not in target.quantised:
+                try:
+                    target.layer(layer, layers.weight(layer), layers.readers[layer].quantization)
+                except FormatError:
+                    raise
+                except ValueError as error:
+                    raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
+                advance()
+        target.close(checkpoint.config, layers.linears)
+        carry_over(checkpoint.folder, aside)
+    return {
+        "input": str(checkpoint.folder),
+        "output": str(conversion.output),
+        "from": layers.format,
+        "to": conversion.layout.name,
+        "layers": len(target.quantised),
+        "act_order": target.act_order,
+        "bytes_before": sum(entry.nbytes for entry in checkpoint.entries.values()),
+        "bytes_after": sum(shard.size for shard in writer.shards),
+    }

@@ -1,0 +1,271 @@
+"""epiloq's own format: the state of the modules that run a model, so that every scheme is saved and comes back alike.
+
+A quantised layer has its module's state dict under its name; config.json has a ``quantization_config`` with
+``quant_method`` "epiloq", the format's version, the scheme's name (null where layers follow none) and, for each kind of
+module, its class, its options and the names of its layers. All else is as in a model that is not quantised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from epiloq import nn as modules
+from epiloq.formats.architecture import distinct
+from epiloq.formats.checkpoint import LARGEST_SHARD, Writer
+from epiloq.formats.layouts import Activations, FormatError, Quantization
+from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
+from epiloq.packed_weight import BITS
+from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
+from epiloq.schemes import SCHEMES
+
+METHOD, VERSION = "epiloq", 1
+
+Options: TypeAlias = Mapping[str, Any]
+_PACKED = "weight_"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of modules in files.
+
+    options
+        Which arguments of its constructor say what the layer beside its sizes does, and where the module has them.
+    weight
+        What a module's weight is, given also its options.
+    described
+        How layers with such options are quantised, where a format of integers has words for it.
+    """
+
+    module: type[Any]
+    options: Mapping[str, Callable[[Any], Any]]
+    weight: Callable[[Any, Options], Weight]
+    described: Callable[[Options], Quantization | None] = lambda options: None
+
+    def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
+        """A module in the place of a linear layer, its state loaded. Raises FormatError for what it does not take."""
+        if "weight_perm" in state:
+            options = {**options, "act_order": True}
+        try:
+            module = self.module(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                **options,
+                device=device,
+                dtype=linear.weight.dtype,
+            )
+            module.load_state_dict(state)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(str(error).strip().splitlines()[-1].strip()) from None
+        return module.train(linear.training)
+
+
+def _attributes(*names: str) -> dict[str, Callable[[Any], Any]]:
+    return {name: attrgetter(name) for name in names}
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in module.state_dict().items() if name != "bias"}
+
+
+def _as_it_is(values: Callable[[Any], Tensor]) -> Callable[[Any, Options], Weight]:
+    """What no other format says; `values` gives the weight that a module stands for."""
+    return lambda module, options: ModuleWeight(type(module).__name__, options, _state(module), values(module))
+
+
+def _scaled_rows(module: modules.Int8Linear | modules.Fp8Linear) -> Tensor:
+    state = _state(module)
+    return state["weight"].float() * state["weight_scale"].view(-1, 1)
+
+
+def _int8(module: modules.Int8Linear, options: Options) -> Weight:
+    state, inputs = _state(module), None
+    if module.input_scale is not None:
+        zero = module.input_zero_point
+        inputs = InputGrid(module.input_scale, torch.zeros(1, dtype=torch.int32) if zero is None else zero)
+    return QuantizedWeight(state["weight"], state["weight_scale"].view(-1, 1), None, _PER_CHANNEL, inputs=inputs)
+
+
+_PER_CHANNEL = Grid(8, -1, symmetric=True)
+
+
+def _int8_described(options: Options) -> Quantization:
+    dynamic: Activations = "int8" if options["symmetric"] else "int8-azp"
+    return Quantization(_PER_CHANNEL, "int8-static" if options["activation"] == "static" else dynamic)
+
+
+def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
+    state = _state(module)
+    return BlockWeight(state["weight"], state["weight_scale_inv"])
+
+
+def _weight_only(module: modules.WeightOnlyLinear, options: Options) -> Weight:
+    described = _weight_only_described(options)
+    if described is None:
+        return _as_it_is(lambda module: module.weight.dequantize())(module, options)
+    q, scale, zero = module.weight.unpack()
+    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.weight.perm)
+
+
+def _weight_only_described(options: Options) -> Quantization | None:
+    if options["zeros"] == "offset":
+        return None
+    return Quantization(Grid(options["bits"], options["group_size"], options["zeros"] == "none"))
+
+
+def _zeros(module: modules.WeightOnlyLinear) -> str:
+    return "zero" if module.weight_zero is not None else "offset" if module.weight_offset is not None else "none"
+
+
+_TABLE = (
+    Kind(modules.Int8Linear, _attributes("activation", "symmetric"), _int8, _int8_described),
+    Kind(
+        modules.Fp8Linear,
+        _attributes("activation") | {"weight": attrgetter("weight_scales")},
+        _as_it_is(_scaled_rows),
+    ),
+    Kind(modules.Fp8BlockLinear, {}, _blocks),
+    Kind(
+        modules.OnlineQuantLinear,
+        _attributes("bits", "group_size", "symmetric"),
+        _as_it_is(lambda module: module.prepared.dequantize()),
+    ),
+    Kind(
+        modules.WeightOnlyLinear,
+        _attributes("bits", "group_size") | {"zeros": _zeros},
+        _weight_only,
+        _weight_only_described,
+    ),
+)
+KINDS = {kind.module.__name__: kind for kind in _TABLE}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one kind with the same options."""
+
+    module: str
+    options: Options
+    layers: list[str]
+
+    @property
+    def kind(self) -> Kind:
+        """Its row in the table."""
+        return KINDS[self.module]
+
+    @property
+    def scheme(self) -> str | None:
+        """The scheme whose layers these are."""
+        for scheme in SCHEMES.values():
+            if scheme.module is self.kind.module and scheme.options.items() <= self.options.items():
+                return scheme.name
+        return None
+
+
+def config(groups: Sequence[Group]) -> dict[str, Any]:
+    """The ``quantization_config``."""
+    schemes = {group.scheme for group in groups}
+    return {
+        "quant_method": METHOD,
+        "format_version": VERSION,
+        "scheme": schemes.pop() if len(schemes) == 1 else None,
+        "modules": [
+            {"class": group.module, "options": dict(group.options), "layers": sorted(group.layers)} for group in groups
+        ],
+    }
+
+
+def parse(found: Mapping[str, Any]) -> list[Group]:
+    """The inverse of `config`. Raises FormatError for what this version does not read, and says what that is."""
+    where = "epiloq: quantization_config"
+    if found.get("format_version") != VERSION:
+        raise FormatError(f"{where}: format_version: expected {VERSION}, got {found.get('format_version')!r}")
+    listed = found.get("modules")
+    if not isinstance(listed, list) or not listed:
+        raise FormatError(f"{where}: modules: expected a list of kinds of layers, got {listed!r}")
+    groups = [_group(entry, where) for entry in listed]
+    names = [name for group in groups for name in group.layers]
+    if len(set(names)) < len(names):
+        raise FormatError(f"{where}: modules: expected each layer once, got {max(names, key=names.count)} twice")
+    return groups
+
+
+def _group(entry: Any, where: str) -> Group:
+    fields = entry if isinstance(entry, dict) else {}
+    name, options, layers = (fields.get(key) for key in ("class", "options", "layers"))
+    if name not in KINDS:
+        raise FormatError(f"{where}: modules: class: expected one of {', '.join(KINDS)}, got {name!r}")
+    if not isinstance(options, dict) or options.keys() != KINDS[name].options.keys():
+        expected = ", ".join(KINDS[name].options) or "none"
+        raise FormatError(f"{where}: modules: {name}: options: expected {expected}, got {options!r}")
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, str) for layer in layers):
+        raise FormatError(f"{where}: modules: {name}: layers: expected names, got {layers!r}")
+    return Group(name, options, layers)
+
+
+def groups_of(layers: Mapping[str, tuple[str, Options]]) -> list[Group]:
+    """Layers by name, each with its class and options, those that are alike together."""
+    found: dict[str, Group] = {}
+    for name, (module, options) in layers.items():
+        known = found.setdefault(json.dumps([module, options], sort_keys=True), Group(module, options, []))
+        known.layers.append(name)
+    return list(found.values())
+
+
+def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
+    """A model's quantised layers by name. Raises FormatError for a module that the format has no word for, or none."""
+    found: dict[str, tuple[str, Options]] = {}
+    for name, module in model.named_modules():
+        kind = KINDS.get(type(module).__name__)
+        if kind is not None and type(module) is kind.module:
+            found[name] = kind.module.__name__, {option: value(module) for option, value in kind.options.items()}
+        elif type(module).__module__.startswith(modules.__name__):
+            raise FormatError(f"epiloq: {name}: expected one of {', '.join(KINDS)}, got {type(module).__name__}")
+    if not found:
+        raise FormatError("epiloq: model: expected quantised layers, found none")
+    return found
+
+
+def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+    """Write a model with quantised layers into a new `folder`; `source` is the config.json of the original."""
+    groups = groups_of(layers_of(model))
+    writer = Writer(folder, largest_shard)
+    for name, tensor in distinct(model).items():
+        writer.add(name, tensor)
+    writer.close({**source, "quantization_config": config(groups)})
+
+
+def described(weight: Weight, quantization: Quantization | None) -> tuple[str, Options]:
+    """The class and the options of the module that runs a weight."""
+    if isinstance(weight, ModuleWeight):
+        return weight.module, weight.options
+    if isinstance(weight, BlockWeight):
+        return "Fp8BlockLinear", {}
+    if quantization is not None and quantization.activations is not None:
+        activation = "dynamic" if weight.inputs is None else "static"
+        return "Int8Linear", {"activation": activation, "symmetric": quantization.activations == "int8"}
+    bits = min(bits for bits in BITS if bits >= weight.bits)
+    zeros = "none" if weight.zero is None else "zero"
+    return "WeightOnlyLinear", {"bits": bits, "group_size": weight.group_size, "zeros": zeros}
+
+
+def state_of(weight: Weight, quantization: Quantization | None) -> dict[str, Tensor]:
+    """The state of that module but for a bias."""
+    if isinstance(weight, ModuleWeight):
+        return dict(weight.state)
+    if isinstance(weight, BlockWeight):
+        return {"weight": weight.q, "weight_scale_inv": weight.scale.float()}
+    if quantization is not None and quantization.activations is not None:
+        state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
+        if weight.inputs is not None:
+            state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}
+        return state
+    return {f"{_PACKED}{name}": tensor for name, tensor in weight.pack().state_dict().items()}

@@ -1,0 +1,135 @@
+"""A checkpoint's quantised layers, whatever its format: compared with its model, read one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.architecture import skeleton
+from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.safetensors_file import DTYPES
+from epiloq.formats.table import METHODS, Reader, readers
+from epiloq.formats.weights import Weight
+
+BIAS = "bias"
+_Found = TypeVar("_Found")
+
+
+class Layers:
+    """The linear layers of a checkpoint, in floating point or quantised in any format.
+
+    Made with every tensor's header compared with the model that config.json describes, which is built without values
+    unless one is given. Raises FormatError, naming file and tensor, where they disagree.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.readers: dict[str, Reader] = {} if checkpoint.quantization is None else readers(checkpoint)
+        self.model = skeleton(checkpoint, "meta") if model is None else model
+        self.linears = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
+        """Names of a quantised layer's tensors by their last parts, the bias left out."""
+        self._compare()
+
+    @property
+    def format(self) -> str | None:
+        """The format's name; None in floating point."""
+        found = self.checkpoint.quantization
+        return None if found is None else METHODS[found["quant_method"]]
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How all quantised layers are, where one value says that and they are integers on a grid."""
+        return Quantization.of_all({name: reader.quantization for name, reader in self.readers.items()})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's type."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def unquantised(self) -> list[str]:
+        """Linear layers in floating point, tied ones included."""
+        return sorted(self.linears.keys() - self.readers.keys())
+
+    @property
+    def rest(self) -> list[str]:
+        """Tensors that belong to no quantised layer, or are its bias, one file after the other."""
+        taken = {name for parts in self.parts.values() for name in parts.values()}
+        return [name for name in self.checkpoint.names() if name not in taken]
+
+    def shape(self, layer: str) -> tuple[int, int]:
+        """``(N, K)``."""
+        return self.linears[layer].out_features, self.linears[layer].in_features
+
+    def weight(self, layer: str) -> Weight:
+        """What a quantised layer's tensors stand for. Raises FormatError, naming file and layer, if they disagree."""
+        return self._named(layer, lambda tensors: self.readers[layer].from_tensors(tensors, self.shape(layer)))
+
+    def module(self, layer: str) -> nn.Module | None:
+        """The module whose state a quantised layer's tensors are, with the model's bias; None if they are no module's.
+
+        Raises FormatError as `weight` does.
+        """
+        linear, build = self.linears[layer], self.readers[layer].build
+        if build is None:
+            return None
+        bias = {} if linear.bias is None else {BIAS: linear.bias.detach()}
+        return self._named(layer, lambda tensors: build(linear, tensors | bias))
+
+    def dequantize(self, layer: str) -> Tensor | None:
+        """Any linear layer's weight, float32; None for one tied to something that is no linear layer."""
+        if layer in self.readers:
+            return self.weight(layer).dequantize()
+        name = f"{layer}.weight"
+        return self.checkpoint.tensor(name).float() if name in self.checkpoint.files else None
+
+    def _named(self, layer: str, read: Callable[[dict[str, Tensor]], _Found]) -> _Found:
+        tensors = {part: self.checkpoint.tensor(name) for part, name in self.parts[layer].items()}
+        try:
+            return read(tensors)
+        except ValueError as error:
+            raise FormatError(f"{self.checkpoint.where(layer)}: {error}") from error
+
+    def _compare(self) -> None:
+        checkpoint = self.checkpoint
+        for layer in self.readers:
+            if layer not in self.linears:
+                raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model")
+        targets = self.model.state_dict(keep_vars=True)
+        wanted = {name for name in targets if name.removesuffix(".weight") not in self.readers}
+        # Of earlier versions of a model, which transformers leaves aside too.
+        ignored: list[str] = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or []
+        seen = set()
+        for name, entry in checkpoint.entries.items():
+            layer, _, part = name.rpartition(".")
+            if layer in self.readers and part != BIAS:
+                self._part(layer, part, name)
+                continue
+            if name not in targets:
+                if any(re.search(pattern, name) for pattern in ignored):
+                    continue
+                raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model")
+            target = targets[name]
+            if target.shape != entry.shape or target.is_floating_point() != DTYPES[entry.dtype].is_floating_point:
+                raise FormatError(
+                    f"{checkpoint.where(name)}: expected {target.dtype} {list(target.shape)}, "
+                    f"got {entry.dtype} {list(entry.shape)}"
+                )
+            seen.add(id(target))
+        # Other names of a tied weight are not in the files.
+        for name in sorted(wanted):
+            if id(targets[name]) not in seen:
+                raise FormatError(f"{checkpoint.where(name)}: expected a tensor, found none")
+
+    def _part(self, layer: str, part: str, name: str) -> None:
+        known = self.readers[layer].parts
+        if known is not None and part not in known:
+            expected = ", ".join(sorted(known))
+            raise FormatError(f"{self.checkpoint.where(name)}: expected of a layer {expected}, got {part}")
+        self.parts[layer][part] = name

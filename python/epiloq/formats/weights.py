@@ -1,0 +1,79 @@
+"""One layer's quantised weight as formats exchange it: on an integer grid, in FP8 blocks, or in epiloq's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from epiloq.formats.layouts import FormatError
+from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.quantize.grid import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """``W = scale * q``: q float8_e4m3fn ``[N, K]``, scale ``[ceil(N / 128), ceil(K / 128)]`` of any float type."""
+
+    q: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The weight, float32 ``[N, K]``."""
+        rows, columns = self.q.shape
+        scale = self.scale.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+        return self.q.float() * scale
+
+
+@dataclass(frozen=True)
+class ModuleWeight:
+    """The weight of a module of ``epiloq.nn`` whose meaning only epiloq's own format has words for.
+
+    state
+        Its state dict without the bias.
+    values
+        The weight that it stands for, float32; activations may be quantised besides.
+    """
+
+    module: str
+    options: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    values: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The weight, float32."""
+        return self.values
+
+    @property
+    def described(self) -> str:
+        """What it is, in words."""
+        return f"{self.module}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
+Weight: TypeAlias = QuantizedWeight | BlockWeight | ModuleWeight
+
+
+def on_grid(weight: Weight, name: str) -> QuantizedWeight:
+    """A weight that a format of integers can take as far as its kind goes. Raises FormatError for another kind."""
+    if isinstance(weight, BlockWeight):
+        raise FormatError(f"{name}: cannot say FP8 values in blocks, only integers on a grid")
+    if isinstance(weight, ModuleWeight):
+        raise FormatError(f"{name}: cannot say {weight.described}; only the format epiloq can")
+    if weight.zero is not None and bool((weight.zero >> weight.bits).any()):
+        raise FormatError(
+            f"{name}: cannot say a zero point of {1 << weight.bits} (some files of gptq's first version have it): "
+            f"it has {weight.bits} bits for one"
+        )
+    return weight
+
+
+def exact(scale: Tensor, dtypes: tuple[torch.dtype, ...], name: str) -> torch.dtype:
+    """The first of some types that holds every scale. Raises FormatError if none does."""
+    for dtype in dtypes:
+        if torch.equal(scale.to(dtype).float(), scale.float()):
+            return dtype
+    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise FormatError(f"{name}: cannot say these scales: some are no {expected} numbers and would be rounded")
