@@ -84,25 +84,39 @@ def show(report: dict[str, Any], console: Console) -> None:
     ]
     if report["layer_errors"]:
         name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
-        lines.append(f"worst layer {name}: its output is off by {100 * error:.1f} %")
+        off = "weight" if report.get("error_of") == "weight" else "output"
+        lines.append(f"worst layer {name}: its {off} is off by {100 * error:.1f} %")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[str, typer.Option(metavar="S", help="w4a16-g128|g64|g32, w8a16, w8a8-int8[-azp|-static].")],
+    scheme: Annotated[
+        str, typer.Option(metavar="S", help="w4a16-g64, w8a8-int8, fp8-block, .. (a wrong one lists them).")
+    ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
-        str, typer.Option(metavar="A", help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them).")
-    ] = "gptq",
+        str | None,
+        typer.Option(
+            metavar="A",
+            help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them). By default gptq, or rtn.",
+            show_default=False,
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Text, or a folder of it; not for rtn.", show_default=False),
     ] = None,
     layout: Annotated[
-        str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq or awq.")
-    ] = "compressed-tensors",
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="F",
+            help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq: the first that can say the scheme.",
+            show_default=False,
+        ),
+    ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
     ] = False,
@@ -143,16 +157,23 @@ def quantize(
         quiet()
         from epiloq.cli.demo import progress_stages
         from epiloq.formats.table import FORMATS
+        from epiloq.quantize import direct
         from epiloq.quantize.calibrate import ALGORITHMS
         from epiloq.quantize.job import Settings, perform, prepare
+        from epiloq.quantize.outputs import choose
         from epiloq.quantize.targets import TARGETS
+        from epiloq.schemes import SCHEMES
 
+        one_of(scheme, SCHEMES, "--scheme")
+        layout = choose(scheme, None if layout is None else one_of(layout, FORMATS, "--format"), symmetric)
+        calibrated = scheme in TARGETS
+        algorithm = one_of(algorithm or ("gptq" if calibrated else "rtn"), ALGORITHMS, "--algorithm")
         settings = Settings(
             model,
             output,
-            one_of(scheme, TARGETS, "--scheme"),
-            one_of(algorithm, ALGORITHMS, "--algorithm"),
-            one_of(layout, FORMATS, "--format"),
+            scheme,
+            algorithm,
+            layout,
             calibration,
             symmetric,
             windows,
@@ -165,10 +186,14 @@ def quantize(
         )
         with progress_stages(console) as stage:
             with stage("load and check", 1) as advance:
-                job = prepare(settings)
+                job = prepare(settings) if calibrated else direct.prepare(settings)
                 advance()
-            with stage(f"{scheme}, {algorithm}: blocks", job.blocks) as advance:
-                report = perform(job, advance)
+            if isinstance(job, direct.Job):
+                with stage(f"{scheme}, {algorithm}: quantise, write", 2) as advance:
+                    report = direct.perform(job, advance)
+            else:
+                with stage(f"{scheme}, {algorithm}: blocks", job.blocks) as advance:
+                    report = perform(job, advance)
         show(report, console)
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

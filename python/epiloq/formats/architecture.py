@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def model_config(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of transformers as it is."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return found | {"architectures": [type(model).__name__], "dtype": dtype}
 
 
 def distinct(model: nn.Module) -> Mapping[str, Tensor]:

@@ -7,7 +7,6 @@ A quantised layer has ``weight`` float8_e4m3fn ``[N, K]`` and ``weight_scale_inv
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import distinct, skeleton
+from epiloq.formats.architecture import distinct, model_config, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts import FormatError
 from epiloq.nn import Fp8BlockLinear
@@ -61,39 +60,38 @@ def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> 
 
     Raises FormatError for another quantised layer, or none of this kind; ValueError where `folder` exists.
     """
+    if folder.exists():
+        raise ValueError(f"deepseek_fp8: folder: expected a new one, but {folder} exists")
+    with written_whole(folder) as aside:
+        write(model, model_config(model), aside, largest_shard)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+
+
+def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+    """As `save`, without a rename; `source` is the config.json to begin with."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Fp8BlockLinear)}
     if not layers:
         raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")
     _check_others(model)
-    if folder.exists():
-        raise ValueError(f"deepseek_fp8: folder: expected a new one, but {folder} exists")
     uneven = [n for n, m in layers.items() if any(s > BLOCK and s % BLOCK for s in (m.in_features, m.out_features))]
     if uneven:
         warnings.warn(
             f"transformers de-quantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
             f"{uneven[0]}, ..",
-            stacklevel=2,
+            stacklevel=3,
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    with written_whole(folder) as aside:
-        writer = Writer(aside, largest_shard)
-        for name, tensor in distinct(model).items():
-            writer.add(name, tensor)
-        writer.close(_model_config(model) | {"quantization_config": config(linears)})
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+    writer = Writer(folder, largest_shard)
+    for name, tensor in distinct(model).items():
+        writer.add(name, tensor)
+    writer.close({**source, "quantization_config": config(linears)})
 
 
 def _check_others(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("epiloq.nn") and not isinstance(module, Fp8BlockLinear):
             raise FormatError(f"deepseek_fp8: {name}: expected Fp8BlockLinear, got {type(module).__name__}")
-
-
-def _model_config(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return found | {"architectures": [type(model).__name__], "dtype": dtype}
 
 
 def load(folder: Path) -> nn.Module:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from epiloq import nn as modules
-from epiloq.formats.architecture import distinct
-from epiloq.formats.checkpoint import LARGEST_SHARD, Writer
+from epiloq.formats.architecture import distinct, model_config
+from epiloq.formats.checkpoint import LARGEST_SHARD, Writer, written_whole
 from epiloq.formats.layouts import Activations, FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.packed_weight import BITS
@@ -234,8 +234,20 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
     return found
 
 
+def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+    """Write a model of transformers that `quantize_` has been at into a new `folder`; it appears by one rename.
+
+    A tokenizer is saved beside by its own ``save_pretrained``. Raises FormatError where `folder` exists, or for a
+    quantised layer that the format has no word for, or none.
+    """
+    with written_whole(folder) as aside:
+        write(model, model_config(model), aside, largest_shard)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+
+
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """Write a model with quantised layers into a new `folder`; `source` is the config.json of the original."""
+    """As `save`, without a rename; `source` is the config.json to begin with."""
     groups = groups_of(layers_of(model))
     writer = Writer(folder, largest_shard)
     for name, tensor in distinct(model).items():

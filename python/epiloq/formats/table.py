@@ -68,20 +68,6 @@ def blank(quantization: Quantization, shape: Shape) -> QuantizedWeight:
     return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid)
 
 
-def fitting(quantization: Quantization) -> list[str]:
-    """Names of the formats that can say layers, of convenient sizes, which are quantised so."""
-
-    def fits(layout: Format) -> bool:
-        size = max(quantization.grid.group_size, FP8_BLOCK)
-        try:
-            layout.check(quantization, [(size, size)], torch.float16)
-        except ValueError:
-            return False
-        return True
-
-    return [name for name, layout in FORMATS.items() if fits(layout)]
-
-
 @dataclass(frozen=True)
 class Reader:
     """How the layers of one checkpoint, or some of them, are read.
@@ -96,6 +82,8 @@ class Reader:
         Every tensor that a layer may have, by the last part of its name, beside its bias; None: `from_tensors` knows.
     build
         The module whose state a layer's tensors are, in the place of a linear layer; None: they are no module's state.
+    module
+        Without a quantization, the class of the module that runs a layer, and its options, as in epiloq's own format.
     """
 
     quantization: Quantization | None
@@ -103,6 +91,7 @@ class Reader:
     from_tensors: Callable[[Tensors, Shape], Weight]
     parts: frozenset[str] | None
     build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
+    module: tuple[str, Mapping[str, Any]] = ("", {})
 
 
 def _half(dtype: torch.dtype, activations: str | None) -> torch.dtype:
@@ -235,7 +224,8 @@ def reader(config: Mapping[str, Any]) -> Reader:
         )
     if method == deepseek_fp8.METHOD:
         deepseek_fp8.parse(config)
-        return Reader(None, deepseek_fp8.SCALE, _from_blocks, frozenset({"weight", deepseek_fp8.SCALE}))
+        parts = frozenset({"weight", deepseek_fp8.SCALE})
+        return Reader(None, deepseek_fp8.SCALE, _from_blocks, parts, module=("Fp8BlockLinear", {}))
     raise FormatError(f"quantization_config: quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
 
 
@@ -300,4 +290,5 @@ def _module_reader(group: epiloq_modules.Group) -> Reader:
         partial(_from_module, group),
         None,
         lambda linear, tensors: kind.build(linear, options, tensors, linear.weight.device),
+        (group.module, options),
     )

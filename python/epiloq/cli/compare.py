@@ -1,0 +1,152 @@
+"""``epiloq compare``: two directories of one model, layer by layer and answer by answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from epiloq.cli.env import check_json_target
+from epiloq.cli.inspect import shortened
+from epiloq.cli.quantize import BAD_INPUT, check_device, failures, quiet
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from epiloq.demo.measure import Stage
+
+WORST = 5
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="DIR_A", help="A model directory, quantised or not.")],
+    b: Annotated[Path, typer.Argument(metavar="DIR_B", help="Another of the same model.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text, or a folder of it, that both are to predict.", show_default=False),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="About how many tokens of it.")] = 4096,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
+    device: Annotated[str, typer.Option(metavar="D", help="Where the models run: cpu or cuda.")] = "cpu",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare two directories of one model: weights layer by layer, sizes and, with --text, what they predict.
+
+    Weights are compared as they are de-quantised, one layer at a time. Algorithms that fold scales (awq, smoothquant)
+    change weights and norms together, so that only what the models predict compares them with the original.
+
+    Examples:\n
+      epiloq compare model model-w4\n
+      epiloq compare model model-w4 --text other.txt --json figures.json\n
+
+    Exit codes: 0 compared, whatever the outcome; 2 a directory is bad, or they are not of one model.
+    """
+    from rich.console import Console
+
+    check_json_target(json_file)
+    check_device(device)
+    console = Console()
+    with failures("compare", refused=BAD_INPUT):
+        quiet()
+        from epiloq.cli.demo import progress_stages
+
+        with progress_stages(console) as stage:
+            found = _weights(a, b, stage)
+            if text is not None:
+                found["answers"] = _answers(a, b, text, tokens, length, device, stage)
+        show(found, console)
+        if json_file is not None:
+            json_file.write_text(json.dumps(found, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
+    from epiloq.formats.checkpoint import Checkpoint
+    from epiloq.formats.comparison import other_tensors, weight_errors
+    from epiloq.formats.layers import Layers
+
+    sides = Layers(Checkpoint(a)), Layers(Checkpoint(b))
+    errors = []
+    with stage("layers", len(sides[0].linears)) as advance:
+        for error in weight_errors(*sides):
+            errors.append(error)
+            advance()
+    sizes = [sum(entry.nbytes for entry in side.checkpoint.entries.values()) for side in sides]
+    return {
+        "a": {"model": str(a), "format": sides[0].format, "bytes": sizes[0]},
+        "b": {"model": str(b), "format": sides[1].format, "bytes": sizes[1]},
+        "layers": [asdict(error) for error in errors],
+        "equal_layers": sum(error.equal for error in errors),
+        "other_tensors_that_differ": other_tensors(*sides),
+    }
+
+
+def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
+    from epiloq.formats.checkpoint import Checkpoint
+    from epiloq.formats.comparison import answers
+    from epiloq.formats.model import load
+    from epiloq.quantize.text import load_tokenizer, read_texts, windows
+
+    parts = windows(load_tokenizer(a), read_texts(text), length)[: -(-tokens // length)]
+    models = [load(Checkpoint(folder))[0].to(device) for folder in (a, b)]
+    for folder, model in zip((a, b), models, strict=True):
+        can_generate: Callable[[], bool] | None = getattr(model, "can_generate", None)
+        if can_generate is None or not can_generate():
+            raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+    with stage("windows", len(parts)) as advance:
+        return {"text": str(text), "window": length, **answers(models[0], models[1], parts, advance)}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print the worst layers, the means by kind of layer, the sizes and the answers."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    a, b, layers = found["a"], found["b"], found["layers"]
+    for name, side in (("A", a), ("B", b)):
+        say(f"{name}: {side['model']}, {side['format'] or 'floating point'}, {side['bytes'] / 1e6:.1f} MB")
+    say(f"B takes {b['bytes'] / a['bytes']:.3f} of A's bytes")
+    if found["equal_layers"] == len(layers):
+        say(f"All {len(layers)} linear layers have the same weights, bit for bit")
+    else:
+        console.print(_table(layers))
+        say(f"{found['equal_layers']} of {len(layers)} linear layers have the same weights, bit for bit")
+    differing = found["other_tensors_that_differ"]
+    say(f"Other tensors that differ: {shortened(differing) or 'none'}")
+    if "answers" in found:
+        said = found["answers"]
+        say(
+            f"Perplexity {said['perplexity_a']:.3f} and {said['perplexity_b']:.3f} "
+            f"({100 * (said['perplexity_b'] / said['perplexity_a'] - 1):+.2f} %) over {said['tokens']} tokens; "
+            f"KL(A || B) {said['kl_mean']:.5f} nats a token, at most {said['kl_largest']:.3f}; "
+            f"same likeliest token {100 * said['top1_agreement']:.2f} %"
+        )
+
+
+def _table(layers: list[dict[str, Any]]) -> Any:
+    """A row for each kind of layer with its root mean square, and for the worst layers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("layers", no_wrap=True)
+    for heading in ("count", "relative error", "largest difference"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for layer in layers:
+        kinds.setdefault(layer["name"].rpartition(".")[2], []).append(layer)
+    for kind, found in sorted(kinds.items()):
+        relative = math.sqrt(sum(layer["relative"] ** 2 for layer in found) / len(found))
+        largest = max(layer["largest"] for layer in found)
+        table.add_row(kind, str(len(found)), f"{100 * relative:.3f} %", f"{largest:.3g}")
+    table.add_section()
+    for layer in sorted(layers, key=lambda layer: -layer["relative"])[:WORST]:
+        table.add_row(layer["name"], "", f"{100 * layer['relative']:.3f} %", f"{layer['largest']:.3g}")
+    return table

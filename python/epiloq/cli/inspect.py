@@ -1,0 +1,136 @@
+"""``epiloq inspect``: what a model directory holds, told without running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from epiloq.cli.env import check_json_target
+from epiloq.cli.quantize import BAD_INPUT, failures, quiet
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NAMED = 4
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory, quantised or not.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Also decode every layer, and look for values that are not finite.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the facts to FILE.", show_default=False)
+    ] = None,
+) -> None:
+    """Show how a model directory is quantised, what it takes, and which formats could say it.
+
+    Every tensor's header is compared with the model that config.json describes; values are read only with --check.
+
+    Examples:\n
+      epiloq inspect model-w4\n
+      epiloq inspect model-w4 --check --json facts.json\n
+
+    Exit codes: 0 all well; 2 the directory is bad, in one sentence that names the file and the tensor.
+    """
+    from rich.console import Console
+
+    check_json_target(json_file)
+    console = Console()
+    with failures("inspect", refused=BAD_INPUT):
+        quiet()
+        from epiloq.cli.demo import progress_stages
+        from epiloq.formats import inspection
+        from epiloq.formats.checkpoint import Checkpoint
+        from epiloq.formats.layers import Layers
+
+        layers = Layers(Checkpoint(folder))
+        facts = inspection.inspect(layers)
+        if check:
+            with progress_stages(console) as stage, stage("decode", len(layers.readers) + len(layers.rest)) as advance:
+                facts["wrong"] = inspection.check(layers, advance)
+        show(facts, console)
+        if json_file is not None:
+            json_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        if facts.get("wrong"):
+            raise ValueError(next(iter(facts["wrong"].values())))
+
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """Print the facts."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    size = facts["bytes"]
+    if facts["format"] is None:
+        say(f"{facts['model']}: {shortened(facts['architectures'] or [])}, in floating point")
+    else:
+        version = "" if facts["version"] is None else f" ({facts['version']})"
+        say(
+            f"{facts['model']}: {shortened(facts['architectures'] or [])}, scheme {facts['scheme'] or 'of its own'}, "
+            f"format {facts['format']}{version}"
+        )
+        console.print(_table(facts["kinds"]))
+    say(
+        f"{size['after'] / 1e6:.1f} MB in {facts['tensors']} tensors and {facts['files']} files, "
+        f"{size['before'] / 1e6:.1f} MB in floating point ({size['before'] / max(1, size['after']):.2f}x): "
+        + ", ".join(f"{dtype} {count / 1e6:.1f}" for dtype, count in size["after_by_dtype"].items())
+    )
+    rest = facts["not_quantised"]
+    say(
+        f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {rest['tensors']} tensors ({shortened(rest['largest'])}); "
+        f"linear layers: {shortened(rest['linear']) or 'none'}"
+    )
+    for name, reason in facts["formats"].items():
+        say(f"  {name}: {'can say it' if reason is None else f'no: {reason}'}")
+    for reason in facts.get("wrong", {}).values():
+        say(f"Wrong: {reason}")
+
+
+def shortened(names: Iterable[str]) -> str:
+    """A few names, and how many more."""
+    listed = list(names)
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return ", ".join(listed[:NAMED]) + more
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading, justify in _COLUMNS.items():
+        table.add_column(heading, justify=justify, overflow="fold" if heading == "activations" else "ellipsis")
+    for row in rows:
+        table.add_row(
+            row["kind"],
+            str(row["layers"]),
+            "x".join(map(str, row["shape"])),
+            row["weights"],
+            str(row["group_size"]),
+            "yes" if row["symmetric"] else "no",
+            "yes" if row["act_order"] else "no",
+            row["activations"] or "float",
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['bytes_before'] / 1e6:.1f}",
+        )
+    return table
+
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "layers": "left",
+    "n": "right",
+    "shape": "right",
+    "weights": "left",
+    "group": "right",
+    "sym": "left",
+    "act-order": "left",
+    "activations": "left",
+    "MB": "right",
+    "before": "right",
+}

@@ -1,0 +1,165 @@
+"""What a model directory holds, told without running it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from epiloq.formats import epiloq_modules
+from epiloq.formats.convert import refusal
+from epiloq.formats.layers import Layers
+from epiloq.formats.layouts import FormatError
+from epiloq.formats.table import FORMATS, Reader
+from epiloq.quantize.targets import TARGETS
+
+
+def inspect(layers: Layers) -> dict[str, Any]:
+    """The facts as a JSON-ready dictionary; tensors are read only where headers do not tell.
+
+    kinds
+        Layers that share the last part of their name, shapes and quantisation: a row each.
+    bytes
+        What there is, by type, and what the same model had in floating point.
+    formats
+        For each format, null if it can say these layers, else the reason why it cannot.
+    """
+    checkpoint = layers.checkpoint
+    after: Counter[str] = Counter()
+    for entry in checkpoint.entries.values():
+        after[entry.dtype] += entry.nbytes
+    return {
+        "model": str(checkpoint.folder),
+        "architectures": checkpoint.config.get("architectures"),
+        "format": layers.format,
+        "version": _version(checkpoint.quantization or {}),
+        "scheme": _scheme(layers),
+        "kinds": _rows(layers),
+        "not_quantised": _not_quantised(layers),
+        "tensors": len(checkpoint.entries),
+        "files": len(set(checkpoint.files.values())),
+        "bytes": {
+            "before": _bytes_before(layers),
+            "after": sum(after.values()),
+            "after_by_dtype": dict(sorted(after.items())),
+        },
+        "formats": {name: refusal(layers, layout) for name, layout in FORMATS.items()} if layers.readers else {},
+    }
+
+
+def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Decode every quantised layer and read every other tensor, one at a time: what is wrong, by name.
+
+    A layer that its format's rules do not hold for, or values that are not finite.
+    """
+    found = {}
+    for name in (*layers.readers, *layers.rest):
+        try:
+            values = layers.dequantize(name) if name in layers.readers else layers.checkpoint.tensor(name)
+        except FormatError as error:
+            found[name] = str(error)
+        else:
+            if values is not None and values.is_floating_point() and not bool(values.float().isfinite().all()):
+                found[name] = f"{layers.checkpoint.where(name)}: holds NaN or infinity"
+        advance()
+    return found
+
+
+def _rows(layers: Layers) -> list[dict[str, Any]]:
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in sorted(layers.readers):
+        said = _said(layers, name)
+        shape = layers.shape(name)
+        kind = name.rpartition(".")[2]
+        blank = {"kind": kind, "layers": 0, "shape": list(shape), **said, "bytes": 0, "bytes_before": 0}
+        row = rows.setdefault((kind, shape, *said.values()), blank)
+        row["layers"] += 1
+        row["bytes"] += sum(layers.checkpoint.entries[part].nbytes for part in layers.parts[name].values())
+        row["bytes_before"] += shape[0] * shape[1] * layers.dtype.itemsize
+    return sorted(rows.values(), key=lambda row: (row["kind"], row["shape"]))
+
+
+def _said(layers: Layers, name: str) -> dict[str, Any]:
+    """How one layer is quantised, in the words of the table."""
+    reader = layers.readers[name]
+    if reader.quantization is not None:
+        grid = reader.quantization.grid
+        bits, group, symmetric = grid.bits, "channel" if grid.group_size == -1 else grid.group_size, grid.symmetric
+        words = (f"int{bits}", bits, group, symmetric, reader.quantization.activations)
+    else:
+        module, options = reader.module
+        words = _WORDS[module](options)
+    keys = ("weights", "bits", "group_size", "symmetric", "activations")
+    return {**dict(zip(keys, words, strict=True)), "act_order": _ordered(layers, name)}
+
+
+# Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
+_WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
+    "Fp8BlockLinear": lambda options: ("fp8", 8, "128x128", True, "fp8 in groups of 128"),
+    "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),
+    "OnlineQuantLinear": lambda options: (
+        f"int{options['bits']}",
+        options["bits"],
+        options["group_size"],
+        options["symmetric"],
+        f"int8 in groups of {options['group_size']}",
+    ),
+    "WeightOnlyLinear": lambda options: (
+        f"int{options['bits']}",
+        options["bits"],
+        "channel" if options["group_size"] == -1 else options["group_size"],
+        False,
+        None,
+    ),
+}
+
+
+def _ordered(layers: Layers, name: str) -> bool:
+    """Whether a layer's groups are in activation order; gptq's files may say that they are not."""
+    part = layers.parts[name].get("g_idx")
+    if part is None:
+        return "weight_perm" in layers.parts[name]
+    index, quantization = layers.checkpoint.tensor(part), layers.readers[name].quantization
+    length = quantization.grid.length(len(index)) if quantization is not None else len(index)
+    return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
+
+
+def _version(found: Mapping[str, Any]) -> str | int | None:
+    """Which of a format's versions or layouts a configuration names."""
+    keys = ("checkpoint_format", "version", "format", "format_version", "fmt")
+    return next((found[key] for key in keys if key in found), None)
+
+
+def _scheme(layers: Layers) -> str | None:
+    """The scheme that quantises layers so; None if they follow none, or several."""
+
+    def named(reader: Reader) -> str | None:
+        if reader.quantization is None:
+            return epiloq_modules.Group(*reader.module, []).scheme
+        grid, activations = reader.quantization.grid, reader.quantization.activations
+        wanted = (grid.bits, grid.group_size, activations)
+        return next((t.name for t in TARGETS.values() if (t.bits, t.group_size, t.activations) == wanted), None)
+
+    combined = layers.quantization
+    found = {named(reader) for reader in layers.readers.values()}
+    if combined is not None and combined.dynamic:
+        found = {named(reader) for name, reader in layers.readers.items() if name not in combined.dynamic}
+    return found.pop() if len(found) == 1 else None
+
+
+def _bytes_before(layers: Layers) -> int:
+    """Bytes of the same model in floating point, of its own type."""
+    rest = sum(layers.checkpoint.entries[name].nbytes for name in layers.rest)
+    return rest + sum(rows * columns for rows, columns in map(layers.shape, layers.readers)) * layers.dtype.itemsize
+
+
+def _not_quantised(layers: Layers) -> dict[str, Any]:
+    entries = layers.checkpoint.entries
+    return {
+        "linear": layers.unquantised,
+        "tensors": len(layers.rest),
+        "bytes": sum(entries[name].nbytes for name in layers.rest),
+        "largest": sorted(layers.rest, key=lambda name: -entries[name].nbytes)[:3],
+    }

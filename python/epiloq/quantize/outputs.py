@@ -1,0 +1,59 @@
+"""Which formats can say what a scheme makes of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from epiloq.formats import epiloq_modules
+from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.table import FORMATS, blank
+from epiloq.formats.weights import Weight
+from epiloq.quantize.targets import TARGETS
+from epiloq.schemes import SCHEMES
+
+# A layer whose sizes trouble no format.
+CONVENIENT = 256
+
+
+def schemes() -> dict[str, str]:
+    """Every scheme of ``epiloq quantize`` with its description: those of `quantize_`."""
+    return {name: scheme.description for name, scheme in SCHEMES.items()}
+
+
+def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
+    """For each format, in order of preference, why it cannot say a scheme's layers; None if it can."""
+    weight, quantization = _sample(scheme, symmetric)
+
+    def reason(name: str) -> str | None:
+        try:
+            FORMATS[name].to_tensors(weight, quantization, torch.float16)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return {name: reason(name) for name in FORMATS}
+
+
+def choose(scheme: str, layout: str | None, symmetric: bool = False) -> str:
+    """The format to write: the one that was asked for or, by default, the first that can say the scheme.
+
+    Raises FormatError, with the reason and the formats that fit, for one that cannot.
+    """
+    found = refusals(scheme, symmetric)
+    fitting = [name for name, reason in found.items() if reason is None]
+    chosen = fitting[0] if layout is None else layout
+    if found[chosen] is not None:
+        raise FormatError(f"{found[chosen]}. The scheme {scheme} can be written as {', '.join(fitting)}")
+    return chosen
+
+
+def _sample(scheme: str, symmetric: bool) -> tuple[Weight, Quantization | None]:
+    if scheme in TARGETS:
+        target = TARGETS[scheme]
+        quantization = Quantization(target.grid(symmetric), target.activations)
+        return blank(quantization, (CONVENIENT, CONVENIENT)), quantization
+    found = SCHEMES[scheme]
+    module = found.module.from_linear(nn.Linear(CONVENIENT, CONVENIENT, dtype=torch.float32), **found.options)
+    kind, options = epiloq_modules.layers_of(nn.Sequential(module))["0"]
+    return epiloq_modules.KINDS[kind].weight(module, options), None
