@@ -160,11 +160,10 @@ def quantize(
         from epiloq.quantize import direct
         from epiloq.quantize.calibrate import ALGORITHMS
         from epiloq.quantize.job import Settings, perform, prepare
-        from epiloq.quantize.outputs import choose
+        from epiloq.quantize.outputs import choose, schemes
         from epiloq.quantize.targets import TARGETS
-        from epiloq.schemes import SCHEMES
 
-        one_of(scheme, SCHEMES, "--scheme")
+        one_of(scheme, schemes(), "--scheme")
         layout = choose(scheme, None if layout is None else one_of(layout, FORMATS, "--format"), symmetric)
         calibrated = scheme in TARGETS
         algorithm = one_of(algorithm or ("gptq" if calibrated else "rtn"), ALGORITHMS, "--algorithm")

@@ -91,10 +91,9 @@ def perform(
             if layer is None:
                 writer.add(name, checkpoint.tensor(name))
             elif layer not in target.quantised:
+                weight = layers.weight(layer)
                 try:
-                    target.layer(layer, layers.weight(layer), layers.readers[layer].quantization)
-                except FormatError:
-                    raise
+                    target.layer(layer, weight, layers.readers[layer].quantization)
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()

@@ -10,15 +10,15 @@ from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import FORMATS, blank
 from epiloq.formats.weights import Weight
 from epiloq.quantize.targets import TARGETS
-from epiloq.schemes import SCHEMES
+from epiloq.schemes import SCHEMES, Scheme
 
 # A layer whose sizes trouble no format.
 CONVENIENT = 256
 
 
-def schemes() -> dict[str, str]:
-    """Every scheme of ``epiloq quantize`` with its description: those of `quantize_`."""
-    return {name: scheme.description for name, scheme in SCHEMES.items()}
+def schemes() -> dict[str, Scheme]:
+    """Every scheme of ``epiloq quantize``: those of `quantize_` that make something of linear layers."""
+    return {name: scheme for name, scheme in SCHEMES.items() if hasattr(scheme.module, "from_linear")}
 
 
 def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
@@ -53,7 +53,7 @@ def _sample(scheme: str, symmetric: bool) -> tuple[Weight, Quantization | None]:
         target = TARGETS[scheme]
         quantization = Quantization(target.grid(symmetric), target.activations)
         return blank(quantization, (CONVENIENT, CONVENIENT)), quantization
-    found = SCHEMES[scheme]
+    found = schemes()[scheme]
     module = found.module.from_linear(nn.Linear(CONVENIENT, CONVENIENT, dtype=torch.float32), **found.options)
     kind, options = epiloq_modules.layers_of(nn.Sequential(module))["0"]
     return epiloq_modules.KINDS[kind].weight(module, options), None
