@@ -145,6 +145,13 @@ def int_quantized(linear: nn.Linear) -> Layer:
     return {"weight": q, "weight_scale": scale}, q * scale
 
 
+def int_static(linear: nn.Linear) -> Layer:
+    """The same with one scale of all activations."""
+    tensors, weight = int_quantized(linear)
+    inputs = {"input_scale": torch.rand(1) * 0.01 + 0.01, "input_zero_point": torch.randint(-9, 9, (1,)).char()}
+    return tensors | inputs, weight
+
+
 def deepseek_fp8(linear: nn.Linear) -> Layer:
     """DeepSeek-V3's blocks of 128 x 128."""
     q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
@@ -167,6 +174,7 @@ _GROUPS = {
 }
 _CHANNELS = _GROUPS | {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}
 _TOKENS = _CHANNELS | {"strategy": "token", "dynamic": True, "observer": None}
+_TENSOR = _CHANNELS | {"strategy": "tensor", "symmetric": False}
 
 
 def _ct(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
@@ -216,6 +224,7 @@ TOOLS: dict[str, tuple[Callable[[nn.Linear], Layer], dict[str, Any]]] = {
     "awq": (awq, _AUTO_AWQ),
     "pack-quantized": (compressed_tensors, _ct("pack-quantized", _GROUPS, None)),
     "int-quantized": (int_quantized, _ct("int-quantized", _CHANNELS, _TOKENS)),
+    "static int-quantized": (int_static, _ct("int-quantized", _CHANNELS, _TENSOR)),
     "fp8": (deepseek_fp8, _DEEPSEEK),
 }
 

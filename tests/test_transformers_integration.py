@@ -15,13 +15,14 @@ transformers = pytest.importorskip("transformers")
 import epiloq
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
-from epiloq.formats import deepseek_fp8
+from epiloq.demo import teacher
+from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.integrations.transformers import EpiloqConfig
 from epiloq.nn import Fp8BlockLinear, Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
-from epiloq.schemes import SCHEMES, QuantisedLinear
+from epiloq.schemes import QuantisedLinear
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -76,6 +77,8 @@ def quantised(folder: Path, scheme: str, layout: str, model: str = "llama", symm
         ("w8a16", "compressed-tensors", "gpt_neox", True),
         ("w8a8-int8", "compressed-tensors", "opt", True),
         ("w8a8-int8-azp", "compressed-tensors", "qwen2", True),
+        ("w4a16-g64", "epiloq", "qwen2", False),
+        ("w8a8-int8", "epiloq", "gpt_neox", True),
     ],
 )
 def test_own_directories(seed: int, tmp_path: Path, scheme: str, layout: str, model: str, symmetric: bool) -> None:
@@ -107,18 +110,33 @@ def test_fp8_blocks(seed: int, tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(logits(opened(tmp_path / "again")), logits(model))
 
 
-@pytest.mark.parametrize("model", foreign.MODELS)
-@pytest.mark.parametrize("tool", foreign.TOOLS)
+@pytest.mark.parametrize(
+    ("tool", "model"),
+    [
+        ("gptq", "llama"),
+        ("gptq", "opt"),
+        ("gptq in activation order", "gpt_neox"),
+        ("gptq in activation order", "qwen2"),
+        ("awq", "qwen2"),
+        ("awq", "llama"),
+        ("pack-quantized", "opt"),
+        ("pack-quantized", "qwen2"),
+        ("int-quantized", "gpt_neox"),
+        ("static int-quantized", "llama"),
+        ("fp8", "llama"),
+        ("fp8", "opt"),
+    ],
+)
 def test_directories_of_other_tools(seed: int, tmp_path: Path, tool: str, model: str) -> None:
     exact = foreign.write(tmp_path / "out", foreign.MODELS[model](), tool)
     found = opened(tmp_path / "out")
-    kinds = {"int-quantized": Int8Linear, "fp8": Fp8BlockLinear}
+    kinds = {"int-quantized": Int8Linear, "static int-quantized": Int8Linear, "fp8": Fp8BlockLinear}
     assert {type(layer) for layer in layers(found).values()} == {kinds.get(tool, WeightOnlyLinear)}
     for name, layer in layers(found).items():
         assert torch.equal(dequantised(layer), exact.get_parameter(f"{name}.weight")), name
-    # Activations in 8 bits err; weights alone do not.
+    # Activations in 8 bits err, those of a scale that nobody measured without bounds; weights alone do not.
     error = (logits(found) - logits(exact)).norm() / logits(exact).norm()
-    assert error < (0.15 if tool in kinds else 1e-5)
+    assert error < {"int-quantized": 0.05, "fp8": 0.15, "static int-quantized": torch.inf}.get(tool, 1e-5)
     found.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(opened(tmp_path / "again")), logits(found))
 
@@ -130,7 +148,7 @@ def test_packed_by_its_own_package(seed: int, tmp_path: Path) -> None:
     assert torch.equal(package.pack_to_int32(q, 4), foreign.words((q + 8).numpy()))
 
 
-@pytest.mark.parametrize("tool", ["gptq", "int-quantized", "fp8"])
+@pytest.mark.parametrize("tool", ["gptq", "int-quantized"])
 def test_generate_and_a_compiled_step(seed: int, tmp_path: Path, tool: str) -> None:
     """Greedy tokens of ``generate``, of one graph without breaks over a static cache, and of the model's own loop."""
     foreign.write(tmp_path / "out", foreign.llama(), tool)
@@ -154,15 +172,43 @@ def test_generate_and_a_compiled_step(seed: int, tmp_path: Path, tool: str) -> N
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if not scheme.static])
+@pytest.mark.parametrize("scheme", ["w8a8-int8-azp", "w4a8-block", "fp8-token", "fp8-block", "w4a16-g64"])
 def test_quantised_after_loading(seed: int, tmp_path: Path, scheme: str) -> None:
+    """As `quantize_` does it, and saved in epiloq's own format."""
     foreign.qwen2().save_pretrained(tmp_path / "float")
     found = opened(tmp_path / "float", quantization_config=EpiloqConfig(scheme))
     assert torch.equal(logits(found), logits(epiloq.quantize_(opened(tmp_path / "float"), scheme)))
     assert len(layers(found)) == 14 and found.is_quantized
-    config = EpiloqConfig(scheme, modules_to_not_convert=["model.layers.1", "model.layers.0.self_attn.q_proj"])
-    left = opened(tmp_path / "float", quantization_config=config)
-    assert len(layers(left)) == 6 and not any(name.endswith("q_proj") for name in layers(left))
+    found.save_pretrained(tmp_path / "out")
+    assert Checkpoint(tmp_path / "out").quantization == found.config.quantization_config.to_dict()
+    again = opened(tmp_path / "out")
+    assert torch.equal(logits(again), logits(found))
+    assert {name: repr(layer) for name, layer in layers(again).items()} == {
+        n: repr(m) for n, m in layers(found).items()
+    }
+    read, _ = models.load(Checkpoint(tmp_path / "out"))
+    assert torch.equal(logits(read), logits(found))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_layers_to_leave(seed: int, tmp_path: Path) -> None:
+    foreign.gpt_neox().save_pretrained(tmp_path / "float")
+    left = ["gpt_neox.layers.1", "gpt_neox.layers.0.attention.dense"]
+    found = opened(tmp_path / "float", quantization_config=EpiloqConfig("w8a16", modules_to_not_convert=left))
+    assert sorted(layers(found)) == [
+        f"gpt_neox.layers.0.{name}" for name in ("attention.query_key_value", "mlp.dense_4h_to_h", "mlp.dense_h_to_4h")
+    ]
+    found.save_pretrained(tmp_path / "out")
+    again = opened(tmp_path / "out", quantization_config=EpiloqConfig())
+    assert layers(again).keys() == layers(found).keys() and torch.equal(logits(again), logits(found))
+
+
+def test_a_static_scheme_comes_back(seed: int, tmp_path: Path) -> None:
+    model = epiloq.quantize_(foreign.llama(), "w8a8-int8-static", calibrate=logits)
+    epiloq_modules.write(model, model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, tmp_path / "out")
+    found = opened(tmp_path / "out")
+    found.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(found), logits(model)) and torch.equal(logits(opened(tmp_path / "again")), logits(model))
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, {"": torch.device("cpu")}])
@@ -174,8 +220,7 @@ def test_device_maps(seed: int, tmp_path: Path, device_map: Any) -> None:
     assert torch.equal(logits(opened(tmp_path / "out", device_map=device_map)), logits(opened(tmp_path / "out")))
 
 
-@pytest.mark.parametrize("tool", foreign.TOOLS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tool", "dtype"), list(zip(foreign.TOOLS, 4 * [torch.bfloat16, torch.float16], strict=False)))
 def test_another_type_of_activations(seed: int, tmp_path: Path, tool: str, dtype: torch.dtype) -> None:
     """The quantised values stay as they are, whatever type the rest has."""
     foreign.write(tmp_path / "out", foreign.opt(), tool)
@@ -189,6 +234,21 @@ def test_another_type_of_activations(seed: int, tmp_path: Path, tool: str, dtype
     found.save_pretrained(tmp_path / "again")
     again = opened(tmp_path / "again")
     assert again.dtype == dtype and torch.equal(logits(again), logits(found))
+
+
+def test_a_real_model(tmp_path: Path) -> None:
+    """SmolLM2, quantised after loading: it knows the capital of France, and saved it is what ``epiloq eval`` runs."""
+    folder = Path(__file__).parents[1] / "build" / "demo" / "teacher"
+    if not teacher.is_model(folder):
+        pytest.skip("`make demo` has not left its model here")
+    model = opened(folder, quantization_config=EpiloqConfig("w8a8-int8"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    assert "Paris" in tokenizer.decode(model.generate(**prompt, max_new_tokens=4, do_sample=False)[0])
+    model.save_pretrained(tmp_path / "out")
+    read, _ = models.load(Checkpoint(tmp_path / "out"))
+    assert torch.equal(logits(opened(tmp_path / "out")), logits(model))
+    assert torch.equal(logits(read), logits(model)) and len(layers(model)) == 210
 
 
 @pytest.mark.gpu
