@@ -251,27 +251,54 @@ def test_a_real_model(tmp_path: Path) -> None:
     assert torch.equal(logits(read), logits(model)) and len(layers(model)) == 210
 
 
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float().cpu() - expected.float().cpu()).norm() / expected.float().norm())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", foreign.TOOLS)
 def test_on_a_gpu(seed: int, tmp_path: Path, tool: str) -> None:
+    """Against the CPU; activations in 8 bits may round another way where float16 sums differ."""
+    bound = 0.1 if "int" in tool or tool == "fp8" else 0.02
     foreign.write(tmp_path / "out", foreign.llama(), tool)
-    exact = logits(opened(tmp_path / "out", dtype=torch.float16)).float()
+    exact = logits(opened(tmp_path / "out", dtype=torch.float16))
     found = opened(tmp_path / "out", dtype=torch.float16, device_map="cuda")
     assert all(tensor.is_cuda for tensor in found.state_dict().values())
     with torch.no_grad():
-        error = (found(TOKENS.cuda()).logits.float().cpu() - exact).norm() / exact.norm()
-    assert error < 0.02
-    moved = opened(tmp_path / "out", dtype=torch.float16).cuda()
+        scores = found(TOKENS.cuda()).logits
+        assert distance(scores, exact) < bound
+        moved = opened(tmp_path / "out", dtype=torch.float16).cuda()
+        assert torch.equal(moved(TOKENS.cuda()).logits, scores)
+        found.save_pretrained(tmp_path / "again")
+        assert torch.equal(opened(tmp_path / "again", device_map="cuda")(TOKENS.cuda()).logits, scores)
+        # transformers compiles the steps of a static cache; every step against the whole sequence at once.
+        made = found.generate(
+            TOKENS[:1].cuda(),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation="static",
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        whole = found(made.sequences).logits[0, -7:-1]
+    assert distance(torch.cat(made.scores), whole) < bound
+
+
+@pytest.mark.gpu
+def test_on_two_gpus(seed: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    foreign.write(tmp_path / "out", foreign.llama(), "gptq")
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0")
+    device_map = {**dict.fromkeys(names, 0), "model.layers.1": 1, "model.norm": 1, "lm_head": 0}
+    found = opened(tmp_path / "out", dtype=torch.float16, device_map=device_map)
+    placed = [layer.weight_q.device.index for layer in layers(found).values()]
+    assert placed == 7 * [0] + 7 * [1]
+    exact = opened(tmp_path / "out", dtype=torch.float16, device_map="cuda")
     with torch.no_grad():
-        assert torch.equal(moved(TOKENS.cuda()).logits, found(TOKENS.cuda()).logits)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    eager = found.generate(TOKENS[:1].cuda(), **options)
-    # transformers compiles this one's steps.
-    assert torch.equal(found.generate(TOKENS[:1].cuda(), cache_implementation="static", **options), eager)
-    found.save_pretrained(tmp_path / "again")
-    again = opened(tmp_path / "again", device_map="cuda")
-    with torch.no_grad():
-        assert torch.equal(again(TOKENS.cuda()).logits, found(TOKENS.cuda()).logits)
+        assert torch.equal(found(TOKENS.cuda()).logits.cpu(), exact(TOKENS.cuda()).logits.cpu())
 
 
 def test_registering_can_be_taken_back() -> None:
