@@ -15,13 +15,16 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra cli")
 pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import epiloq
 from epiloq.cli import app
+from epiloq.demo import DemoError
+from epiloq.demo.teacher import find_gguf
 from epiloq.formats import convert, deepseek_fp8, epiloq_modules
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint, Writer, carry_over
@@ -117,6 +120,19 @@ def test_weights_stay(teacher: Path, tmp_path: Path, kind: str, source: str, tar
     assert same(dict(Checkpoint(tmp_path / "back").tensors()), dict(Checkpoint(tmp_path / "in").tensors()))
     said = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "back")]
     assert said[0] == said[1]
+
+
+def test_biases_of_zeros_are_left_aside(teacher: Path, tmp_path: Path) -> None:
+    """AutoGPTQ writes them for layers without one."""
+    written(teacher, tmp_path / "in", "gptq", INT4, unchanged)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.0.mlp.up_proj.bias"
+    save_file(tensors | {name: torch.zeros(96, dtype=torch.float16)}, file)
+    model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert model.get_submodule("model.layers.0.mlp.up_proj").bias is None
+    save_file(tensors | {name: torch.ones(96, dtype=torch.float16)}, file)
+    with pytest.raises(FormatError, match=f"{name}: not a tensor of this model"):
+        Layers(Checkpoint(tmp_path / "in"))
 
 
 def test_symmetric_weights_in_awq(teacher: Path, tmp_path: Path) -> None:
@@ -270,3 +286,58 @@ def test_existing_output_and_failures(teacher: Path, tmp_path: Path, monkeypatch
     assert run("convert", teacher, tmp_path / "new", "--format", "gptq").exit_code == 2
     assert run("convert", tmp_path / "absent", tmp_path / "new", "--format", "gptq").exit_code == 2
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def real_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's first block, as a model of one layer with an embedding of its own."""
+    reader = pytest.importorskip("gguf").GGUFReader
+    try:
+        stored = {tensor.name: tensor for tensor in reader(find_gguf()).tensors}
+    except DemoError as error:
+        pytest.skip(str(error))
+    from gguf.quants import dequantize
+
+    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+    names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        num_hidden_layers=1,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in names:
+            found = stored[f"blk.0.{names[name.rpartition('.')[2]]}.weight"]
+            values = torch.from_numpy(dequantize(found.data, found.tensor_type).copy())
+            module.weight.data = values.view(module.weight.shape)
+    return save(tmp_path_factory.mktemp("real") / "model", model)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "chain"),
+    [
+        (
+            Quantization(Grid(4, 64, symmetric=False)),
+            ("compressed-tensors", "gptq", "awq", "epiloq", "compressed-tensors"),
+        ),
+        (Quantization(Grid(8, -1, symmetric=True), "int8"), ("compressed-tensors", "epiloq", "compressed-tensors")),
+    ],
+    ids=["w4a16", "w8a8"],
+)
+def test_real_weights_through_every_format(
+    real_block: Path, tmp_path: Path, quantization: Quantization, chain: tuple[str, ...]
+) -> None:
+    written(real_block, tmp_path / "0", chain[0], quantization, unchanged)
+    for step, layout in enumerate(chain[1:]):
+        convert.perform(convert.prepare(tmp_path / f"{step}", tmp_path / f"{step + 1}", layout))
+    first, last = (dict(Checkpoint(tmp_path / name).tensors()) for name in ("0", f"{len(chain) - 1}"))
+    assert same(first, last)
+    exact = dict(Checkpoint(real_block).tensors())
+    for name, values in weights(tmp_path / "1").items():
+        error = float((values.float() - exact[name]).norm() / exact[name].norm())
+        assert 0 < error < 0.12 if "proj" in name else error == 0

@@ -24,7 +24,7 @@ import epiloq
 from epiloq.cli import app
 from epiloq.formats import epiloq_modules
 from epiloq.formats import model as models
-from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.checkpoint import Checkpoint, Writer
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.weights import Weight
@@ -170,7 +170,8 @@ def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme:
     expected = quantised(models.load_float(Checkpoint(teacher)), scheme)
     again, _ = models.load(Checkpoint(tmp_path / "out"))
     assert torch.equal(logits(again), logits(expected))
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in teacher.iterdir()}
+    carried = {file.name for file in teacher.iterdir()}
+    assert {file.name for file in (tmp_path / "out").iterdir()} - {"report.html"} == carried
     result = run("eval", tmp_path / "out", "--text", teacher.with_name("text.txt"), "--json", tmp_path / "e.json")
     assert result.exit_code == 0, result.output
     method = {"deepseek-fp8": "fp8"}.get(layout, layout)
@@ -229,6 +230,18 @@ def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], sa
     assert result.exit_code in (1, 2)
     assert said in " ".join(result.output.replace("│", " ").split()), result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_failed_run(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, code in ((OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)):
+
+        def fails(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "close", fails)
+            result = command(teacher, tmp_path / "out", "--scheme", "fp8-token")
+        assert result.exit_code == code and list(tmp_path.iterdir()) == []
 
 
 def test_defaults() -> None:

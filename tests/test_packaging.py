@@ -74,6 +74,8 @@ def test_the_wheel_holds_the_package_the_library_and_the_cmake_files(built: Buil
         r"epiloq/lib/cmake/epiloq/epiloqTargets\.cmake",
         r"epiloq/include/epiloq/version\.h",
         r"epiloq/demo/report\.html",
+        r"epiloq/pages/page\.html",
+        r"epiloq/quantize/report\.html",
         r"epiloq-.*\.dist-info/licenses/LICENSE",
         *(f"epiloq/include/epiloq/{header.name}" for header in (ROOT / "include" / "epiloq").iterdir()),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,14 @@ from safetensors.torch import load_file, save_file
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 from epiloq.integrations.transformers import EpiloqConfig
+from opened_models import opened
 
 # Other tests want transformers as it is.
 integration.unregister()
+pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
 UP = "model.layers.1.mlp.up_proj"
 WEIGHTS = "model.safetensors"
 FOLDERS = ("gptq", "awq", "pack-quantized", "int-quantized", "fp8")
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    integration.register()
-    yield
-    integration.unregister()
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +37,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tool in FOLDERS:
         foreign.write(folder / tool, foreign.llama(), tool, shards=1)
     return folder
-
-
-def opened(folder: Path, **options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 Tensors = dict[str, torch.Tensor]

@@ -1,1 +1,1 @@
-"""The command line: ``epiloq env``, ``demo``, ``bench``, ``quantize`` and ``eval``."""
+"""The command line: ``epiloq`` and its commands, which `app.COMMANDS` lists."""

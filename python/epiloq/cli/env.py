@@ -118,14 +118,14 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def check_json_target(path: Path | None) -> None:
-    """Refuse a ``--json`` target that could not be written later, before any work is done."""
+def check_json_target(path: Path | None, option: str = "--json") -> None:
+    """Refuse the target of ``--json`` or another option that could not be written later, before any work is done."""
     if path is None:
         return
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint="--json")
+        raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint=option)
     if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint="--json")
+        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
 
 
 def env(

@@ -24,6 +24,7 @@ def measure(
     from epiloq.demo.perplexity import perplexity
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.model import load
+    from epiloq.quantize.job import check_generates
     from epiloq.quantize.text import load_tokenizer, read_texts, windows
 
     checkpoint = Checkpoint(folder)
@@ -31,9 +32,7 @@ def measure(
     if tokens != ALL:
         parts = parts[: -(-tokens // length)]
     model, quantization = load(checkpoint)
-    can_generate = getattr(model, "can_generate", None)
-    if can_generate is None or not can_generate():
-        raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+    check_generates(model, folder)
     model.to(device)
     start = time.perf_counter()
     found = perplexity(model, parts, begin(len(parts)))

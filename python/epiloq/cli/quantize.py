@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 REQUIRED = ("transformers", "safetensors")
 GO_ON = "; what was finished is kept, and the same command goes on from there"
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def _disk_failures() -> tuple[type[Exception], ...]:
+    """What a disk that fails or is full raises: safetensors has an exception of its own for it."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
 
 
 @contextmanager
@@ -41,7 +50,7 @@ def failures(command: str, hint: str = "", refused: int = FAILED) -> Iterator[No
     except ValueError as error:
         say(str(error))
         raise typer.Exit(refused) from None
-    except OSError as error:
+    except _disk_failures() as error:
         say(f"{error}{hint}")
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
@@ -82,10 +91,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{report['output']}: {after / 1e6:.1f} MB of weights, {before / 1e6:.1f} MB before ({before / after:.2f}x)",
         f"{report['seconds']:.0f} s, at most {report['peak_memory_bytes'] / 1e9:.2f} GB of memory",
     ]
-    if report["layer_errors"]:
-        name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
-        off = "weight" if report.get("error_of") == "weight" else "output"
-        lines.append(f"worst layer {name}: its {off} is off by {100 * error:.1f} %")
+    if report["perplexity"]:
+        first, last = report["perplexity"]["before"], report["perplexity"]["after"]
+        lines.append(f"perplexity {first:.3f} before, {last:.3f} after ({100 * (last / first - 1):+.2f} %)")
+    name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
+    lines.append(f"worst layer {name}: its {report['error_of']} is off by {100 * error:.1f} %")
+    kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
+    if kept:
+        lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -140,8 +153,16 @@ def quantize(
         typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(metavar="D", help="Where each block is worked on: cpu or cuda.")] = "cpu",
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Other text, to measure perplexity on before and after.", show_default=False),
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to FILE.", show_default=False)
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
     """Quantise a model's weights: epiloq quantize MODEL --scheme w4a16-g64 --calibration TEXT --output DIR.
@@ -151,15 +172,18 @@ def quantize(
     from rich.console import Console
 
     check_json_target(json_file)
+    check_json_target(report, "--report")
     check_device(device)
     console = Console()
     with failures("quantize", GO_ON):
         quiet()
         from epiloq.cli.demo import progress_stages
+        from epiloq.demo.results import write_text
         from epiloq.formats.table import FORMATS
         from epiloq.quantize import direct
+        from epiloq.quantize import report as page
         from epiloq.quantize.calibrate import ALGORITHMS
-        from epiloq.quantize.job import Settings, perform, prepare
+        from epiloq.quantize.job import Job, Settings, perform, prepare
         from epiloq.quantize.outputs import choose, schemes
         from epiloq.quantize.targets import TARGETS
 
@@ -182,17 +206,22 @@ def quantize(
             keep_dynamic,
             blocks,
             device,
+            evaluation,
+            shlex.join(["epiloq", *sys.argv[1:]]),
         )
         with progress_stages(console) as stage:
             with stage("load and check", 1) as advance:
                 job = prepare(settings) if calibrated else direct.prepare(settings)
                 advance()
-            if isinstance(job, direct.Job):
-                with stage(f"{scheme}, {algorithm}: quantise, write", 2) as advance:
-                    report = direct.perform(job, advance)
-            else:
-                with stage(f"{scheme}, {algorithm}: blocks", job.blocks) as advance:
-                    report = perform(job, advance)
-        show(report, console)
+            found = perform(job, stage) if isinstance(job, Job) else direct.perform(job, stage)
+        show(found, console)
         if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write_text(json_file, json.dumps(found, indent=2) + "\n")
+        if page.missing():
+            console.print(
+                f"No report: it needs {', '.join(page.missing())} (pip install 'epiloq[demo]')", soft_wrap=True
+            )
+        else:
+            console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
+            if report is not None:
+                write_text(report, (output / page.FILE).read_text(encoding="utf-8"))

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epiloq.demo.results import Measured, Results
+from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-INK = "#010203"
-"""Stands for the page's text colour while matplotlib draws."""
-FAINT = "#8888884d"
-FLOAT_COLOUR = "#8a8f98"
-# Mid-tones of distinct lightness: legible on white and on near-black, and to colour-blind readers.
-SCHEME_COLOURS = ("#1f9e89", "#e0812b", "#8a6fdf", "#d1495b", "#3d8bd4", "#a3a02f")
-# About as wide as a phone shows them, so that the text stays readable there.
-WIDTH_INCHES = 4.4
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "epiloq",
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-}
-
-
-@contextmanager
-def canvas(height_inches: float) -> Iterator[Figure]:
-    """A figure in the report's style, without pyplot and its global state."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        yield Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-
-
-def to_svg(figure: Figure, label: str) -> str:
-    """The figure as an ``<svg>`` element that scales with its container; ``label`` is for screen readers."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Creator": None, "Date": None, "Type": None})
-    svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    opening = re.sub(r' (width|height|version|xmlns(:xlink)?)="[^"]*"', "", svg[: svg.index(">")])
-    return f'{opening} role="img" aria-label="{label}"{svg[svg.index(">") :]}'.replace(INK, "currentColor").strip()
 
 
 def colours(results: Results) -> dict[str, str]:
     """A colour for each scheme, in order."""
     names = [scheme.name for scheme in results.schemes]
-    return {name: SCHEME_COLOURS[index % len(SCHEME_COLOURS)] for index, name in enumerate(names)}
+    return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
 def block_of(name: str) -> int:

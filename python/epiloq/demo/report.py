@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import NamedTuple
 
+from epiloq import pages
 from epiloq.demo import figures
 from epiloq.demo.results import Measured, Results, Run
 
@@ -70,11 +70,8 @@ def rows(results: Results) -> list[dict[str, str]]:
 
 def render(results: Results) -> str:
     """The page as HTML text."""
-    from jinja2 import Environment, StrictUndefined
-
-    source = files("epiloq.demo").joinpath("report.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source).render(
+    return pages.render(
+        "epiloq.demo/report.html",
         results=results,
         headlines=headlines(results),
         rows=rows(results),

@@ -60,8 +60,8 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
         inputs = None
         if "input_scale" in tensors:
             zero = tensors.get("input_zero_point", torch.zeros(1, dtype=torch.int8))  # Symmetric ones may have none.
-            shapes = {"input_scale": (None, (1,)), "input_zero_point": (torch.int8, (1,))}
-            require({**tensors, "input_zero_point": zero}, shapes)
+            said = {**tensors, "input_zero_point": zero}
+            require(said, {"input_scale": (None, (1,)), "input_zero_point": (torch.int8, (1,))})
             inputs = InputGrid(tensors["input_scale"].float(), zero.int())
         return QuantizedWeight(tensors["weight"], tensors["weight_scale"].float(), None, grid, inputs=inputs)
     count = per_word(grid.bits)

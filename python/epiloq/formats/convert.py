@@ -55,7 +55,7 @@ def refusal(layers: Layers, layout: Format) -> str | None:
         return None
     tried = set()
     for name, reader in layers.readers.items():
-        key = (reader.quantization, layers.shape(name))
+        key = (reader.quantization, repr(reader.module), layers.shape(name))
         if key in tried:
             continue
         tried.add(key)

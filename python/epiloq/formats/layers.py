@@ -112,7 +112,7 @@ class Layers:
                 self._part(layer, part, name)
                 continue
             if name not in targets:
-                if any(re.search(pattern, name) for pattern in ignored):
+                if any(re.search(pattern, name) for pattern in ignored) or self._empty_bias(layer, part):
                     continue
                 raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model")
             target = targets[name]
@@ -126,6 +126,11 @@ class Layers:
         for name in sorted(wanted):
             if id(targets[name]) not in seen:
                 raise FormatError(f"{checkpoint.where(name)}: expected a tensor, found none")
+
+    def _empty_bias(self, layer: str, part: str) -> bool:
+        """Whether this is a bias of zeros, which AutoGPTQ writes for layers that have none."""
+        ours = layer in self.readers and part == BIAS
+        return ours and not bool(self.checkpoint.tensor(f"{layer}.{part}").any())
 
     def _part(self, layer: str, part: str, name: str) -> None:
         known = self.readers[layer].parts

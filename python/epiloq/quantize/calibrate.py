@@ -70,7 +70,8 @@ class Block:
     state: dict[str, Tensor]
     """The block's other parameters and buffers, which folding may have changed, by their names in the block."""
     errors: dict[str, float]
-    """Each layer's relative output error on its calibration inputs; empty without those."""
+    """Each layer's relative error: of its output on calibration inputs or, by algorithms that need none, of its
+    weight (Frobenius)."""
     input_errors: dict[str, InputErrors] = field(default_factory=dict)
     """What quantising each layer's input costs, where static scales were asked for."""
 
@@ -204,9 +205,10 @@ class _Work:
         weights: dict[str, QuantizedWeight] = {}
         errors: dict[str, float] = {}
         if not self.algorithm.needs_inputs:
-            weights = {
-                n: rtn(layer.weight, self.grid, self._moments(None, layer.weight)) for n, layer in layers.items()
-            }
+            for n, layer in layers.items():
+                weights[n] = rtn(layer.weight, self.grid, self._moments(None, layer.weight))
+                lost, whole = (weights[n].dequantize() - layer.weight.float()).norm(), layer.weight.float().norm()
+                errors[n] = float(lost / whole) if whole else 0.0
         else:
             device = next(block.parameters()).device
 

@@ -78,7 +78,7 @@ def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
         damped.diagonal().add_(dampening * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            upper: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
             if torch.isfinite(upper).all():
                 return upper
         dampening = max(10 * dampening, 1e-4)

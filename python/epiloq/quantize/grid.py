@@ -73,7 +73,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class InputGrid:
-    """How all inputs of a layer are quantised to int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32 ``[1]``."""
+    """How a layer's inputs all become int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32 ``[1]``."""
 
     scale: Tensor
     zero: Tensor

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -16,23 +17,35 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq.demo.perplexity import perplexity
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import Quantization
-from epiloq.formats.model import load_float, save
+from epiloq.formats.model import load, load_float, save
 from epiloq.formats.table import FORMATS
+from epiloq.quantize import report as page
 from epiloq.quantize.blocks import find_blocks, linears_of
-from epiloq.quantize.calibrate import ALGORITHMS, calibrate
+from epiloq.quantize.calibrate import ALGORITHMS, Block, calibrate
 from epiloq.quantize.smoothquant import ALPHA
-from epiloq.quantize.static import InputErrors, Static
+from epiloq.quantize.static import Static
 from epiloq.quantize.store import Store
+from epiloq.quantize.tally import Stage, Tally, unseen
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
 from epiloq.schemes import default_filter
 
+# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
+EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS."""
+    """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
+
+    evaluation
+        Text to measure perplexity on, before and after.
+    command
+        What the report says this was asked by.
+    """
 
     model: Path
     output: Path
@@ -48,16 +61,67 @@ class Settings:
     keep_dynamic: str | None = None
     blocks: str | None = None
     device: str = "cpu"
+    evaluation: Path | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True)
-class Job:
-    """Settings that were checked, and what they say of the model. Nothing was written yet."""
+class Run:
+    """Settings that were checked, and what they say of the model. Nothing was written yet.
+
+    texts, evaluation
+        Windows of tokens to calibrate and to evaluate on; they share none.
+    """
 
     settings: Settings
     source: Checkpoint
     model: nn.Module
     texts: list[Tensor]
+    evaluation: list[Tensor]
+    seconds: float
+
+    def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
+        """Of the text to evaluate on, if there is any."""
+        if not self.evaluation:
+            return None
+        with tally.timed(title, len(self.evaluation)) as advance:
+            return perplexity(model, self.evaluation, advance)
+
+    def report(self, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
+        """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
+        settings = self.settings
+        found = {
+            **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+            "calibration_tokens": sum(window.numel() for window in self.texts),
+            "blocks": len(tally.blocks),
+            "blocks_resumed": tally.resumed,
+            "error_of": tally.error_of,
+            "layer_errors": tally.errors,
+            "input_errors": tally.input_errors,
+            "scales": tally.histogram,
+            "bytes_before": _weight_bytes(settings.model),
+            "bytes_after": _weight_bytes(whole),
+            "perplexity": None,
+        }
+        if before is not None:
+            after = self.perplexity(load(Checkpoint(whole))[0].to(settings.device), tally, "evaluate after")
+            tokens = sum(window.numel() for window in self.evaluation)
+            found["perplexity"] = {"before": before, "after": after, "tokens": tokens, "window": EVALUATED_LENGTH}
+        found |= {
+            "stages": tally.seconds,
+            "seconds": time.perf_counter() - start,
+            "peak_memory_bytes": peak_memory(),
+            "environment": _environment(settings),
+        }
+        if not page.missing():
+            (whole / page.FILE).write_text(page.render(found), encoding="utf-8")
+        return found
+
+
+@dataclass(frozen=True)
+class Job(Run):
+    """A run block by block."""
+
     quantization: Quantization
     blocks: int
 
@@ -67,23 +131,26 @@ class Job:
         return self.settings.output.with_name(f".{self.settings.output.name}.partial")
 
 
+def opened(settings: Settings, static: bool = False) -> Run:
+    """Load what a run needs; a static scheme needs text. Raises ValueError, with nothing on the disk touched."""
+    start = time.perf_counter()
+    if settings.output.exists() or settings.output.is_symlink():
+        raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
+    if settings.keep_dynamic is not None and not static:
+        raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
+    source = Checkpoint(settings.model)
+    texts, evaluation = _texts(settings, static or ALGORITHMS[settings.algorithm].needs_inputs)
+    model = load_float(source)
+    if evaluation:
+        check_generates(model, settings.model)
+    return Run(settings, source, model, texts, evaluation, time.perf_counter() - start)
+
+
 def prepare(settings: Settings) -> Job:
     """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
-    algorithm, target = ALGORITHMS[settings.algorithm], TARGETS[settings.scheme]
-    layout = FORMATS[settings.layout]
-    if settings.output.exists():
-        raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
-    source = Checkpoint(settings.model)
-    texts: list[Tensor] = []
-    if settings.keep_dynamic is not None and not target.static:
-        raise ValueError(f"{target.name} has no static scales to keep any layer from (--keep-dynamic)")
-    if algorithm.needs_inputs or target.static:
-        if settings.calibration is None:
-            wish = f"the scheme {target.name}" if target.static else f"the algorithm {algorithm.name}"
-            raise ValueError(f"{wish} needs calibration text (--calibration FILE)")
-        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
-        texts = sample(found, settings.count, settings.seed)
-    model = load_float(source)
+    target, layout = TARGETS[settings.scheme], FORMATS[settings.layout]
+    run = opened(settings, target.static)
+    model = run.model
     dtype = next(model.parameters()).dtype
     grid = target.grid(settings.symmetric, layout.scale_dtype(dtype, target.activations))
     quantization = Quantization(grid, target.activations)
@@ -91,20 +158,62 @@ def prepare(settings: Settings) -> Job:
     blocks = find_blocks(model, takes, settings.blocks)
     layers = [layer for name, block in blocks.items() for layer in linears_of(block, name, takes).values()]
     layout.check(quantization, {(layer.out_features, layer.in_features) for layer in layers}, dtype)
-    return Job(settings, source, model, texts, quantization, len(blocks))
+    return Job(**vars(run), quantization=quantization, blocks=len(blocks))
 
 
-def perform(job: Job, advance: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Quantise, write, and report, calling `advance` after each block. An interrupted run goes on where it stopped.
+def _texts(settings: Settings, calibrated: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Windows to calibrate and to evaluate on, as far as they are asked for."""
+    texts: list[Tensor] = []
+    evaluation: list[Tensor] = []
+    if calibrated:
+        if settings.calibration is None:
+            raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
+        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
+        texts = sample(found, settings.count, settings.seed)
+    if settings.evaluation is not None:
+        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), EVALUATED_LENGTH)
+        evaluation = found[: EVALUATED_TOKENS // EVALUATED_LENGTH]
+        seen = {tuple(window.flatten().tolist()) for window in texts}
+        if any(tuple(window.flatten().tolist()) in seen for window in evaluation):
+            raise ValueError(f"{settings.evaluation}: expected text that calibration does not see, found some of it")
+    return texts, evaluation
+
+
+def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
+    """Quantise, write, and report. An interrupted run goes on where it stopped.
 
     Raises ValueError, or OSError when the disk fails; finished blocks stay in `job.aside`.
     """
-    start, settings = time.perf_counter(), job.settings
+    start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
+    tally.seconds["load"] = job.seconds
+    tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
     store = Store(job.aside, _identity(job), job.quantization.grid)
-    errors: dict[str, float] = {}
-    input_errors: dict[str, InputErrors] = {}
-    names = []
-    walk = calibrate(
+    before = job.perplexity(job.model, tally, "evaluate before")
+    with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
+        for block in _walk(job, store):
+            resumed = store.has(block.name)
+            if not resumed:
+                store.write(block)
+            tally.add(block, resumed)
+            advance()
+    whole = job.aside / "model"
+    rmtree(whole, ignore_errors=True)
+    with tally.timed("write", 1) as advance:
+        finished = (block for block in map(store.read, tally.blocks) if block is not None)
+        quantization = replace(job.quantization, dynamic=tally.dynamic)
+        save(job.model, finished, job.source, whole, FORMATS[settings.layout], quantization)
+        advance()
+    found = job.report(whole, tally, before, start)
+    if settings.output.exists():
+        raise FileExistsError(f"{settings.output} appeared meanwhile")
+    whole.rename(settings.output)
+    store.discard()
+    return found
+
+
+def _walk(job: Job, store: Store) -> Iterator[Block]:
+    settings = job.settings
+    return calibrate(
         job.model,
         job.texts,
         job.quantization.grid,
@@ -115,30 +224,23 @@ def perform(job: Job, advance: Callable[[], None] = lambda: None) -> dict[str, A
         finished=store.read,
         device=settings.device,
     )
-    for block in walk:
-        if not store.has(block.name):
-            store.write(block)
-        errors |= block.errors
-        input_errors |= block.input_errors
-        names.append(block.name)
-        advance()
-    whole = job.aside / "model"
-    rmtree(whole, ignore_errors=True)
-    finished = (block for block in map(store.read, names) if block is not None)
-    dynamic = tuple(name for name, found in input_errors.items() if found.kept_dynamic)
-    save(job.model, finished, job.source, whole, FORMATS[settings.layout], replace(job.quantization, dynamic=dynamic))
-    whole.rename(settings.output)
-    store.discard()
+
+
+def check_generates(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError unless the model is a causal language model, which perplexity is measured of."""
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """Versions and the machine, for a reader."""
+    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    device = settings.device
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor.get("cpu_name", "")
     return {
-        **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
-        "calibration_tokens": sum(window.numel() for window in job.texts),
-        "blocks": len(names),
-        "layer_errors": errors,
-        "input_errors": {name: asdict(found) for name, found in input_errors.items()},
-        "bytes_before": _weight_bytes(settings.model),
-        "bytes_after": _weight_bytes(settings.output),
-        "peak_memory_bytes": peak_memory(),
-        "seconds": time.perf_counter() - start,
+        "versions": f"epiloq {epiloq.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "machine": f"{where or platform.machine()}, {torch.get_num_threads()} threads",
     }
 
 

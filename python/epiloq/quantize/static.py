@@ -133,7 +133,8 @@ class InputWatch:
             found = [token_error(x, quantise(x), weight) for quantise in (_by(grid), dynamic_int8)]
             kept = wish.keeps(names, found[0])
             errors |= dict.fromkeys(names, InputErrors(found[0], found[1], kept))
-            grids |= {} if kept else dict.fromkeys(names, grid)
+            # Each its own, for files refuse tensors that share memory.
+            grids |= {} if kept else {name: InputGrid(grid.scale.clone(), grid.zero.clone()) for name in names}
         return grids, errors
 
 

@@ -37,9 +37,9 @@ class EpiloqQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
-        scheme = self.quantization_config.scheme
         if self.pre_quantized:
             return
+        scheme = self.quantization_config.scheme
         ready = [name for name, each in SCHEMES.items() if not each.static]
         if scheme not in ready:
             raise ValueError(
@@ -68,6 +68,8 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             open_layers(model)
             return model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")
         assert self.quantization_config.scheme is not None
         left, usual = tuple(self.quantization_config.modules_to_not_convert or ()), default_filter(model)
 

@@ -1,0 +1,59 @@
+"""Pictures as SVG to place inside HTML: text stays text and takes the page's colour."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK = "#010203"
+"""Stands for the page's text colour while matplotlib draws."""
+FAINT = "#8888884d"
+FLOAT_COLOUR = "#8a8f98"
+# Mid-tones of distinct lightness: legible on white and on near-black, and to colour-blind readers.
+COLOURS = ("#1f9e89", "#e0812b", "#8a6fdf", "#d1495b", "#3d8bd4", "#a3a02f")
+# About as wide as a phone shows them, so that the text stays readable there.
+WIDTH_INCHES = 4.4
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "epiloq",
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
+
+
+@contextmanager
+def canvas(height_inches: float) -> Iterator[Figure]:
+    """A figure in the page's style, without pyplot and its global state."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        yield Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+
+
+def to_svg(figure: Figure, label: str) -> str:
+    """The figure as an ``<svg>`` element that scales with its container; ``label`` is for screen readers."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Creator": None, "Date": None, "Type": None})
+    svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Names such as "axes_1" come again in every picture; what a picture refers to has other names.
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
+    opening = re.sub(r' (width|height|version|xmlns(:xlink)?)="[^"]*"', "", svg[: svg.index(">")])
+    drawn = svg[svg.index(">") :].replace(INK, "currentColor").strip()
+    return f'{opening} role="img" aria-label="{escape(label)}"{drawn}'

@@ -1,0 +1,195 @@
+"""Measures schemes and algorithms on a model, for docs/choosing_a_scheme.md.
+
+    python tools/scheme_table.py text TEXTS
+    python tools/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,..]
+    python tools/scheme_table.py speed MODEL --texts TEXTS --work DIR
+    python tools/scheme_table.py write --work DIR docs/choosing_a_scheme.md
+
+Rows are kept in DIR/rows.json as they are measured: run it again to go on. `speed` times, for each scheme that was
+measured, one output directory beside the floating-point model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+app = typer.Typer(add_completion=False, help=__doc__)
+WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
+FLOAT = "floating point"
+BEGIN, END = "<!-- made by tools/scheme_table.py -->", "<!-- end -->"
+Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
+Work = Annotated[Path, typer.Option(help="Where rows.json and the outputs are kept.")]
+
+
+class Row(NamedTuple):
+    """A scheme by an algorithm; the cheap ones first."""
+
+    scheme: str
+    algorithm: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.scheme, self.algorithm, *self.options))
+
+
+ROWS = (
+    *(Row(scheme, "rtn") for scheme in ("w8a16", "w8a8-int8", "w8a8-int8-azp")),
+    *(Row(scheme, "rtn") for scheme in ("w4a16-g128", "w4a16-g64", "w4a16-g32")),
+    Row("w8a8-int8", "smoothquant"),
+    Row("w8a8-int8-static", "smoothquant"),
+    Row("w8a8-int8-static", "smoothquant", ("--keep-dynamic", "auto")),
+    Row("w8a8-int8-static", "smoothquant-search", ("--keep-dynamic", "auto")),
+    Row("w4a16-g64", "gptq"),
+    Row("w4a16-g64", "awq+gptq"),
+    Row("w4a16-g32", "gptq"),
+    Row("w4a16-g64", "awq"),
+    Row("w4a16-g32", "awq+gptq"),
+    Row("w4a16-g32", "awq"),
+    Row("w4a16-g128", "gptq"),
+    Row("w4a16-g128", "awq+gptq"),
+    Row("w8a8-int8", "smoothquant+gptq"),
+    Row("w8a8-int8-azp", "smoothquant"),
+)
+
+
+def epiloq(*arguments: object) -> None:
+    """Run the command line, niced, in a process of its own, whose peak memory is then its own too."""
+    command = ["nice", "-n", "10", sys.executable, "-m", "epiloq", *map(str, arguments)]
+    print(" ".join(command[5:]), flush=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def read(work: Path) -> dict[str, Any]:
+    file = work / "rows.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def keep(work: Path, found: dict[str, Any]) -> None:
+    aside = work / "rows.part"
+    aside.write_text(json.dumps(found, indent=1) + "\n")
+    aside.replace(work / "rows.json")
+
+
+@app.command()
+def text(texts: Path) -> None:
+    """Cut Python's language reference in two: the first quarter to evaluate on, the second half to calibrate with."""
+    from pydoc_data.topics import topics
+
+    whole = "\n".join(topics.values())
+    texts.mkdir(parents=True, exist_ok=True)
+    (texts / "evaluation.txt").write_text(whole[: len(whole) // 4], encoding="utf-8")
+    (texts / "calibration.txt").write_text(whole[len(whole) // 2 :], encoding="utf-8")
+
+
+def evaluate(folder: Path, texts: Path, work: Path) -> dict[str, Any]:
+    file = work / "eval.json"
+    epiloq("eval", folder, "--text", texts / "evaluation.txt", "--tokens", EVALUATED, "--json", file)
+    return json.loads(file.read_text())  # type: ignore[no-any-return]
+
+
+def quantise(model: Path, row: Row, texts: Path, work: Path, output: Path) -> dict[str, Any]:
+    file = work / "quantize.json"
+    options: list[object] = ["--scheme", row.scheme, "--algorithm", row.algorithm, *row.options]
+    if row.algorithm != "rtn" or "static" in row.scheme:
+        options += ["--calibration", texts / "calibration.txt", "--windows", WINDOWS, "--length", LENGTH]
+    epiloq("quantize", model, *options, "--output", output, "--json", file)
+    return json.loads(file.read_text())  # type: ignore[no-any-return]
+
+
+@app.command()
+def measure(
+    model: Path, texts: Texts, work: Work, rows: Annotated[str, typer.Option(help="Schemes, with commas.")] = ""
+) -> None:
+    """Measure the rows that are missing, one after the other."""
+    work.mkdir(parents=True, exist_ok=True)
+    found = read(work)
+    if FLOAT not in found:
+        found[FLOAT] = {"perplexity": (e := evaluate(model, texts, work))["perplexity"], "bytes": e["file_bytes"]}
+        keep(work, found)
+    for row in ROWS:
+        if row.name in found or (rows and row.scheme not in rows.split(",")):
+            continue
+        output = work / row.name.replace(" ", "_")
+        shutil.rmtree(output, ignore_errors=True)
+        made, seen = quantise(model, row, texts, work, output), evaluate(output, texts, work)
+        dynamic = sum(errors["kept_dynamic"] for errors in made["input_errors"].values())
+        found[row.name] = {
+            "scheme": row.scheme,
+            "perplexity": seen["perplexity"],
+            "bytes": made["bytes_after"],
+            "seconds": made["stages"]["quantise"],
+            "memory": made["peak_memory_bytes"],
+            "layers": len(made["layer_errors"]),
+            "dynamic": dynamic,
+        }
+        keep(work, found)
+        if any(other.scheme == row.scheme for other in ROWS[: ROWS.index(row)]):
+            shutil.rmtree(output)  # `speed` needs one for each scheme.
+        print(row.name, found[row.name], flush=True)
+
+
+@app.command()
+def speed(model: Path, texts: Texts, work: Work) -> None:
+    """Time each scheme in turns with the floating-point model, on this machine as it is."""
+    from epiloq.cli.quantize import quiet
+
+    quiet()
+    from epiloq.demo import speed as timing
+    from epiloq.formats.checkpoint import Checkpoint
+    from epiloq.formats.model import load
+    from epiloq.quantize.text import load_tokenizer, read_texts, windows
+
+    found = read(work)
+    baseline, _ = load(Checkpoint(model))
+    prompt = windows(load_tokenizer(model), read_texts(texts / "evaluation.txt"), LENGTH)[0]
+    for row in ROWS:
+        folder = work / row.name.replace(" ", "_")
+        if row.name in found and folder.is_dir():
+            took = timing.measure(load(Checkpoint(folder))[0], baseline, prompt)
+            found.setdefault("speed", {})[row.scheme] = [took.prefill_speedup, took.decode_speedup]
+            keep(work, found)
+
+
+def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """A row's cells."""
+    exact = found[FLOAT]["perplexity"]
+    cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
+    nearest = found.get(f"{row.get('scheme')} rtn")
+    gap = nearest["perplexity"] - exact if nearest else 0.0
+    closed = nearest is not None and nearest is not row and row["scheme"].startswith("w4")
+    cells.append(f"{100 * (1 - (row['perplexity'] - exact) / gap):.0f} %" if closed else "")
+    cells.append(f"{row['bytes'] / 1e6:.0f}")
+    took = found.get("speed", {}).get(row.get("scheme"))
+    cells += ["", ""] if took is None else [f"{took[0]:.2f}x", f"{took[1]:.2f}x"]
+    kept = f" ({row['dynamic']} of {row['layers']} layers)" if row.get("dynamic") else ""
+    return [f"`{name}`{kept}" if name != FLOAT else name, *cells]
+
+
+def table(found: dict[str, Any]) -> str:
+    """The table in Markdown, and what was not measured."""
+    heads = ("scheme, algorithm", "perplexity", "change", "gap closed", "MB", "prefill", "decode")
+    lines = [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
+    names = [FLOAT, *sorted({row.name for row in ROWS}, key=lambda name: (name.split()[0], len(name)))]
+    lines += [f"| {' | '.join(line(name, found[name], found))} |" for name in names if name in found]
+    absent = [f"`{name}`" for name in names if name not in found]
+    return "\n".join(lines) + (f"\n\nNot measured: {', '.join(absent)}." if absent else "")
+
+
+@app.command()
+def write(doc: Path, work: Work) -> None:
+    """Put the table into a document, between its marks."""
+    before, _, rest = doc.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    doc.write_text(f"{before}{BEGIN}\n{table(read(work))}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()
