@@ -38,3 +38,13 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def epiloq_in_transformers() -> Iterator[None]:
+    """transformers opens quantised directories with epiloq, for one test."""
+    import epiloq.integrations.transformers as integration
+
+    integration.register()
+    yield
+    integration.unregister()

@@ -1,0 +1,1 @@
+"""epiloq inside other libraries, one package a library; importing one registers it. ``import epiloq`` imports none."""

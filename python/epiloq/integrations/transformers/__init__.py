@@ -1,0 +1,50 @@
+"""Quantised models in transformers, on epiloq's layers.
+
+``import epiloq.integrations.transformers`` is all: from then on ``from_pretrained`` opens directories of every method
+in `METHODS` with epiloq's modules, on a CPU and on GPUs, without the packages that wrote them.
+
+It takes the place of transformers' own quantizers of these methods, for the process; `unregister` puts those back, and
+`register` takes their place again. ``from_pretrained(FLOAT_DIRECTORY, quantization_config=EpiloqConfig("w8a8-int8"))``
+quantises a model in floating point after loading it. ``save_pretrained`` writes the format that a directory was in,
+and epiloq's own for a model that was quantised after loading.
+
+Raises ValueError, before any model is returned, where a directory is not what its configuration says: the message
+names the file and the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+from epiloq.formats.epiloq_modules import METHOD
+from epiloq.integrations.transformers.config import EpiloqConfig
+from epiloq.integrations.transformers.quantizer import EpiloqQuantizer
+
+METHODS = (METHOD, "compressed-tensors", "gptq", "awq", "fp8")
+
+__all__ = ["METHODS", "EpiloqConfig", "EpiloqQuantizer", "register", "unregister"]
+
+_OURS: tuple[tuple[dict[str, Any], type], ...] = (
+    (AUTO_QUANTIZATION_CONFIG_MAPPING, EpiloqConfig),
+    (AUTO_QUANTIZER_MAPPING, EpiloqQuantizer),
+)
+_THEIRS = [{method: table[method] for method in METHODS if method in table} for table, _ in _OURS]
+
+
+def register() -> None:
+    """Open directories of every method in `METHODS` with epiloq; importing this package does it."""
+    for table, ours in _OURS:
+        table.update(dict.fromkeys(METHODS, ours))
+
+
+def unregister() -> None:
+    """Put back the quantizers that transformers had; models that are open already stay as they are."""
+    for (table, _), theirs in zip(_OURS, _THEIRS, strict=True):
+        for method in METHODS:
+            table.pop(method, None)
+        table.update(theirs)
+
+
+register()

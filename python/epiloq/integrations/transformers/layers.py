@@ -1,0 +1,75 @@
+"""One quantised layer: the module that runs its tensors, and the tensors that stand for a module in a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats import epiloq_modules, gptq
+from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.table import FORMATS, METHODS, Reader
+from epiloq.formats.weights import BlockWeight, Weight
+from epiloq.quantize.grid import QuantizedWeight
+
+BIAS = "bias"
+Say = Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
+
+
+def module_of(reader: Reader, linear: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The module in the place of a linear layer, of which the sizes, and the type and device of the weight, count.
+
+    Raises ValueError for tensors that do not fit.
+    """
+    if reader.build is not None:
+        return reader.build(linear, tensors)
+    parts = {name: tensor for name, tensor in tensors.items() if name != BIAS}
+    weight = reader.from_tensors(parts, (linear.out_features, linear.in_features))
+    name, options = epiloq_modules.described(weight, reader.quantization)
+    state = epiloq_modules.state_of(weight, reader.quantization)
+    if BIAS in tensors:
+        state[BIAS] = tensors[BIAS]
+    module: nn.Module = epiloq_modules.KINDS[name].build(linear, options, state, linear.weight.device)
+    return module
+
+
+def in_format(config: Mapping[str, Any]) -> Say:
+    """How the format that a ``quantization_config`` names says a weight, in the version that it names."""
+    if config["quant_method"] != "gptq":
+        return FORMATS[METHODS[config["quant_method"]]].to_tensors
+    _, version = gptq.parse(config)
+
+    def say(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
+        if not isinstance(weight, QuantizedWeight):
+            raise FormatError("gptq: expected integers on a grid")
+        return gptq.to_tensors(weight, version)
+
+    return say
+
+
+def tensors_of(module: nn.Module, reader: Reader, say: Say, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A layer's tensors but for a bias, as the directory had them that it was opened from; `dtype` is the model's.
+
+    Raises FormatError where the format cannot say it: what is written was read back and compared.
+    """
+    kind = epiloq_modules.KINDS[type(module).__name__]
+    weight = kind.weight(module, {name: value(module) for name, value in kind.options.items()})
+    tensors = say(weight, reader.quantization, dtype)
+    rows, columns = module.out_features, module.in_features
+    again = reader.from_tensors(tensors, (int(rows), int(columns)))  # type: ignore[arg-type]
+    if not _same(again, weight):
+        raise FormatError("the format of the directory that was opened cannot say this weight")
+    return tensors
+
+
+def _same(one: Weight, other: Weight) -> bool:
+    if isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight):
+        pairs = [(one.q, other.q), (one.scale, other.scale), (one.zero, other.zero), (one.perm, other.perm)]
+        if one.inputs is not None and other.inputs is not None:
+            pairs += [(one.inputs.scale, other.inputs.scale), (one.inputs.zero, other.inputs.zero)]
+        return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+    if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
+        return torch.equal(one.q.view(torch.uint8), other.q.view(torch.uint8)) and torch.equal(one.scale, other.scale)
+    return False

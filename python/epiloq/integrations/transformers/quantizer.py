@@ -1,0 +1,112 @@
+"""EpiloqQuantizer: where transformers' ``from_pretrained`` and ``save_pretrained`` call epiloq."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+
+from epiloq.formats import epiloq_modules
+from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.layouts import FormatError
+from epiloq.formats.table import Reader
+from epiloq.integrations.transformers.config import EpiloqConfig
+from epiloq.integrations.transformers.layers import BIAS, in_format, tensors_of
+from epiloq.integrations.transformers.stored import open_layers, store_layers
+from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.schemes import SCHEMES, default_filter, quantize_
+
+_NAME = "epiloq.integrations.transformers"
+
+
+class EpiloqQuantizer(HfQuantizer):
+    """Opens quantised directories with epiloq's modules, and quantises models in floating point after loading.
+
+    For inference. Tensors are loaded by transformers, so that shards, devices and renamed tensors work as ever; only
+    the quantised layers are epiloq's. Raises ValueError where something does not fit, before a model is returned.
+    """
+
+    quantization_config: EpiloqConfig
+
+    def __init__(self, quantization_config: EpiloqConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.readers: dict[str, Reader] = {}
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
+        if self.pre_quantized:
+            return
+        scheme = self.quantization_config.scheme
+        ready = [name for name, each in SCHEMES.items() if not each.static]
+        if scheme not in ready:
+            raise ValueError(
+                f"{_NAME}: EpiloqConfig: scheme: expected one of {', '.join(ready)} for a model in floating point, "
+                f"got {scheme!r}"
+            )
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of activations and of what stays in floating point, as it was asked for."""
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{_NAME}: dtype: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
+        return dtype
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(f"{_NAME}: distributed_config: expected none, for epiloq's layers cannot be split")
+        if self.pre_quantized:
+            if not checkpoint_files:
+                raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
+            self.readers = store_layers(model, Checkpoint(Path(checkpoint_files[0]).parent))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.pre_quantized:
+            open_layers(model)
+            return model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")
+        assert self.quantization_config.scheme is not None
+        left, usual = tuple(self.quantization_config.modules_to_not_convert or ()), default_filter(model)
+
+        def takes(module: nn.Module, name: str) -> bool:
+            return usual(module, name) and not any(f"{name}.".startswith(f"{other}.") for other in left)
+
+        return quantize_(model, self.quantization_config.scheme, takes)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
+        said, state = self.quantization_config.to_dict(), model.state_dict()
+        layers = epiloq_modules.layers_of(model)
+        if said["quant_method"] == epiloq_modules.METHOD:
+            said = epiloq_modules.config(epiloq_modules.groups_of(layers))
+            model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
+            return state, {}
+        say = in_format(said)
+        for name in layers:
+            module = model.get_submodule(name)
+            for key in module.state_dict().keys() - {BIAS}:
+                del state[f"{name}.{key}"]
+            try:
+                if name not in self.readers:
+                    raise FormatError("not a layer of the directory that was opened")
+                tensors = tensors_of(module, self.readers[name], say, model.dtype)
+            except ValueError as error:
+                raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
+            state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
+        return state, {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

@@ -1,0 +1,102 @@
+"""Linear layers as a file has them, for transformers to load, and then the modules that run them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.layouts import FormatError
+from epiloq.formats.safetensors_file import DTYPES, Entry
+from epiloq.formats.table import Reader, readers
+from epiloq.integrations.transformers.layers import BIAS, module_of
+from epiloq.integrations.transformers.names import Names, check
+
+
+class StoredLinear(nn.Module):
+    """The tensors of a quantised linear layer as a file holds them, until the module that runs it is made of them."""
+
+    def __init__(self, linear: nn.Linear, parts: Mapping[str, Entry], reader: Reader, origin: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
+        self.reader, self.origin = reader, origin
+        for name, entry in parts.items():
+            self._expect(name, DTYPES[entry.dtype], entry.shape)
+        # A bias in the file is the layer's, though the model has none: old GPTQ files hold zeros.
+        if linear.bias is not None or BIAS in parts:
+            self._expect(BIAS, self.dtype, (self.out_features,))
+
+    def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def opened(self) -> nn.Module:
+        """The module that runs the layer, on its tensors' device. Raises FormatError, which names file and layer."""
+        tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        device = next(iter(tensors.values())).device
+        if any(tensor.is_meta for tensor in tensors.values()):
+            raise FormatError(f"{self.origin}: its tensors are offloaded; use a device_map that keeps it on a device")
+        linear = nn.Linear(self.in_features, self.out_features, BIAS in tensors, device="meta", dtype=self.dtype)
+        # One number in memory, for nobody reads its values.
+        blank = torch.zeros((), device=device, dtype=self.dtype).expand(linear.weight.shape)
+        linear.weight = nn.Parameter(blank, requires_grad=False)
+        try:
+            module = module_of(self.reader, linear, tensors)
+        except ValueError as error:
+            raise FormatError(f"{self.origin}: {error}") from error
+        return module.to(device).train(self.training)
+
+
+def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
+    """Put a `StoredLinear` in the place of each quantised layer of `model`, which is on the device "meta".
+
+    Gives the layers' readers by their names in the model. Raises FormatError, which names the file and the tensor: a
+    configuration that epiloq does not read, a quantised layer that the model lacks, a tensor that the files lack, one
+    that is not known, or one of another shape or type.
+    """
+    known, names, found = readers(checkpoint), Names(model), dict[str, Reader]()
+    layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+    for name, entry in checkpoint.entries.items():
+        layer, _, part = name.rpartition(".")
+        layers[layer][part] = entry
+    for layer, parts in layers.items():
+        own = names.of(f"{layer}.weight").removesuffix(".weight")
+        # epiloq's own format names the model's layers, the others those of the files.
+        reader = known.get(layer) or known.get(own)
+        if reader is None:
+            continue
+        linear = _linear(model, own, checkpoint.where(layer))
+        for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
+            expected = ", ".join(sorted(reader.parts or ()))
+            raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: expected of a layer {expected}, got {part}")
+        parent, _, leaf = own.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, StoredLinear(linear, parts, reader, checkpoint.where(layer)))
+        found[own] = reader
+    check(model, checkpoint)
+    return found
+
+
+def _linear(model: Any, name: str, origin: str) -> nn.Linear:
+    try:
+        found = model.get_submodule(name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.Linear):
+        is_what = "nothing of that name" if found is None else type(found).__name__
+        raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}")
+    tied = model.all_tied_weights_keys
+    if f"{name}.weight" in {*tied, *tied.values()}:
+        raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
+    return found
+
+
+def open_layers(model: Any) -> None:
+    """Put the modules that run them in the place of all stored layers. Raises FormatError, which names the layer."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, StoredLinear):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module.opened())

@@ -1,0 +1,185 @@
+"""Directories and requests that transformers with epiloq refuses: one ValueError, which names file and tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+import epiloq.integrations.transformers as integration
+import foreign_checkpoints as foreign
+from epiloq.integrations.transformers import EpiloqConfig
+from opened_models import opened
+
+# Other tests want transformers as it is.
+integration.unregister()
+pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
+UP = "model.layers.1.mlp.up_proj"
+WEIGHTS = "model.safetensors"
+FOLDERS = ("gptq", "awq", "pack-quantized", "int-quantized", "fp8")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in floating point and as other tools quantise it."""
+    folder = tmp_path_factory.mktemp("whole")
+    foreign.llama().save_pretrained(folder / "float")
+    for tool in FOLDERS:
+        foreign.write(folder / tool, foreign.llama(), tool, shards=1)
+    return folder
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def having(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: change(tensors[name]).contiguous()}
+
+
+def also(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: tensor}
+
+
+def fewer(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[1:]
+
+
+@pytest.mark.parametrize(
+    ("tool", "change", "said"),
+    [
+        ("gptq", having(f"{UP}.qweight", fewer), rf"{WEIGHTS}: {UP}: qweight: expected torch.int32 \[8, 160\]"),
+        ("gptq", without(f"{UP}.qzeros"), f"{WEIGHTS}: {UP}: qzeros: expected a tensor"),
+        ("gptq", without(f"{UP}.qweight"), f"gptq: {UP}.weight: expected a tensor"),
+        ("gptq", having(f"{UP}.g_idx", torch.zeros_like), f"{UP}: gptq: g_idx: expected 32 channels"),
+        ("gptq", also(f"{UP}.bias", torch.zeros(3)), f"{UP}.bias: expected .*[160]"),
+        ("awq", without("model.norm.weight"), "awq: model.norm.weight: expected a tensor, found none"),
+        ("awq", having("model.norm.weight", fewer), rf"{WEIGHTS}: model.norm.weight: expected .* \[64\], got F32"),
+        ("awq", having("model.norm.weight", torch.Tensor.int), f"{WEIGHTS}: model.norm.weight: expected torch.float32"),
+        ("awq", also("model.norm.qweight", torch.zeros(3)), "model.norm: expected a linear layer model.norm"),
+        (
+            "awq",
+            also("model.layers.2.mlp.up_proj.qweight", torch.zeros(3)),
+            "up_proj in LlamaForCausalLM, found nothing",
+        ),
+        ("awq", also("lm_head.qweight", torch.zeros(3)), "lm_head: expected .* ties it to another"),
+        ("pack-quantized", without(f"{UP}.weight_zero_point"), f"{UP}: weight_zero_point: expected a tensor"),
+        ("pack-quantized", having(f"{UP}.weight_shape", lambda t: t + 1), r"weight_shape: expected \[160, 64\]"),
+        ("pack-quantized", also(f"{UP}.weight_g_idx", torch.zeros(64)), f"{UP}.weight_g_idx"),
+        ("int-quantized", having(f"{UP}.weight", torch.Tensor.float), f"{UP}: weight: expected torch.int8"),
+        ("int-quantized", without(f"{UP}.weight_scale"), rf"{UP}.weight: expected torch.float32 .*, got I8"),
+        (
+            "fp8",
+            having(f"{UP}.weight_scale_inv", lambda t: t[:1]),
+            r"weight_scale_inv: expected floating point \[2, 1\]",
+        ),
+        ("fp8", without(f"{UP}.weight_scale_inv"), f"{UP}.weight: expected torch.float32 .*, got F8_E4M3"),
+        ("fp8", having(f"{UP}.weight", lambda t: t.to(torch.float8_e5m2)), "weight: expected torch.float8_e4m3fn"),
+    ],
+)
+def test_tensors_that_disagree(
+    whole: Path, tmp_path: Path, tool: str, change: Callable[[Tensors], Tensors], said: str
+) -> None:
+    shutil.copytree(whole / tool, tmp_path / tool)
+    file = tmp_path / tool / WEIGHTS
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(ValueError, match=said) as error:
+        opened(tmp_path / tool)
+    assert str(tmp_path / tool) in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("tool", "change", "said"),
+    [
+        ("gptq", {"bits": 8}, f"{WEIGHTS}: model.layers.0.*: qweight: expected torch.int32"),
+        ("gptq", {"bits": 9}, "config.json: Grid: bits: expected 2 to 8, got 9"),
+        ("gptq", {"bits": None}, "config.json: gptq: quantization_config: expected bits and group_size"),
+        ("gptq", {"checkpoint_format": "marlin"}, "config.json: gptq: checkpoint_format: expected one of"),
+        ("awq", {"bits": 3}, "config.json: awq: quantization_config: expected 4 bits"),
+        ("awq", {"version": "gemv"}, "config.json: awq: version: expected gemm"),
+        ("pack-quantized", {"config_groups": {}}, "config.json: compressed-tensors: config_groups"),
+        ("fp8", {"weight_block_size": [64, 64]}, r"config.json: .*weight_block_size: expected \[128, 128\]"),
+        ("awq", {"quant_method": "gptq", "sym": False}, "g_idx: expected a tensor|qweight: expected"),
+    ],
+)
+def test_configurations_that_disagree(
+    whole: Path, tmp_path: Path, tool: str, change: dict[str, Any], said: str
+) -> None:
+    shutil.copytree(whole / tool, tmp_path / tool)
+    file = tmp_path / tool / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said) as error:
+        opened(tmp_path / tool)
+    assert str(tmp_path / tool) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 3}, r"model.layers.2.*: expected a tensor, found none"),
+        ({"num_hidden_layers": 1}, r"model.layers.1.*: expected a linear layer .* found nothing"),
+        ({"hidden_size": 128}, r"model.*: expected .*64"),
+    ],
+)
+def test_models_that_disagree(whole: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    shutil.copytree(whole / "awq", tmp_path / "awq")
+    file = tmp_path / "awq" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=said):
+        opened(tmp_path / "awq")
+
+
+def test_files_that_are_not_whole(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "awq", tmp_path / "awq")
+    file = tmp_path / "awq" / WEIGHTS
+    tensors = load_file(file)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=WEIGHTS):
+        opened(tmp_path / "awq")
+    file.unlink()
+    torch.save(tensors, tmp_path / "awq" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"expected model\.safetensors"):
+        opened(tmp_path / "awq")
+
+
+@pytest.mark.parametrize(
+    ("tool", "options", "said"),
+    [
+        ("awq", {"dtype": torch.float64}, "dtype: expected one of torch.float32"),
+        ("awq", {"dtype": torch.int8}, "dtype|floating"),
+        ("float", {"quantization_config": EpiloqConfig()}, "scheme: expected one of .*w8a8-int8.* got None"),
+        ("float", {"quantization_config": EpiloqConfig("w3")}, "got 'w3'"),
+        ("float", {"quantization_config": EpiloqConfig("w8a8-int8-static")}, "got 'w8a8-int8-static'"),
+        (
+            "float",
+            {"quantization_config": EpiloqConfig("w8a8-int8", modules_to_not_convert=["model"])},
+            "expected at least one",
+        ),
+    ],
+)
+def test_requests(whole: Path, tool: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        opened(whole / tool, **options)
+
+
+def test_layers_on_a_disk(whole: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    names = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
+    device_map = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match=r"model.layers.1.*offloaded; use a device_map"):
+        opened(whole / "awq", device_map=device_map, offload_folder=tmp_path)
