@@ -191,7 +191,14 @@ def test_explain() -> None:
     operands = (p.a, p.b, p.scale_a, p.scale_b)
     assert "cpu int8 matmul" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
     with epiloq.config(arch="sm80"):
-        assert "slow" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
+        assert "mma.sync" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
+    for arch, dtype in (("sm80", INT8), ("sm89", E4M3)):
+        rows = {"k": 4096, "experts": 8, "whole_rows": True, "arch": arch, "dtype": dtype}
+        tiles = {explain("grouped_mm", m=m, n=n, **rows) for m in (1, 512, 513) for n in (64, 65)}
+        assert len(tiles) == 2 and all("mma.sync" in tile for tile in tiles)
+    assert "slow" in explain("grouped_mm", m=8, n=64, k=128, arch="sm80")
+    with pytest.raises(ValueError, match="dtype: expected float8_e4m3fn, or int8 with whole_rows"):
+        explain("grouped_mm", m=8, n=64, k=128, dtype=INT8)
 
 
 @pytest.mark.gpu
@@ -199,6 +206,18 @@ def test_explain() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -> None:
     """Blocks that go on from one expert to another, tiles that experts do not fill, odd depths."""
+    check_tiles(kind, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "arch"), [(INT8, "sm80"), (E4M3, "sm89")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_older_kernels_on_a_gpu(seed: int, kind: torch.dtype, arch: str, dtype: torch.dtype) -> None:
+    with epiloq.config(arch=arch):
+        check_tiles(kind, dtype, 2)
+
+
+def check_tiles(kind: torch.dtype, dtype: torch.dtype, tiles: int) -> None:
     kernels = set()
     for counts in ([1, 0, 3, 2] * 4, [64, 65, 0, 63], [0, 1, 129, 700, 0, 1300], [130] * 8):
         for n, k in ((264, 640), (4096, 144), (4104, 272), (1000, 16)):
@@ -212,7 +231,7 @@ def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -
                     "grouped_mm", p.a, p.b, p.scale_a, p.scale_b, offs=ends_of(counts, "cuda"), recipe=RECIPE
                 )
             )
-    assert len(kernels) >= 3, kernels
+    assert len(kernels) >= tiles, kernels
 
 
 @pytest.mark.gpu

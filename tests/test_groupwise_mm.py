@@ -259,6 +259,30 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sm89_tiles_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> None:
+    kernels = set()
+    with epiloq.config(arch="sm89"):
+        for (m, n), k in itertools.product([(1, 16), (64, 264), (65, 40), (300, 1032)], (16, 128, 400, 2064)):
+            p = make(m, n, k, device="cuda", recipe=recipe)
+            bias = torch.randn(n).to(dtype).cuda()
+            out = poisoned((m, n), dtype, "cuda")
+            call(p, bias, out=out)
+            assert_close(out, *p.operands(), bias)
+            kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
+        assert len(kernels) == 2 and all("mma.sync" in kernel for kernel in kernels), kernels
+        counts = [0, 1, 129, 70, 0, 300, 64, 2]
+        p = make(sum(counts), 520, 640, device="cuda", experts=len(counts))
+        out = poisoned((sum(counts), 520), dtype, "cuda")
+        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+        epiloq.grouped_mm(p.a, p.b, p.scale_a, p.scale_b, offs=ends, out=out)
+    left, right = p.operands()
+    for expert, rows in enumerate(torch.arange(sum(counts), device="cuda").split(counts)):
+        assert_close(out[rows], left[rows], right[expert])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counts", [[0, 1, 129, 700, 0, 1300, 64, 2000], [1, 0, 3, 2] * 16])
 def test_experts_of_many_tiles_on_a_gpu(seed: int, counts: list[int], masked: bool) -> None:

@@ -36,6 +36,7 @@ struct GroupwiseMmProblem {
   bool aligned = true;         // 16-byte rows in A and B: what TMA needs
   int experts = 1;             // whose rows are shared out evenly, as far as the host knows
   bool whole_rows = false;     // scales of all of K
+  DType a = DType::kFloat8E4M3;
 };
 
 EPILOQ_API void check(GroupwiseMm const& call);

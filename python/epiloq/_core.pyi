@@ -222,6 +222,7 @@ def explain_groupwise_mm_problem(
     aligned: bool = True,
     experts: int = 1,
     whole_rows: bool = False,
+    dtype: str = "float8_e4m3fn",
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...

@@ -8,6 +8,7 @@
 
 namespace epiloq::ops::groupwise_mm {
 
+using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 using gemm::Share;
 
@@ -44,6 +45,13 @@ inline constexpr std::array kWholeRowTiles{
     Tile{{1, 2, 64}, 250},
     Tile{{2, 1, 64}, 310},
     Tile{{2, 1, 128}, 450},
+};
+
+// int8 on SM80, float8 on SM89 and newer: warp, warps, one team, stages. For few rows of an expert and for many;
+// neither was ever run on a card of those.
+inline constexpr std::array kMmaTiles{
+    BlockwiseConfig{32, 32, 2, 2, 1, 3},
+    BlockwiseConfig{32, 32, 4, 2, 1, 3},
 };
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -198,8 +198,9 @@ Sizes checked(GroupwiseMm const& call) {
 
 GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
   bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
-  return {sizes.a.rows,        sizes.n, sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts),
-          has_whole_rows(call)};
+  return {
+      sizes.a.rows,         sizes.n,     sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts),
+      has_whole_rows(call), call.a.dtype};
 }
 
 struct Target {
@@ -211,7 +212,7 @@ Target target_of(GroupwiseMm const& call) {
   constexpr int kH100 = 132;
   if (call.a.device.type == Device::Type::kCuda) {
     int const device = call.a.device.index;
-    return {ops::groupwise_mm::arch_of_device(device), device_properties(device).sm_count};
+    return {ops::groupwise_mm::arch_of_device(device, call.a.dtype), device_properties(device).sm_count};
   }
   return {forced_arch(), kH100};
 }
@@ -246,6 +247,10 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
 std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count) {
   if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
+  }
+  if (problem.a != DType::kFloat8E4M3 && !(problem.a == DType::kInt8 && problem.whole_rows)) {
+    throw InvalidArgument("epiloq.explain: dtype: expected float8_e4m3fn, or int8 with whole_rows, got " +
+                          std::string(name(problem.a)));
   }
   constexpr int kH100 = 132;
   return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem, arch, sm_count > 0 ? sm_count : kH100));

@@ -35,19 +35,49 @@ gemm::GroupwiseLaunch whole_rows_launch(int row, DType out, std::index_sequence<
 }
 #endif
 
+using gemm::Scales;
+
+[[noreturn]] void refuse() {
+  throw Unsupported("epiloq.groupwise_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
+}
+
+template <Scales kScales, DType kElement>
+void launch_mma_row(int row, gemm::GroupwiseProblem const& p, DType out, int device, Stream stream) {
+  auto* const run = row == 0 ? &Mma<0, kScales, kElement>::launch : &Mma<1, kScales, kElement>::launch;
+  run(p, out, device, stream);
+}
+
+void launch_mma(int row, gemm::GroupwiseProblem const& p, DType element, DType out, int device, Stream stream) {
+  [[maybe_unused]] bool const whole_rows = p.depth != gemm::kGroupDepth, columns = p.scale_b.shift == 0;
+#if EPILOQ_HAS_SM80
+  if (element == DType::kInt8) return launch_mma_row<Scales::kWholeRows, DType::kInt8>(row, p, out, device, stream);
+#endif
+#if EPILOQ_HAS_SM89
+  constexpr DType kE4M3 = DType::kFloat8E4M3;
+  if (element == kE4M3 && whole_rows) return launch_mma_row<Scales::kWholeRows, kE4M3>(row, p, out, device, stream);
+  if (element == kE4M3 && columns) return launch_mma_row<Scales::kColumns, kE4M3>(row, p, out, device, stream);
+  if (element == kE4M3) return launch_mma_row<Scales::kBlocks, kE4M3>(row, p, out, device, stream);
+#endif
+  refuse();
+}
+
 }  // namespace
 
-Arch arch_of_device(int device) {
-  Arch const forced = forced_arch();
-  bool const wants_sm90 = forced == Arch::kAuto || forced == Arch::kSm90;
-  bool const has_sm90 = is_built(Arch::kSm90) && device_properties(device).compute_capability == 90;
-  return wants_sm90 && has_sm90 ? Arch::kSm90 : Arch::kAuto;
+Arch arch_of_device(int device, DType element) {
+  Arch const forced = forced_arch(), older = element == DType::kInt8 ? Arch::kSm80 : Arch::kSm89;
+  int const capability = device_properties(device).compute_capability;
+  bool const runs_sm90 = is_built(Arch::kSm90) && capability == 90;
+  bool const runs_older = is_built(older) && capability >= static_cast<int>(older);
+  if (runs_sm90 && (forced == Arch::kAuto || forced == Arch::kSm90)) return Arch::kSm90;
+  return runs_older && (forced == Arch::kAuto || forced == older) ? older : Arch::kAuto;
 }
 
 void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType element, DType out, int device,
             Stream stream) {
   DeviceGuard const guard(device);
   switch (choice.family) {
+    case Family::kMma:
+      return launch_mma(choice.row, problem, element, out, device, stream);
 #if EPILOQ_HAS_SM90
     case Family::kSm90:
       return sm90_launch<false>(choice.row, out, std::make_index_sequence<kTiles.size()>{})(problem, device, stream);
@@ -64,11 +94,11 @@ void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType e
     case Family::kGeneric:
       return launch_generic(problem, element, out, device, stream);
     default:
-      throw Unsupported("epiloq.groupwise_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
+      refuse();
   }
 }
 #else
-Arch arch_of_device(int device) {
+Arch arch_of_device(int device, DType) {
   device_properties(device);
   return Arch::kAuto;
 }

@@ -34,6 +34,19 @@ int cheapest(Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   return best;
 }
 
+// mma.sync has tiles for few rows or columns, and for many.
+int mma_row(GroupwiseMmProblem const& p) {
+  BlockwiseConfig const& small = kMmaTiles[0];
+  return p.m <= std::int64_t{p.experts} * small.tile_m() || p.n <= small.tile_n() ? 0 : 1;
+}
+
+std::string describe(BlockwiseConfig const& c) {
+  std::ostringstream text;
+  text << "mma.sync " << c.tile_m() << 'x' << c.tile_n() << "x128 warp " << c.warp_m << 'x' << c.warp_n << " stages "
+       << c.stages;
+  return text.str();
+}
+
 std::string describe(GroupwiseConfig const& c, char const* kind) {
   std::ostringstream text;
   text << "sm90 " << kind << " wgmma, " << 64 * c.m_groups << " tokens x " << c.n << " weights";
@@ -47,6 +60,8 @@ std::string describe(GroupwiseConfig const& c, char const* kind) {
 }  // namespace
 
 Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
+  bool const is_int8 = p.a == DType::kInt8;
+  if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
   if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
   if (p.whole_rows) return {Family::kSm90WholeRows, cheapest(kWholeRowTiles, p, sm_count)};
   if (p.column_scales) return {Family::kSm90ColumnScales, cheapest(kColumnScaleTiles, p, sm_count)};
@@ -56,7 +71,10 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
 std::string describe(Choice const& choice) {
   switch (choice.family) {
     case Family::kGeneric:
-      return "generic, no tensor cores (slow: no SM90, no columns, or a row stride that is no multiple of 16 bytes)";
+      return "generic, no tensor cores (slow: int8 before SM80, float8 before SM89, K = 0, or a row stride that is no "
+             "multiple of 16 bytes)";
+    case Family::kMma:
+      return describe(kMmaTiles[choice.row]);
     case Family::kSm90:
       return describe(kTiles[choice.row].config, "group-wise");
     case Family::kSm90ColumnScales:

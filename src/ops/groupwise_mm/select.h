@@ -8,7 +8,7 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90WholeRows };
+enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90WholeRows, kMma };
 
 struct Choice {
   Family family;
