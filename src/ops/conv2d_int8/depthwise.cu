@@ -101,8 +101,7 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
       conv2d::Window window = here.window;
 #pragma unroll
       for (int i = 0; i < kPixels; ++i, window.y += s.stride_h) {
-        unsigned const pixel =
-            is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
+        unsigned const pixel = is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
         // One byte of a product by itself: the other channels' weights are masked out.
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {

@@ -13,8 +13,8 @@
 #include "core/cuda_check.h"
 #include "gemm/matrix_loads.cuh"
 #include "ops/conv2d/im2col.h"
-#include "ops/conv2d_int8/finish.cuh"
 #include "ops/conv2d_int8/configs.h"
+#include "ops/conv2d_int8/finish.cuh"
 #include "ops/conv2d_int8/mma.cuh"
 #include "ops/conv2d_int8/rows.h"
 
@@ -89,11 +89,11 @@ struct Copies {
 };
 
 // Integers rather than a TileConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
-template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages_, int kBytes>
+template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages_, int kBytes, int kBlocks_>
 struct Tiled {
   static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kMinBlocks = kThreads > 128 ? 1 : kWarpM * kWarpN > 2048 ? 2 : 4;
+  static constexpr int kBlocks = kBlocks_;  // an SM
   static constexpr int kStages = kStages_;
   static constexpr int kWarpRows = kWarpM, kWarpColumns = kWarpN;
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;  // fragments of a warp
@@ -242,7 +242,7 @@ struct Tiled {
 
 // Blocks along x take tiles, channels fastest, so that blocks of the same pixels run together; along y groups.
 template <class T>
-__global__ __launch_bounds__(T::kThreads, T::kMinBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
+__global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
   extern __shared__ __align__(128) unsigned char shared[];
   auto* const windows = reinterpret_cast<Window*>(shared + T::kRingBytes);
   int const warp = threadIdx.x / 32;
@@ -285,7 +285,7 @@ __global__ __launch_bounds__(T::kThreads, T::kMinBlocks) void tiled_kernel(__gri
 template <int kRow>
 void launch_tiled(TiledProblem const& t, unsigned blocks, int device, Stream stream) {
   static constexpr TileConfig kTile = kTiles[kRow];
-  using T = Tiled<kTile.warp_m, kTile.warp_n, kTile.warps_m, kTile.warps_n, kTile.stages, kTile.vector>;
+  using T = Tiled<kTile.warp_m, kTile.warp_n, kTile.warps_m, kTile.warps_n, kTile.stages, kTile.vector, kTile.blocks>;
   static_assert(T::kRingBytes + T::kTileM * static_cast<int>(sizeof(Window)) == kTile.shared_bytes());
   auto* const kernel = tiled_kernel<T>;
   static PerDevice prepared;

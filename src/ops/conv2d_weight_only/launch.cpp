@@ -31,8 +31,8 @@ struct PatchesFamily {
 
 void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {
   conv2d::Shape const& s = p.shape;
-  weight_only_mm::Problem const product{p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out,
-                                        p.bias,   p.lo,                                p.hi};
+  weight_only_mm::Problem const product{
+      p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out, p.bias, p.lo, p.hi};
   auto const step = conv2d::Column::of(s, p.padded_channels, weight_only_mm::kPadding);
   Launch const launch = weight_only_mm::variant_of<PatchesFamily>(choice.row, p.dtype, p.weight);
   if (launch == nullptr) throw Unsupported("epiloq.conv2d_weight_only: this build lacks the kernel; see EPILOQ_ARCHS");
