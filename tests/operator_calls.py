@@ -121,7 +121,7 @@ def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:
 def convolutions(batch: int, n: int, device: str) -> Calls:
     p = conv_reference.int8_problem((batch, 4, 5, 3), n, (2, 3), device=device)
     where, bias = ([1, 2], [0, 1, 1, 0], [1, 1], 1), torch.zeros(n, device=device)
-    size = (batch, 4, 3, n)
+    size = (batch, 4, 2, n)
     for offset, dtype in ((None, torch.float16), (bias, torch.int8)):
         correction = None if offset is None else p.weight.sum((1, 2, 3), dtype=torch.int32)
         zero = 0 if offset is None else 3

@@ -99,8 +99,8 @@ def _run(
     out = _empty(x, n, kernel, place) if out is None else out
     numbers: tuple[Any, ...] = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
-    done = out.permute(0, 2, 3, 1)
-    if not _core.conv2d_weight_only(done, pixels, *packed, bias, *numbers, channels == 1, lo, hi, *where):
+    arguments: tuple[Any, ...] = (*packed, bias, *numbers, channels == 1, lo, hi, *where)
+    if not _core.conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments):
         _run_dense(out, pixels, PackedConv2dWeight(*packed, *numbers), bias, place, (lo, hi))
     return out
 
@@ -162,10 +162,8 @@ def explain(
     pixels = _pixels(x)
     out = _empty(x, w.n, w.kernel, where) if out is None else out
     packed = (w.q, w.scale, w.zero, w.offset, bias)
-    integers, (lo, hi) = numbers[:6], numbers[6:8]
-    return _core.explain_conv2d_weight_only(
-        out.permute(0, 2, 3, 1), pixels, *packed, *integers, w.depthwise, lo, hi, *where
-    )
+    arguments: tuple[Any, ...] = (*packed, *numbers[:6], w.depthwise, *numbers[6:])
+    return _core.explain_conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments)
 
 
 def _impl(*arguments: Any) -> Tensor:
