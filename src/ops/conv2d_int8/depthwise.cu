@@ -70,7 +70,7 @@ __device__ __forceinline__ void finish(int const (&sums)[kPixels][kChannels], De
 }
 
 template <int kChannels>
-__global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ DepthwiseProblem const d) {
+__global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant__ DepthwiseProblem const d) {
   __shared__ unsigned words[kTaps * kMaxLanes];
   Problem const& p = d.problem;
   conv2d::Shape const& s = p.shape;

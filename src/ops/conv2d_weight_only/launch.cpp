@@ -7,6 +7,7 @@
 #if EPILOQ_HAS_CUDA
 #include "core/cuda_check.h"
 #include "ops/conv2d_weight_only/rows.h"
+#include "ops/weight_only_mm/layout.h"
 #include "ops/weight_only_mm/variants.h"
 #endif
 
@@ -25,8 +26,15 @@ namespace {
 struct PatchesFamily {
   using Launch = conv2d_weight_only::Launch;
   static constexpr int kRows = static_cast<int>(conv2d_weight_only::kRows.size());
+  // As CMakeLists.txt has them.
+  template <int kRow, DType kX>
+  static constexpr bool kBuilt =
+      kRow == kSm75Row ? EPILOQ_HAS_SM75 && kX == DType::kFloat16 : EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = &launch_patches<kRow, kX, kBits, kGroups, kOffsets>;
+  static constexpr Launch launch() {
+    if constexpr (kBuilt<kRow, kX>) return &launch_patches<kRow, kX, kBits, kGroups, kOffsets>;
+    return nullptr;
+  }
 };
 
 void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {

@@ -13,17 +13,27 @@ namespace epiloq::ops::weight_only_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
+// SM75 has the last row of each table, in float16.
+template <bool kIsLast, DType kX>
+constexpr bool kBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || (kIsLast && kX == DType::kFloat16);
+
 struct StreamFamily {
   using Launch = weight_only_mm::Launch;
   static constexpr int kRows = static_cast<int>(kStreamRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = &launch_stream<kRow, kX, kBits, kGroups, kOffsets>;
+  static constexpr Launch launch() {
+    if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_stream<kRow, kX, kBits, kGroups, kOffsets>;
+    return nullptr;
+  }
 };
 struct TiledFamily {
   using Launch = weight_only_mm::Launch;
   static constexpr int kRows = static_cast<int>(kTiledRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;
+  static constexpr Launch launch() {
+    if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;
+    return nullptr;
+  }
 };
 
 }  // namespace

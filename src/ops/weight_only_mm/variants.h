@@ -1,7 +1,7 @@
 #pragma once
 
 // The kernels of a table's rows by what they are compiled for. A Family has kRows, a type Launch, and
-// kLaunch<row, type of x, bits, groups in a step, whether there are offsets>.
+// launch<row, type of x, bits, groups in a step, whether there are offsets>(), null where this build has none.
 
 #include <array>
 #include <utility>
@@ -9,17 +9,6 @@
 #include "ops/weight_only_mm/kernels.h"
 
 namespace epiloq::ops::weight_only_mm {
-
-// SM75 has the last row of each table, in float16.
-template <class Family, int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-constexpr typename Family::Launch built() {
-  constexpr bool kNewer = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
-  if constexpr (kNewer || (kX == DType::kFloat16 && kRow + 1 == Family::kRows)) {
-    return Family::template kLaunch<kRow, kX, kBits, kGroups, kOffsets>;
-  } else {
-    return nullptr;
-  }
-}
 
 // A row's kernels by type, bits, groups in a step, and whether there are offsets.
 template <class Launch>
@@ -29,9 +18,10 @@ using Variants = std::array<std::array<ByGroups<Launch>, 2>, 2>;
 
 template <class Family, int kRow, DType kX, int kBits>
 constexpr ByGroups<typename Family::Launch> by_groups() {
-  return {{{built<Family, kRow, kX, kBits, 1, false>(), built<Family, kRow, kX, kBits, 1, true>()},
-           {built<Family, kRow, kX, kBits, 2, false>(), built<Family, kRow, kX, kBits, 2, true>()},
-           {built<Family, kRow, kX, kBits, 4, false>(), built<Family, kRow, kX, kBits, 4, true>()}}};
+  return {
+      {{Family::template launch<kRow, kX, kBits, 1, false>(), Family::template launch<kRow, kX, kBits, 1, true>()},
+       {Family::template launch<kRow, kX, kBits, 2, false>(), Family::template launch<kRow, kX, kBits, 2, true>()},
+       {Family::template launch<kRow, kX, kBits, 4, false>(), Family::template launch<kRow, kX, kBits, 4, true>()}}};
 }
 
 template <class Family, int... kRows>
