@@ -30,7 +30,7 @@ def _layer(case: Case) -> Layer:
     return LAYERS.get(case.layer) or Layer(case.k, case.n, (2, 2))
 
 
-def _where(layer: Layer) -> dict[str, int]:
+def _where(layer: Layer) -> dict[str, Any]:
     return {"stride": layer.stride, "padding": layer.padding, "groups": layer.groups}
 
 
@@ -146,9 +146,8 @@ def _cudnn(dtype: torch.dtype, *, few_bits: bool) -> Binder:
                 x, weight, bias = inputs["x"].permute(0, 3, 1, 2), _packed(case, inputs).dequantize(dtype), None
             else:
                 (x, weight), bias = _real(inputs), inputs["bias"].to(dtype)
-            last = {"dtype": dtype, "memory_format": torch.channels_last}
-            moved = (x.to(**last), weight.to(**last), bias)
-            return partial(F.conv2d, *moved, layer.stride, layer.padding, 1, layer.groups)
+            x, weight = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, weight))
+            return partial(F.conv2d, x, weight, bias, layer.stride, layer.padding, 1, layer.groups)
 
         torch.backends.cudnn.benchmark = True
         calls = [call(s) for s in sets]
