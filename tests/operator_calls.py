@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import blockwise_reference
+import conv_reference
 import weight_reference
 from reference import make_problem
 
@@ -28,6 +29,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from blockwise_products(x.half(), n, out)
     yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
     yield from weight_only_products(x.half(), n, out)
+    yield from convolutions(m, n, device)
 
 
 def int8_products(m: int, n: int, k: int, device: str, out: Tensor) -> Calls:
@@ -127,3 +129,22 @@ def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:
         tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
         yield OPS.weight_only_mm, (*tensors, 4, n, k, 32, 0.0, 6.0), {}
         yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, -math.inf, math.inf), {"out": out}
+
+
+def convolutions(batch: int, n: int, device: str) -> Calls:
+    p = conv_reference.int8_problem((batch, 4, 5, 3), n, (2, 3), device=device)
+    where, bias = ([1, 2], [0, 1, 1, 0], [1, 1], 1), torch.zeros(n, device=device)
+    size = (batch, 4, 2, n)
+    for offset, dtype in ((None, torch.float16), (bias, torch.int8)):
+        correction = None if offset is None else p.weight.sum((1, 2, 3), dtype=torch.int32)
+        zero = 0 if offset is None else 3
+        arguments = (p.x, p.weight, p.weight_scale, offset, correction, zero, -zero, -math.inf, 6.0, *where)
+        yield OPS.conv2d_int8, arguments, {"out_dtype": dtype}
+        yield OPS.conv2d_int8_out, arguments, {"out": torch.zeros(size, dtype=dtype, device=device)}
+    x = torch.randn(batch, 3, 4, 5, device=device)
+    for zeros, offset in (("none", None), ("zero", bias), ("offset", None)):
+        w = conv_reference.packed(n, (2, 3), 3, 4, 32, zeros, device=device).packed
+        numbers = (4, n, [2, 3], 3, w.padded_channels, w.group_size, 0.0, 6.0)
+        arguments = (x, w.q, w.scale, w.zero, w.offset, offset, *numbers, *where)
+        yield OPS.conv2d_weight_only, arguments, {}
+        yield OPS.conv2d_weight_only_out, arguments, {"out": torch.zeros(size, device=device).permute(0, 3, 1, 2)}

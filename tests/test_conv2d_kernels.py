@@ -77,9 +77,9 @@ def tile_of(arch: str, shape: tuple[int, int, int, int], outputs: int) -> str:
 
 
 def test_every_int8_tile_is_reached() -> None:
-    sizes = itertools.product((1, 8, 200), (16, 24, 3), (16, 64, 256, 600))
+    sizes = itertools.product((1, 8, 40, 130), (16, 24, 3, 64, 512), (16, 64, 128, 256, 600))
     answers = {tile_of("sm80", (1, 30 * h, 30, channels), outputs) for h, channels, outputs in sizes}
-    assert len(answers) == 6, sorted(answers)
+    assert len(answers) == 8, sorted(answers)
     answers = {tile_of("sm75", (1, 30 * h, 30, 16), outputs) for h, outputs in ((1, 16), (200, 600))}
     assert len(answers) == 1 and "64 pixels x 64 channels" in answers.pop()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epiloq.packed_weight import BITS, SCALE_DTYPES, PackedWeight, pack_weight
+from epiloq.packed_weight import PackedWeight, pack_weight
 
 # Columns that a kernel reads at a time.
 _CHUNK = 8
@@ -20,7 +21,7 @@ _TENSORS = ("q", "scale", "zero", "offset")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedConv2dWeight:
-    """A weight ``[Co, Kh, Kw, C]``, C of the input's channels a group: ``scale * (q - zero)`` or ``scale * q + offset``.
+    """A weight ``[Co, Kh, Kw, C]``, C = Ci / groups: ``scale * (q - zero)`` or ``scale * q + offset``.
 
     Made by `pack_conv2d_weight`. Immutable: write to none of its tensors. include/epiloq/conv2d_weight_only.h has the
     layout: the rows of a `PackedWeight` ``[Co, Kh Kw Cp]``, or with C = 1 (depthwise) a byte a code, ``[Kh, Kw, Co]``.
@@ -154,7 +155,7 @@ def pack_conv2d_weight(
     for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset)):
         if tensor is not None and tuple(tensor.shape) != shape:
             _refuse(name, f"{list(shape)}", f"{list(tensor.shape)}")
-    parameters = [None if t is None else t.reshape(n, -1) for t in (scale, zero, offset)]
+    parameters = [None if t is None else t.reshape(n, math.prod(shape[1:])) for t in (scale, zero, offset)]
     assert parameters[0] is not None
     if channels == 1:
         return _pack_taps(q, parameters[0], parameters[1], parameters[2], bits)

@@ -48,7 +48,6 @@ class PreparedInt8Weight:
     correction: Tensor | None
 
     @classmethod
-    @torch.no_grad()
     def prepare(
         cls,
         q: Tensor,
@@ -65,8 +64,11 @@ class PreparedInt8Weight:
         """
         _check_tensors(q, weight_scale, bias)
         q = (q if q.ndim == 4 else q[:, None, None, :]).contiguous()
+        weight_scale, bias = weight_scale.detach(), None if bias is None else bias.detach()
         sums = q.sum((1, 2, 3), dtype=torch.int32)
-        return cls(q, sums, weight_scale, bias, (1.0, 0), None, weight_scale, bias, None).updated(input, output)
+        input, output = _quantizer("input", input), output and _quantizer("output", output)
+        derived = _derived(sums, weight_scale, bias, input, output)
+        return cls(q, sums, weight_scale, bias, input, output, *derived)
 
     @classmethod
     @torch.no_grad()
@@ -88,22 +90,12 @@ class PreparedInt8Weight:
         q, scale = nearest_int8(wide)
         return cls.prepare(q, scale, None if bias is None else bias.float(), input=input, output=output)
 
-    @torch.no_grad()
     def updated(self, input: Quantizer | None = None, output: Quantizer | None = None) -> PreparedInt8Weight:
         """The same weight between other quantisers; those that are None stay."""
-        scale, zero = input = _quantizer("input", input or self.input)
-        output = output or self.output
-        unit = 1.0
-        if output is not None:
-            unit, _ = output = _quantizer("output", output)
-        return replace(
-            self,
-            input=input,
-            output=output,
-            scale=(self.weight_scale.double() * (scale / unit)).float(),
-            shift=None if self.bias is None else (self.bias.double() / unit).float(),
-            correction=self.sums * zero if zero else None,
-        )
+        input = _quantizer("input", input or self.input)
+        output = _quantizer("output", output) if output else self.output
+        scale, shift, correction = _derived(self.sums, self.weight_scale, self.bias, input, output)
+        return replace(self, input=input, output=output, scale=scale, shift=shift, correction=correction)
 
     def parameters(self, operation: str, *, to_int8: bool, clamp: tuple[float, float] | None) -> Int8Parameters:
         """What a call takes beside ``q``; ``clamp`` is in real numbers."""
@@ -133,6 +125,18 @@ def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.int8).contiguous(), scale
 
 
+def _derived(
+    sums: Tensor, weight_scale: Tensor, bias: Tensor | None, input: Quantizer, output: Quantizer | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """scale, shift and correction: computed in float64, rounded once."""
+    unit = 1.0 if output is None else output[0]
+    return (
+        (weight_scale.double() * (input[0] / unit)).float(),
+        None if bias is None else (bias.double() / unit).float(),
+        sums * input[1] if input[1] else None,
+    )
+
+
 def _check_tensors(q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
     for name, tensor, dtype in (("q", q, torch.int8), ("weight_scale", weight_scale, torch.float32)):
         if not isinstance(tensor, Tensor):
@@ -156,7 +160,8 @@ def _quantizer(name: str, value: Quantizer) -> Quantizer:
 
 
 def _rounded(value: float) -> float:
-    return value if math.isinf(value) or math.isnan(value) else float(round(value))
+    # Past int8's reach one end is as good as another; infinities and NaN cannot be rounded.
+    return float(round(value)) if -1024 < value < 1024 else value
 
 
 def _refuse(kind: type[Exception], argument: str, expected: str, got: object) -> None:

@@ -160,7 +160,7 @@ def quantize_(
         One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``.
     filter_fn
         ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear`` (``torch.nn.Conv2d``), subclasses
-        included. Without it every layer whose type is exactly ``torch.nn.Conv2d`` is taken; or a layer is taken if its type is exactly ``torch.nn.Linear``, except an output head (called "lm_head",
+        included. Without it a layer is taken if its type is exactly that, except an output head (called "lm_head",
         given by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``) and
         the feed-forward layers directly in a ``torch.nn.TransformerEncoderLayer``, whose fused path reads their
         float weights (to take those, call ``torch.backends.mha.set_fastpath_enabled(False)`` as well).
@@ -278,9 +278,7 @@ def _calibrated(
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
         return lambda module, args, kwargs: observers[name].add(args[0] if args else kwargs["input"])
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in observers
-    ]
+    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in observers]
     try:
         calibrate(model)
     finally:

@@ -34,8 +34,8 @@ Target target_of_device(char const* operation, int device) {
     }
   }
   throw Unsupported("epiloq." + std::string(operation) + ": no kernel for cuda:" + std::to_string(device) +
-                    " (compute capability " + std::to_string(properties.compute_capability) + ", arch " +
-                    name(forced) + ") in this build");
+                    " (compute capability " + std::to_string(properties.compute_capability) + ", arch " + name(forced) +
+                    ") in this build");
 }
 
 }  // namespace epiloq

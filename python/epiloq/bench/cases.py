@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from epiloq.bench.convolutions import PP_OCR, RESNET50, Layer
+
 
 class Shape(NamedTuple):
     """The weight of a linear layer: N output features by K input features."""
@@ -106,6 +108,13 @@ ODD = (
     Shape("small odd", 33, 100),
 )
 
+
+def _convolutions(layers: Mapping[str, Layer]) -> tuple[Shape, ...]:
+    return tuple(Shape(name, layer.outputs, layer.k) for name, layer in layers.items())
+
+
+CONVOLUTIONS = {"conv2d_int8": ("relu",), "conv2d_weight_only": ("w4_g128", "w8")}
+
 SUITES: dict[str, Suite] = {
     "quick": Suite((SMOLLM2[2], Shape("square", 2048, 2048)), (1, 17, 256), SCALED_AND_TOKEN),
     "h200": Suite(H200, TOKENS, SCALED),
@@ -121,5 +130,9 @@ SUITES: dict[str, Suite] = {
     ),
     "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
     "weight-only": Suite(H200, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), WEIGHT_ONLY),
+    # M counts images.
+    "resnet50": Suite(_convolutions(RESNET50), (32,), {"conv2d_int8": ("relu",)}),
+    "resnet50-1": Suite(_convolutions(RESNET50), (1,), CONVOLUTIONS),
+    "pp-ocr": Suite(_convolutions(PP_OCR), (1,), CONVOLUTIONS),
     "odd": Suite(ODD, (1, 17, 100, 300), EVERYTHING),
 }

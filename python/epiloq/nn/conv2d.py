@@ -64,9 +64,7 @@ class QuantizedConv2d(nn.Module):
 
     def _check_image(self, x: torch.Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"{type(self).__name__}: x: expected [B, {self.in_channels}, H, W], got {list(x.shape)}"
-            )
+            raise ValueError(f"{type(self).__name__}: x: expected [B, {self.in_channels}, H, W], got {list(x.shape)}")
 
     def extra_repr(self) -> str:
         place = self.geometry

@@ -71,15 +71,16 @@ class Int8Conv2d(QuantizedConv2d):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         n, channels = out_channels, in_channels // groups
         _check_terms(self.kernel_size[0] * self.kernel_size[1] * channels)
-        real, whole = ({"dtype": kind, "device": device} for kind in (torch.float32, torch.int32))
         weight = torch.zeros(n, *self.kernel_size, channels, dtype=torch.int8, device=device)
+        ones, one = (torch.ones(count, dtype=torch.float32, device=device) for count in (n, 1))
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
         self.register_buffer("weight", weight)
-        self.register_buffer("weight_scale", torch.ones(n, **real))
-        self.register_buffer("bias", torch.zeros(n, **real) if bias else None)
-        self.register_buffer("input_scale", torch.ones(1, **real))
-        self.register_buffer("input_zero_point", torch.zeros(1, **whole))
-        self.register_buffer("output_scale", torch.ones(1, **real) if quantized_output else None)
-        self.register_buffer("output_zero_point", torch.zeros(1, **whole) if quantized_output else None)
+        self.register_buffer("weight_scale", ones)
+        self.register_buffer("bias", torch.zeros_like(ones) if bias else None)
+        self.register_buffer("input_scale", one)
+        self.register_buffer("input_zero_point", zero)
+        self.register_buffer("output_scale", one.clone() if quantized_output else None)
+        self.register_buffer("output_zero_point", zero.clone() if quantized_output else None)
         for name in ("scale", "shift", "correction"):
             self.register_buffer(name, None, persistent=False)
         self._derive()

@@ -68,7 +68,8 @@ class WeightOnlyConv2d(QuantizedConv2d):
     ) -> WeightOnlyConv2d:
         """Round `conv` (left as it is) to the nearest symmetric grid of each block of input channels, on its device.
 
-        As `WeightOnlyLinear.from_linear` does; group_size -1, and a depthwise convolution, has a scale an output channel.
+        As `WeightOnlyLinear.from_linear` does; with group_size -1, and where a group of channels has one alone
+        (depthwise convolutions), there is a scale an output channel.
 
         Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros.
         """

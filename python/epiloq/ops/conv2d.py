@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeGuard
 
 Pair: TypeAlias = "int | Sequence[int]"
 Padding: TypeAlias = "int | str | Sequence[int]"
@@ -48,7 +48,7 @@ def _sides(
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         top, left = total[0] // 2, total[1] // 2
         return top, total[0] - top, left, total[1] - left
-    if isinstance(padding, Sequence) and len(padding) == 4 and _integers(padding):
+    if _integers(padding, 4):
         top, bottom, left, right = padding
         return top, bottom, left, right
     height, width = _pair(operation, "padding", padding)
@@ -57,14 +57,16 @@ def _sides(
 
 def _pair(operation: str, argument: str, value: object) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else value
-    if not isinstance(pair, Sequence) or len(pair) != 2 or not _integers(pair):
+    if not _integers(pair, 2):
         _refuse(operation, argument, "an integer or two", repr(value))
     return pair[0], pair[1]
 
 
-def _integers(values: Sequence[object]) -> bool:
+def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
+    if not isinstance(values, Sequence) or len(values) != count:
+        return False
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 
-def _refuse(operation: str, argument: str, expected: str, got: object) -> None:
+def _refuse(operation: str, argument: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")

@@ -34,25 +34,22 @@ def blocks_of_sums(
 def _blocks_of_patches(
     x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry, size: tuple[int, int]
 ) -> Iterator[tuple[slice, Tensor]]:
+    """Matrices of patches: of some rows of an image, or of whole images where those are small."""
     views = _patches(x, weight.shape[1:3], input_zero, geometry, size)
     images, p = views.shape[:2]
-    row_bytes = views[0, 0].numel()
-    at_once = max(1, _PATCHES // row_bytes)
-    if views.is_contiguous() or views[0].numel() < _PATCHES:
-        per_block = max(1, at_once // p)
-        for image in range(0, images, per_block):
-            block = views[image : image + per_block]
-            yield slice(image * p, (image + block.shape[0]) * p), block.reshape(-1, weight[0].numel())
-        return
-    for image in range(images):
-        for row in range(0, p, at_once):
-            block = views[image, row : row + at_once]
-            yield slice(image * p + row, image * p + row + block.shape[0]), block.reshape(-1, weight[0].numel())
+    rows = max(1, _PATCHES // views[0, 0].numel())
+    at_once = max(1, rows // p)
+    for image in range(0, images, at_once):
+        of_images = views[image : image + at_once]
+        for row in range(0, p, rows):
+            block = of_images[:, row : row + rows]
+            first = image * p + row
+            # A view would do for reshape, but overlapping rows are not what torch's product takes.
+            patches = block.reshape(-1, weight[0].numel()).contiguous()
+            yield slice(first, first + block.shape[0] * block.shape[1]), patches
 
 
-def _patches(
-    x: Tensor, kernel: torch.Size, input_zero: int, geometry: Geometry, size: tuple[int, int]
-) -> Tensor:
+def _patches(x: Tensor, kernel: torch.Size, input_zero: int, geometry: Geometry, size: tuple[int, int]) -> Tensor:
     """``[B, P, Q, Kh, Kw, Ci]``, a view of the padded image."""
     top, bottom, left, right = geometry.padding
     padded = pad(x, (0, 0, left, right, top, bottom), value=input_zero) if any(geometry.padding) else x

@@ -72,9 +72,7 @@ def conv2d_int8(
         TypeError: an argument is not a tensor, or a parameter is missing.
         NotImplementedError: on a GPU that this build has no kernel for.
     """
-    w = prepared(
-        _NAME, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero)
-    )
+    w = prepared(_NAME, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
     where = geometry(_NAME, w.q.shape[1:3], stride, padding, dilation, groups)
     return _call(_NAME, x_q, w, clamp, where, out_dtype, out)
 
@@ -137,9 +135,8 @@ def prepared(
     if weight_scale is None or into[0] is None:
         missing = "weight_scale" if weight_scale is None else "input_scale"
         raise TypeError(f"epiloq.{operation}: {missing}: expected one beside a plain weight, got None")
-    return PreparedInt8Weight.prepare(
-        weight, weight_scale, bias, input=(into[0], into[1] or 0), output=onto[0] and (onto[0], onto[1] or 0)
-    )
+    output = None if onto[0] is None else (onto[0], onto[1] or 0)
+    return PreparedInt8Weight.prepare(weight, weight_scale, bias, input=(into[0], into[1] or 0), output=output)
 
 
 def _call(
@@ -156,7 +153,9 @@ def _call(
         raise ValueError(
             f"epiloq.{operation}: out_dtype: expected torch.int8, float16, bfloat16 or float32, got {dtype}"
         )
-    return convolve(operation, x, w.q, w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp), where, dtype, out)
+    return convolve(
+        operation, x, w.q, w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp), where, dtype, out
+    )
 
 
 def convolve(

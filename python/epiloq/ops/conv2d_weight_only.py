@@ -40,7 +40,8 @@ def conv2d_weight_only(
         weight: ``[Co, Kh, Kw, Ci / groups]``.
         bias: ``[Co]`` of x's dtype, added in fp32.
         stride, dilation: one number or (height, width).
-        padding: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides "same"; of zeros.
+        padding: of zeros: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides
+            "same".
         groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
         clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
         out: ``[B, Co, P, Q]`` of x's dtype in channels_last memory; it is written and returned.
@@ -96,10 +97,10 @@ def _run(
     place = Geometry(*where)
     pixels = _pixels(x)
     out = _empty(x, n, kernel, place) if out is None else out
-    numbers = (bits, n, kernel, channels, padded_channels, group_size)
+    numbers: tuple[Any, ...] = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
-    done = out.permute(0, 2, 3, 1)
-    if not _core.conv2d_weight_only(done, pixels, *packed, bias, *numbers, channels == 1, lo, hi, *where):
+    arguments: tuple[Any, ...] = (*packed, bias, *numbers, channels == 1, lo, hi, *where)
+    if not _core.conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments):
         _run_dense(out, pixels, PackedConv2dWeight(*packed, *numbers), bias, place, (lo, hi))
     return out
 
@@ -161,9 +162,8 @@ def explain(
     pixels = _pixels(x)
     out = _empty(x, w.n, w.kernel, where) if out is None else out
     packed = (w.q, w.scale, w.zero, w.offset, bias)
-    return _core.explain_conv2d_weight_only(
-        out.permute(0, 2, 3, 1), pixels, *packed, *numbers[:6], w.depthwise, *numbers[6:]
-    )
+    arguments: tuple[Any, ...] = (*packed, *numbers[:6], w.depthwise, *numbers[6:])
+    return _core.explain_conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments)
 
 
 def _impl(*arguments: Any) -> Tensor:
@@ -181,7 +181,7 @@ def _as_tuples(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     n, kernel, channels = rest[5:8]
-    where = Geometry(*rest[11:])
+    where = Geometry(*rest[-4:])
     if x.ndim != 4:
         raise ValueError(f"epiloq.{_NAME}: x: expected 4 dimensions [B, Ci, H, W], got {list(x.shape)}")
     torch._check_value(

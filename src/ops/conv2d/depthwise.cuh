@@ -30,8 +30,8 @@ struct Plan {
 };
 
 struct Place {
-  int lane, n;         // n: the first channel
-  int image, p, q;     // of the first pixel
+  int lane, n;      // n: the first channel
+  int image, p, q;  // of the first pixel
   bool is_there;
   Window window;       // of the first pixel
   std::int64_t down;   // from a pixel's window to the next's

@@ -70,7 +70,7 @@ __device__ __forceinline__ void finish(int const (&sums)[kPixels][kChannels], De
 }
 
 template <int kChannels>
-__global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ DepthwiseProblem const d) {
+__global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant__ DepthwiseProblem const d) {
   __shared__ unsigned words[kTaps * kMaxLanes];
   Problem const& p = d.problem;
   conv2d::Shape const& s = p.shape;
@@ -101,8 +101,7 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
       conv2d::Window window = here.window;
 #pragma unroll
       for (int i = 0; i < kPixels; ++i, window.y += s.stride_h) {
-        unsigned const pixel =
-            is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
+        unsigned const pixel = is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
         // One byte of a product by itself: the other channels' weights are masked out.
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {

@@ -13,19 +13,14 @@ namespace {
 constexpr int kMaxGridY = 65535;
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
-// The last rule of each width takes any problem, on SM75 as well, and every tile is named by some rule.
-constexpr bool complete() {
+// Any problem has a tile, on SM75 as well.
+static_assert([] {
   for (int vector : {16, 4, 1}) {
-    Rule last{};
-    for (Rule const& rule : kRules) last = kTiles[rule.tile].vector == vector ? rule : last;
-    if (last.n_max != kAny || last.waves != 0 || last.tile < kFirstSm75Tile) return false;
-  }
-  for (int tile = 0; tile < static_cast<int>(kTiles.size()); ++tile) {
-    if (std::ranges::count(kRules, tile, &Rule::tile) == 0) return false;
+    if (std::ranges::count(kTiles.begin() + kFirstSm75Tile, kTiles.end(), vector, &TileConfig::vector) == 0)
+      return false;
   }
   return true;
-}
-static_assert(complete());
+}());
 
 // Without asking for more than a kernel may have without being asked.
 static_assert(std::ranges::all_of(kTiles.begin() + kFirstSm75Tile, kTiles.end(),
@@ -34,7 +29,9 @@ static_assert(std::ranges::all_of(kTiles.begin() + kFirstSm75Tile, kTiles.end(),
 // The widest copies that channels, pointers and strides allow.
 int vector_of(Problem const& p, int channels) {
   conv2d::Shape const& s = p.shape;
-  auto const address = [](void const* pointer) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer)); };
+  auto const address = [](void const* pointer) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer));
+  };
   for (int vector : {16, 4}) {
     std::int64_t const multiples[] = {channels, address(p.x), address(p.weight), s.x_image, s.x_row, s.x_pixel};
     if (std::ranges::all_of(multiples, [vector](std::int64_t value) { return value % vector == 0; })) return vector;
@@ -42,9 +39,17 @@ int vector_of(Problem const& p, int channels) {
   return 1;
 }
 
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 std::int64_t blocks_of(TileConfig const& c, conv2d::Shape const& s) {
-  auto const ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   return ceil_div(conv2d::pixels(s), c.tile_m()) * ceil_div(s.co / s.groups, c.tile_n());
+}
+
+// Cycles of the busiest SM.
+double cycles_of(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
+  double const outputs = c.tile_m() * c.tile_n(), columns = static_cast<double>(s.kh) * s.kw * (s.ci / s.groups);
+  double const block = outputs * (columns / c.rate + kCyclesOfOutput) + kCyclesOfBlock / c.blocks;
+  return static_cast<double>(ceil_div(blocks_of(c, s) * s.groups, t.sm_count)) * block;
 }
 
 [[noreturn]] void refuse(std::string const& what) {
@@ -62,16 +67,16 @@ Choice choose(Problem const& p, Target const& t) {
     return {Family::kDepthwise, 0, vector};
   }
   int const vector = vector_of(p, s.ci / s.groups);
-  for (Rule const& rule : kRules) {
-    TileConfig const& c = kTiles[rule.tile];
-    std::int64_t const blocks = blocks_of(c, s);
-    bool const is_built = t.arch != Arch::kSm75 || rule.tile >= kFirstSm75Tile;
-    if (c.vector != vector || !is_built || c.shared_bytes() > t.shared_bytes) continue;
-    if (s.co / s.groups > rule.n_max || blocks * s.groups < std::int64_t{rule.waves} * t.sm_count) continue;
-    if (blocks > kMaxGridX || s.groups > kMaxGridY) refuse("at most 65535 groups, and fewer pixels and channels");
-    return {Family::kTiled, rule.tile, vector};
+  int best = -1;
+  for (int row = t.arch == Arch::kSm75 ? kFirstSm75Tile : 0; row < static_cast<int>(kTiles.size()); ++row) {
+    TileConfig const& c = kTiles[row];
+    if (c.vector != vector || c.shared_bytes() > t.shared_bytes) continue;
+    if (best < 0 || cycles_of(c, s, t) < cycles_of(kTiles[best], s, t)) best = row;
   }
-  refuse("no such problem");
+  if (blocks_of(kTiles[best], s) > kMaxGridX || s.groups > kMaxGridY) {
+    refuse("at most 65535 groups, and fewer pixels and channels");
+  }
+  return {Family::kTiled, best, vector};
 }
 
 std::string describe(Choice const& choice) {
@@ -89,7 +94,8 @@ std::string describe(Choice const& choice) {
 
 bool has_whole_runs(Problem const& p, int count) {
   std::int64_t const size = size_of(p.out_dtype), bytes = std::min<std::int64_t>(count * size, 16);
-  bool const in_groups = p.shape.groups == 1 || p.shape.ci == p.shape.groups || p.shape.co / p.shape.groups % count == 0;
+  bool const in_groups =
+      p.shape.groups == 1 || p.shape.ci == p.shape.groups || p.shape.co / p.shape.groups % count == 0;
   return in_groups && reinterpret_cast<std::uintptr_t>(p.out) % bytes == 0 && p.shape.out_pixel * size % bytes == 0;
 }
 

@@ -9,12 +9,12 @@
 //
 // Copies are 16 channels wide where a group's channels allow it, else 4, else single bytes (an image's 3 channels).
 
-#include "core/async_copy.cuh"
 #include "core/cuda_check.h"
 #include "gemm/matrix_loads.cuh"
 #include "ops/conv2d/im2col.h"
-#include "ops/conv2d_int8/finish.cuh"
 #include "ops/conv2d_int8/configs.h"
+#include "ops/conv2d_int8/copies.cuh"
+#include "ops/conv2d_int8/finish.cuh"
 #include "ops/conv2d_int8/mma.cuh"
 #include "ops/conv2d_int8/rows.h"
 
@@ -23,77 +23,12 @@ namespace epiloq::ops::conv2d_int8 {
 using conv2d::Column;
 using conv2d::Window;
 
-// 64 bytes a row; chunks of 16 trade places so that eight neighbouring rows of a chunk lie in different banks.
-__device__ __forceinline__ int place(int row, int chunk) { return row * kDepth + ((chunk ^ (row / 2 % 4)) << 4); }
-
-// kBytes of `from`, or as many times the byte that `fill` repeats.
-template <int kBytes>
-__device__ __forceinline__ void copy_or_fill(SharedAddress to, std::int8_t const* from, bool copy, unsigned fill) {
-  if constexpr (kBytes == 16) {
-    if (copy) {
-      copy16(to, from);
-    } else {
-      *static_cast<uint4*>(__cvta_shared_to_generic(to)) = {fill, fill, fill, fill};
-    }
-  } else {
-    if (copy) {
-      copy4(to, from);
-    } else {
-      *static_cast<unsigned*>(__cvta_shared_to_generic(to)) = fill;
-    }
-  }
-}
-
-// Copies kRows rows of a stage: a thread takes one chunk of kBytes of every kApart-th row. row(i) says where from.
-template <int kThreads, int kRows, int kBytes>
-struct Copies {
-  static constexpr int kChunks = kDepth / kBytes;
-  static constexpr int kApart = kThreads / kChunks;
-  static constexpr int kEach = kRows / kApart;
-  static_assert(kThreads % kChunks == 0 && kRows % kApart == 0);
-
-  static __device__ __forceinline__ int column() { return threadIdx.x % kChunks * kBytes; }
-
-  struct From {
-    std::int8_t const* at;
-    bool is_there;
-  };
-
-  template <class Row>
-  static __device__ __forceinline__ void run(SharedAddress stage, unsigned fill, Row row) {
-    int const first = threadIdx.x / kChunks, chunk = column() / 16, within = column() % 16;
-    if constexpr (kBytes == 1) {
-      constexpr int kAtOnce = 8;  // on their way
-#pragma unroll 1
-      for (int i = 0; i < kEach; i += kAtOnce) {
-        std::uint8_t bytes[kAtOnce];
-#pragma unroll
-        for (int b = 0; b < kAtOnce; ++b) {
-          From const from = row(first + (i + b) * kApart);
-          bytes[b] = static_cast<std::uint8_t>(from.is_there ? *from.at : fill);
-        }
-#pragma unroll
-        for (int b = 0; b < kAtOnce; ++b) {
-          SharedAddress const to = stage + place(first + (i + b) * kApart, chunk) + within;
-          *static_cast<std::uint8_t*>(__cvta_shared_to_generic(to)) = bytes[b];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        From const from = row(first + i * kApart);
-        copy_or_fill<kBytes>(stage + place(first + i * kApart, chunk) + within, from.at, from.is_there, fill);
-      }
-    }
-  }
-};
-
 // Integers rather than a TileConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
-template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages_, int kBytes>
+template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages_, int kBytes, int kBlocks_>
 struct Tiled {
   static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kMinBlocks = kThreads > 128 ? 1 : kWarpM * kWarpN > 2048 ? 2 : 4;
+  static constexpr int kBlocks = kBlocks_;  // an SM
   static constexpr int kStages = kStages_;
   static constexpr int kWarpRows = kWarpM, kWarpColumns = kWarpN;
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;  // fragments of a warp
@@ -242,7 +177,7 @@ struct Tiled {
 
 // Blocks along x take tiles, channels fastest, so that blocks of the same pixels run together; along y groups.
 template <class T>
-__global__ __launch_bounds__(T::kThreads, T::kMinBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
+__global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
   extern __shared__ __align__(128) unsigned char shared[];
   auto* const windows = reinterpret_cast<Window*>(shared + T::kRingBytes);
   int const warp = threadIdx.x / 32;
@@ -285,7 +220,7 @@ __global__ __launch_bounds__(T::kThreads, T::kMinBlocks) void tiled_kernel(__gri
 template <int kRow>
 void launch_tiled(TiledProblem const& t, unsigned blocks, int device, Stream stream) {
   static constexpr TileConfig kTile = kTiles[kRow];
-  using T = Tiled<kTile.warp_m, kTile.warp_n, kTile.warps_m, kTile.warps_n, kTile.stages, kTile.vector>;
+  using T = Tiled<kTile.warp_m, kTile.warp_n, kTile.warps_m, kTile.warps_n, kTile.stages, kTile.vector, kTile.blocks>;
   static_assert(T::kRingBytes + T::kTileM * static_cast<int>(sizeof(Window)) == kTile.shared_bytes());
   auto* const kernel = tiled_kernel<T>;
   static PerDevice prepared;

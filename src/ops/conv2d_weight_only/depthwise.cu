@@ -90,7 +90,9 @@ constexpr int kRun = 4;
 bool has_runs(Problem const& p) {
   conv2d::Shape const& s = p.shape;
   std::int64_t const bytes = kRun * size_of(p.dtype);
-  auto const address = [](void const* pointer) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer)); };
+  auto const address = [](void const* pointer) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer));
+  };
   bool const aligned = address(p.x) % bytes == 0 && address(p.out) % bytes == 0 && address(p.weight.q) % kRun == 0;
   return aligned && s.co == s.ci && s.ci % kRun == 0 && s.x_image % kRun == 0 && s.x_row % kRun == 0 &&
          s.x_pixel % kRun == 0 && s.out_pixel % kRun == 0;

@@ -7,6 +7,7 @@
 #if EPILOQ_HAS_CUDA
 #include "core/cuda_check.h"
 #include "ops/conv2d_weight_only/rows.h"
+#include "ops/weight_only_mm/layout.h"
 #include "ops/weight_only_mm/variants.h"
 #endif
 
@@ -24,16 +25,22 @@ namespace {
 
 struct PatchesFamily {
   using Launch = conv2d_weight_only::Launch;
-  static constexpr int kRows = static_cast<int>(conv2d_weight_only::kRows.size()), kSm75Row = kRows - 1;
-  static constexpr bool kIsBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
+  static constexpr int kRows = static_cast<int>(conv2d_weight_only::kRows.size());
+  // As CMakeLists.txt has them.
+  template <int kRow, DType kX>
+  static constexpr bool kBuilt =
+      kRow == kSm75Row ? EPILOQ_HAS_SM75 && kX == DType::kFloat16 : EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = &launch_patches<kRow, kX, kBits, kGroups, kOffsets>;
+  static constexpr Launch launch() {
+    if constexpr (kBuilt<kRow, kX>) return &launch_patches<kRow, kX, kBits, kGroups, kOffsets>;
+    return nullptr;
+  }
 };
 
 void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {
   conv2d::Shape const& s = p.shape;
-  weight_only_mm::Problem const product{p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out,
-                                        p.bias,   p.lo,                                p.hi};
+  weight_only_mm::Problem const product{
+      p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out, p.bias, p.lo, p.hi};
   auto const step = conv2d::Column::of(s, p.padded_channels, weight_only_mm::kPadding);
   Launch const launch = weight_only_mm::variant_of<PatchesFamily>(choice.row, p.dtype, p.weight);
   if (launch == nullptr) throw Unsupported("epiloq.conv2d_weight_only: this build lacks the kernel; see EPILOQ_ARCHS");

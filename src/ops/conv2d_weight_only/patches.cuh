@@ -55,8 +55,9 @@ struct PatchTokens {
 };
 
 template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, S::kBlocks) void patches_kernel(
-    __grid_constant__ Patches const p, __grid_constant__ wo::StageLayout const layout) {
+__global__ __launch_bounds__(S::kThreads,
+                             S::kBlocks) void patches_kernel(__grid_constant__ Patches const p,
+                                                             __grid_constant__ wo::StageLayout const layout) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   auto* const windows = reinterpret_cast<conv2d::Window*>(shared + p.windows_at);
   wo::multiply_tile<S, T>(p.product, layout, shared, [&](int first_pixel, int first_step) {
@@ -82,8 +83,9 @@ void launch_patches(Patches const& problem, int split, int device, Stream stream
   patches.windows_at = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   int const shared_bytes = patches.windows_at + S::kTokens * static_cast<int>(sizeof(conv2d::Window));
   dim3 const grid((product.m + S::kTokens - 1) / S::kTokens, split, (product.weight.n + S::kRows - 1) / S::kRows);
-  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, patches, layout),
-             "launching epiloq.conv2d_weight_only");
+  cuda_check(
+      launch_dependent_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, patches, layout),
+      "launching epiloq.conv2d_weight_only");
 }
 
 }  // namespace epiloq::ops::conv2d_weight_only

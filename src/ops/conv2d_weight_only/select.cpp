@@ -49,8 +49,7 @@ Choice choose(Problem const& p, Target const& t) {
   if (pixels >= kDensePixels) return dense("many pixels");
   for (int row = 0; row < static_cast<int>(kRows.size()); ++row) {
     wo::TiledConfig const& c = kRows[row];
-    bool const is_last = row + 1 == static_cast<int>(kRows.size());
-    if (t.arch == Arch::kSm75 && !is_last) continue;
+    if ((t.arch == Arch::kSm75) != (row == kSm75Row)) continue;
     if (wo::shared_bytes(c, product) + c.tokens * kWindowBytes > t.shared_bytes) continue;
     std::int64_t const blocks = ceil_div(pixels, c.tokens) * ceil_div(s.co, c.rows());
     int const split = wo::best_split(blocks, ceil_div(p.weight.k, wo::kPadding), 4, c.blocks, t);

@@ -13,26 +13,36 @@ namespace epiloq::ops::weight_only_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
+// SM75 has the last row of each table, in float16.
+template <bool kIsLast, DType kX>
+constexpr bool kBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || (kIsLast && kX == DType::kFloat16);
+
 struct StreamFamily {
   using Launch = weight_only_mm::Launch;
-  static constexpr int kRows = static_cast<int>(kStreamRows.size()), kSm75Row = kRows - 1;
-  static constexpr bool kIsBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
+  static constexpr int kRows = static_cast<int>(kStreamRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = &launch_stream<kRow, kX, kBits, kGroups, kOffsets>;
+  static constexpr Launch launch() {
+    if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_stream<kRow, kX, kBits, kGroups, kOffsets>;
+    return nullptr;
+  }
 };
 struct TiledFamily {
   using Launch = weight_only_mm::Launch;
-  static constexpr int kRows = static_cast<int>(kTiledRows.size()), kSm75Row = kRows - 1;
-  static constexpr bool kIsBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
+  static constexpr int kRows = static_cast<int>(kTiledRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;
+  static constexpr Launch launch() {
+    if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;
+    return nullptr;
+  }
 };
 struct WgmmaFamily {
   using Launch = weight_only_mm::Launch;
-  static constexpr int kRows = static_cast<int>(kWgmmaRows.size()), kSm75Row = -1;
-  static constexpr bool kIsBuilt = EPILOQ_HAS_SM90;
+  static constexpr int kRows = static_cast<int>(kWgmmaRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-  static constexpr Launch kLaunch = kOffsets ? nullptr : &launch_wgmma<kRow, kX, kBits, kGroups>;
+  static constexpr Launch launch() {
+    if constexpr (EPILOQ_HAS_SM90 && !kOffsets) return &launch_wgmma<kRow, kX, kBits, kGroups>;
+    return nullptr;
+  }
 };
 
 Launch kernel_of(Choice const& choice, DType x, Weight const& weight) {

@@ -1,8 +1,7 @@
 #pragma once
 
-// The kernels of a table's rows by what they are compiled for. A Family has kRows, kIsBuilt (this build has them), a row
-// kSm75Row (-1: none) that every build has, in float16, a type Launch, and kLaunch<row, type of x, bits, groups in a
-// step, whether there are offsets>.
+// The kernels of a table's rows by what they are compiled for. A Family has kRows, a type Launch, and
+// launch<row, type of x, bits, groups in a step, whether there are offsets>(), null where this build has none.
 
 #include <array>
 #include <utility>
@@ -10,15 +9,6 @@
 #include "ops/weight_only_mm/kernels.h"
 
 namespace epiloq::ops::weight_only_mm {
-
-template <class Family, int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-constexpr typename Family::Launch built() {
-  if constexpr (Family::kIsBuilt || (kX == DType::kFloat16 && kRow == Family::kSm75Row)) {
-    return Family::template kLaunch<kRow, kX, kBits, kGroups, kOffsets>;
-  } else {
-    return nullptr;
-  }
-}
 
 // A row's kernels by type, bits, groups in a step, and whether there are offsets.
 template <class Launch>
@@ -28,9 +18,10 @@ using Variants = std::array<std::array<ByGroups<Launch>, 2>, 2>;
 
 template <class Family, int kRow, DType kX, int kBits>
 constexpr ByGroups<typename Family::Launch> by_groups() {
-  return {{{built<Family, kRow, kX, kBits, 1, false>(), built<Family, kRow, kX, kBits, 1, true>()},
-           {built<Family, kRow, kX, kBits, 2, false>(), built<Family, kRow, kX, kBits, 2, true>()},
-           {built<Family, kRow, kX, kBits, 4, false>(), built<Family, kRow, kX, kBits, 4, true>()}}};
+  return {
+      {{Family::template launch<kRow, kX, kBits, 1, false>(), Family::template launch<kRow, kX, kBits, 1, true>()},
+       {Family::template launch<kRow, kX, kBits, 2, false>(), Family::template launch<kRow, kX, kBits, 2, true>()},
+       {Family::template launch<kRow, kX, kBits, 4, false>(), Family::template launch<kRow, kX, kBits, 4, true>()}}};
 }
 
 template <class Family, int... kRows>

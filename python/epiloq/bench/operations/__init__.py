@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Operation
 from epiloq.bench.operations import (
+    convolution,
     float8_mm,
     fused_quantisers,
     online_quant_mm,
@@ -22,6 +23,8 @@ _ROWS = (
     float8_mm.GROUPS,
     online_quant_mm.OPERATION,
     weight_only_mm.OPERATION,
+    convolution.INT8,
+    convolution.WEIGHT_ONLY,
     quantize_int8.OPERATION,
     quantize_fp8.OPERATION,
     fused_quantisers.NORM,

@@ -1,0 +1,328 @@
+"""int8 convolutions against float64: geometry, re-quantisation, borders, views, compilation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import epiloq
+from conv_reference import Int8Problem, Place, assert_float_close, int8_problem
+from epiloq import PreparedInt8Weight
+from reference import poisoned
+
+RELU = (0.0, math.inf)
+
+
+def run(p: Int8Problem, **options: Any) -> Tensor:
+    return epiloq.conv2d_int8(p.x, p.weight, p.bias, **p.scales, **p.place.arguments, **options)
+
+
+def assert_exact(p: Int8Problem, **options: Any) -> None:
+    out = run(p, **p.output, **options)
+    assert out.dtype == torch.int8
+    assert torch.equal(out.cpu().double(), p.requantized(**options))
+
+
+GEOMETRIES = list(itertools.product((1, 2, 3), (0, 1, 2), (1, 2), (1, 2, 4)))
+
+
+@pytest.mark.parametrize(("stride", "padding", "dilation", "groups"), GEOMETRIES)
+def test_every_geometry(seed: int, device: str, stride: int, padding: int, dilation: int, groups: int) -> None:
+    sides = (padding, padding, padding, padding)
+    place = Place((stride, stride), sides, (dilation, dilation), groups)
+    for kernel in ((1, 1), (3, 3), (2, 5)):
+        assert_exact(int8_problem((2, 11, 12, 4), 8, kernel, place, device=device), clamp=RELU)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 16, 17, 100])
+@pytest.mark.parametrize("n", [1, 3, 17, 64])
+def test_channels(seed: int, device: str, channels: int, n: int) -> None:
+    for kernel, sides in (((1, 1), (0, 0, 0, 0)), ((3, 3), (1, 1, 1, 1)), ((3, 1), (2, 0, 0, 1))):
+        assert_exact(int8_problem((1, 7, 5, channels), n, kernel, Place(padding=sides), device=device))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 24, 65])
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_depthwise(seed: int, device: str, channels: int, outputs: int, stride: int) -> None:
+    for kernel in (3, 5):
+        half = kernel // 2
+        place = Place((stride, stride), (half, half, half, half), (1, 1), channels)
+        p = int8_problem((2, 9, 14, channels), channels * outputs, (kernel, kernel), place, device=device)
+        assert_exact(p, clamp=(0.0, 6.0))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data(), st.integers(0, 2**31))
+def test_any_problem(data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    draw = data.draw
+    groups = draw(st.integers(1, 4))
+    image = (
+        draw(st.integers(0, 2)),
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 9)),
+        groups * draw(st.integers(1, 5)),
+    )
+    kernel = (draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+    pair = st.tuples(st.integers(1, 3), st.integers(1, 3))
+    sides = draw(st.tuples(*(st.integers(0, 3) for _ in range(4))))
+    place = Place(draw(pair), sides, draw(pair), groups)
+    numbers = {"input_zero": draw(st.integers(-128, 127)), "output_zero": draw(st.integers(-128, 127))}
+    p = int8_problem(
+        image,
+        groups * draw(st.integers(1, 5)),
+        kernel,
+        place,
+        bias=draw(st.booleans()),
+        per_channel=draw(st.booleans()),
+        **numbers,
+    )
+    if place.fits(image[1:3], kernel):
+        assert_exact(p)
+    else:
+        with pytest.raises(ValueError, match=r"conv2d_int8: x: expected a (height|width) of at least"):
+            run(p, **p.output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("clamp", [None, (0.0, 6.0)])
+def test_floating_point_output(seed: int, device: str, dtype: torch.dtype, clamp: tuple[float, float] | None) -> None:
+    p = int8_problem((2, 9, 8, 20), 17, (3, 3), Place(padding=(1, 1, 1, 1)), device=device)
+    reference, terms = p.real()
+    out = poisoned(tuple(reference.shape), dtype, device)
+    assert run(p, out=out, clamp=clamp) is out
+    assert_float_close(out, reference if clamp is None else reference.clamp(*clamp), terms)
+    assert torch.equal(run(p, out_dtype=dtype, clamp=clamp), out)
+
+
+@pytest.mark.parametrize("zero", [-128, -1, 0, 127])
+def test_borders_hold_the_zero_point(device: str, zero: int) -> None:
+    """Of an image of the number 0, every output is the bias, borders included."""
+    x = torch.full((1, 4, 5, 3), zero, dtype=torch.int8, device=device)
+    weight = torch.randint(-128, 128, (7, 3, 3, 3), dtype=torch.int8, device=device)
+    bias = torch.arange(7.0, device=device)
+    numbers = {"input_scale": 1.0, "input_zero": zero, "weight_scale": torch.ones(1, device=device), "padding": 2}
+    out = epiloq.conv2d_int8(x, weight, bias, output_scale=1.0, output_zero=2, **numbers)
+    assert torch.equal(out, (bias + 2).to(torch.int8).expand_as(out))
+    real = epiloq.conv2d_int8(x, weight, bias, out_dtype=torch.float32, **numbers)
+    assert torch.equal(real, bias.expand_as(real))
+
+
+@pytest.mark.parametrize("zero", [-128, -3, 0, 126])
+def test_rounding_at_every_tie(device: str, zero: int) -> None:
+    """acc / 4 for every acc in reach: each tie, its neighbours, and both ends, with and without a clamp."""
+    acc = torch.arange(-2100, 2101)
+    # 16 a + b, |b| <= 8: two channels make every sum.
+    high = torch.div(acc + 8, 16, rounding_mode="floor")
+    x = torch.stack((high.clamp(-128, 127), acc - 16 * high.clamp(-128, 127)), 1)
+    keep = (x.abs() <= 127).all(1)
+    acc, x = acc[keep], x[keep].to(torch.int8).to(device)
+    weight = torch.tensor([[16, 1]], dtype=torch.int8, device=device)
+    one = torch.ones(1, device=device)
+    for clamp in (None, (-9.0, 20.0), (0.0, math.inf)):
+        out = epiloq.requantized_mm(
+            x, weight, input_scale=1.0, input_zero=0, weight_scale=one, output_scale=4.0, output_zero=zero, clamp=clamp
+        )
+        real = acc.double() / 4 if clamp is None else (acc.double().clamp(*clamp)) / 4
+        expected = (torch.round(real) + zero).clamp(-128, 127)
+        assert torch.equal(out.flatten().cpu().double(), expected)
+    assert len(set(acc.tolist())) > 4000
+
+
+def test_next_to_ties(seed: int, device: str) -> None:
+    """Multipliers that put sums within a few units of fp32's last place of a tie: decided as float64 does."""
+    target = torch.randint(-120, 120, (4096,)).double() + 0.5
+    acc = torch.randint(1000, 16000, (4096,))
+    scale = (target / acc).float()
+    near = torch.tensor([-2, -1, 0, 1, 2], dtype=torch.int32).repeat(820)[:4096]
+    scale = (scale.view(torch.int32) + near).view(torch.float32)
+    x = torch.tensor([[125, 1]], dtype=torch.int8)
+    weight = torch.stack((acc // 125, acc % 125), 1).to(torch.int8)
+    out = epiloq.requantized_mm(
+        x.to(device), weight.to(device), input_scale=1.0, weight_scale=scale.to(device), output_scale=1.0
+    )
+    expected = torch.round(scale.double() * acc).clamp(-128, 127)
+    assert torch.equal(out.flatten().cpu().double(), expected)
+
+
+def test_cancelling_bias(seed: int, device: str) -> None:
+    """A bias far larger than the result, where fp32 would lose the result."""
+    acc = torch.randint(-16000, 16000, (2048,))
+    weight = torch.stack((torch.div(acc, 125, rounding_mode="floor"), acc % 125), 1).to(torch.int8)
+    scale = torch.rand(2048) * 1000 + 100
+    bias = (-scale.double() * acc + torch.rand(2048) * 200 - 100).float()
+    x = torch.tensor([[125, 1]], dtype=torch.int8)
+    out = epiloq.requantized_mm(
+        x.to(device),
+        weight.to(device),
+        bias.to(device),
+        input_scale=1.0,
+        weight_scale=scale.to(device),
+        output_scale=1.0,
+    )
+    expected = torch.round(scale.double() * acc + bias.double()).clamp(-128, 127)
+    assert torch.equal(out.flatten().cpu().double(), expected)
+
+
+def test_nan_and_infinity(device: str) -> None:
+    x = torch.ones(1, 2, dtype=torch.int8, device=device)
+    weight = torch.tensor([[1, 1], [1, 1], [-1, -1], [1, 1]], dtype=torch.int8, device=device)
+    scale = torch.tensor([math.nan, math.inf, math.inf, 1.0], device=device)
+    numbers = {"input_scale": 1.0, "weight_scale": scale}
+    out = epiloq.requantized_mm(x, weight, output_scale=1.0, output_zero=7, **numbers)
+    assert out.tolist() == [[7, 127, -128, 9]]
+    real = epiloq.requantized_mm(x, weight, out_dtype=torch.float32, **numbers)
+    assert real[0, 0].isnan() and real[0, 1:].tolist() == [math.inf, -math.inf, 2.0]
+
+
+@pytest.mark.parametrize("shape", [(100,), (3, 100), (2, 5, 100), (0, 100), (2, 0, 100)])
+def test_requantized_mm(seed: int, device: str, shape: tuple[int, ...]) -> None:
+    p = int8_problem((1, 1, math.prod(shape[:-1]), shape[-1]), 33, (1, 1), device=device)
+    out = epiloq.requantized_mm(p.x.view(shape), p.weight[:, 0, 0], p.bias, **p.scales, **p.output)
+    assert out.shape == (*shape[:-1], 33)
+    if out.numel():
+        assert torch.equal(out.cpu().double().flatten(), p.requantized().flatten())
+
+
+def test_long_sums(seed: int, device: str) -> None:
+    """Sums past 2^24, and the largest that are taken, whose true value nearly fills int32."""
+    p = int8_problem((1, 1, 2, 8192), 3, (1, 1), device=device)
+    p.x.fill_(127)
+    p.weight.fill_(-128)
+    reference, terms = p.real()
+    assert_float_close(run(p, out_dtype=torch.float32), reference, terms)
+    k = 65793
+    x = torch.full((1, k), -128, dtype=torch.int8, device=device)
+    weight = torch.full((1, k), -128, dtype=torch.int8, device=device)
+    numbers = {"input_scale": 1.0, "input_zero": 127, "weight_scale": torch.ones(1, device=device)}
+    out = epiloq.requantized_mm(x, weight, out_dtype=torch.float32, **numbers)
+    assert float(out) == float(torch.tensor(255.0 * 128 * k))
+    x, weight = (torch.zeros(1, k + 1, dtype=torch.int8, device=device) for _ in range(2))
+    with pytest.raises(ValueError, match="weight: expected at most 65793 values"):
+        epiloq.requantized_mm(x, weight, out_dtype=torch.float32, **numbers)
+
+
+def test_views(seed: int, device: str) -> None:
+    """A crop of a wider image, and an output between others, whose neighbours stay."""
+    p = int8_problem((2, 12, 13, 24), 10, (3, 3), Place(padding=(1, 1, 1, 1)), device=device)
+    whole = p.x
+    p.x = whole[:, 2:9, 1:11, 4:20]
+    p.weight = p.weight[..., :16].contiguous()
+    around = torch.full((2, 7, 10, 14), 99, dtype=torch.int8, device=device)
+    run(p, **p.output, out=around[..., 2:12])
+    assert torch.equal(around[..., 2:12].cpu().double(), p.requantized())
+    assert (around[..., :2] == 99).all() and (around[..., 12:] == 99).all()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_empty(device: str, groups: int) -> None:
+    p = int8_problem((0, 5, 6, 4), 8, (3, 3), Place(groups=groups), device=device)
+    assert run(p, **p.output).shape == (0, 3, 4, 8)
+    p = int8_problem((2, 5, 6, 4), 0, (3, 3), device=device)
+    assert run(p, **p.output).shape == (2, 3, 4, 0)
+
+
+def test_prepared_weight_changes_its_scales(seed: int, device: str) -> None:
+    p = int8_problem((1, 6, 6, 8), 5, (3, 3), device=device)
+    before = PreparedInt8Weight.prepare(p.weight, p.weight_scale, p.bias, input=(0.5, 9))
+    after = before.updated((p.input_scale, p.input_zero), (p.output_scale, p.output_zero))
+    assert after.q is before.q and before.output is None
+    assert torch.equal(epiloq.conv2d_int8(p.x, after).cpu().double(), p.requantized())
+    assert torch.equal(after.updated(output=(1.0, 0)).scale, before.updated(after.input).scale)
+    weight = torch.randn(5, 8, 3, 3, device=device)
+    rounded = PreparedInt8Weight.quantize(weight, input=(1.0, 0))
+    restored = rounded.q.float() * rounded.weight_scale.view(-1, 1, 1, 1)
+    assert ((restored.permute(0, 3, 1, 2) - weight).abs() <= 0.5001 * rounded.weight_scale.view(-1, 1, 1, 1)).all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles(seed: int, device: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    p = int8_problem((2, 9, 8, 4), 6, (3, 3), device=device)
+    prepared = PreparedInt8Weight.prepare(
+        p.weight, p.weight_scale, p.bias, input=(p.input_scale, p.input_zero), output=(p.output_scale, p.output_zero)
+    )
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = epiloq.conv2d_int8(x, prepared, padding=1, clamp=RELU)
+        return y, epiloq.conv2d_int8(x, p.weight, p.bias, **p.scales, out_dtype=torch.float16)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for image in ((2, 9, 8, 4), (1, 5, 11, 4)):
+        x = torch.randint(-128, 128, image, dtype=torch.int8, device=device)
+        for ours, theirs in zip(compiled(x), both(x), strict=True):
+            assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_zero": 128}, ValueError, "input_zero: expected an integer from -128 to 127, got 128"),
+    ({"output_zero": -129}, ValueError, "output_zero: expected an integer"),
+    ({"input_scale": 0.0}, ValueError, "input_scale: expected a positive, finite number"),
+    ({"input_scale": None}, TypeError, "input_scale: expected one beside a plain weight"),
+    ({"output_scale": math.inf}, ValueError, "output_scale: expected a positive"),
+    ({"output_scale": None}, ValueError, "output_scale: expected one beside int8 output"),
+    ({"out_dtype": torch.float32}, ValueError, "output_scale: expected None beside floating-point output"),
+    ({"out_dtype": torch.int32}, ValueError, "out_dtype: expected torch.int8"),
+    ({"groups": 3}, ValueError, "groups: expected a divisor of 8 output channels"),
+    ({"groups": 2}, ValueError, "x: expected 8 channels"),
+    ({"groups": 0}, ValueError, "groups: expected values from 1"),
+    ({"stride": 0}, ValueError, "stride: expected values from 1"),
+    ({"stride": (1, 2, 3)}, ValueError, "stride: expected an integer or two"),
+    ({"padding": -1}, ValueError, "padding: expected values from 0"),
+    ({"padding": "same", "stride": 2}, ValueError, 'padding: expected "same" with unit strides'),
+    ({"dilation": 5}, ValueError, "x: expected a height of at least 11"),
+    ({"clamp": (1.0, 0.0)}, ValueError, r"clamp: expected lo <= hi"),
+    ({"weight_scale": torch.ones(3)}, ValueError, "scale: expected 1 element or 8"),
+    ({"bias": torch.ones(7)}, ValueError, "bias: expected 8 elements"),
+    ({"bias": torch.ones(8, dtype=torch.float16)}, ValueError, "bias: expected a float32 tensor"),
+    ({"x_q": torch.zeros(1, 6, 6, 4)}, ValueError, "x: expected int8"),
+    ({"x_q": torch.zeros(6, 6, 4, dtype=torch.int8)}, ValueError, r"x_q: expected \[B, H, W, Ci\]"),
+    ({"x_q": torch.zeros(1, 4, 6, 6, dtype=torch.int8).permute(0, 2, 3, 1)}, ValueError, "dense channels"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[text[:30] for _, _, text in WRONG])
+def test_errors(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    call: dict[str, Any] = {
+        "x_q": torch.zeros(1, 6, 6, 4, dtype=torch.int8),
+        "weight": torch.zeros(8, 3, 3, 4, dtype=torch.int8),
+        "input_scale": 1.0,
+        "weight_scale": torch.ones(8),
+        "output_scale": 1.0,
+    }
+    with pytest.raises(kind, match=text):
+        epiloq.conv2d_int8(**{**call, **change})
+
+
+def test_same_and_valid_padding(seed: int) -> None:
+    p = int8_problem((1, 6, 7, 4), 8, (2, 3))
+    p.place = Place(padding=(0, 1, 2, 2), dilation=(1, 2))
+    out = epiloq.conv2d_int8(p.x, p.weight, p.bias, padding="same", dilation=(1, 2), **p.scales, **p.output)
+    assert torch.equal(out.double(), p.requantized())
+    p.place = Place()
+    out = epiloq.conv2d_int8(p.x, p.weight, p.bias, padding="valid", **p.scales, **p.output)
+    assert torch.equal(out.double(), p.requantized())
+
+
+def test_explain_and_supports() -> None:
+    p = int8_problem((1, 6, 6, 4), 8, (3, 3))
+    assert epiloq.explain("conv2d_int8", p.x, p.weight, p.bias, **p.scales, **p.output).startswith("cpu")
+    fits, reason = epiloq.supports("conv2d_int8", p.x, p.weight, p.bias, **p.scales, dilation=9, **p.output)
+    assert not fits and "height" in reason
+    x, weight = p.x.view(-1, 4), p.weight[:, 0, 0]
+    assert epiloq.supports("requantized_mm", x, weight, **p.scales, **p.output)[0]
+
+
+def test_no_gradient() -> None:
+    p = int8_problem((1, 6, 6, 4), 8, (3, 3))
+    assert p.bias is not None
+    out = epiloq.conv2d_int8(p.x, p.weight, p.bias.requires_grad_(), **p.scales, out_dtype=torch.float32)
+    assert not out.requires_grad
