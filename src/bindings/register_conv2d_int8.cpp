@@ -12,8 +12,17 @@ void register_conv2d_int8(py::module_& module) {
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& weight, TensorArg const& scale,
                  Optional const& bias, Optional const& correction, int input_zero, int output_zero, float lo, float hi,
                  Pair const& stride, Sides const& padding, Pair const& dilation, std::int64_t groups) {
-          Conv2dInt8 const call{out.view,   x.view,      weight.view, scale.view, view_of(bias), view_of(correction),
-                                input_zero, output_zero, lo,          hi,         {stride, padding, dilation, groups}};
+          Conv2dInt8 const call{out.view,
+                                x.view,
+                                weight.view,
+                                scale.view,
+                                view_of(bias),
+                                view_of(correction),
+                                input_zero,
+                                output_zero,
+                                lo,
+                                hi,
+                                {stride, padding, dilation, groups}};
           return action(call, x);
         },
         py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("bias"), py::arg("correction"),

@@ -17,8 +17,8 @@ void register_conv2d_weight_only(py::module_& module) {
           std::int64_t const columns = kernel[0] * kernel[1] * padded_channels;
           PackedWeight const rows{q.view, scale.view, view_of(zero), view_of(offset), bits, n, columns, group_size};
           PackedConv2dWeight const weight{rows, depthwise, kernel[0], kernel[1], channels, padded_channels};
-          Conv2dWeightOnly const call{out.view, x.view, weight, view_of(bias),
-                                      lo,       hi,     {stride, padding, dilation, groups}};
+          Conv2dWeightOnly const call{
+              out.view, x.view, weight, view_of(bias), lo, hi, {stride, padding, dilation, groups}};
           return action(call, x);
         },
         py::arg("out"), py::arg("x"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"),

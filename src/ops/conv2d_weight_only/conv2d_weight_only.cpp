@@ -99,7 +99,8 @@ bool is_empty(conv::Problem const& p) { return p.shape.batch == 0 || p.shape.co 
 std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
   Conv2dGeometry const& g = call.geometry;
   bool const one_tap = !call.weight.depthwise && call.weight.kh == 1 && call.weight.kw == 1 && g.groups == 1;
-  if (!one_tap || g.stride != std::array<std::int64_t, 2>{1, 1} || g.padding != std::array<std::int64_t, 4>{}) return {};
+  if (!one_tap || g.stride != std::array<std::int64_t, 2>{1, 1} || g.padding != std::array<std::int64_t, 4>{})
+    return {};
   return WeightOnlyMm{call.out, call.x, call.weight.rows, call.bias, call.lo, call.hi};
 }
 
