@@ -157,9 +157,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_image(x)
-        pixels = x.permute(0, 2, 3, 1)
-        if not pixels.is_contiguous():
-            pixels = pixels.contiguous()
+        pixels = x.permute(0, 2, 3, 1).contiguous()
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
         if x.dtype != torch.int8:
             pixels, *_ = epiloq.quantize_int8(pixels, scale=self.input_scale, azp=self.input_zero_point)

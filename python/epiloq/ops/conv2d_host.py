@@ -68,7 +68,7 @@ def _grouped(x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry) -> 
     """
     top, bottom, left, right = geometry.padding
     dtype = torch.float32 if weight[0].numel() <= _EXACT_TERMS else torch.float64
-    image = pad(x.to(dtype), (0, 0, left, right, top, bottom), value=input_zero).permute(0, 3, 1, 2)
+    image = pad(x, (0, 0, left, right, top, bottom), value=input_zero).to(dtype).permute(0, 3, 1, 2)
     taps = weight.to(dtype).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
     with torch.autocast("cpu", enabled=False):
         sums = conv2d(image, taps, None, geometry.stride, 0, geometry.dilation, geometry.groups)

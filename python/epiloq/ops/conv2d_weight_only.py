@@ -130,11 +130,7 @@ def _pixels(x: Tensor) -> Tensor:
     """x as ``[B, H, W, Ci]`` with dense channels; copied unless its memory is so."""
     if x.ndim != 4:
         raise ValueError(f"epiloq.{_NAME}: x: expected 4 dimensions [B, Ci, H, W], got {list(x.shape)}")
-    pixels = x.permute(0, 2, 3, 1)
-    # Of one channel or one pixel, strides say nothing.
-    dense = pixels.stride(3) == 1 or pixels.shape[3] == 1
-    collapses = pixels.is_contiguous()
-    return pixels if dense and collapses else pixels.contiguous()
+    return x.permute(0, 2, 3, 1).contiguous()
 
 
 def _empty(x: Tensor, n: int, kernel: tuple[int, int], where: Geometry) -> Tensor:
