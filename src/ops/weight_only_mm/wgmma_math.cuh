@@ -27,6 +27,8 @@ struct WgmmaMath {
   // Of a thread: rows r and r + 8 of its warp's slab, two neighbours of each 8 tokens.
   static constexpr int kSums = C::kTokens / 2;
   using Sums = float[C::kBlocks][kSums];
+  // The compiler would add a group up during the next one's products, for which there may be no registers.
+  static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInPiece][4];
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
@@ -146,7 +148,7 @@ struct WgmmaMath {
     for (int i = 0; i < kSums; ++i) sums[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, product[i], sums[i]);
   }
 
-  // A step: a piece is made while the one before it is multiplied.
+  // A step: a piece is made while the one before it is multiplied, and its integers are loaded before that.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
     constexpr int kAll = C::kBlocks * kPieces;
     float product[kSums];
@@ -159,9 +161,7 @@ struct WgmmaMath {
     for (int piece = 0; piece < kAll; ++piece) {
       int const next = piece + 1;
       bool const ends_group = next % kPiecesOfGroup == 0;
-      float2 scale;
       if (next < kAll) load(words, stage, next);
-      if (ends_group) scale = scale_of(stage, piece);
       begin(product, a[piece % 2], stage, piece);
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
@@ -169,9 +169,11 @@ struct WgmmaMath {
         make(a[next % 2], words, zero);
       }
       if (ends_group) {
+        float2 const scale = scale_of(stage, piece);
         cute::warpgroup_wait<0>();
         fence(product);
         add(sums[piece / kPieces], product, scale);
+        if constexpr (kAddsAtOnce) fence(sums[piece / kPieces]);
       }
     }
   }
