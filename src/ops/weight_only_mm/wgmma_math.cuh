@@ -33,10 +33,8 @@ struct WgmmaMath {
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
-    SharedAddress weights;
+    SharedAddress weights, scales, zeros;
     std::uint64_t tokens;
-    unsigned char const* scales;
-    unsigned char const* zeros;
   };
 
   WgmmaParams const& params;
@@ -63,14 +61,25 @@ struct WgmmaMath {
 
   __device__ __forceinline__ Stage stage_of(unsigned char const* stage) const {
     SharedAddress const address = shared_address(stage);
-    return {address + slab * slab_bytes(C::kBits), descriptor(address + params.stage.tokens_at),
-            stage + params.stage.scales_at, stage + params.stage.zeros_at};
+    return {address + slab * slab_bytes(C::kBits), address + params.stage.scales_at, address + params.stage.zeros_at,
+            descriptor(address + params.stage.tokens_at)};
   }
 
+  // Volatile, as the barriers are, which do not tell the compiler that they guard memory.
   static __device__ __forceinline__ Word load_word(SharedAddress at) {
     Word word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
     return word;
+  }
+  static __device__ __forceinline__ Word load_bytes(SharedAddress at) {
+    std::uint16_t both;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
+    return both;
+  }
+  static __device__ __forceinline__ float2 load_floats(SharedAddress at) {
+    float2 both;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(both.x), "=f"(both.y) : "r"(at));
+    return both;
   }
 
   // What a piece of a block is made from: pieces are counted through the blocks.
@@ -102,14 +111,14 @@ struct WgmmaMath {
   }
   __device__ __forceinline__ typename F::Zero zero_of(Stage const& stage, int piece) const {
     if (params.p.weight.zero == nullptr) return symmetric;
-    Word const both = *reinterpret_cast<std::uint16_t const*>(stage.zeros + parameters_at(piece));
+    Word const both = load_bytes(stage.zeros + parameters_at(piece));
     return F::zero(both & 0xff, both >> 8);
   }
   __device__ __forceinline__ float2 scale_of(Stage const& stage, int piece) const {
     int const at = parameters_at(piece);
     DType const dtype = params.p.weight.scale_dtype;
-    if (dtype == DType::kFloat32) return reinterpret_cast<float2 const*>(stage.scales)[at / 2];
-    Word const both = reinterpret_cast<Word const*>(stage.scales)[at / 2];
+    if (dtype == DType::kFloat32) return load_floats(stage.scales + at * 4);
+    Word const both = load_word(stage.scales + at * 2);
     if (dtype == DType::kBFloat16) return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
     return __half22float2(*reinterpret_cast<__half2 const*>(&both));
   }
