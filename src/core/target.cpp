@@ -10,7 +10,7 @@ namespace {
 
 // T4, A100, RTX 4090, H100
 constexpr Target kFirstCards[] = {
-    {Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm89, 128, 101376}, {Arch::kSm90, 132, 232448}};
+    {Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm89, 128, 101376}, {Arch::kSm90, 132, 232448, true}};
 
 }  // namespace
 

@@ -85,8 +85,10 @@ Target target_of_device(int device) {
   Arch const forced = forced_arch();
   for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
     if (forced != Arch::kAuto && forced != arch) continue;
-    if (is_built(arch) && properties.compute_capability >= static_cast<int>(arch)) {
-      return {arch, properties.sm_count, properties.shared_memory_per_block};
+    int const capability = properties.compute_capability;
+    if (is_built(arch) && capability >= static_cast<int>(arch)) {
+      bool const has_wgmma = arch == Arch::kSm90 && capability == static_cast<int>(arch);
+      return {arch, properties.sm_count, properties.shared_memory_per_block, has_wgmma};
     }
   }
   throw Unsupported("epiloq.weight_only_mm: no kernel for cuda:" + std::to_string(device) + " (compute capability " +
