@@ -10,7 +10,7 @@ namespace {
 
 // T4, A100, RTX 4090, H100
 constexpr Target kFirstCards[] = {
-    {Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm89, 128, 101376}, {Arch::kSm90, 132, 232448}};
+    {Arch::kSm75, 40, 65536}, {Arch::kSm80, 108, 166912}, {Arch::kSm89, 128, 101376}, {Arch::kSm90, 132, 232448, true}};
 
 }  // namespace
 
@@ -29,8 +29,10 @@ Target target_of_device(char const* operation, int device) {
   Arch const forced = forced_arch();
   for (Arch arch : {Arch::kSm90, Arch::kSm80, Arch::kSm75}) {
     if (forced != Arch::kAuto && forced != arch) continue;
-    if (is_built(arch) && properties.compute_capability >= static_cast<int>(arch)) {
-      return {arch, properties.sm_count, properties.shared_memory_per_block};
+    int const capability = properties.compute_capability;
+    if (is_built(arch) && capability >= static_cast<int>(arch)) {
+      bool const has_wgmma = arch == Arch::kSm90 && capability == static_cast<int>(arch);
+      return {arch, properties.sm_count, properties.shared_memory_per_block, has_wgmma};
     }
   }
   throw Unsupported("epiloq." + std::string(operation) + ": no kernel for cuda:" + std::to_string(device) +

@@ -43,16 +43,16 @@ bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
          wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
 }
 
-// Of the family's table, for this architecture.
-bool is_built(Family family, int row, Arch arch) {
-  if (family == Family::kWgmma) return arch == Arch::kSm90;
+// Of the family's table, for this target.
+bool is_built(Family family, int row, Target const& t) {
+  if (family == Family::kWgmma) return t.has_wgmma;
   std::size_t const rows = family == Family::kStream ? kStreamRows.size() : kTiledRows.size();
-  return arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
+  return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
 }
 
 template <class Rows>
 bool is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
-  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t.arch) && fits(rows[row], p, t);
+  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t) && fits(rows[row], p, t);
 }
 
 bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {

@@ -27,14 +27,14 @@ struct WgmmaMath {
   // Of a thread: rows r and r + 8 of its warp's slab, two neighbours of each 8 tokens.
   static constexpr int kSums = C::kTokens / 2;
   using Sums = float[C::kBlocks][kSums];
+  // The compiler would add a group up during the next one's products, for which there may be no registers.
+  static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInPiece][4];
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
-    SharedAddress weights;
+    SharedAddress weights, scales, zeros;
     std::uint64_t tokens;
-    unsigned char const* scales;
-    unsigned char const* zeros;
   };
 
   WgmmaParams const& params;
@@ -61,14 +61,25 @@ struct WgmmaMath {
 
   __device__ __forceinline__ Stage stage_of(unsigned char const* stage) const {
     SharedAddress const address = shared_address(stage);
-    return {address + slab * slab_bytes(C::kBits), descriptor(address + params.stage.tokens_at),
-            stage + params.stage.scales_at, stage + params.stage.zeros_at};
+    return {address + slab * slab_bytes(C::kBits), address + params.stage.scales_at, address + params.stage.zeros_at,
+            descriptor(address + params.stage.tokens_at)};
   }
 
+  // Volatile, as the barriers are, which do not tell the compiler that they guard memory.
   static __device__ __forceinline__ Word load_word(SharedAddress at) {
     Word word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
     return word;
+  }
+  static __device__ __forceinline__ Word load_bytes(SharedAddress at) {
+    std::uint16_t both;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
+    return both;
+  }
+  static __device__ __forceinline__ float2 load_floats(SharedAddress at) {
+    float2 both;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(both.x), "=f"(both.y) : "r"(at));
+    return both;
   }
 
   // What a piece of a block is made from: pieces are counted through the blocks.
@@ -100,14 +111,14 @@ struct WgmmaMath {
   }
   __device__ __forceinline__ typename F::Zero zero_of(Stage const& stage, int piece) const {
     if (params.p.weight.zero == nullptr) return symmetric;
-    Word const both = *reinterpret_cast<std::uint16_t const*>(stage.zeros + parameters_at(piece));
+    Word const both = load_bytes(stage.zeros + parameters_at(piece));
     return F::zero(both & 0xff, both >> 8);
   }
   __device__ __forceinline__ float2 scale_of(Stage const& stage, int piece) const {
     int const at = parameters_at(piece);
     DType const dtype = params.p.weight.scale_dtype;
-    if (dtype == DType::kFloat32) return reinterpret_cast<float2 const*>(stage.scales)[at / 2];
-    Word const both = reinterpret_cast<Word const*>(stage.scales)[at / 2];
+    if (dtype == DType::kFloat32) return load_floats(stage.scales + at * 4);
+    Word const both = load_word(stage.scales + at * 2);
     if (dtype == DType::kBFloat16) return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
     return __half22float2(*reinterpret_cast<__half2 const*>(&both));
   }
@@ -146,7 +157,7 @@ struct WgmmaMath {
     for (int i = 0; i < kSums; ++i) sums[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, product[i], sums[i]);
   }
 
-  // A step: a piece is made while the one before it is multiplied.
+  // A step: a piece is made while the one before it is multiplied, and its integers are loaded before that.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
     constexpr int kAll = C::kBlocks * kPieces;
     float product[kSums];
@@ -159,9 +170,7 @@ struct WgmmaMath {
     for (int piece = 0; piece < kAll; ++piece) {
       int const next = piece + 1;
       bool const ends_group = next % kPiecesOfGroup == 0;
-      float2 scale;
       if (next < kAll) load(words, stage, next);
-      if (ends_group) scale = scale_of(stage, piece);
       begin(product, a[piece % 2], stage, piece);
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
@@ -169,9 +178,11 @@ struct WgmmaMath {
         make(a[next % 2], words, zero);
       }
       if (ends_group) {
+        float2 const scale = scale_of(stage, piece);
         cute::warpgroup_wait<0>();
         fence(product);
         add(sums[piece / kPieces], product, scale);
+        if constexpr (kAddsAtOnce) fence(sums[piece / kPieces]);
       }
     }
   }
