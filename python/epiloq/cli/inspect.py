@@ -105,7 +105,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading, justify in _COLUMNS.items():
-        table.add_column(heading, justify=justify, overflow="fold" if heading == "activations" else "ellipsis")
+        table.add_column(heading, justify=justify, overflow="fold" if heading == "inputs" else "ellipsis")
     for row in rows:
         table.add_row(
             row["kind"],
@@ -130,7 +130,7 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     "group": "right",
     "sym": "left",
     "act-order": "left",
-    "activations": "left",
+    "inputs": "left",
     "MB": "right",
     "before": "right",
 }
