@@ -13,6 +13,7 @@ from torch import Tensor
 
 import layout_definitions as definitions
 from epiloq.compat import _packed_words, vllm
+from epiloq.formats import awq
 from reference import ulp
 from weight_reference import PRECISION
 
@@ -145,8 +146,8 @@ def kept() -> int:
 
 def test_a_weight_is_packed_once_and_goes_with_its_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    pack = _packed_words.awq.to_packed
-    monkeypatch.setattr(_packed_words.awq, "to_packed", lambda *a, **k: made.append(a) or pack(*a, **k))
+    pack = awq.to_packed
+    monkeypatch.setattr(awq, "to_packed", lambda *a, **k: made.append(a) or pack(*a, **k))
     tensors, x = awq_words(16, 64, 32), torch.randn(2, 64).half()
     first = vllm.awq_gemm(x, **tensors, split_k_iters=1)
     assert torch.equal(vllm.awq_gemm(x, **tensors, split_k_iters=8), first) and len(made) == 1 == kept()

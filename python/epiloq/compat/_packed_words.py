@@ -1,4 +1,7 @@
-"""AWQ and GPTQ products of vLLM: weights in other engines' words, packed once for as long as their tensors live."""
+"""AWQ and GPTQ products of vLLM: weights in other engines' words, packed once for as long as their tensors live.
+
+``epiloq.formats`` is imported when first needed, for ``import epiloq`` brings this module along.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from torch import Tensor
 
 import epiloq
 from epiloq.compat._checks import HALF_DTYPES, require_dtype, require_matrix
-from epiloq.formats import awq, exllama, gptq, words
 from epiloq.packed_weight import PackedWeight, checked_perm
 
 
@@ -93,6 +95,8 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor, bit: int) -> None:
     `q_perm` int32 [K]: channel j is then what channel q_perm[j] was; empty or on "meta" for none. Within every two
     halves of a word even channels are in the lower and odd ones in the upper (3 bits: of every three words).
     """
+    from epiloq.formats import exllama, words
+
     require_matrix("gptq_shuffle", q_weight=q_weight)
     require_dtype("gptq_shuffle", (torch.int32,), q_weight=q_weight)
     columns = _columns("gptq_shuffle", "q_weight", q_weight, bit)
@@ -114,6 +118,8 @@ def _check_activations(operation: str, x: Tensor) -> None:
 
 def _columns(operation: str, name: str, words_: Tensor, bit: int) -> int:
     """K of words packed along it."""
+    from epiloq.formats import words
+
     if bit not in words.BITS:
         raise ValueError(f"{operation}: bit: expected one of {words.BITS}, got {bit}")
     columns = words_.shape[0] * 32 // bit
@@ -130,6 +136,8 @@ def _group_size(operation: str, columns: int, scales: Tensor) -> int:
 
 
 def _awq(operation: str, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> PackedWeight:
+    from epiloq.formats import awq
+
     require_matrix(operation, qweight=qweight)
     group_size = _group_size(operation, qweight.shape[0], scales)
     return awq.to_packed(qweight, qzeros, scales, group_size=group_size)
@@ -138,6 +146,8 @@ def _awq(operation: str, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Pac
 def _gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, use_exllama: bool, v2: bool, bit: int
 ) -> PackedWeight:
+    from epiloq.formats import exllama, gptq, words
+
     require_matrix("gptq_gemm", b_q_weight=qweight)
     columns = _columns("gptq_gemm", "b_q_weight", qweight, bit)
     group_size = _group_size("gptq_gemm", columns, scales)
@@ -151,7 +161,6 @@ def _gptq(
     return replace(packed, perm=checked_perm(order, columns, packed.device, "gptq_gemm"))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packed(tensors: tuple[Tensor, ...], how: tuple[object, ...], make: Callable[[], PackedWeight]) -> PackedWeight:
     """The weight of these tensors, made unless it is kept; it goes when the first of them does."""
     if any(tensor.is_inference() for tensor in tensors):

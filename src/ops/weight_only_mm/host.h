@@ -15,4 +15,8 @@ struct Parameters {
 };
 Parameters parameters_at(Weight const& weight, int slab, int group, int row);
 
+// Products with 4 bits and groups of 32 columns or a multiple.
+bool multiplies4(Weight const& weight);
+void multiply4_on_host(Problem const& problem, DType x);
+
 }  // namespace epiloq::ops::weight_only_mm

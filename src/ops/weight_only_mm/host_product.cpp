@@ -85,6 +85,7 @@ float multiply(Problem const& p, Tokens const& tokens, std::uint8_t const* q, Ro
 
 void multiply_on_host(Problem const& p, DType dtype) {
   Weight const& w = p.weight;
+  if (multiplies4(w)) return multiply4_on_host(p, dtype);
   Tokens const tokens(p, dtype);
   std::vector<std::uint8_t> values(static_cast<std::size_t>(kSlab) * w.padded_k);
   std::vector<float> slab(static_cast<std::size_t>(p.m) * kSlab), bias(kSlab);
