@@ -25,6 +25,10 @@ function(epiloq_kernels name)
   set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden JOB_POOL_COMPILE cuda)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_BINARY_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_compile_definitions(${name} PRIVATE ${EPILOQ_DEFINITIONS})
+  if(NOT arg_CUTLASS)
+    list(APPEND arg_GENCODE ${EPILOQ_GENCODE_WAITING})
+    list(REMOVE_DUPLICATES arg_GENCODE)
+  endif()
   foreach(pair ${arg_GENCODE})
     string(REPLACE ":" ";" pair ${pair})
     list(GET pair 0 compute)
@@ -43,6 +47,9 @@ function(epiloq_kernels name)
 endfunction()
 
 # compute:code lists. PTX goes with all code but SM90's, so that newer GPUs than this build knows can run it.
+# From SM90 on, hand-written kernels are launched while the kernel before them may still run (device_code.cuh): what was
+# compiled for less, and does not wait for it, must not serve there.
+set(EPILOQ_GENCODE_WAITING 90:compute_90)
 set(EPILOQ_GENCODE_75 75:sm_75 75:compute_75)
 set(EPILOQ_GENCODE_80 80:sm_80 80:compute_80)
 set(EPILOQ_GENCODE_89 89:sm_89 89:compute_89)
