@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.checkpoint import carry_over, written_whole
 from epiloq.formats.comparison import layer_error
+from epiloq.progress import Stage, unseen
 from epiloq.quantize.job import Run, Settings, opened
 from epiloq.quantize.smoothquant import smoothquant_
-from epiloq.quantize.tally import Stage, Tally, unseen
+from epiloq.quantize.tally import Tally
 from epiloq.schemes import default_filter, quantize_
 
 ALGORITHMS = ("rtn", "smoothquant")
