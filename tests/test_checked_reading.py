@@ -25,7 +25,8 @@ from typer.testing import CliRunner, Result
 
 import epiloq
 from epiloq.cli import app
-from epiloq.formats import epiloq_modules
+from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats import model as models
 from epiloq.formats.checkpoint import INDEX, SINGLE, Checkpoint, Writer
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
@@ -236,3 +237,18 @@ def test_a_tensor_that_the_index_moves_is_not_looked_for_elsewhere(saved: Path, 
     reindex(folder, other.name)
     with pytest.raises(FormatError, match=f"{other.name}: {UP}.weight: expected a tensor, found none"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("layout", [deepseek_fp8, epiloq_modules])
+def test_fp8_without_scales_is_no_weight(tmp_path: Path, layout: Any) -> None:
+    """Its bytes have the shape of the layer's float weight, and another meaning."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+    layout.save(epiloq.quantize_(tiny_model(**sizes), "fp8-block"), tmp_path / "in")
+    file = tmp_path / "in" / SINGLE
+    save_file({n: t for n, t in load_file(file).items() if n != f"{UP}.weight_scale_inv"}, file)
+    with pytest.raises(FormatError, match=UP):
+        models.load(Checkpoint(tmp_path / "in"))
+    with pytest.raises(FormatError, match=UP):
+        Layers(Checkpoint(tmp_path / "in")).weight(UP)
+    result = run("inspect", tmp_path / "in", "--check")
+    assert result.exit_code == 2 and UP in result.output, result.output

@@ -122,6 +122,21 @@ def test_weights_stay(teacher: Path, tmp_path: Path, kind: str, source: str, tar
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_three_bits(tmp_path: Path, symmetric: bool) -> None:
+    """Fields that go on in the next word, of sizes that fill periods of 32."""
+    save(tmp_path / "model", tiny_model(**{**SIZES, "head_dim": 32}))
+    kind, chain = Quantization(Grid(3, 32, symmetric)), ("gptq", "compressed-tensors", "epiloq", "gptq")
+    written(tmp_path / "model", tmp_path / "0", chain[0], kind, unchanged)
+    for step, layout in enumerate(chain[1:]):
+        convert.perform(convert.prepare(tmp_path / f"{step}", tmp_path / f"{step + 1}", layout))
+        assert same(weights(tmp_path / "0"), weights(tmp_path / f"{step + 1}"))
+    first, last = (dict(Checkpoint(tmp_path / name).tensors()) for name in "03")
+    assert same(first, last)
+    with pytest.raises(FormatError, match="cannot say 3 bits, only 4 bits"):
+        convert.prepare(tmp_path / "0", tmp_path / "no", "awq")
+
+
 def test_biases_of_zeros_are_left_aside(teacher: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes them for layers without one."""
     written(teacher, tmp_path / "in", "gptq", INT4, unchanged)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from epiloq.formats.architecture import skeleton
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.safetensors_file import DTYPES
 from epiloq.formats.table import METHODS, Reader, readers
 from epiloq.formats.weights import Weight
 
@@ -116,7 +115,7 @@ class Layers:
                     continue
                 raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model")
             target = targets[name]
-            if target.shape != entry.shape or target.is_floating_point() != DTYPES[entry.dtype].is_floating_point:
+            if not entry.fits(target):
                 raise FormatError(
                     f"{checkpoint.where(name)}: expected {target.dtype} {list(target.shape)}, "
                     f"got {entry.dtype} {list(entry.shape)}"
