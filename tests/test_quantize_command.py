@@ -23,10 +23,10 @@ from epiloq.cli import app
 from epiloq.demo.layers import weight_bytes
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint, Writer
-from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.layers import Layers
+from epiloq.formats.layouts import FormatError
 from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
-from epiloq.quantize.grid import QuantizedWeight
 from tiny_teacher import save, tiny_model
 
 SHORT = ("--windows", "4", "--length", "32")
@@ -58,8 +58,10 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(40)[None] * 5, use_cache=False).logits  # type: ignore[no-any-return]
 
 
-def dequantised(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
-    linear.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
+def dequantised(layers: Layers, name: str) -> nn.Module:
+    """In the place of ``Layers.module``: the float layer with the values that the file stands for."""
+    linear, weight = layers.linears[name], layers.weight(name)
+    linear.weight = nn.Parameter(weight.dequantize().to(linear.weight.dtype), requires_grad=False)
     return linear
 
 
@@ -118,7 +120,7 @@ def test_few_bits_run_on_their_own_module(teacher: Path, tmp_path: Path) -> None
     assert len(layers) == 14 and {(layer.bits, layer.group_size) for layer in layers.values()} == {(4, 64)}
     assert all(layer.weight_scale.dtype == torch.float16 for layer in layers.values())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.MODULES, None, dequantised)
+        patch.setattr(Layers, "module", dequantised)
         plain, _ = models.load(Checkpoint(tmp_path / "out"))
     for name, layer in layers.items():
         assert torch.equal(layer.weight.dequantize(), plain.get_parameter(f"{name}.weight")), name
@@ -144,8 +146,7 @@ def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, sc
         tmp_path / "out", quantization_config=config, dtype="auto"
     )
     with pytest.MonkeyPatch.context() as patch:
-        for activations in models.MODULES:
-            patch.setitem(models.MODULES, activations, dequantised)
+        patch.setattr(Layers, "module", dequantised)
         ours, _ = models.load(Checkpoint(tmp_path / "out"))
     for name, parameter in ours.named_parameters():
         other = theirs.get_parameter(name).to(dtype)  # W8A8 has float32 scales, and their weights that type.

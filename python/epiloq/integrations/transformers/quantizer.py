@@ -12,9 +12,9 @@ from transformers.quantizers.base import HfQuantizer
 from epiloq.formats import epiloq_modules
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.table import Reader
+from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
-from epiloq.integrations.transformers.layers import BIAS, in_format, tensors_of
+from epiloq.integrations.transformers.layers import in_format, tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 from epiloq.schemes import SCHEMES, available, default_filter, quantize_
