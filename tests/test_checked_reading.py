@@ -21,10 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 import epiloq
-from epiloq.cli import app
+from command_line import run
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import INDEX, SINGLE, Checkpoint, Writer
@@ -35,10 +34,6 @@ from tiny_teacher import tiny_model
 
 Header = dict[str, Any]
 UP = "model.layers.0.mlp.up_proj"
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
 
 
 def write(file: Path, header: object, data: bytes, length: int | None = None) -> Path:
