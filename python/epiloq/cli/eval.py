@@ -60,7 +60,12 @@ def evaluate(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
     ] = None,
 ) -> None:
-    """Measure perplexity: epiloq eval DIR --text FILE --json FILE."""
+    """Measure a model's perplexity on a text, quantised or not.
+
+    Examples:\n
+      epiloq eval model-w4 --text other.txt\n
+      epiloq eval model-w4 --text other.txt --tokens 0 --json figures.json\n
+    """
     from rich.console import Console
 
     check_target(json_file)

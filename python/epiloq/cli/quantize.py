@@ -124,9 +124,14 @@ def quantize(
         typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Quantise a model's weights: epiloq quantize MODEL --scheme w4a16-g64 --calibration TEXT --output DIR.
+    """Turn a model directory into a smaller one, its linear layers quantised.
 
     Run the same command again to go on with a run that was interrupted.
+
+    Examples:\n
+      epiloq quantize model --scheme w8a8-int8 --algorithm rtn --output model-w8\n
+      epiloq quantize model --scheme w4a16-g64 --calibration text.txt --output model-w4\n
+      epiloq quantize model --scheme fp8-block --output model-fp8\n
     """
     from rich.console import Console
 

@@ -31,6 +31,8 @@ def prepare(settings: Settings) -> Run:
             f"the scheme {settings.scheme} takes {' or '.join(ALGORITHMS)}, got {settings.algorithm}: its weights lie "
             "on no integer grid whose errors others could make up for"
         )
+    if settings.blocks is not None:
+        raise ValueError(f"the scheme {settings.scheme} is rounded layer by layer, without blocks to name (--blocks)")
     run = opened(settings)
     if not _chosen(run.model):
         raise ValueError(f"{settings.model}: expected linear layers to quantise, found none")
