@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 import epiloq
-from epiloq.cli import app
-from epiloq.formats import epiloq_modules
+from command_line import run
+from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats import model as models
 from epiloq.formats.checkpoint import INDEX, SINGLE, Checkpoint, Writer
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
@@ -34,10 +34,6 @@ from tiny_teacher import tiny_model
 
 Header = dict[str, Any]
 UP = "model.layers.0.mlp.up_proj"
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
 
 
 def write(file: Path, header: object, data: bytes, length: int | None = None) -> Path:
@@ -236,3 +232,18 @@ def test_a_tensor_that_the_index_moves_is_not_looked_for_elsewhere(saved: Path, 
     reindex(folder, other.name)
     with pytest.raises(FormatError, match=f"{other.name}: {UP}.weight: expected a tensor, found none"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("layout", [deepseek_fp8, epiloq_modules])
+def test_fp8_without_scales_is_no_weight(tmp_path: Path, layout: Any) -> None:
+    """Its bytes have the shape of the layer's float weight, and another meaning."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+    layout.save(epiloq.quantize_(tiny_model(**sizes), "fp8-block"), tmp_path / "in")
+    file = tmp_path / "in" / SINGLE
+    save_file({n: t for n, t in load_file(file).items() if n != f"{UP}.weight_scale_inv"}, file)
+    with pytest.raises(FormatError, match=UP):
+        models.load(Checkpoint(tmp_path / "in"))
+    with pytest.raises(FormatError, match=UP):
+        Layers(Checkpoint(tmp_path / "in")).weight(UP)
+    result = run("inspect", tmp_path / "in", "--check")
+    assert result.exit_code == 2 and UP in result.output, result.output

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 import epiloq
 from epiloq import __main__ as folders
 from epiloq.cli import app
+from epiloq.cli.common import write_json
 from epiloq.cli.env import collect
 
 
@@ -126,3 +127,10 @@ def test_a_folder_that_is_not_installed_is_an_error(option: str, tmp_path: Path)
     assert result.returncode == 1
     assert result.stdout == ""
     assert "C++ files are not installed" in result.stderr
+
+
+def test_json_has_no_word_for_what_is_not_finite(tmp_path: Path) -> None:
+    write_json(tmp_path / "f.json", {"a": [1.5, float("nan")], "b": {"c": (float("inf"), "x")}, "d": None})
+    read = json.loads((tmp_path / "f.json").read_text(), parse_constant=pytest.fail)
+    assert read == {"a": [1.5, None], "b": {"c": [None, "x"]}, "d": None}
+    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]

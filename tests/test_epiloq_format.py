@@ -18,45 +18,18 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
 import epiloq
-from epiloq.cli import app
+from command_line import ROUND, logits
 from epiloq.formats import epiloq_modules
 from epiloq.formats import model as models
-from epiloq.formats.checkpoint import Checkpoint, Writer
+from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.weights import Weight
 from epiloq.nn import Fp8Linear, WeightOnlyLinear
-from epiloq.quantize.outputs import choose, refusals, schemes
-from epiloq.quantize.targets import TARGETS
-from tiny_teacher import save, tiny_model
-
-DIRECT = [name for name in schemes() if name not in TARGETS]
-FORMATS_OF = {
-    "w8a8-int8": ["compressed-tensors", "epiloq"],
-    "w8a8-int8-azp": ["compressed-tensors", "epiloq"],
-    "w8a8-int8-static": ["compressed-tensors", "epiloq"],
-    "w8a8-block": ["epiloq"],
-    "w4a8-block": ["epiloq"],
-    "fp8": ["epiloq"],
-    "fp8-token": ["epiloq"],
-    "fp8-block": ["deepseek-fp8", "epiloq"],
-    "w8a16": ["compressed-tensors", "gptq", "epiloq"],
-    "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
-    "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],
-    "w4a16-g32": ["compressed-tensors", "gptq", "awq", "epiloq"],
-}
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(torch.arange(40)[None] * 5, use_cache=False).logits  # type: ignore[no-any-return]
+from epiloq.quantize.outputs import schemes
+from tiny_teacher import tiny_model
 
 
 def quantised(model: Any, scheme: str) -> Any:
@@ -82,7 +55,7 @@ def biased() -> Any:
 
 
 @pytest.mark.parametrize("make", [tiny_model, biased])
-@pytest.mark.parametrize("scheme", FORMATS_OF)
+@pytest.mark.parametrize("scheme", schemes())
 def test_every_scheme_comes_back_bit_for_bit(scheme: str, make: Callable[[], Any], seed: int, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if make is biased else torch.float32
     model = make()
@@ -102,7 +75,7 @@ def test_every_scheme_comes_back_bit_for_bit(scheme: str, make: Callable[[], Any
     assert (config["quant_method"], config["format_version"], config["scheme"]) == ("epiloq", 1, scheme)
 
 
-@pytest.mark.parametrize("scheme", FORMATS_OF)
+@pytest.mark.parametrize("scheme", schemes())
 def test_what_a_state_stands_for(scheme: str, seed: int, tmp_path: Path) -> None:
     """Against the rounding error of each scheme's own quantiser, in units of the largest weight."""
     model = tiny_model()
@@ -118,7 +91,7 @@ def test_what_a_state_stands_for(scheme: str, seed: int, tmp_path: Path) -> None
 
 def test_real_offsets_and_activation_order(seed: int, tmp_path: Path) -> None:
     """States that `quantize_` does not make, of layers made by hand."""
-    model = tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
+    model = tiny_model(**ROUND)
     block = model.model.layers[0].mlp
     q, scale = torch.randint(0, 16, (96, 64)), torch.rand(96, 2)
     packed = epiloq.pack_weight(q, scale, offset=torch.randn(96, 2), bits=4, group_size=32)
@@ -136,118 +109,6 @@ def test_real_offsets_and_activation_order(seed: int, tmp_path: Path) -> None:
     for name in ("gate_proj", "up_proj"):
         found = layers.weight(f"model.layers.0.mlp.{name}").dequantize()
         assert torch.allclose(found, block.get_submodule(name).weight.dequantize(), rtol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose sizes every format can say, and text beside it."""
-    folder = tmp_path_factory.mktemp("teacher")
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
-    save(folder / "model", tiny_model(**sizes))
-    (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
-    return folder / "model"
-
-
-def command(teacher: Path, output: Path, *options: object) -> Result:
-    text = teacher.with_name("text.txt")
-    short = ("--windows", 4, "--length", 32, "--calibration", text)
-    return run("quantize", teacher, "--output", output, *short, *options)
-
-
-def test_the_table_of_schemes_is_whole() -> None:
-    assert list(FORMATS_OF) == list(schemes())
-    assert {name: [f for f, why in refusals(name).items() if why is None] for name in FORMATS_OF} == FORMATS_OF
-
-
-@pytest.mark.parametrize(("scheme", "layout"), [(scheme, f) for scheme in DIRECT for f in FORMATS_OF[scheme]])
-def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme: str, layout: str) -> None:
-    options = ("--scheme", scheme, "--json", tmp_path / "r.json")
-    result = command(teacher, tmp_path / "out", *options, *(("--format", layout) if layout == "epiloq" else ()))
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert (report["algorithm"], report["layout"]) == ("rtn", layout)
-    assert len(report["layer_errors"]) == 14 and all(0 < error < 0.2 for error in report["layer_errors"].values())
-    expected = quantised(models.load_float(Checkpoint(teacher)), scheme)
-    again, _ = models.load(Checkpoint(tmp_path / "out"))
-    assert torch.equal(logits(again), logits(expected))
-    carried = {file.name for file in teacher.iterdir()}
-    assert {file.name for file in (tmp_path / "out").iterdir()} - {"report.html"} == carried
-    result = run("eval", tmp_path / "out", "--text", teacher.with_name("text.txt"), "--json", tmp_path / "e.json")
-    assert result.exit_code == 0, result.output
-    method = {"deepseek-fp8": "fp8"}.get(layout, layout)
-    assert json.loads((tmp_path / "e.json").read_text())["quantization"] == method
-
-
-@pytest.mark.parametrize("scheme", ["w4a16-g64", "w8a8-int8", "w8a8-int8-static"])
-def test_calibrated_weights_in_epiloqs_format(teacher: Path, tmp_path: Path, scheme: str) -> None:
-    for layout in ("epiloq", "compressed-tensors"):
-        options = ("--scheme", scheme, "--algorithm", "gptq", "--format", layout)
-        assert command(teacher, tmp_path / layout, *options).exit_code == 0
-    ours, theirs = (models.load(Checkpoint(tmp_path / layout))[0] for layout in ("epiloq", "compressed-tensors"))
-    assert torch.equal(logits(ours), logits(theirs))
-    result = run("convert", tmp_path / "compressed-tensors", tmp_path / "converted", "--format", "epiloq")
-    assert result.exit_code == 0, result.output
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("epiloq", "converted"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_exceptions_from_static_scales_go_along(teacher: Path, tmp_path: Path) -> None:
-    options = ("--scheme", "w8a8-int8-static", "--algorithm", "rtn", "--keep-dynamic", "*.down_proj")
-    assert command(teacher, tmp_path / "out", *options).exit_code == 0
-    result = run("convert", tmp_path / "out", tmp_path / "epiloq", "--format", "epiloq")
-    assert result.exit_code == 0, result.output
-    assert run("convert", tmp_path / "epiloq", tmp_path / "back", "--format", "compressed-tensors").exit_code == 0
-    assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
-    found = [models.load(Checkpoint(tmp_path / name))[0] for name in ("out", "epiloq", "back")]
-    kinds = {name: module.activation for name, module in found[1].named_modules() if hasattr(module, "activation")}
-    assert {name.endswith("down_proj") for name, kind in kinds.items() if kind == "dynamic"} == {True}
-    assert torch.equal(logits(found[0]), logits(found[1])) and torch.equal(logits(found[0]), logits(found[2]))
-
-
-def test_smoothquant_before_rounding(teacher: Path, tmp_path: Path) -> None:
-    result = command(teacher, tmp_path / "out", "--scheme", "w8a8-block", "--algorithm", "smoothquant")
-    assert result.exit_code == 0, result.output
-    model, _ = models.load(Checkpoint(tmp_path / "out"))
-    exact = logits(models.load_float(Checkpoint(teacher)))
-    assert 0 < float((logits(model) - exact).norm() / exact.norm()) < 0.05
-    norm = "model.layers.0.input_layernorm.weight"
-    assert not torch.equal(model.get_parameter(norm), models.load_float(Checkpoint(teacher)).get_parameter(norm))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--scheme", "fp8-token", "--format", "gptq"), "The scheme fp8-token can be written as epiloq"),
-        (("--scheme", "w8a16", "--format", "awq"), "can be written as compressed-tensors, gptq, epiloq"),
-        (("--scheme", "fp8-block", "--format", "compressed-tensors"), "can be written as deepseek-fp8, epiloq"),
-        (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),
-        (("--scheme", "fp8", "--algorithm", "gptq"), "takes rtn or smoothquant"),
-        (("--scheme", "fp9"), "there are w8a8-int8"),
-    ],
-)
-def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-    result = command(teacher, tmp_path / "out", *options)
-    assert result.exit_code in (1, 2)
-    assert said in " ".join(result.output.replace("│", " ").split()), result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_left_of_a_failed_run(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, code in ((OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)):
-
-        def fails(*_: object, error: BaseException = error) -> None:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Writer, "close", fails)
-            result = command(teacher, tmp_path / "out", "--scheme", "fp8-token")
-        assert result.exit_code == code and list(tmp_path.iterdir()) == []
-
-
-def test_defaults() -> None:
-    assert choose("w4a16-g64", None) == "compressed-tensors"
-    assert choose("fp8-block", None) == "deepseek-fp8"
-    assert choose("fp8", None) == "epiloq"
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import epiloq
-from epiloq.cli import app
+from command_line import WIDE, run, teacher_and_text, text
 from epiloq.demo.perplexity import perplexity
 from epiloq.formats import epiloq_modules
 from epiloq.formats import model as models
@@ -28,19 +28,10 @@ from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.comparison import answers, layer_error
 from tiny_teacher import save, tiny_model
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
-
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    save(folder / "model", tiny_model(**SIZES))
-    (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
-    return folder / "model"
+    return teacher_and_text(tmp_path_factory.mktemp("teacher"), WIDE)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +157,7 @@ def test_answers_against_their_definition(seed: int) -> None:
 
 
 def test_compare_with_the_teacher(teacher: Path, quantised: Path, tmp_path: Path) -> None:
-    text = teacher.with_name("text.txt")
-    options = ("--text", text, "--length", 32, "--tokens", 320, "--json", tmp_path / "c.json")
+    options = ("--text", text(teacher), "--length", 32, "--tokens", 320, "--json", tmp_path / "c.json")
     result = run("compare", teacher, quantised, *options)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "c.json").read_text())
@@ -197,7 +187,7 @@ def test_compare_finds_equal_weights(quantised: Path, tmp_path: Path) -> None:
 
 
 def test_compare_refuses_other_models(teacher: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other", tiny_model(**(SIZES | {"intermediate_size": 160})))
+    save(tmp_path / "other", tiny_model(**(WIDE | {"intermediate_size": 160})))
     result = run("compare", teacher, tmp_path / "other")
     assert result.exit_code == 2 and "[128, 256] of" in " ".join(result.output.split())
     result = run("compare", teacher, tmp_path / "absent")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +15,27 @@ pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from safetensors.torch import load_file
 
-from epiloq.cli import app
+from command_line import ROUND, logits, quantize, run, teacher_and_text, text
 from epiloq.demo.layers import weight_bytes
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint, Writer
-from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.layers import Layers
 from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
-from epiloq.quantize.grid import QuantizedWeight
-from tiny_teacher import save, tiny_model
-
-SHORT = ("--windows", "4", "--length", "32")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
+from tiny_teacher import save
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose sizes every format can say, and text beside it."""
-    folder = tmp_path_factory.mktemp("teacher")
-    save(folder / "model", tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16))
-    (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
-    return folder / "model"
+    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
-def text(teacher: Path) -> Path:
-    return teacher.with_name("text.txt")
-
-
-def make(teacher: Path, output: Path, *options: str) -> Result:
-    return run("quantize", teacher, "--calibration", text(teacher), "--output", output, *SHORT, *options)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(40)[None] * 5, use_cache=False).logits  # type: ignore[no-any-return]
-
-
-def dequantised(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
-    linear.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
+def dequantised(layers: Layers, name: str) -> nn.Module:
+    """In the place of ``Layers.module``: the float layer with the values that the file stands for."""
+    linear, weight = layers.linears[name], layers.weight(name)
+    linear.weight = nn.Parameter(weight.dequantize().to(linear.weight.dtype), requires_grad=False)
     return linear
 
 
@@ -83,7 +59,7 @@ def test_a_reloaded_model_is_bit_equal(teacher: Path, tmp_path: Path, options: t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "load_float", keep)
-        result = make(teacher, tmp_path / "out", *options, "--format", layout, "--json", str(tmp_path / "r.json"))
+        result = quantize(teacher, tmp_path / "out", *options, "--format", layout, "--json", str(tmp_path / "r.json"))
     assert result.exit_code == 0, result.output
     again, quantization = models.load(Checkpoint(tmp_path / "out"))
     assert quantization is not None
@@ -98,7 +74,7 @@ def test_a_reloaded_model_is_bit_equal(teacher: Path, tmp_path: Path, options: t
 
 @pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-int8-azp"])
 def test_int8_runs_on_its_own_module(teacher: Path, tmp_path: Path, scheme: str) -> None:
-    assert make(teacher, tmp_path / "out", "--scheme", scheme, "--algorithm", "smoothquant+gptq").exit_code == 0
+    assert quantize(teacher, tmp_path / "out", "--scheme", scheme, "--algorithm", "smoothquant+gptq").exit_code == 0
     model, _ = models.load(Checkpoint(tmp_path / "out"))
     layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
     assert len(layers) == 14 and all(layer.symmetric == (scheme == "w8a8-int8") for layer in layers)
@@ -112,13 +88,13 @@ def test_int8_runs_on_its_own_module(teacher: Path, tmp_path: Path, scheme: str)
 def test_few_bits_run_on_their_own_module(teacher: Path, tmp_path: Path) -> None:
     """As `epiloq eval` runs it: the values in the file, multiplied as they are."""
     options = ("--scheme", "w4a16-g64", "--algorithm", "awq+gptq", "--format", "gptq")
-    assert make(teacher, tmp_path / "out", *options).exit_code == 0
+    assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
     model, _ = models.load(Checkpoint(tmp_path / "out"))
     layers = {name: module for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
     assert len(layers) == 14 and {(layer.bits, layer.group_size) for layer in layers.values()} == {(4, 64)}
     assert all(layer.weight_scale.dtype == torch.float16 for layer in layers.values())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.MODULES, None, dequantised)
+        patch.setattr(Layers, "module", dequantised)
         plain, _ = models.load(Checkpoint(tmp_path / "out"))
     for name, layer in layers.items():
         assert torch.equal(layer.weight.dequantize(), plain.get_parameter(f"{name}.weight")), name
@@ -137,15 +113,14 @@ def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, sc
     original = models.load_float(Checkpoint(teacher)).to(dtype)
     save(tmp_path / "model", original)
     (tmp_path / "text.txt").write_text(text(teacher).read_text())
-    result = make(tmp_path / "model", tmp_path / "out", "--scheme", scheme)
+    result = quantize(tmp_path / "model", tmp_path / "out", "--scheme", scheme)
     assert result.exit_code == 0, result.output
     config = transformers.CompressedTensorsConfig(run_compressed=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", quantization_config=config, dtype="auto"
     )
     with pytest.MonkeyPatch.context() as patch:
-        for activations in models.MODULES:
-            patch.setitem(models.MODULES, activations, dequantised)
+        patch.setattr(Layers, "module", dequantised)
         ours, _ = models.load(Checkpoint(tmp_path / "out"))
     for name, parameter in ours.named_parameters():
         other = theirs.get_parameter(name).to(dtype)  # W8A8 has float32 scales, and their weights that type.
@@ -155,7 +130,7 @@ def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, sc
 
 
 def test_eval(teacher: Path, tmp_path: Path) -> None:
-    assert make(teacher, tmp_path / "out", "--scheme", "w8a8-int8").exit_code == 0
+    assert quantize(teacher, tmp_path / "out", "--scheme", "w8a8-int8").exit_code == 0
     found = []
     for folder in (teacher, tmp_path / "out"):
         options = ("--text", text(teacher), "--json", tmp_path / "e.json", "--length", 32, "--tokens", 320)
@@ -169,7 +144,7 @@ def test_eval(teacher: Path, tmp_path: Path) -> None:
 
 def test_an_interrupted_command_goes_on(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--scheme", "w4a16-g32", "--algorithm", "awq+gptq")
-    assert make(teacher, tmp_path / "whole", *options).exit_code == 0
+    assert quantize(teacher, tmp_path / "whole", *options).exit_code == 0
     write, done = jobs.Store.write, []
 
     def stop_after_one(store: jobs.Store, block: Any) -> None:
@@ -180,143 +155,26 @@ def test_an_interrupted_command_goes_on(teacher: Path, tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs.Store, "write", stop_after_one)
-        stopped = make(teacher, tmp_path / "out", *options)
+        stopped = quantize(teacher, tmp_path / "out", *options)
     assert stopped.exit_code == 130 and "goes on" in stopped.output
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.partial").is_dir()
-    other = make(teacher, tmp_path / "out", "--scheme", "w4a16-g32")
-    assert other.exit_code == 1 and "other settings (algorithm)" in other.output
+    other = quantize(teacher, tmp_path / "out", "--scheme", "w4a16-g32")
+    assert other.exit_code == 2 and "other settings (algorithm)" in other.output
 
     def no_space(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "close", no_space)
-        full = make(teacher, tmp_path / "out", *options)
+        full = quantize(teacher, tmp_path / "out", *options)
     assert full.exit_code == 1 and "No space left" in full.output and "goes on" in full.output
     assert not (tmp_path / "out").exists()
     written = []
     monkeypatch.setattr(jobs.Store, "write", lambda store, block: written.append(block.name))
-    assert make(teacher, tmp_path / "out", *options).exit_code == 0
+    assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
     assert written == [] and not (tmp_path / ".out.partial").exists()
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
-def broken(teacher: Path, folder: Path, how: str) -> Path:
-    """A copy of the teacher with something wrong."""
-    shutil.copytree(teacher, folder)
-    weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    if how == "no tokenizer":
-        for file in folder.glob("tokenizer*"):
-            file.unlink()
-    elif how == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "missing shard":
-        weights.rename(folder / "model-00001-of-00002.safetensors")
-        names = list(load_file(folder / "model-00001-of-00002.safetensors"))
-        weight_map = dict.fromkeys(names, "model-00001-of-00002.safetensors") | {
-            names[0]: "model-00002-of-00002.safetensors"
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    elif how == "outside":
-        weight_map = {name: "../model/model.safetensors" for name in load_file(weights)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    elif how == "other config":
-        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
-    elif how == "more layers":
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    elif how == "unknown model":
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    elif how == "no linear":
-        return save(
-            folder.with_name("gpt2"),
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=24, n_head=2)),
-        )
-    elif how == "nan":
-        tensors = load_file(weights)
-        tensors["model.layers.0.input_layernorm.weight"][3] = torch.nan
-        save_file(tensors, weights, {"format": "pt"})
-    elif how == "pickle":
-        torch.save(load_file(weights), folder / "pytorch_model.bin")
-        weights.unlink()
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("truncated", "not a whole safetensors file"),
-        ("missing shard", "model-00002-of-00002.safetensors: missing"),
-        ("outside", "expected safetensors files beside it"),
-        ("other config", "disagree|mismatch|size"),
-        ("more layers", "missing keys"),
-        ("unknown model", "NoSuchModel"),
-        ("no linear", "found none"),
-        ("nan", "finite"),
-        ("pickle", "expected model.safetensors"),
-        ("no tokenizer", "no tokenizer"),
-    ],
-)
-def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said: str) -> None:
-    import re
-
-    folder = broken(teacher, tmp_path / "broken", how)
-    before = sorted(tmp_path.iterdir())
-    result = make(folder, tmp_path / "out", "--scheme", "w4a16-g32", "--calibration", str(text(teacher)))
-    assert result.exit_code == 1, result.output
-    assert re.search(said, result.output), result.output
-    assert len(result.output.strip().splitlines()[-1]) < 400 and not (tmp_path / "out").exists()
-    if how != "nan":  # That is found on the way.
-        assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--scheme", "w3a16"), "w4a16-g64"),
-        (("--scheme", "w4a16-g32", "--algorithm", "magic"), "smoothquant"),
-        (("--scheme", "w4a16-g32", "--format", "gguf"), "compressed-tensors"),
-        (("--scheme", "w4a16-g128"), "multiple of 128"),
-        (("--scheme", "w8a8-int8", "--format", "awq"), "activations"),
-        (("--scheme", "w8a16", "--format", "awq"), "4 bits"),
-        (("--scheme", "w4a16-g32", "--calibration", "absent.txt"), "nothing there"),
-        (("--scheme", "w4a16-g32", "--blocks", "model.norm"), "ModuleList"),
-        (("--scheme", "w4a16-g32", "--device", "quantum"), "expected cpu"),
-    ],
-)
-def test_bad_requests_touch_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-    result = make(teacher, tmp_path / "out", *options)
-    assert result.exit_code in (1, 2) and said in result.output, result.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_output_and_missing_text(teacher: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("x")
-    result = make(teacher, tmp_path / "out", "--scheme", "w4a16-g32")
-    assert result.exit_code == 1 and "exists" in result.output
-    assert [file.name for file in tmp_path.rglob("*")] == ["out", "precious"]
-    result = run("quantize", teacher, "--scheme", "w4a16-g32", "--output", tmp_path / "new")
-    assert result.exit_code == 1 and "calibration" in result.output
-
-
-def test_quantised_directories_are_checked(teacher: Path, tmp_path: Path) -> None:
-    assert make(teacher, tmp_path / "out", "--scheme", "w4a16-g32").exit_code == 0
-    file = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(file)
-    assert make(tmp_path / "out", tmp_path / "twice", "--scheme", "w4a16-g32").exit_code == 1
-    layer = "model.layers.0.mlp.up_proj"
-    for name, value, said in (
-        (f"{layer}.weight_packed", tensors[f"{layer}.weight_packed"][:-1], "weight_packed"),
-        (f"{layer}.weight_scale", None, "weight"),
-        ("model.norm.weight", None, "model.norm.weight"),
-        ("model.norm.weight", torch.ones(3), "model.norm.weight"),
-        ("model.extra", torch.ones(3), "not a tensor of this model"),
-    ):
-        changed = {n: t for n, t in tensors.items() if n != name} | ({} if value is None else {name: value})
-        save_file(changed, file, {"format": "pt"})
-        with pytest.raises(FormatError, match=said):
-            models.load(Checkpoint(tmp_path / "out"))
 
 
 def test_shards_and_their_index(teacher: Path, tmp_path: Path) -> None:

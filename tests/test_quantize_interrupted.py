@@ -180,7 +180,7 @@ def test_an_output_that_appears_meanwhile_is_left_alone(
 def test_a_dangling_link_is_an_output_that_exists(teacher: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
     result = run(teacher, tmp_path / "out")
-    assert result.exit_code == 1 and "exists already" in result.output
+    assert result.exit_code == 2 and "exists already" in result.output
     assert (tmp_path / "out").is_symlink() and not (tmp_path / "nowhere").exists()
 
 
@@ -189,7 +189,7 @@ def test_text_that_calibration_sees_is_no_evaluation(teacher: Path, tmp_path: Pa
     options[options.index("--evaluation") + 1] = options[options.index("--calibration") + 1]
     options[options.index("--length") + 1] = "512"
     result = CliRunner().invoke(app.create_app(), options)
-    assert result.exit_code == 1 and "calibration does not see" in result.output
+    assert result.exit_code == 2 and "calibration does not see" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,5 +203,5 @@ def test_numbers_that_are_not_finite_stop_static_scales(teacher: Path, tmp_path:
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "rtn", "--output", tmp_path / "out", *texts)
     result = CliRunner().invoke(app.create_app(), ["quantize", str(tmp_path / "broken"), *map(str, options)])
     last = result.output.strip().splitlines()[-1]
-    assert result.exit_code == 1 and "q_proj" in last and "finite" in last
+    assert result.exit_code == 2 and "q_proj" in last and "finite" in last
     assert not (tmp_path / "out").exists()

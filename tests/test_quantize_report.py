@@ -16,24 +16,19 @@ import torch
 for needed in ("typer", "rich", "safetensors", "transformers", "matplotlib", "jinja2"):
     pytest.importorskip(needed, reason="the report needs the extra demo")
 
-from typer.testing import CliRunner, Result
 
-from epiloq.cli import app
+from command_line import ROUND, run
 from epiloq.quantize import Grid, QuantizedWeight, figures, report
 from epiloq.quantize.calibrate import Block
 from epiloq.quantize.tally import HIGHEST, LOWEST, Tally
 from tiny_teacher import save, tiny_model
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantised model with everything that a report can show."""
     folder = tmp_path_factory.mktemp("report")
-    save(folder / "model", tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16))
+    save(folder / "model", tiny_model(**ROUND))
     (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
     (folder / "other").write_text("".join(chr(97 + i * i * i % 25) for i in range(1300)))
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant", "--keep-dynamic", "*.0.mlp.down_proj")

@@ -15,9 +15,8 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 
 import transformers
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
-from epiloq.cli import app
+from command_line import ROUND, run
 from epiloq.formats import compressed_tensors
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint
@@ -31,14 +30,10 @@ INT8 = Grid(8, symmetric=True)
 KEPT = "model.layers.1.mlp.down_proj"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("static")
-    save(folder / "model", tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16))
+    save(folder / "model", tiny_model(**ROUND))
     (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant-search", "--keep-dynamic", KEPT)
     text = ("--calibration", folder / "text", "--windows", 4, "--length", 32)

@@ -165,6 +165,7 @@ def test_files_that_are_not_whole(whole: Path, tmp_path: Path) -> None:
         ("float", {"quantization_config": EpiloqConfig()}, "scheme: expected one of .*w8a8-int8.* got None"),
         ("float", {"quantization_config": EpiloqConfig("w3")}, "got 'w3'"),
         ("float", {"quantization_config": EpiloqConfig("w8a8-int8-static")}, "got 'w8a8-int8-static'"),
+        ("float", {"quantization_config": EpiloqConfig("conv-w8a16")}, "expected one of [^:]*, got 'conv-w8a16'"),
         (
             "float",
             {"quantization_config": EpiloqConfig("w8a8-int8", modules_to_not_convert=["model"])},

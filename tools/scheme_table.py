@@ -143,7 +143,7 @@ def measure(
 @app.command()
 def speed(model: Path, texts: Texts, work: Work) -> None:
     """Time each scheme in turns with the floating-point model, on this machine as it is."""
-    from epiloq.cli.quantize import quiet
+    from epiloq.cli.common import quiet
 
     quiet()
     from epiloq.demo import speed as timing

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-import torch
 from torch import Tensor, nn
 
 from epiloq.nn import (
@@ -18,7 +17,7 @@ from epiloq.nn import (
     WeightOnlyConv2d,
     WeightOnlyLinear,
 )
-from epiloq.quantize.observers import OBSERVERS, Observer, quantizer
+from epiloq.quantize.observers import OBSERVERS, input_quantizers
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -199,7 +198,12 @@ def quantize_(
     inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
         symmetric = chosen.options.get("symmetric", False)
-        inputs = _calibrated(model, [names[0] for names in groups], symmetric, calibrate, OBSERVERS[observer])
+        inputs = input_quantizers(
+            {names[0]: model.get_submodule(names[0]) for names in groups},
+            lambda: calibrate(model),
+            OBSERVERS[observer],
+            symmetric=symmetric,
+        )
     for names, seen in zip(groups, inputs, strict=True):
         quantised = chosen.convert(model.get_submodule(names[0]), **seen)
         for name in names:
@@ -262,39 +266,3 @@ def _identity(weight: Tensor) -> tuple[object, int]:
     if weight.is_meta or weight.numel() == 0 or isinstance(weight, nn.parameter.UninitializedParameter):
         return "object", id(weight)
     return weight.device, weight.data_ptr()
-
-
-@torch.no_grad()
-def _calibrated(
-    model: nn.Module,
-    names: Iterable[str],
-    symmetric: bool,
-    calibrate: Callable[[nn.Module], object],
-    observer: Callable[[], Observer],
-) -> list[dict[str, Any]]:
-    """Input scale and zero point of each named layer, from the range that `calibrate` shows it."""
-    observers = {name: observer() for name in names}
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
-        return lambda module, args, kwargs: observers[name].add(args[0] if args else kwargs["input"])
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in observers]
-    try:
-        calibrate(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [_input_parameters(name, seen.ends(), symmetric) for name, seen in observers.items()]
-
-
-def _input_parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Any]:
-    if ends is None:
-        raise ValueError(
-            f"quantize_: calibrate: expected every chosen layer to run, but {name!r} saw no input; "
-            "widen the sample inputs, or leave it out with filter_fn"
-        )
-    if not ends.isfinite().all():
-        raise ValueError(f"quantize_: calibrate: expected finite inputs of {name!r}, got a range of {ends.tolist()}")
-    # The two ends have the range of all inputs, so their quantiser parameters are those of all inputs.
-    scale, zero_point = quantizer(ends, symmetric=symmetric)
-    return {"input_scale": scale, "input_zero_point": zero_point}

@@ -10,6 +10,7 @@ from pathlib import Path
 from epiloq.bench.floor import Ceiling, ReadFloor
 from epiloq.bench.runner import HostTime, Row
 from epiloq.bench.summary import Summary, summarise
+from epiloq.files import write_text
 
 SCHEMA = 1
 KERNEL_WIDTH = 40
@@ -51,9 +52,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Replaces the file whole, so that a run cut short leaves what it had measured."""
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_text(path, json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
 
 
 def _number(value: float | None) -> str:

@@ -19,7 +19,10 @@ COMMANDS = {
     "convert": "epiloq.cli.convert:convert",
     "compare": "epiloq.cli.compare:compare",
 }
-EPILOG = "python -m epiloq --cmake-dir | --include-dir prints where the CMake package and the C++ headers are."
+EPILOG = (
+    "Exit codes: 0 all well; 1 a disk that failed or a package that is missing; 2 bad input; 130 interrupted.\n\n"
+    "python -m epiloq --cmake-dir | --include-dir prints where the CMake package and the C++ headers are."
+)
 
 
 def create_app() -> typer.Typer:

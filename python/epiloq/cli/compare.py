@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.env import check_json_target
+from epiloq.cli.common import check_device, check_target, failures, progress_stages, quiet, write_json
 from epiloq.cli.inspect import shortened
-from epiloq.cli.quantize import BAD_INPUT, check_device, failures, quiet
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from epiloq.demo.measure import Stage
+    from epiloq.progress import Stage
 
 WORST = 5
 
@@ -50,20 +47,18 @@ def compare(
     """
     from rich.console import Console
 
-    check_json_target(json_file)
+    check_target(json_file)
     check_device(device)
     console = Console()
-    with failures("compare", refused=BAD_INPUT):
+    with failures("compare"):
         quiet()
-        from epiloq.cli.demo import progress_stages
 
         with progress_stages(console) as stage:
             found = _weights(a, b, stage)
             if text is not None:
                 found["answers"] = _answers(a, b, text, tokens, length, device, stage)
         show(found, console)
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=2, default=str) + "\n", encoding="utf-8")
+        write_json(json_file, found)
 
 
 def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
@@ -91,14 +86,13 @@ def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.comparison import answers
     from epiloq.formats.model import load
+    from epiloq.quantize.job import check_generates
     from epiloq.quantize.text import load_tokenizer, read_texts, windows
 
     parts = windows(load_tokenizer(a), read_texts(text), length)[: -(-tokens // length)]
     models = [load(Checkpoint(folder))[0].to(device) for folder in (a, b)]
     for folder, model in zip((a, b), models, strict=True):
-        can_generate: Callable[[], bool] | None = getattr(model, "can_generate", None)
-        if can_generate is None or not can_generate():
-            raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+        check_generates(model, folder)
     with stage("windows", len(parts)) as advance:
         return {"text": str(text), "window": length, **answers(models[0], models[1], parts, advance)}
 

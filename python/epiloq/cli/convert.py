@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from epiloq.cli.env import check_json_target
-from epiloq.cli.quantize import BAD_INPUT, failures, one_of, quiet
-
-EXAMPLES = """
-Examples:\n
-  epiloq convert model-awq model-ct --format compressed-tensors\n
-  epiloq convert model-gptq model-epiloq --format epiloq --json report.json\n
-\n
-Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format has no words for it; 130 interrupted.
-Nothing is left under OUT unless it is 0.
-"""
+from epiloq.cli.common import check_target, failures, one_of, progress_stages, quiet, write_json
 
 
 def convert(
@@ -31,14 +20,21 @@ def convert(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to FILE.", show_default=False)
     ] = None,
 ) -> None:
-    """Say a quantised model in another format, weight for weight, or say why that format cannot."""
+    """Say a quantised model in another format, weight for weight, or say why that format cannot.
+
+    Examples:\n
+      epiloq convert model-awq model-ct --format compressed-tensors\n
+      epiloq convert model-gptq model-epiloq --format epiloq --json report.json\n
+
+    Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format has no words for it; 130 interrupted.
+    Nothing is left under OUT unless it is 0.
+    """
     from rich.console import Console
 
-    check_json_target(json_file)
+    check_target(json_file)
     console = Console()
-    with failures("convert", refused=BAD_INPUT):
+    with failures("convert"):
         quiet()
-        from epiloq.cli.demo import progress_stages
         from epiloq.formats.convert import perform, prepare
         from epiloq.formats.table import FORMATS
 
@@ -54,8 +50,4 @@ def convert(
             highlight=False,
             soft_wrap=True,
         )
-        if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-convert.__doc__ = f"{convert.__doc__}\n{EXAMPLES}"
+        write_json(json_file, report)

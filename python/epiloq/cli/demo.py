@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.env import check_json_target, collect
+from epiloq.cli.common import FAILED, check_target, complain, progress_stages
+from epiloq.cli.env import collect
+from epiloq.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from epiloq.demo.measure import Settings, Stage
+    from epiloq.demo.measure import Settings
     from epiloq.demo.results import Measured, Results, Run
 
 REQUIRED = ("transformers", "safetensors", "matplotlib", "jinja2", "rich")
@@ -70,28 +70,6 @@ def check_packages(converts: bool) -> None:
     missing = [name for name in REQUIRED + REQUIRED_TO_CONVERT * converts if find_spec(name) is None]
     if missing:
         raise DemoError(f"the demonstration needs {', '.join(missing)}: pip install 'epiloq[demo]'")
-
-
-@contextmanager
-def progress_stages(console: Console) -> Iterator[Stage]:
-    """Progress bars, one for each stage; finished ones stay."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-
-        @contextmanager
-        def stage(title: str, steps: int) -> Iterator[Callable[[], None]]:
-            task = progress.add_task(title, total=steps)
-            yield lambda: progress.advance(task)
-
-        yield stage
 
 
 def results_table(results: Results) -> Table:
@@ -169,7 +147,7 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
     with progress_stages(console) as stage:
         found = measure(settings, collect(), stage)
         with stage("write the report", 1) as advance:
-            results.write_text(output / "report.html", report.render(found))
+            write_text(output / "report.html", report.render(found))
             if json_file is not None:
                 results.write_json(json_file, found)
             advance()
@@ -213,7 +191,7 @@ def demo(
 
     console = Console()
     chosen, devices = choose_schemes(schemes), choose_devices(device)
-    check_json_target(json_file)
+    check_target(json_file)
     check_folders(output, teacher)
     folder = teacher or output / "teacher"
     converts = not is_model(folder)
@@ -227,5 +205,5 @@ def demo(
         name = NAME if teacher is None else teacher.resolve().name
         perform(Settings(name, folder, chosen, devices, tokens), output, json_file, converts, console)
     except DemoError as error:
-        Console(stderr=True).print(f"epiloq demo: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        complain("demo", str(error))
+        raise typer.Exit(FAILED) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from epiloq.cli.common import check_target, write_json
 
 OPTIONAL_PACKAGES = ("transformers", "safetensors", "gguf", "accelerate", "matplotlib", "numpy", "rich", "typer")
 PEER_PACKAGES = ("torchao", "vllm", "sgl-kernel", "deep-gemm", "bitsandbytes")
@@ -118,16 +119,6 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def check_json_target(path: Path | None, option: str = "--json") -> None:
-    """Refuse the target of ``--json`` or another option that could not be written later, before any work is done."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint=option)
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
-
-
 def env(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the facts to FILE.", show_default=False)
@@ -137,7 +128,7 @@ def env(
     from rich.console import Console
     from rich.table import Table
 
-    check_json_target(json_file)
+    check_target(json_file)
     facts = collect()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -145,5 +136,4 @@ def env(
     for name, value in rows(facts):
         table.add_row(name, value)
     Console().print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_json(json_file, facts)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.env import check_json_target
-from epiloq.cli.quantize import check_device, failures, quiet
+from epiloq.cli.common import check_device, check_target, failures, progress_stages, quiet, write_json
+
+if TYPE_CHECKING:
+    from epiloq.progress import Stage
 
 ALL = 0
 
 
-def measure(
-    folder: Path, text: Path, tokens: int, length: int, device: str, begin: Callable[[int], Callable[[], None]]
-) -> dict[str, Any]:
-    """The figures as a JSON-ready dictionary. ``begin(windows)`` gives what is called after each window."""
+def measure(folder: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
+    """The figures as a JSON-ready dictionary."""
     from epiloq.demo.layers import weight_bytes
     from epiloq.demo.perplexity import perplexity
     from epiloq.formats.checkpoint import Checkpoint
@@ -35,7 +33,8 @@ def measure(
     check_generates(model, folder)
     model.to(device)
     start = time.perf_counter()
-    found = perplexity(model, parts, begin(len(parts)))
+    with stage("windows", len(parts)) as advance:
+        found = perplexity(model, parts, advance)
     return {
         "model": str(folder),
         "text": str(text),
@@ -61,28 +60,24 @@ def evaluate(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
     ] = None,
 ) -> None:
-    """Measure perplexity: epiloq eval DIR --text FILE --json FILE."""
+    """Measure a model's perplexity on a text, quantised or not.
+
+    Examples:\n
+      epiloq eval model-w4 --text other.txt\n
+      epiloq eval model-w4 --text other.txt --tokens 0 --json figures.json\n
+    """
     from rich.console import Console
 
-    check_json_target(json_file)
+    check_target(json_file)
     check_device(device)
     console = Console()
     with failures("eval"):
         quiet()
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-
-            def begin(steps: int) -> Callable[[], None]:
-                task = progress.add_task("windows", total=steps)
-                return lambda: progress.advance(task)
-
-            found = measure(folder, text, tokens, length, device, begin)
+        with progress_stages(console) as stage:
+            found = measure(folder, text, tokens, length, device, stage)
         console.print(
             f"perplexity {found['perplexity']:.3f} over {found['tokens']} tokens; "
             f"{found['file_bytes'] / 1e6:.1f} MB of weights",
             highlight=False,
         )
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, found)

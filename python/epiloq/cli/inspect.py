@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.env import check_json_target
-from epiloq.cli.quantize import BAD_INPUT, failures, quiet
+from epiloq.cli.common import check_target, failures, progress_stages, quiet, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,11 +37,10 @@ def inspect(
     """
     from rich.console import Console
 
-    check_json_target(json_file)
+    check_target(json_file)
     console = Console()
-    with failures("inspect", refused=BAD_INPUT):
+    with failures("inspect"):
         quiet()
-        from epiloq.cli.demo import progress_stages
         from epiloq.formats import inspection
         from epiloq.formats.checkpoint import Checkpoint
         from epiloq.formats.layers import Layers
@@ -54,8 +51,7 @@ def inspect(
             with progress_stages(console) as stage, stage("decode", len(layers.readers) + len(layers.rest)) as advance:
                 facts["wrong"] = inspection.check(layers, advance)
         show(facts, console)
-        if json_file is not None:
-            json_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, facts)
         if facts.get("wrong"):
             raise ValueError(next(iter(facts["wrong"].values())))
 

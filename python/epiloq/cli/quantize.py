@@ -2,86 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.env import check_json_target
+from epiloq.cli.common import (
+    check_device,
+    check_installed,
+    check_target,
+    failures,
+    one_of,
+    progress_stages,
+    quiet,
+    write_json,
+)
+from epiloq.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-REQUIRED = ("transformers", "safetensors")
+    from epiloq.quantize.job import Settings
+
 GO_ON = "; what was finished is kept, and the same command goes on from there"
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
-def _disk_failures() -> tuple[type[Exception], ...]:
-    """What a disk that fails or is full raises: safetensors has an exception of its own for it."""
-    from safetensors import SafetensorError
+def run(settings: Settings, console: Console) -> dict[str, Any]:
+    """Do what settings say, whose names are all known, and give the report. Only calibrated schemes keep blocks."""
+    from epiloq.quantize import direct
+    from epiloq.quantize.job import Job, perform, prepare
+    from epiloq.quantize.targets import TARGETS
 
-    return OSError, SafetensorError
-
-
-@contextmanager
-def failures(command: str, hint: str = "", refused: int = FAILED) -> Iterator[None]:
-    """Say in a sentence what went wrong, and leave with a code that is not 0, `refused` for bad input.
-
-    `hint` says what can be done when the machine or the user, not a wrong request, ended it.
-    """
-    from rich.console import Console
-
-    def say(message: str) -> None:
-        text = f"epiloq {command}: {message}"
-        Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
-
-    try:
-        missing = [name for name in REQUIRED if find_spec(name) is None]
-        if missing:
-            raise ValueError(f"needs {', '.join(missing)}: pip install 'epiloq[hf]'")
-        yield
-    except ValueError as error:
-        say(str(error))
-        raise typer.Exit(refused) from None
-    except _disk_failures() as error:
-        say(f"{error}{hint}")
-        raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt:
-        say(f"interrupted{hint}")
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def one_of(value: str, known: dict[str, Any], option: str) -> str:
-    """`value` if it is a name in a table; otherwise an error that lists them."""
-    if value not in known:
-        raise typer.BadParameter(f"no {value!r}; there are {', '.join(known)}", param_hint=option)
-    return value
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
-    import torch
-
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"expected cpu, or cuda where torch sees one, got {device!r}", param_hint="--device")
-
-
-def quiet() -> None:
-    """Keep transformers off the network and its bars and warnings off our display."""
-    from epiloq.demo.teacher import keep_offline
-
-    keep_offline()
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    calibrated = settings.scheme in TARGETS
+    with failures("quantize", GO_ON if calibrated else ""), progress_stages(console) as stage:
+        with stage("load and check", 1) as advance:
+            job = prepare(settings) if calibrated else direct.prepare(settings)
+            advance()
+        return perform(job, stage) if isinstance(job, Job) else direct.perform(job, stage)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -165,32 +124,36 @@ def quantize(
         typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Quantise a model's weights: epiloq quantize MODEL --scheme w4a16-g64 --calibration TEXT --output DIR.
+    """Turn a model directory into a smaller one, its linear layers quantised.
 
     Run the same command again to go on with a run that was interrupted.
+
+    Examples:\n
+      epiloq quantize model --scheme w8a8-int8 --algorithm rtn --output model-w8\n
+      epiloq quantize model --scheme w4a16-g64 --calibration text.txt --output model-w4\n
+      epiloq quantize model --scheme fp8-block --output model-fp8\n
     """
     from rich.console import Console
 
-    check_json_target(json_file)
-    check_json_target(report, "--report")
+    check_target(json_file)
+    check_target(report, "--report")
     check_device(device)
     console = Console()
-    with failures("quantize", GO_ON):
+    with failures("quantize"):
         quiet()
-        from epiloq.cli.demo import progress_stages
-        from epiloq.demo.results import write_text
         from epiloq.formats.table import FORMATS
-        from epiloq.quantize import direct
         from epiloq.quantize import report as page
         from epiloq.quantize.calibrate import ALGORITHMS
-        from epiloq.quantize.job import Job, Settings, perform, prepare
+        from epiloq.quantize.job import Settings
         from epiloq.quantize.outputs import choose, schemes
         from epiloq.quantize.targets import TARGETS
 
         one_of(scheme, schemes(), "--scheme")
         layout = choose(scheme, None if layout is None else one_of(layout, FORMATS, "--format"), symmetric)
-        calibrated = scheme in TARGETS
-        algorithm = one_of(algorithm or ("gptq" if calibrated else "rtn"), ALGORITHMS, "--algorithm")
+        algorithm = one_of(algorithm or ("gptq" if scheme in TARGETS else "rtn"), ALGORITHMS, "--algorithm")
+        absent = page.missing()
+        if report is not None:
+            check_installed("quantize: the report", absent, "demo")
         settings = Settings(
             model,
             output,
@@ -209,17 +172,9 @@ def quantize(
             evaluation,
             shlex.join(["epiloq", *sys.argv[1:]]),
         )
-        absent = page.missing()
-        if absent and report is not None:
-            raise ValueError(f"the report needs {', '.join(absent)}: pip install 'epiloq[demo]'")
-        with progress_stages(console) as stage:
-            with stage("load and check", 1) as advance:
-                job = prepare(settings) if calibrated else direct.prepare(settings)
-                advance()
-            found = perform(job, stage) if isinstance(job, Job) else direct.perform(job, stage)
+        found = run(settings, console)
         show(found, console)
-        if json_file is not None:
-            write_text(json_file, json.dumps(found, indent=2) + "\n")
+        write_json(json_file, found)
         if absent:
             console.print(f"No report: it needs {', '.join(absent)} (pip install 'epiloq[demo]')", soft_wrap=True)
         else:

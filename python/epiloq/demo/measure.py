@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from epiloq.demo import DemoError, speed, teacher, text
 from epiloq.demo.layers import layer_errors, weight_bytes
 from epiloq.demo.perplexity import perplexity
 from epiloq.demo.results import Measured, Results, Run
+from epiloq.progress import Advance, Stage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,10 +21,6 @@ BASELINE_DTYPE = "float32"
 TEACHER_DTYPES = (BASELINE_DTYPE, "bfloat16")
 # CUDA kernels write 16-bit outputs; the CPU also writes fp32, which leaves quantisation as the only difference.
 SCHEME_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-
-Advance = Callable[[], None]
-Stage = Callable[[str, int], AbstractContextManager[Advance]]
-"""Opens a progress display: ``stage(title, steps)`` is a context whose value is called after each step."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from epiloq.demo.speed import Speed
+from epiloq.files import write_text
 
 FORMAT = 1
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
@@ -114,13 +114,6 @@ class Results:
 def finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it."""
     return value if math.isfinite(value) else None
-
-
-def write_text(path: Path, content: str) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(content, encoding="utf-8")
-    aside.replace(path)
 
 
 def write_json(path: Path, results: Results) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq.formats.compressed_tensors_layers import from_fp8, from_packed, to_fp8, to_packed
-from epiloq.formats.layouts import Activations, FormatError, Quantization, divides, from_unsigned, require, unsigned
-from epiloq.formats.words import pack, unpack, words_of
+from epiloq.formats.compressed_tensors_layers import from_fp8, from_packed, from_words, to_fp8, to_packed, to_words
+from epiloq.formats.layouts import Activations, Codes, FormatError, Quantization, divides, require
+from epiloq.formats.words import words_of
 from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 
 __all__ = ["config", "from_fp8", "from_packed", "from_tensors", "parse", "to_fp8", "to_packed", "to_tensors"]
@@ -43,15 +43,8 @@ def to_tensors(weight: QuantizedWeight, quantization: Quantization, dtype: torch
         inputs = weight.inputs
         found = {} if inputs is None else {"input_scale": inputs.scale, "input_zero_point": inputs.zero.to(torch.int8)}
         return {"weight": weight.q, "weight_scale": weight.scale, **found}
-    q, zero = unsigned(weight)
-    tensors = {
-        "weight_packed": pack(q, weight.bits),
-        "weight_scale": weight.scale.to(dtype),
-        "weight_shape": torch.tensor(weight.q.shape, dtype=torch.int64),
-    }
-    if weight.zero is not None:
-        tensors["weight_zero_point"] = pack(zero.t(), weight.bits).t().contiguous()
-    return tensors
+    tensors = to_words(Codes.of(weight), weight.zero is None)
+    return tensors | {"weight_scale": weight.scale.to(dtype)}
 
 
 def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shape: tuple[int, int]) -> QuantizedWeight:
@@ -77,12 +70,8 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
     require(tensors, shapes)
     if tuple(tensors["weight_shape"].tolist()) != shape:
         raise FormatError(f"weight_shape: expected {list(shape)}, got {tensors['weight_shape'].tolist()}")
-    q = unpack(tensors["weight_packed"], grid.bits, columns)
-    if grid.symmetric:
-        zero = torch.full((rows, groups), 1 << (grid.bits - 1), dtype=torch.uint8)
-    else:
-        zero = unpack(tensors["weight_zero_point"].t(), grid.bits, rows).t()
-    return from_unsigned(q, tensors["weight_scale"], zero, grid)
+    found = {name: tensors[name] for name in shapes}
+    return from_words(found, grid.bits, grid.group_size, columns).quantized(grid)
 
 
 def parts(quantization: Quantization) -> frozenset[str]:

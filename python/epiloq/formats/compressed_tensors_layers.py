@@ -7,6 +7,8 @@ docs/weight_layouts.md. ``pack-quantized`` and ``int-quantized`` weights become 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,17 +80,11 @@ def to_packed(
         "weight_g_idx": (torch.int32, (columns,)),
     }
     require(found, {name: wanted for name, wanted in expected.items() if name in found})
-    middle = 1 << (bits - 1)
-    q = _unsigned(weight) if weight is not None else unpack(found["weight_packed"], bits, columns)
-    if weight_zero_point is None:
-        zero = torch.full((rows, groups), middle, dtype=torch.int32, device=q.device)
-    elif weight is not None:
-        zero = _unsigned(weight_zero_point).int()
-    else:
-        zero = unpack(weight_zero_point.t(), bits, rows).t().int()
+    codes = from_words(found, bits, group_size, columns) if weight is None else _from_bytes(found, group_size)
     perm = None if weight_g_idx is None else order_of(weight_g_idx, full(group_size, columns), _NAME, "weight_g_idx")
-    q = q if perm is None else q[:, perm]
-    return Codes(q, weight_scale, zero, perm, bits, group_size).packed(symmetric=weight_zero_point is None)
+    if perm is not None:
+        codes = replace(codes, q=codes.q[:, perm], perm=perm)
+    return codes.packed(symmetric=weight_zero_point is None)
 
 
 def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict[str, Tensor]:
@@ -104,17 +100,39 @@ def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict
         raise FormatError(f"{_NAME}: layout: expected pack-quantized or int-quantized, got {layout!r}")
     divides("in_features", packed.k, full(packed.group_size, packed.k), _NAME)
     codes = Codes.of_packed(packed, _NAME)
-    zero = None if packed.symmetric else codes.zero
     order = {} if packed.perm is None else {"weight_g_idx": codes.group_index()}
     if layout == "int-quantized":
         if packed.bits != 8:
             raise FormatError(f"{_NAME}: int-quantized: expected 8 bits, got {packed.bits}")
-        zeros = {} if zero is None else {"weight_zero_point": _signed(zero)}
+        zeros = {} if packed.symmetric else {"weight_zero_point": _signed(codes.zero)}
         return {"weight": _signed(codes.in_order().q), "weight_scale": codes.scale} | zeros | order
-    zeros = {} if zero is None else {"weight_zero_point": pack(zero.t(), codes.bits).t().contiguous()}
-    shape = torch.tensor(packed.shape, dtype=torch.int64)
+    return to_words(codes, packed.symmetric) | order
+
+
+def to_words(codes: Codes, symmetric: bool) -> dict[str, Tensor]:
+    """A weight's tensors in ``pack-quantized``, without zero points where it is symmetric."""
+    zeros = {} if symmetric else {"weight_zero_point": pack(codes.zero.t(), codes.bits).t().contiguous()}
+    shape = torch.tensor(codes.q.shape, dtype=torch.int64)
     words = pack(codes.in_order().q, codes.bits)
-    return {"weight_packed": words, "weight_scale": codes.scale, "weight_shape": shape} | zeros | order
+    return {"weight_packed": words, "weight_scale": codes.scale, "weight_shape": shape} | zeros
+
+
+def from_words(tensors: Mapping[str, Tensor], bits: int, group_size: int, columns: int) -> Codes:
+    """The inverse of `to_words`, for tensors of the right sizes; a symmetric weight's have no zero points."""
+    q, scale, zeros = unpack(tensors["weight_packed"], bits, columns), tensors["weight_scale"], None
+    if "weight_zero_point" in tensors:
+        zeros = unpack(tensors["weight_zero_point"].t(), bits, q.shape[0]).t().int()
+    return Codes(q, scale, _or_middle(zeros, scale, bits), None, bits, group_size)
+
+
+def _from_bytes(tensors: Mapping[str, Tensor], group_size: int) -> Codes:
+    scale, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
+    zeros = None if zeros is None else _unsigned(zeros).int()
+    return Codes(_unsigned(tensors["weight"]), scale, _or_middle(zeros, scale, 8), None, 8, group_size)
+
+
+def _or_middle(zeros: Tensor | None, scale: Tensor, bits: int) -> Tensor:
+    return torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32) if zeros is None else zeros
 
 
 def to_fp8(

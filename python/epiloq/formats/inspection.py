@@ -12,7 +12,8 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.convert import refusal
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.table import FORMATS, Reader
+from epiloq.formats.readers import Reader
+from epiloq.formats.table import FORMATS
 from epiloq.quantize.targets import TARGETS
 
 

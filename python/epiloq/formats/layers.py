@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from epiloq.formats.architecture import skeleton
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.safetensors_file import DTYPES
-from epiloq.formats.table import METHODS, Reader, readers
+from epiloq.formats.readers import BIAS, Reader, readers
+from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 
-BIAS = "bias"
 _Found = TypeVar("_Found")
 
 
@@ -71,16 +70,11 @@ class Layers:
         """What a quantised layer's tensors stand for. Raises FormatError, naming file and layer, if they disagree."""
         return self._named(layer, lambda tensors: self.readers[layer].from_tensors(tensors, self.shape(layer)))
 
-    def module(self, layer: str) -> nn.Module | None:
-        """The module whose state a quantised layer's tensors are, with the model's bias; None if they are no module's.
-
-        Raises FormatError as `weight` does.
-        """
-        linear, build = self.linears[layer], self.readers[layer].build
-        if build is None:
-            return None
+    def module(self, layer: str) -> nn.Module:
+        """The module that runs a quantised layer, with the model's bias. Raises FormatError as `weight` does."""
+        linear = self.linears[layer]
         bias = {} if linear.bias is None else {BIAS: linear.bias.detach()}
-        return self._named(layer, lambda tensors: build(linear, tensors | bias))
+        return self._named(layer, lambda tensors: self.readers[layer].opened(linear, tensors | bias))
 
     def dequantize(self, layer: str) -> Tensor | None:
         """Any linear layer's weight, float32; None for one tied to something that is no linear layer."""
@@ -116,7 +110,7 @@ class Layers:
                     continue
                 raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model")
             target = targets[name]
-            if target.shape != entry.shape or target.is_floating_point() != DTYPES[entry.dtype].is_floating_point:
+            if not entry.fits(target):
                 raise FormatError(
                     f"{checkpoint.where(name)}: expected {target.dtype} {list(target.shape)}, "
                     f"got {entry.dtype} {list(entry.shape)}"

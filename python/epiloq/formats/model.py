@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,37 +16,10 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import Weight
-from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize.grid import QuantizedWeight
 
 if TYPE_CHECKING:
     from epiloq.quantize.calibrate import Block
-
-Build = Callable[[nn.Linear, QuantizedWeight, Quantization], nn.Module]
-
-
-def _int8(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
-    layer = Int8Linear(
-        linear.in_features,
-        linear.out_features,
-        linear.bias is not None,
-        activation="dynamic" if weight.inputs is None else "static",
-        symmetric=quantization.activations == "int8",
-        dtype=linear.weight.dtype,
-    )
-    state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
-    if weight.inputs is not None:
-        state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}
-    layer.load_state_dict(state | ({} if linear.bias is None else {"bias": linear.bias.detach()}))
-    return layer.train(linear.training)
-
-
-def _weight_only(linear: nn.Linear, weight: QuantizedWeight, quantization: Quantization) -> nn.Module:
-    return WeightOnlyLinear.from_packed(weight.pack(), linear.bias).train(linear.training)
-
-
-# What runs a layer, by how its activations are quantised.
-MODULES: dict[str | None, Build] = {"int8": _int8, "int8-azp": _int8, "int8-static": _int8, None: _weight_only}
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -100,14 +73,9 @@ def fill(layers: Layers) -> None:
     for name in layers.rest:
         if name in targets:
             targets[name].copy_(layers.checkpoint.tensor(name))
-    for name, found in layers.readers.items():
-        module = layers.module(name)
-        if module is None:
-            weight, quantization = layers.weight(name), found.quantization
-            assert isinstance(weight, QuantizedWeight) and quantization is not None
-            module = MODULES[quantization.activations](layers.linears[name], weight, quantization)
+    for name in layers.readers:
         parent, _, leaf = name.rpartition(".")
-        setattr(layers.model.get_submodule(parent), leaf, module)
+        setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
 
 
 def save(

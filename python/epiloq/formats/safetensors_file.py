@@ -53,6 +53,15 @@ class Entry:
     shape: tuple[int, ...]
     nbytes: int
 
+    def fits(self, target: Tensor) -> bool:
+        """Whether this can become a model's tensor as it is: its shape, and its type or both floating-point ones.
+
+        Bytes of FP8 mean nothing without their scales, so they fit FP8 alone.
+        """
+        dtype = DTYPES[self.dtype]
+        both_float = all(each.is_floating_point and each.itemsize > 1 for each in (dtype, target.dtype))
+        return target.shape == self.shape and (dtype == target.dtype or both_float)
+
 
 def read_header(file: Path) -> dict[str, Entry]:
     """Every tensor of a file by name; none is read.

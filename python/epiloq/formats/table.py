@@ -1,24 +1,19 @@
-"""The formats of whole checkpoints, as data."""
+"""The formats of whole checkpoints, as data: what each says, and how. `readers` has the way back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from epiloq.formats import awq, compressed_tensors, deepseek_fp8, epiloq_modules, gptq
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError, Quantization, require
+from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
 from epiloq.nn.prepared_linear import FP8_BLOCK
 from epiloq.quantize.grid import QuantizedWeight
-
-Tensors: TypeAlias = Mapping[str, Tensor]
-Shape: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -54,44 +49,18 @@ class Format:
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
     config: Callable[[Quantization | None, Written], dict[str, Any]]
 
-    def check(self, quantization: Quantization, shapes: Collection[Shape], dtype: torch.dtype) -> None:
+    def check(self, quantization: Quantization, shapes: Collection[tuple[int, int]], dtype: torch.dtype) -> None:
         """Raise FormatError unless layers of these shapes ``[N, K]`` can be written: it is tried with blank ones."""
         for shape in sorted(set(shapes)):
             self.to_tensors(blank(quantization, shape), quantization, dtype)
 
 
-def blank(quantization: Quantization, shape: Shape) -> QuantizedWeight:
+def blank(quantization: Quantization, shape: tuple[int, int]) -> QuantizedWeight:
     """A weight of ones on a grid."""
     grid, (rows, columns) = quantization.grid, shape
     groups = -(-columns // grid.length(columns))
     zero = None if grid.symmetric else torch.ones(rows, groups, dtype=torch.int32)
     return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """How the layers of one checkpoint, or some of them, are read.
-
-    quantization
-        How they are quantised; None where that is not to integers on a grid.
-    marker
-        The tensor that only a quantised layer has, by the last part of its name.
-    from_tensors
-        What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
-    parts
-        Every tensor that a layer may have, by the last part of its name, beside its bias; None: `from_tensors` knows.
-    build
-        The module whose state a layer's tensors are, in the place of a linear layer; None: they are no module's state.
-    module
-        Without a quantization, the class of the module that runs a layer, and its options, as in epiloq's own format.
-    """
-
-    quantization: Quantization | None
-    marker: str
-    from_tensors: Callable[[Tensors, Shape], Weight]
-    parts: frozenset[str] | None
-    build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
-    module: tuple[str, Mapping[str, Any]] = ("", {})
 
 
 def _half(dtype: torch.dtype, activations: str | None) -> torch.dtype:
@@ -190,105 +159,3 @@ _TABLE = (
 FORMATS = {layout.name: layout for layout in _TABLE}
 # The names that config.json has for them.
 METHODS = {name: name for name in FORMATS} | {deepseek_fp8.METHOD: "deepseek-fp8"}
-
-
-def reader(config: Mapping[str, Any]) -> Reader:
-    """The reader for a ``quantization_config`` of layers that are all alike, integers on a grid or FP8 in blocks.
-
-    Raises FormatError for one that epiloq does not read.
-    """
-    method = config.get("quant_method")
-    if method == "compressed-tensors":
-        found = compressed_tensors.parse(config)
-        return Reader(
-            found,
-            "weight_scale",
-            lambda t, shape: compressed_tensors.from_tensors(t, found, shape),
-            compressed_tensors.parts(found),
-        )
-    if method == "gptq":
-        described, version = gptq.parse(config)
-        return Reader(
-            described,
-            "qweight",
-            lambda t, shape: gptq.from_tensors(t, described.grid, version, shape),
-            frozenset({"qweight", "qzeros", "scales", "g_idx"}),
-        )
-    if method == "awq":
-        said = awq.parse(config)
-        return Reader(
-            said,
-            "qweight",
-            lambda t, shape: awq.from_tensors(t, said.grid, shape),
-            frozenset({"qweight", "qzeros", "scales"}),
-        )
-    if method == deepseek_fp8.METHOD:
-        deepseek_fp8.parse(config)
-        parts = frozenset({"weight", deepseek_fp8.SCALE})
-        return Reader(None, deepseek_fp8.SCALE, _from_blocks, parts, module=("Fp8BlockLinear", {}))
-    raise FormatError(f"quantization_config: quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
-
-
-def readers(checkpoint: Checkpoint) -> dict[str, Reader]:
-    """How each quantised layer of a checkpoint is read, by name; layers that are alike share theirs.
-
-    Raises FormatError for a configuration that epiloq does not read, or no quantised layers.
-    """
-    found = checkpoint.quantization or {}
-    try:
-        if found.get("quant_method") == epiloq_modules.METHOD:
-            return {
-                layer: shared
-                for group in epiloq_modules.parse(found)
-                for shared in [_module_reader(group)]
-                for layer in group.layers
-            }
-        shared = reader(found)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from error
-    end = f".{shared.marker}"
-    names = [name.removesuffix(end) for name in checkpoint.files if name.endswith(end)]
-    layers = {name: _one_layer(shared, name) for name in names}
-    if not layers:
-        raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found no {shared.marker}")
-    return layers
-
-
-def _one_layer(shared: Reader, name: str) -> Reader:
-    """The reader of a layer among others that are not quite alike."""
-    if shared.quantization is None or shared.quantization.activations != "int8-static":
-        return shared
-    own = shared.quantization.of(name)
-
-    def read(tensors: Tensors, shape: Shape) -> Weight:
-        if (own.activations == "int8-static") != ("input_scale" in tensors):
-            wanted = "a tensor, found none" if own.activations == "int8-static" else "none with dynamic activations"
-            raise FormatError(f"input_scale: expected {wanted}")
-        return shared.from_tensors(tensors, shape)
-
-    return replace(shared, quantization=own, from_tensors=read)
-
-
-def _from_blocks(tensors: Tensors, shape: Shape) -> Weight:
-    blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-    require(tensors, {"weight": (torch.float8_e4m3fn, shape), deepseek_fp8.SCALE: (None, blocks)})
-    return BlockWeight(tensors["weight"], tensors[deepseek_fp8.SCALE])
-
-
-def _from_module(group: epiloq_modules.Group, tensors: Tensors, shape: Shape) -> Weight:
-    outline = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=torch.float32)
-    module = group.kind.build(outline, group.options, tensors, torch.device("cpu"))
-    return group.kind.weight(module, group.options)
-
-
-def _module_reader(group: epiloq_modules.Group) -> Reader:
-    """A module refuses by itself tensors that it does not take, so all are read."""
-    kind, options = group.kind, group.options
-    return Reader(
-        kind.described(options),
-        "",
-        partial(_from_module, group),
-        None,
-        lambda linear, tensors: kind.build(linear, options, tensors, linear.weight.device),
-        (group.module, options),
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
+from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
 
 _NAME = "OnlineQuantLinear"
@@ -44,7 +45,7 @@ def quantise_weight(
     return q.contiguous(), scale.squeeze(2), None if symmetric else offset.squeeze(2)
 
 
-class OnlineQuantLinear(nn.Module):
+class OnlineQuantLinear(KeptDtypes):
     """``y = x W^T + bias`` with W in blocks of `group_size` along K, and x quantised in the same blocks on the way in.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` has the dtype
@@ -230,10 +231,3 @@ class OnlineQuantLinear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineQuantLinear:
-        before = self.parameters_of_blocks
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.parameters_of_blocks.dtype != before.dtype:
-            self.parameters_of_blocks = before.to(self.parameters_of_blocks.device)
-        return self

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from epiloq.nn.kept_dtypes import KeptDtypes
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT32 = torch.finfo(torch.float32)
@@ -18,8 +20,6 @@ N_MULTIPLE = 8
 
 # Rows and columns of a weight that share a scale in DeepSeek-V3's manner.
 FP8_BLOCK = 128
-
-_Layer = TypeVar("_Layer", bound="PreparedLinear")
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
@@ -65,7 +65,7 @@ def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
 
 
-class PreparedLinear(nn.Module):
+class PreparedLinear(KeptDtypes):
     """A linear layer for inference, of buffers that are padded with zeros in memory and bare in the state dict.
 
     Only `bias` follows ``.to(dtype)``. Loading takes tensors of the state dict's shapes, floating-point ones in any
@@ -173,15 +173,6 @@ class PreparedLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.weight = self.weight.view(self.WEIGHT_DTYPE)
-
-    def _apply(self: _Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Layer:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and name != "bias" and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
 
 
 def _same_kind(given: torch.dtype, held: torch.dtype) -> bool:

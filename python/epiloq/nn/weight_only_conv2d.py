@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,14 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.weight_only_linear import nearest
 from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")
 
 
-class WeightOnlyConv2d(QuantizedConv2d):
+class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
     """``y = clamp(conv2d(x, W) + bias)`` with W of 2, 3, 4 or 8 bits, see ``epiloq.conv2d_weight_only``.
 
     For inference. `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, best in channels_last memory; `y`
@@ -129,15 +129,6 @@ class WeightOnlyConv2d(QuantizedConv2d):
     def extra_repr(self) -> str:
         own = f"bias={self.bias is not None}, bits={self.bits}, group_size={self.group_size}"
         return f"{super().extra_repr()}, {own}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightOnlyConv2d:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and name != "bias" and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
 
 
 def nearest_blocks(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
 from epiloq.packed_weight import PackedWeight, checked_perm, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
 
 
-class WeightOnlyLinear(nn.Module):
+class WeightOnlyLinear(KeptDtypes):
     """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, see ``epiloq.weight_only_mm`` and ``epiloq.PackedWeight``.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
@@ -179,15 +180,6 @@ class WeightOnlyLinear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightOnlyLinear:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and name != "bias" and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
 
 
 def nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:

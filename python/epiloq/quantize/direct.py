@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.checkpoint import carry_over, written_whole
 from epiloq.formats.comparison import layer_error
+from epiloq.progress import Stage, unseen
 from epiloq.quantize.job import Run, Settings, opened
 from epiloq.quantize.smoothquant import smoothquant_
-from epiloq.quantize.tally import Stage, Tally, unseen
+from epiloq.quantize.tally import Tally
 from epiloq.schemes import default_filter, quantize_
 
 ALGORITHMS = ("rtn", "smoothquant")
@@ -30,6 +31,8 @@ def prepare(settings: Settings) -> Run:
             f"the scheme {settings.scheme} takes {' or '.join(ALGORITHMS)}, got {settings.algorithm}: its weights lie "
             "on no integer grid whose errors others could make up for"
         )
+    if settings.blocks is not None:
+        raise ValueError(f"the scheme {settings.scheme} is rounded layer by layer, without blocks to name (--blocks)")
     run = opened(settings)
     if not _chosen(run.model):
         raise ValueError(f"{settings.model}: expected linear layers to quantise, found none")

@@ -163,7 +163,7 @@ def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[l
 
 
 @contextmanager
-def watched(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+def watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call ``note(name, input)`` whenever one of the layers runs."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

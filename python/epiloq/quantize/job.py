@@ -22,13 +22,14 @@ from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import Quantization
 from epiloq.formats.model import load, load_float, save
 from epiloq.formats.table import FORMATS
+from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.blocks import find_blocks, linears_of
 from epiloq.quantize.calibrate import ALGORITHMS, Block, calibrate
 from epiloq.quantize.smoothquant import ALPHA
 from epiloq.quantize.static import Static
 from epiloq.quantize.store import Store
-from epiloq.quantize.tally import Stage, Tally, unseen
+from epiloq.quantize.tally import Tally
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
 from epiloq.schemes import default_filter

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import epiloq
+from epiloq.quantize.inputs import watched
 
 BINS = 2048
 # Parts of the whole range that HistogramMse tries for either end.
@@ -136,3 +137,34 @@ def quantizer(ends: Tensor, *, symmetric: bool = False) -> tuple[Tensor, Tensor 
     """Scale float32 and zero point int32 of a range, as `epiloq.quantize_int8` gives values that have it."""
     _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
     return scale, zero_point
+
+
+@torch.no_grad()
+def input_quantizers(
+    layers: Mapping[str, nn.Module],
+    run: Callable[[], object],
+    observer: Callable[[], Observer],
+    *,
+    symmetric: bool = False,
+) -> list[dict[str, Any]]:
+    """Input scale and zero point of each layer, by those names, from the range that `run` shows it.
+
+    Raises ValueError for a layer that saw no input, or one that is not finite.
+    """
+    observers = {name: observer() for name in layers}
+    with watched(layers, lambda name, x: observers[name].add(x)):
+        run()
+    return [_parameters(name, seen.ends(), symmetric) for name, seen in observers.items()]
+
+
+def _parameters(name: str, ends: Tensor | None, symmetric: bool) -> dict[str, Any]:
+    if ends is None:
+        raise ValueError(
+            f"quantize_: calibrate: expected every chosen layer to run, but {name!r} saw no input; "
+            "widen the sample inputs, or leave it out with filter_fn"
+        )
+    if not ends.isfinite().all():
+        raise ValueError(f"quantize_: calibrate: expected finite inputs of {name!r}, got a range of {ends.tolist()}")
+    # The two ends have the range of all inputs, so their quantiser parameters are those of all inputs.
+    scale, zero_point = quantizer(ends, symmetric=symmetric)
+    return {"input_scale": scale, "input_zero_point": zero_point}

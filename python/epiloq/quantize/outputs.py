@@ -10,15 +10,15 @@ from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import FORMATS, blank
 from epiloq.formats.weights import Weight
 from epiloq.quantize.targets import TARGETS
-from epiloq.schemes import SCHEMES, Scheme
+from epiloq.schemes import SCHEMES, Scheme, available
 
 # A layer whose sizes trouble no format.
 CONVENIENT = 256
 
 
 def schemes() -> dict[str, Scheme]:
-    """Every scheme of ``epiloq quantize``: those of `quantize_` that make something of linear layers."""
-    return {name: scheme for name, scheme in SCHEMES.items() if hasattr(scheme.module, "from_linear")}
+    """Every scheme of ``epiloq quantize``: those of `quantize_` for linear layers."""
+    return {name: SCHEMES[name] for name in available()}
 
 
 def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
@@ -53,7 +53,6 @@ def _sample(scheme: str, symmetric: bool) -> tuple[Weight, Quantization | None]:
         target = TARGETS[scheme]
         quantization = Quantization(target.grid(symmetric), target.activations)
         return blank(quantization, (CONVENIENT, CONVENIENT)), quantization
-    found = schemes()[scheme]
-    module = found.module.from_linear(nn.Linear(CONVENIENT, CONVENIENT, dtype=torch.float32), **found.options)
+    module = schemes()[scheme].convert(nn.Linear(CONVENIENT, CONVENIENT, dtype=torch.float32))
     kind, options = epiloq_modules.layers_of(nn.Sequential(module))["0"]
     return epiloq_modules.KINDS[kind].weight(module, options), None

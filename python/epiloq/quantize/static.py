@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.quantize.grid import InputGrid, QuantizedWeight, check_finite
 from epiloq.quantize.inputs import watched
+from epiloq.quantize.observers import quantizer
 
 AUTO = "auto"
 LARGEST_ERROR = 0.1
@@ -50,9 +51,9 @@ class InputErrors:
 
 def input_grid(low: Tensor, high: Tensor) -> InputGrid:
     """Scale and zero point of inputs that lie between two numbers, as ``epiloq.quantize_int8`` chooses them."""
-    ends = torch.stack([low, high]).float().reshape(1, 2)
+    ends = torch.stack([low, high]).float()
     check_finite("inputs", ends)
-    _, scale, zero = epiloq.quantize_int8(ends, symmetric=False)
+    scale, zero = quantizer(ends)
     assert zero is not None
     return InputGrid(scale.reshape(1), zero.reshape(1))
 

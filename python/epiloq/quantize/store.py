@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from epiloq.files import write_text
 from epiloq.quantize.calibrate import Block
 from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.quantize.static import InputErrors
@@ -40,9 +41,7 @@ class Store:
                 )
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            aside = file.with_suffix(".part")
-            aside.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-            aside.replace(file)
+            write_text(file, json.dumps(wanted, indent=2) + "\n")
 
     def write(self, block: Block) -> None:
         """Keep a finished block."""

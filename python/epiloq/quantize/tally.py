@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from epiloq.progress import Advance, Stage, unseen
 from epiloq.quantize.calibrate import Block
-
-Advance = Callable[[], None]
-Stage = Callable[[str, int], AbstractContextManager[Advance]]
-"""Opens a progress display: ``stage(title, steps)`` is a context whose value is called after each step."""
 
 LOWEST, HIGHEST, PER_OCTAVE = -24, 8, 4
 """The histogram of scales: from 2^-24 to 2^8, four columns for a factor of two."""
-
-
-def unseen(title: str, steps: int) -> AbstractContextManager[Advance]:
-    """A Stage without a display."""
-    return nullcontext(lambda: None)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One quantised layer: the module that runs its tensors, and the tensors that stand for a module in a format."""
+"""The tensors that stand for a quantised layer's module in the format of the directory that was opened."""
 
 from __future__ import annotations
 
@@ -10,29 +10,12 @@ from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules, gptq
 from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.table import FORMATS, METHODS, Reader
+from epiloq.formats.readers import Reader
+from epiloq.formats.table import FORMATS, METHODS
 from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.quantize.grid import QuantizedWeight
 
-BIAS = "bias"
 Say = Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
-
-
-def module_of(reader: Reader, linear: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The module in the place of a linear layer, of which the sizes, and the type and device of the weight, count.
-
-    Raises ValueError for tensors that do not fit.
-    """
-    if reader.build is not None:
-        return reader.build(linear, tensors)
-    parts = {name: tensor for name, tensor in tensors.items() if name != BIAS}
-    weight = reader.from_tensors(parts, (linear.out_features, linear.in_features))
-    name, options = epiloq_modules.described(weight, reader.quantization)
-    state = epiloq_modules.state_of(weight, reader.quantization)
-    if BIAS in tensors:
-        state[BIAS] = tensors[BIAS]
-    module: nn.Module = epiloq_modules.KINDS[name].build(linear, options, state, linear.weight.device)
-    return module
 
 
 def in_format(config: Mapping[str, Any]) -> Say:

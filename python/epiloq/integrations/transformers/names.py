@@ -11,7 +11,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.safetensors_file import DTYPES, Entry
 
 
 class Names:
@@ -48,7 +47,7 @@ def check(model: Any, checkpoint: Checkpoint) -> None:
         targets, renamed = names.targets(name)
         given.update(targets)
         target: Tensor | None = names.state.get(targets[0]) if renamed else None
-        if target is not None and not _fits(target, entry):
+        if target is not None and not entry.fits(target):
             raise FormatError(
                 f"{checkpoint.where(name)}: expected {target.dtype} {list(target.shape)}, "
                 f"got {entry.dtype} {list(entry.shape)}"
@@ -60,10 +59,3 @@ def check(model: Any, checkpoint: Checkpoint) -> None:
     for name in sorted(names.state.keys() - given):
         if not any(pattern.search(name) for pattern in optional):
             raise FormatError(f"{checkpoint.folder}: {name}: expected a tensor, found none")
-
-
-def _fits(target: Tensor, entry: Entry) -> bool:
-    dtype = DTYPES[entry.dtype]
-    # Bytes of FP8 mean nothing without their scales.
-    both_float = all(each.is_floating_point and each.itemsize > 1 for each in (dtype, target.dtype))
-    return target.shape == entry.shape and (dtype == target.dtype or both_float)

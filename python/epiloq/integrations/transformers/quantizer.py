@@ -12,12 +12,12 @@ from transformers.quantizers.base import HfQuantizer
 from epiloq.formats import epiloq_modules
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.table import Reader
+from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
-from epiloq.integrations.transformers.layers import BIAS, in_format, tensors_of
+from epiloq.integrations.transformers.layers import in_format, tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.schemes import SCHEMES, default_filter, quantize_
+from epiloq.schemes import SCHEMES, available, default_filter, quantize_
 
 _NAME = "epiloq.integrations.transformers"
 
@@ -40,7 +40,7 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             return
         scheme = self.quantization_config.scheme
-        ready = [name for name, each in SCHEMES.items() if not each.static]
+        ready = [name for name in available() if not SCHEMES[name].static]
         if scheme not in ready:
             raise ValueError(
                 f"{_NAME}: EpiloqConfig: scheme: expected one of {', '.join(ready)} for a model in floating point, "

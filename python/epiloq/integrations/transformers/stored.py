@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
+from epiloq.formats.readers import BIAS, Reader, readers
 from epiloq.formats.safetensors_file import DTYPES, Entry
-from epiloq.formats.table import Reader, readers
-from epiloq.integrations.transformers.layers import BIAS, module_of
 from epiloq.integrations.transformers.names import Names, check
 
 
@@ -45,7 +44,7 @@ class StoredLinear(nn.Module):
         blank = torch.zeros((), device=device, dtype=self.dtype).expand(linear.weight.shape)
         linear.weight = nn.Parameter(blank, requires_grad=False)
         try:
-            module = module_of(self.reader, linear, tensors)
+            module = self.reader.opened(linear, tensors)
         except ValueError as error:
             raise FormatError(f"{self.origin}: {error}") from error
         return module.to(device).train(self.training)

@@ -1,0 +1,15 @@
+"""How work that takes long tells how far it is, without knowing who looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+Advance = Callable[[], None]
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+"""Opens a progress display: ``stage(title, steps)`` is a context whose value is called after each step."""
+
+
+def unseen(title: str, steps: int) -> AbstractContextManager[Advance]:
+    """A Stage without a display."""
+    return nullcontext(lambda: None)

@@ -1,0 +1,148 @@
+"""``epiloq quantize`` of every scheme, in every format that can say it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+
+import epiloq
+from command_line import WIDE, logits, quantize, run, teacher_and_text, text
+from epiloq.formats import model as models
+from epiloq.formats.checkpoint import Checkpoint, Writer
+from epiloq.quantize.outputs import choose, refusals, schemes
+from epiloq.quantize.targets import TARGETS
+
+DIRECT = [name for name in schemes() if name not in TARGETS]
+FORMATS_OF = {
+    "w8a8-int8": ["compressed-tensors", "epiloq"],
+    "w8a8-int8-azp": ["compressed-tensors", "epiloq"],
+    "w8a8-int8-static": ["compressed-tensors", "epiloq"],
+    "w8a8-block": ["epiloq"],
+    "w4a8-block": ["epiloq"],
+    "fp8": ["epiloq"],
+    "fp8-token": ["epiloq"],
+    "fp8-block": ["deepseek-fp8", "epiloq"],
+    "w8a16": ["compressed-tensors", "gptq", "epiloq"],
+    "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
+    "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],
+    "w4a16-g32": ["compressed-tensors", "gptq", "awq", "epiloq"],
+}
+
+
+def quantised(model: Any, scheme: str) -> Any:
+    return epiloq.quantize_(model, scheme, calibrate=logits)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return teacher_and_text(tmp_path_factory.mktemp("teacher"), WIDE)
+
+
+def test_the_table_of_schemes_is_whole() -> None:
+    assert list(FORMATS_OF) == list(schemes())
+    assert {name: [f for f, why in refusals(name).items() if why is None] for name in FORMATS_OF} == FORMATS_OF
+
+
+@pytest.mark.parametrize(("scheme", "layout"), [(scheme, f) for scheme in DIRECT for f in FORMATS_OF[scheme]])
+def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme: str, layout: str) -> None:
+    options = ("--scheme", scheme, "--json", tmp_path / "r.json")
+    result = quantize(teacher, tmp_path / "out", *options, *(("--format", layout) if layout == "epiloq" else ()))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["algorithm"], report["layout"]) == ("rtn", layout)
+    assert len(report["layer_errors"]) == 14 and all(0 < error < 0.2 for error in report["layer_errors"].values())
+    expected = quantised(models.load_float(Checkpoint(teacher)), scheme)
+    again, _ = models.load(Checkpoint(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(expected))
+    carried = {file.name for file in teacher.iterdir()}
+    assert {file.name for file in (tmp_path / "out").iterdir()} - {"report.html"} == carried
+    result = run("eval", tmp_path / "out", "--text", text(teacher), "--json", tmp_path / "e.json")
+    assert result.exit_code == 0, result.output
+    method = {"deepseek-fp8": "fp8"}.get(layout, layout)
+    assert json.loads((tmp_path / "e.json").read_text())["quantization"] == method
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g64", "w8a8-int8", "w8a8-int8-static"])
+def test_calibrated_weights_in_epiloqs_format(teacher: Path, tmp_path: Path, scheme: str) -> None:
+    for layout in ("epiloq", "compressed-tensors"):
+        options = ("--scheme", scheme, "--algorithm", "gptq", "--format", layout)
+        assert quantize(teacher, tmp_path / layout, *options).exit_code == 0
+    ours, theirs = (models.load(Checkpoint(tmp_path / layout))[0] for layout in ("epiloq", "compressed-tensors"))
+    assert torch.equal(logits(ours), logits(theirs))
+    result = run("convert", tmp_path / "compressed-tensors", tmp_path / "converted", "--format", "epiloq")
+    assert result.exit_code == 0, result.output
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("epiloq", "converted"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_exceptions_from_static_scales_go_along(teacher: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "w8a8-int8-static", "--algorithm", "rtn", "--keep-dynamic", "*.down_proj")
+    assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
+    result = run("convert", tmp_path / "out", tmp_path / "epiloq", "--format", "epiloq")
+    assert result.exit_code == 0, result.output
+    assert run("convert", tmp_path / "epiloq", tmp_path / "back", "--format", "compressed-tensors").exit_code == 0
+    assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
+    found = [models.load(Checkpoint(tmp_path / name))[0] for name in ("out", "epiloq", "back")]
+    kinds = {name: module.activation for name, module in found[1].named_modules() if hasattr(module, "activation")}
+    assert {name.endswith("down_proj") for name, kind in kinds.items() if kind == "dynamic"} == {True}
+    assert torch.equal(logits(found[0]), logits(found[1])) and torch.equal(logits(found[0]), logits(found[2]))
+
+
+def test_smoothquant_before_rounding(teacher: Path, tmp_path: Path) -> None:
+    result = quantize(teacher, tmp_path / "out", "--scheme", "w8a8-block", "--algorithm", "smoothquant")
+    assert result.exit_code == 0, result.output
+    model, _ = models.load(Checkpoint(tmp_path / "out"))
+    exact = logits(models.load_float(Checkpoint(teacher)))
+    assert 0 < float((logits(model) - exact).norm() / exact.norm()) < 0.05
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(model.get_parameter(norm), models.load_float(Checkpoint(teacher)).get_parameter(norm))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--scheme", "fp8-token", "--format", "gptq"), "The scheme fp8-token can be written as epiloq"),
+        (("--scheme", "w8a16", "--format", "awq"), "can be written as compressed-tensors, gptq, epiloq"),
+        (("--scheme", "fp8-block", "--format", "compressed-tensors"), "can be written as deepseek-fp8, epiloq"),
+        (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),
+        (("--scheme", "fp8", "--algorithm", "gptq"), "takes rtn or smoothquant"),
+        (("--scheme", "fp8", "--blocks", "model.layers"), "rounded layer by layer"),
+        (("--scheme", "fp8", "--keep-dynamic", "auto"), "has no static scales"),
+        (("--scheme", "fp9"), "there are w8a8-int8"),
+    ],
+)
+def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    result = quantize(teacher, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split()), result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_failed_run(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, code in ((OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)):
+
+        def fails(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "close", fails)
+            result = quantize(teacher, tmp_path / "out", "--scheme", "fp8-token")
+        assert result.exit_code == code and list(tmp_path.iterdir()) == []
+        assert "kept" not in result.output and "goes on" not in result.output
+
+
+def test_defaults() -> None:
+    assert choose("w4a16-g64", None) == "compressed-tensors"
+    assert choose("fp8-block", None) == "deepseek-fp8"
+    assert choose("fp8", None) == "epiloq"
