@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -30,19 +31,21 @@ def quantised_layers(teacher: nn.Module, student: nn.Module) -> dict[str, tuple[
 
 def layer_errors(teacher: nn.Module, student: nn.Module, tokens: Tensor) -> dict[str, float]:
     """`output_errors` of a language model's layers on int64 [1, n] tokens."""
-    inputs = tokens.to(next(teacher.parameters()).device)
-    return output_errors(teacher, student, lambda: teacher(inputs, use_cache=False, logits_to_keep=1))
+    inputs, dtype = tokens.to(next(teacher.parameters()).device), next(student.parameters()).dtype
+    return output_errors(teacher, student, dtype, lambda: teacher(inputs, use_cache=False, logits_to_keep=1))
 
 
-def output_errors(teacher: nn.Module, student: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
+def output_errors(
+    teacher: nn.Module, student: nn.Module, dtype: torch.dtype, run: Callable[[], Any]
+) -> dict[str, float]:
     """Relative error ||y_student - y_teacher|| / ||y_teacher|| (Frobenius) of each quantised layer's output.
 
     Both get the teacher's activations while ``run()`` runs it, so errors of earlier layers do not add up. The layers
-    are compared meanwhile: nothing is kept but the figures. Models sit on the same device.
+    are compared meanwhile: nothing is kept but the figures. Models sit on the same device; the student's layers take
+    `dtype`.
     """
     import torch
 
-    dtype = next(student.parameters()).dtype
     errors: dict[str, float] = {}
 
     def compare(name: str, quantised: nn.Module) -> Callable[..., None]:

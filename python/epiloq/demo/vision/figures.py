@@ -30,12 +30,13 @@ def detections(results: Results, run: Run) -> str:
 
 def _box(found: Found, right: bool) -> str:
     left, top, end, bottom = found.box
+    dashes = ' stroke-dasharray="5 3"'
     colour = COLOURS[0] if right else COLOURS[3]
     # About six tenths of the font's size is a monospaced letter's width.
     label = round(0.6 * LABEL_PIXELS * len(found.text)) + 6
     return (
         f'<rect x="{left}" y="{top}" width="{end - left}" height="{bottom - top}" fill="none" stroke="{colour}" '
-        f'stroke-width="2"{"" if right else " stroke-dasharray=" + chr(34) + "5 3" + chr(34)}/>'
+        f'stroke-width="2"{"" if right else dashes}/>'
         f'<rect x="{left}" y="{top - LABEL_PIXELS}" width="{label}" height="{LABEL_PIXELS + 1}" fill="{colour}"/>'
         f'<text x="{left + 3}" y="{top - 2}" font-family="monospace" font-size="{LABEL_PIXELS}" fill="#fff" '
         f'xml:space="preserve">{escape(found.text)}</text>'
@@ -64,8 +65,8 @@ def speeds(results: Results) -> str:
     """Milliseconds for an image of every run, as two panels of bars."""
     runs = results.runs
     panels = (
-        ("detector, ms a page", [1e3 * run.detector.seconds_per_image for run in runs]),
-        ("recogniser, ms a word", [1e3 * run.recogniser.seconds_per_image for run in runs]),
+        ("detector", [1e3 * run.detector.seconds_per_image for run in runs]),
+        ("recogniser", [1e3 * run.recogniser.seconds_per_image for run in runs]),
     )
     names = list(dict.fromkeys(run.name for run in runs))
     palette = dict(zip(names, chain((FLOAT_COLOUR,), COLOURS), strict=False))

@@ -33,14 +33,14 @@ class Variant:
     linears: str
     limit: float | None = None
     otherwise: str = "conv-w8a16"
-    observer: str = "percentile"
+    observer: str = "mse"
 
 
 VARIANTS = (
     Variant("int8", "conv-w8a8-int8", "w8a8-int8"),
     Variant("w8a16", "conv-w8a16", "w8a16"),
     Variant("w4a16", "conv-w4a16", "w4a16-g32"),
-    Variant("w4a16, w8a16", "conv-w4a16", "w4a16-g32", limit=0.1),
+    Variant("w4a16, w8a16", "conv-w4a16", "w4a16-g32", limit=0.06),
 )
 
 
@@ -94,7 +94,7 @@ def quantise(network: nn.Module, variant: Variant, samples: Sequence[Tensor]) ->
         return result
 
     whole = quantised(variant.linears, _any, quantised(variant.convolutions, _any, copy.deepcopy(network)))
-    errors = output_errors(network, whole, lambda: network(samples[0]))
+    errors = output_errors(network, whole, samples[0].dtype, lambda: network(samples[0]))
     exceptions: tuple[str, ...] = ()
     if variant.limit is not None:
         kinds = dict(network.named_modules())
@@ -102,7 +102,7 @@ def quantise(network: nn.Module, variant: Variant, samples: Sequence[Tensor]) ->
         exceptions = tuple(name for name in errors if name in large and isinstance(kinds[name], nn.Conv2d))
         whole = quantised(variant.convolutions, lambda _, name: name not in exceptions, copy.deepcopy(network))
         whole = quantised(variant.linears, _any, quantised(variant.otherwise, _any, whole))
-        errors = output_errors(network, whole, lambda: network(samples[0]))
+        errors = output_errors(network, whole, samples[0].dtype, lambda: network(samples[0]))
     if any(isinstance(layer, epiloq.nn.Int8Conv2d) for layer in whole.modules()):
         whole = exchange_int8(whole)
     return Quantised(whole, errors, exceptions)

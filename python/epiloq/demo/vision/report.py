@@ -59,12 +59,12 @@ def rows(results: Results) -> list[dict[str, str]]:
             "Networks": run.name,
             "On": run.place,
             "Map IoU": f"{run.map_iou:.3f}",
-            "Characters as float": percent(run.characters_equal),
-            "Characters right": percent(run.characters_right),
-            "Page words right": percent(run.page_words_right),
-            "Weights, MB": megabytes(run.weight_bytes),
-            "Detector, ms": milliseconds(run.detector),
-            "Recogniser, ms": milliseconds(run.recogniser),
+            "As float": percent(run.characters_equal),
+            "Right": percent(run.characters_right),
+            "Page words": percent(run.page_words_right),
+            "MB": megabytes(run.weight_bytes),
+            "Detector": milliseconds(run.detector),
+            "Recogniser": milliseconds(run.recogniser),
         }
 
     return [row(run) for run in results.runs]
@@ -73,17 +73,14 @@ def rows(results: Results) -> list[dict[str, str]]:
 def explain(variant: Variant, run: Run) -> str:
     """What a variant is made of, and its worst layers, in a sentence."""
     parts = [f"{variant.name}: convolutions {variant.convolutions}, linear layers {variant.linears}"]
-    exceptions = len(run.detector.exceptions) + len(run.recogniser.exceptions)
     if variant.limit is not None:
         parts.append(
-            f"{len(run.detector.exceptions)} and {len(run.recogniser.exceptions)} convolutions of the detector and the "
-            f"recogniser, whose error would exceed {100 * variant.limit:g} %, {variant.otherwise}"
-            if exceptions
-            else f"none exceeded an error of {100 * variant.limit:g} %"
+            f"{variant.otherwise} for the {len(run.detector.exceptions)} convolutions of the detector and the "
+            f"{len(run.recogniser.exceptions)} of the recogniser whose error would exceed {100 * variant.limit:g} %"
         )
     linked = run.detector.linked, run.recogniser.linked
     if any(linked):
-        parts.append(f"{linked[0]} and {linked[1]} of them hand int8 to the next")
+        parts.append(f"{linked[0]} and {linked[1]} convolutions hand int8 to the next")
     for name, cost in (("detector", run.detector), ("recogniser", run.recogniser)):
         if cost.worst is not None:
             parts.append(f"the {name}'s worst layer {cost.worst[0]}, {percent(cost.worst[1])}")
