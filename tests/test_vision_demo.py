@@ -283,18 +283,19 @@ def test_the_command_refuses_options_of_the_other_demonstration() -> None:
 # The real networks
 
 
-def test_the_real_networks_read_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "BUDGET_S", 0)
+def test_the_real_networks_read_in_int8(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Smaller than the demonstration, hence the wider bounds; on a GPU the float networks are in half precision."""
     try:
         networks.find(networks.DETECTOR)
     except DemoError as error:
         pytest.skip(str(error))
+    monkeypatch.setattr(speed, "BUDGET_S", 0)
     drawn = material.draw(words=16, pages=1, calibration=16, calibration_pages=1)
-    results = measure.measure(["cpu"], drawn, {}, unseen, networks.VARIANTS[:1])
-    whole, int8 = results.runs
-    assert whole.characters_equal == whole.map_iou == 1
+    whole, int8 = measure.measure([device], drawn, {}, unseen, networks.VARIANTS[:1]).runs
+    exact = device == "cpu"
+    assert min(whole.characters_equal, whole.map_iou) >= (1 if exact else 0.95)
     assert whole.characters_right > 0.9 and whole.page_words_right > 0.6
     assert int8.map_iou > 0.93 and int8.characters_equal > 0.9
     assert len(int8.detector.errors) == 64 and len(int8.recogniser.errors) == 38 + 9
     assert int8.detector.linked > 10
-    assert int8.weight_bytes < 0.3 * whole.weight_bytes
+    assert int8.weight_bytes < (0.3 if exact else 0.6) * whole.weight_bytes

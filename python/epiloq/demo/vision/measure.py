@@ -54,6 +54,7 @@ class Pair:
     def found(self, page: Page, probabilities: Tensor) -> tuple[Found, ...]:
         """The words of a page, read where the map has them."""
         frames = ocr.boxes(probabilities[: page.image.height, : page.image.width])
+        # One after the other: a word's probabilities would change a little with the padding of a batch.
         texts = self.texts([ocr.word_batch([page.image.crop(frame)]) for frame in frames])
         return tuple(Found(box, text) for box, text in zip(frames, texts, strict=True))
 
@@ -102,18 +103,14 @@ def measure_pair(
     advance()
     ious = [ocr.map_iou(a, b) for a, b in zip(maps, reference.maps, strict=True)]
     page, words = ocr.page_tensor(material.pages[0].image), material.batches[len(material.batches) // 2]
-    costs = [
-        cost(own, other.network, pair.place(x))
-        for own, other, x in (
-            (pair.detector, floats.detector, page),
-            (pair.recogniser, floats.recogniser, words),
-        )
-    ]
+    detector = cost(pair.detector, floats.detector.network, pair.place(page))
+    recogniser = cost(pair.recogniser, floats.recogniser.network, pair.place(words))
     advance()
     return Run(
         name,
         f"{pair.device} {SHORT[pair.dtype]}",
-        *costs,
+        detector,
+        recogniser,
         statistics.mean(ious),
         min(ious),
         ocr.agreement(texts, reference.texts),
@@ -134,11 +131,11 @@ def measure_device(
     words = [floats.place(batch) for batch in material.calibration_batches]
     for variant in variants:
         with stage(f"{variant.name} on {floats.device}", 6) as advance:
-            made = []
-            for network, samples in ((floats.detector.network, pages), (floats.recogniser.network, words)):
-                made.append(networks.quantise(network, variant, samples))
-                advance()
-            pair = Pair(*made, floats.characters, floats.device, floats.dtype)
+            detector = networks.quantise(floats.detector.network, variant, pages)
+            advance()
+            recogniser = networks.quantise(floats.recogniser.network, variant, words)
+            advance()
+            pair = Pair(detector, recogniser, floats.characters, floats.device, floats.dtype)
             runs.append(measure_pair(variant.name, pair, floats, material, reference, advance))
     return runs
 
@@ -162,13 +159,13 @@ def measure(
         detector, recogniser, characters = networks.load()
         advance()
     runs: list[Run] = []
-    reference = None
+    on_cpu = Pair(Quantised(detector, {}), Quantised(recogniser, {}), characters, "cpu", torch.float32)
+    with stage("read in float32", 1) as advance:
+        reference = refer(on_cpu, material)
+        advance()
     for device in devices:
-        dtype = DTYPES[device]
-        placed = (copy.deepcopy(network).to(device, dtype) for network in (detector, recogniser))
-        floats = Pair(*(Quantised(network, {}) for network in placed), characters, device, dtype)
-        on_cpu = Pair(Quantised(detector, {}), Quantised(recogniser, {}), characters, "cpu", torch.float32)
-        reference = reference or refer(on_cpu, material)
+        placed = [Quantised(copy.deepcopy(net).to(device, DTYPES[device]), {}) for net in (detector, recogniser)]
+        floats = Pair(placed[0], placed[1], characters, device, DTYPES[device])
         runs += measure_device(floats, variants, material, reference, stage)
     page, jpeg = material.pages[0], io.BytesIO()
     page.image.save(jpeg, format="JPEG", quality=80)

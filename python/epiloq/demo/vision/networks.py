@@ -7,7 +7,6 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -90,7 +89,7 @@ def quantise(network: nn.Module, variant: Variant, samples: Sequence[Tensor]) ->
         kind = epiloq.schemes.SCHEMES[scheme].layer
         if not any(type(layer) is kind and chosen(layer, name) for name, layer in model.named_modules()):
             return model
-        result: Any = epiloq.quantize_(model, scheme, chosen, calibrate=run, observer=variant.observer)
+        result: nn.Module = epiloq.quantize_(model, scheme, chosen, calibrate=run, observer=variant.observer)
         return result
 
     whole = quantised(variant.linears, _any, quantised(variant.convolutions, _any, copy.deepcopy(network)))

@@ -37,7 +37,7 @@ def _conv(build: Builder, op: Op) -> Value:
     conv = nn.Conv2d(
         weight.shape[1] * groups,
         weight.shape[0],
-        tuple(weight.shape[2:]),
+        (weight.shape[2], weight.shape[3]),
         tuple(op.attributes.get("strides", (1, 1))),
         tuple(pads[:2]),
         tuple(op.attributes.get("dilations", (1, 1))),
@@ -79,7 +79,9 @@ def _batch_norm(build: Builder, op: Op) -> Value:
 def _matmul(build: Builder, op: Op) -> Value:
     weight = op.inputs[1]
     if isinstance(weight, Tensor) and weight.ndim == 2:
-        return build.module(op, _filled(nn.Linear(*weight.shape, bias=False), weight.t(), op), op.node())
+        return build.module(
+            op, _filled(nn.Linear(weight.shape[0], weight.shape[1], bias=False), weight.t(), op), op.node()
+        )
     return build.graph.call_function(torch.matmul, (op.node(0), op.node(1)))
 
 
@@ -143,7 +145,7 @@ def _resize(build: Builder, op: Op) -> Value:
     found = {name: op.attributes.get(name) for name in asked}
     if found != asked or len(scales) != 4 or scales[:2] != [1.0, 1.0] or any(s < 1 or s % 1 for s in scales):
         raise op.refuse(f"{asked} by whole numbers, got {found} by {scales}")
-    keywords = {"scale_factor": tuple(scales[2:]), "mode": "nearest"}
+    keywords: dict[str, Any] = {"scale_factor": tuple(scales[2:]), "mode": "nearest"}
     return build.graph.call_function(functional.interpolate, (op.node(),), keywords)
 
 

@@ -95,7 +95,8 @@ def _folded_after(model: GraphModule, node: Node) -> Node | None:
         source = result.args[0]
         if not isinstance(source, Node) or len(source.users) != 1:
             return None
-        layer, repeats = _layer(model, source), layer.upscale_factor**2
+        repeats = layer.upscale_factor**2
+        layer = _layer(model, source)
     if not isinstance(layer, (nn.Conv2d, nn.Linear)):
         return None
     channels = layer.weight.shape[0]
