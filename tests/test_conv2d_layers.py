@@ -232,6 +232,17 @@ def test_what_is_not_linked(seed: int) -> None:
     assert not any(layer.output for layer in model.modules() if isinstance(layer, Int8Conv2d))
 
 
+def test_other_quantised_layers_do_not_keep_int8_from_being_exchanged(seed: int) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(36, 5)).eval()
+    x = torch.randn(2, 4, 3, 3)
+    epiloq.quantize_(model, "w8a16")
+    epiloq.quantize_(model, "conv-w8a8-int8", calibrate=lambda m: m(x))
+    expected = model(x)
+    linked = exchange_int8(model)
+    assert linked.get_submodule("0").output is not None
+    assert float((linked(x) - expected).norm() / expected.norm()) < 0.02
+
+
 def test_observers(seed: int) -> None:
     """On normal values with one outlier, in batches: the whole range, almost all values, and the best range."""
     values = torch.randn(40_000)

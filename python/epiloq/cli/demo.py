@@ -1,4 +1,4 @@
-"""``epiloq demo``: quantise a real language model and show what that costs and gains."""
+"""``epiloq demo``: quantise a real language model (``--vision``: networks that read) and show what that costs."""
 
 from __future__ import annotations
 
@@ -156,12 +156,15 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
 
 
 def demo(
+    vision: Annotated[
+        bool, typer.Option("--vision", help="Convolutional networks that read drawn text, not a language model.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
     ] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and the converted teacher go.")] = Path(
-        "build/demo"
-    ),
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where report.html (vision.html) and the converted teacher go.")
+    ] = Path("build/demo"),
     teacher: Annotated[
         Path | None,
         typer.Option(
@@ -193,10 +196,17 @@ def demo(
     chosen, devices = choose_schemes(schemes), choose_devices(device)
     check_target(json_file)
     check_folders(output, teacher)
+    if vision and (teacher or schemes):
+        raise typer.BadParameter("expected without --teacher and --schemes", param_hint="--vision")
     folder = teacher or output / "teacher"
     converts = not is_model(folder)
     keep_offline()
     try:
+        if vision:
+            from epiloq.cli import demo_vision
+
+            demo_vision.perform(output, json_file, devices, console)
+            return
         check_packages(converts)
         if converts:
             find_gguf()

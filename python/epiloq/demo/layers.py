@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -17,26 +18,34 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def quantised_layers(teacher: nn.Module, student: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Name -> (float linear, what replaced it) for each linear of the teacher that the scheme replaced."""
+    """Name -> (float layer, what replaced it) for each linear and convolution that the scheme replaced."""
     from torch import nn
 
     replaced = dict(student.named_modules())
     return {
         name: (module, replaced[name])
         for name, module in teacher.named_modules()
-        if isinstance(module, nn.Linear) and type(replaced[name]) is not type(module)
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and type(replaced[name]) is not type(module)
     }
 
 
 def layer_errors(teacher: nn.Module, student: nn.Module, tokens: Tensor) -> dict[str, float]:
-    """Relative error ||y_student - y_teacher|| / ||y_teacher|| (Frobenius) of each quantised linear's output.
+    """`output_errors` of a language model's layers on int64 [1, n] tokens."""
+    inputs, dtype = tokens.to(next(teacher.parameters()).device), next(student.parameters()).dtype
+    return output_errors(teacher, student, dtype, lambda: teacher(inputs, use_cache=False, logits_to_keep=1))
 
-    Both get the teacher's activations for the int64 [1, n] tokens, so errors of earlier layers do not add up. The
-    layers are compared while the teacher runs: nothing is kept but the figures. Models sit on the same device.
+
+def output_errors(
+    teacher: nn.Module, student: nn.Module, dtype: torch.dtype, run: Callable[[], Any]
+) -> dict[str, float]:
+    """Relative error ||y_student - y_teacher|| / ||y_teacher|| (Frobenius) of each quantised layer's output.
+
+    Both get the teacher's activations while ``run()`` runs it, so errors of earlier layers do not add up. The layers
+    are compared meanwhile: nothing is kept but the figures. Models sit on the same device; the student's layers take
+    `dtype`.
     """
     import torch
 
-    dtype = next(student.parameters()).dtype
     errors: dict[str, float] = {}
 
     def compare(name: str, quantised: nn.Module) -> Callable[..., None]:
@@ -48,10 +57,10 @@ def layer_errors(teacher: nn.Module, student: nn.Module, tokens: Tensor) -> dict
         return hook
 
     pairs = quantised_layers(teacher, student)
-    hooks = [linear.register_forward_hook(compare(name, quantised)) for name, (linear, quantised) in pairs.items()]
+    hooks = [layer.register_forward_hook(compare(name, quantised)) for name, (layer, quantised) in pairs.items()]
     try:
         with torch.inference_mode():
-            teacher(tokens.to(next(teacher.parameters()).device), use_cache=False, logits_to_keep=1)
+            run()
     finally:
         for hook in hooks:
             hook.remove()

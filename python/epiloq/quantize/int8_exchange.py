@@ -21,7 +21,8 @@ _CLAMP_ENDS = {"min": 0, "max": 1, "min_val": 0, "max_val": 1}
 
 class _LayersAsLeaves(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Int8Conv2d) or super().is_leaf_module(m, module_qualified_name)
+        # The package's other layers branch on their inputs' sizes and formats, which a tracer does not know.
+        return m.__module__.startswith("epiloq.nn.") or super().is_leaf_module(m, module_qualified_name)
 
 
 def exchange_int8(model: nn.Module) -> GraphModule:

@@ -1,0 +1,83 @@
+"""``epiloq demo --vision``: quantise real convolutional networks and show what that costs and gains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from epiloq.cli.demo import progress_stages
+from epiloq.cli.env import collect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from epiloq.demo.vision.results import Results
+
+REQUIRED = {"onnx": "onnx", "PIL": "pillow", "matplotlib": "matplotlib", "jinja2": "jinja2", "rich": "rich"}
+
+
+def check_packages() -> None:
+    """Raise DemoError with the installation command when a package or the networks are missing."""
+    from epiloq.demo import DemoError
+
+    missing = [package for module, package in REQUIRED.items() if find_spec(module) is None]
+    if missing:
+        raise DemoError(f"the demonstration needs {', '.join(missing)}: pip install 'epiloq[vision]'")
+    from epiloq.demo.vision import networks
+
+    networks.find(networks.RECOGNISER)
+
+
+def results_table(results: Results) -> Table:
+    """The figures as a rich table, a row for each form and device."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    # Fits 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("networks", style="bold", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    for heading in ("IoU", "as float", "right", "MB", "detect", "read"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in results.runs:
+        table.add_row(
+            run.name,
+            run.place,
+            f"{run.map_iou:.3f}",
+            f"{100 * run.characters_equal:.1f} %",
+            f"{100 * run.characters_right:.1f} %",
+            f"{run.weight_bytes / 1e6:.1f}",
+            *(f"{1e3 * cost.seconds_per_image:.1f} ({cost.speedup:.1f}x)" for cost in (run.detector, run.recogniser)),
+        )
+    return table
+
+
+def perform(output: Path, json_file: Path | None, devices: Sequence[str], console: Console) -> None:
+    """Measure, print and write. Raises DemoError when something is missing."""
+    check_packages()
+    from epiloq.demo.results import write_text
+    from epiloq.demo.vision import material, measure, report
+
+    output.mkdir(parents=True, exist_ok=True)
+    page = output / "vision.html"
+    with progress_stages(console) as stage:
+        with stage("draw words and pages", 1) as advance:
+            drawn = material.draw()
+            advance()
+        found = measure.measure(devices, drawn, collect(), stage)
+        with stage("write the report", 1) as advance:
+            write_text(page, report.render(found))
+            if json_file is not None:
+                write_text(json_file, json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n")
+            advance()
+    console.print(results_table(found))
+    console.print(
+        "IoU: of the detector's map with the float32 network's. As float: characters of drawn words read alike; right: "
+        "read as drawn. Detect, read: milliseconds for a page and for a word, in turns with the float networks.",
+        highlight=False,
+    )
+    console.print(f"Report: {page} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)

@@ -1,0 +1,112 @@
+"""Images of text, drawn with the fonts that matplotlib carries: single words, and pages of words with their boxes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
+
+Box = tuple[int, int, int, int]
+"""Left, top, right and bottom in pixels, the last two outside."""
+
+FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
+SHORTEST, LONGEST = 3, 12
+NOISE = 6
+"""Standard deviation of the noise, in steps of 255."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """An image with words in it, and where they are."""
+
+    image: Image
+    words: tuple[str, ...]
+    boxes: tuple[Box, ...]
+
+
+def vocabulary() -> list[str]:
+    """Words of the language reference that Python carries, numbers among them, sorted."""
+    from pydoc_data.topics import topics
+
+    found = {word for text in topics.values() for word in re.findall(r"[A-Za-z0-9_'.-]+", text)}
+    plain = {word.strip("'.-_") for word in found}
+    return sorted(word for word in plain if SHORTEST <= len(word) <= LONGEST)
+
+
+def split(words: Sequence[str], seed: int, evaluated: int, calibrated: int) -> tuple[list[str], list[str]]:
+    """Words to evaluate on and others to calibrate with, by chance."""
+    chosen = Random(seed).sample(words, evaluated + calibrated)
+    return chosen[:evaluated], chosen[evaluated:]
+
+
+def draw_word(word: str, random: Random) -> Image:
+    """A word alone, with little around it, as a detector would cut it out."""
+    from PIL import Image, ImageDraw
+
+    face = font(random, random.randint(24, 44))
+    left, top, right, bottom = face.getbbox(word)
+    margins = [random.randint(2, 7) for _ in range(4)]
+    size = (round(right - left) + margins[0] + margins[2], round(bottom - top) + margins[1] + margins[3])
+    paper, ink = _colours(random)
+    image = Image.new("RGB", size, paper)
+    ImageDraw.Draw(image).text((margins[0] - left, margins[1] - top), word, fill=ink, font=face)
+    return _noisy(image, random)
+
+
+def draw_page(words: Sequence[str], random: Random, size: tuple[int, int] = (640, 480)) -> Page:
+    """As many of the words as fit, in lines, each in its own font and size."""
+    from PIL import Image, ImageDraw
+
+    width, height = size
+    paper, _ = _colours(random)
+    image = Image.new("RGB", size, paper)
+    pen = ImageDraw.Draw(image)
+    placed: list[tuple[str, Box]] = []
+    x, y = random.randint(10, 60), 12
+    for word in words:
+        face = font(random, random.randint(18, 38))
+        left, top, right, bottom = (round(edge) for edge in face.getbbox(word))
+        if x + right - left > width - 10:
+            x, y = random.randint(10, 60), y + random.randint(58, 76)
+        if y + 50 > height:
+            break
+        pen.text((x - left, y), word, fill=_ink_on(paper, random), font=face)
+        placed.append((word, (x, y + top, x + right - left, y + bottom)))
+        x += right - left + random.randint(40, 90)
+    return Page(_noisy(image, random), tuple(word for word, _ in placed), tuple(box for _, box in placed))
+
+
+def font(random: Random, size: int) -> FreeTypeFont:
+    """One of FONTS at a size in pixels."""
+    import matplotlib
+    from PIL import ImageFont
+
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / random.choice(FONTS), size)
+
+
+def _colours(random: Random) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Paper, light or dark, and ink that stands out from it."""
+    light = random.random() < 0.7
+    low, high = (190, 255) if light else (0, 70)
+    paper = (random.randint(low, high), random.randint(low, high), random.randint(low, high))
+    return paper, _ink_on(paper, random)
+
+
+def _ink_on(paper: tuple[int, int, int], random: Random) -> tuple[int, int, int]:
+    low, high = (0, 90) if sum(paper) > 3 * 128 else (165, 255)
+    return random.randint(low, high), random.randint(low, high), random.randint(low, high)
+
+
+def _noisy(image: Image, random: Random) -> Image:
+    import numpy as np
+    from PIL import Image as images
+
+    noise = np.random.default_rng(random.getrandbits(32)).normal(0, NOISE, (image.height, image.width, 3))
+    return images.fromarray(np.clip(np.asarray(image) + noise, 0, 255).round().astype(np.uint8))
