@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.demo import progress_stages
+from epiloq.cli.common import progress_stages, write_json
 from epiloq.cli.env import collect
+from epiloq.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +59,6 @@ def results_table(results: Results) -> Table:
 def perform(output: Path, json_file: Path | None, devices: Sequence[str], console: Console) -> None:
     """Measure, print and write. Raises DemoError when something is missing."""
     check_packages()
-    from epiloq.demo.results import write_text
     from epiloq.demo.vision import material, measure, report
 
     output.mkdir(parents=True, exist_ok=True)
@@ -71,8 +70,7 @@ def perform(output: Path, json_file: Path | None, devices: Sequence[str], consol
         found = measure.measure(devices, drawn, collect(), stage)
         with stage("write the report", 1) as advance:
             write_text(page, report.render(found))
-            if json_file is not None:
-                write_text(json_file, json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n")
+            write_json(json_file, found.to_json())
             advance()
     console.print(results_table(found))
     console.print(

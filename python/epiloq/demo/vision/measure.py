@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from epiloq.demo import speed
 from epiloq.demo.layers import weight_bytes
-from epiloq.demo.measure import Advance, Stage
 from epiloq.demo.vision import networks, ocr
 from epiloq.demo.vision.drawing import Page
 from epiloq.demo.vision.material import Material
 from epiloq.demo.vision.networks import Quantised, Variant
 from epiloq.demo.vision.results import Cost, Found, Results, Run
+from epiloq.progress import Advance, Stage
 
 FLOAT = "float"
 REPEATS = 9
