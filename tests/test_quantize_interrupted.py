@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,19 @@ def test_wherever_it_ends_it_goes_on(
     check_it_goes_on(teacher, tmp_path / "out", whole)
 
 
-def process(teacher: Path, output: Path, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "epiloq", *arguments(teacher, output)]
+# The command, which stays where it draws the report: with its output written aside, not yet in place.
+HELD = """
+import runpy, time
+from epiloq.quantize import job
+job.page.render = lambda *_: time.sleep(600)
+runpy.run_module("epiloq", run_name="__main__")
+"""
+
+
+def process(
+    teacher: Path, output: Path, *, before: Callable[[], None] | None = None, program: Sequence[str] = ("-m", "epiloq")
+) -> subprocess.Popen[str]:
+    command = [sys.executable, *program, *arguments(teacher, output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, text=True, preexec_fn=before, env=environment, **streams)  # type: ignore[call-overload,no-any-return]
@@ -142,7 +153,9 @@ def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, tor
     small = max(file.stat().st_size for file in (teacher / "whole").iterdir() if file.suffix != ".safetensors")
     limit = max(small, 60_000) + 4096
     assert limit < (teacher / "whole" / "model.safetensors").stat().st_size
-    stopped = process(teacher, tmp_path / "out", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    stopped = process(
+        teacher, tmp_path / "out", before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
     output, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 1, output
     last = output.strip().splitlines()[-1]
@@ -152,7 +165,7 @@ def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, tor
 
 def test_control_c_in_the_middle(teacher: Path, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     """A real signal, once the run has begun to write."""
-    running = process(teacher, tmp_path / "out")
+    running = process(teacher, tmp_path / "out", program=("-c", HELD))
     aside = tmp_path / ".out.partial"
     while running.poll() is None and not aside.exists():
         time.sleep(0.002)
