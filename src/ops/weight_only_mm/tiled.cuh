@@ -74,10 +74,10 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   if (S::kTokens <= 32) {  // more, and memory is not what the kernel waits for
     W::prefetch(p.weight, first_slab, first_step, steps, kEarlyBytes / (S::kRows / kSlab));
   }
-  auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
   wait_for_previous_kernel();
 
   typename W::Source const source(p.weight, layout, first_slab);
+  auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
   SharedAddress const to = shared_address(shared);
   auto const ask = [&](int turn, int at) {
     if (turn < steps) {
