@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,11 +129,16 @@ def test_wherever_it_ends_it_goes_on(
     check_it_goes_on(teacher, tmp_path / "out", whole)
 
 
-# The command, which stays where it draws the report: with its output written aside, not yet in place.
+# The command, which stays where it draws the report: its output is written aside, and not yet in place.
 HELD = """
 import runpy, time
 from epiloq.quantize import job
-job.page.render = lambda *_: time.sleep(600)
+
+def hold(*_):
+    print("held", flush=True)
+    time.sleep(600)
+
+job.page.render = hold
 runpy.run_module("epiloq", run_name="__main__")
 """
 
@@ -166,9 +170,9 @@ def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, tor
 def test_control_c_in_the_middle(teacher: Path, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     """A real signal, once the run has begun to write."""
     running = process(teacher, tmp_path / "out", program=("-c", HELD))
-    aside = tmp_path / ".out.partial"
-    while running.poll() is None and not aside.exists():
-        time.sleep(0.002)
+    assert running.stdout is not None
+    assert "held\n" in running.stdout
+    assert (tmp_path / ".out.partial").exists()
     running.send_signal(signal.SIGINT)
     output, _ = running.communicate(timeout=120)
     assert running.returncode == 130, output
