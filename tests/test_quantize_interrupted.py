@@ -171,7 +171,7 @@ def test_control_c_in_the_middle(teacher: Path, tmp_path: Path, whole: dict[str,
     """A real signal, once the run has begun to write."""
     running = process(teacher, tmp_path / "out", program=("-c", HELD))
     assert running.stdout is not None
-    assert "held\n" in running.stdout
+    assert any("held" in line for line in running.stdout)
     assert (tmp_path / ".out.partial").exists()
     running.send_signal(signal.SIGINT)
     output, _ = running.communicate(timeout=120)
