@@ -18,7 +18,7 @@ from epiloq.bench import floor
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Unavailable
 from epiloq.bench.floor import ReadSample, fit
-from epiloq.bench.operations import OPERATIONS, expand
+from epiloq.bench.operations import OPERATIONS, default_peers, expand
 from epiloq.bench.timing import CACHE_MULTIPLE, FEWEST_SETS, CpuTimer, CudaTimer, cache_bytes, rotate
 
 CPU = torch.device("cpu")
@@ -36,6 +36,8 @@ def test_suite_is_sane(name: str) -> None:
     assert len(set(suite.tokens)) == len(suite.tokens) and min(suite.tokens) > 0
     for operation, variants in suite.variants.items():
         assert variants and set(variants) <= set(OPERATIONS[operation].variants)
+    peers = {peer for operation in suite.variants for peer in OPERATIONS[operation].peers}
+    assert set(default_peers([name])) == (set(suite.peers) or peers) <= peers
     cases = expand([name])
     assert cases and len(set(cases)) == len(cases)
     assert all((case.n > 0) == OPERATIONS[case.operation].has_weight for case in cases)
@@ -46,6 +48,13 @@ def test_required_shapes_and_tokens_are_there() -> None:
     assert {(shape.n, shape.k) for shape in SUITES["h200"].shapes} == seven
     for name in ("h200", "llama3-8b", "llama3-70b", "deepseek-v3"):
         assert {1, 16, 64, 256, 1024, 4096} <= set(SUITES[name].tokens)
+
+
+def test_quantisers_are_timed_beside_a_copy_of_64_megabytes_and_more() -> None:
+    suite = SUITES["quantisers"]
+    assert sum(2 * case.m * case.k >= 64e6 for case in expand(["quantisers"], ["quantize_int8"], ["token"])) == 2
+    assert all("copy" in OPERATIONS[operation].peers for operation in suite.variants) and "copy" in suite.peers
+    assert default_peers(["quantisers", "h200"]) == ["copy", "unfused", *OPERATIONS["scaled_mm"].peers]
 
 
 def test_expand_filters_and_merges() -> None:
@@ -190,3 +199,33 @@ def test_int_mm_on_cuda_pads_or_refuses() -> None:
     with pytest.raises(Unavailable, match="divisible by 8"):
         binder(Case("scaled_mm", "scaled", "", 64, 100, 576), [inputs])  # type: ignore[list-item]
     assert binder(Case("scaled_mm", "scaled", "", 17, 64, 576), [inputs]).note == ""  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("variant", OPERATIONS["grouped_mm"].variants)
+@pytest.mark.parametrize("m", [1, 30])
+def test_experts_one_by_one_and_in_bf16(seed: int, device: str, variant: str, m: int) -> None:
+    row, case = OPERATIONS["grouped_mm"], Case("grouped_mm", variant, "", m, 160, 256)
+    generator = torch.Generator(device).manual_seed(seed)
+    inputs = row.inputs(case, generator)
+    counts = inputs["offs"].diff(prepend=inputs["offs"].new_zeros(1))
+    assert (
+        counts.min() >= 1
+        and counts.sum() == inputs["a"].shape[0]
+        and (counts.max() > m) == ("ragged" in variant and m > 1)
+    )
+    separate = row.peers["separate"](case, [inputs]).calls[0]()
+    assert row.error(case, inputs, separate, generator) <= 1
+    assert isinstance(separate, torch.Tensor)
+    bf16 = row.peers["_grouped_mm"](case, [inputs]).calls[0]()
+    assert isinstance(bf16, torch.Tensor) and bf16.shape == separate.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "m", "k"), [("e8", 1, 256), ("e8_ragged", 50, 300), ("e32_ragged", 200, 256)])
+def test_the_triton_baseline_multiplies_the_same(seed: int, variant: str, m: int, k: int) -> None:
+    pytest.importorskip("triton")
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for operation, kind in (("grouped_mm", variant), ("groupwise_mm", "group")):
+        row, case = OPERATIONS[operation], Case(operation, kind, "", m, 200, k)
+        inputs = row.inputs(case, generator)
+        assert row.error(case, inputs, row.peers["triton"](case, [inputs]).calls[0](), generator) <= 1

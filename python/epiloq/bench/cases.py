@@ -35,11 +35,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Shapes x token counts x the variants of each operation."""
+    """Shapes x token counts x the variants of each operation; beside all of their peers, or these."""
 
     shapes: tuple[Shape, ...]
     tokens: tuple[int, ...]
     variants: Mapping[str, tuple[str, ...]]
+    peers: tuple[str, ...] = ()
 
 
 TOKENS = (1, 16, 32, 64, 128, 256, 1024, 4096)
@@ -109,6 +110,12 @@ ODD = (
 )
 
 
+# q k^T and p v of one head: N or K are its 128 columns, the other one counts tokens.
+ATTENTION = tuple(
+    shape for t in (512, 4096) for shape in (Shape(f"scores of {t}", t, 128), Shape(f"values of {t}", 128, t))
+)
+
+
 def _convolutions(layers: Mapping[str, Layer]) -> tuple[Shape, ...]:
     return tuple(Shape(name, layer.outputs, layer.k) for name, layer in layers.items())
 
@@ -118,18 +125,25 @@ CONVOLUTIONS = {"conv2d_int8": ("relu",), "conv2d_weight_only": ("w4_g128", "w8"
 SUITES: dict[str, Suite] = {
     "quick": Suite((SMOLLM2[2], Shape("square", 2048, 2048)), (1, 17, 256), SCALED_AND_TOKEN),
     "h200": Suite(H200, TOKENS, SCALED),
-    "blockwise": Suite((*H200, Shape("square", 4096, 4096)), TOKENS, BLOCKWISE),
+    "blockwise": Suite(
+        (Shape("square", 4096, 4096), H200[0], H200[2]), (16, 64, 256, 1024), BLOCKWISE, ("bf16", "staged")
+    ),
     "h200-fp8": Suite(H200, TOKENS, FLOAT8),
     "epilogues": Suite((LLAMA3_8B[0], LLAMA3_8B[3], LLAMA3_70B[1]), (1, 64, 1024, 4096), EVERYTHING),
     "llama3-8b": Suite(LLAMA3_8B, TOKENS, SCALED_AND_TOKEN),
     "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),
     "deepseek-v3": Suite(DEEPSEEK_V3, TOKENS, SCALED_AND_TOKEN),
-    # 8192 x 4096 and 4096 x 8192 are 64 MiB of bf16.
-    "quantisers": Suite(
-        (LLAMA3_8B[0], DEEPSEEK_V3[0], LLAMA3_70B[1], LLAMA3_8B[3]), (1, 64, 1024, 4096, 8192), QUANTISERS
-    ),
+    # The last two are 64 and 128 MiB of bf16.
+    "quantisers": Suite((LLAMA3_70B[1],), (1, 64, 4096, 8192), QUANTISERS, ("copy", "unfused")),
     "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
     "weight-only": Suite(H200, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), WEIGHT_ONLY),
+    # DeepSeek-V3's routed experts; M counts the rows of an expert.
+    "moe": Suite(
+        (Shape("expert gate_up", 4096, 7168), Shape("expert down", 7168, 2048)),
+        (8, 128, 1024),
+        {"grouped_mm": ("e8", "e32", "e32_ragged", "e8_rows")},
+    ),
+    "attention": Suite(ATTENTION, (512, 4096), {"scaled_bmm": ("int8_b32", "fp8_b32")}),
     # M counts images.
     "resnet50": Suite(_convolutions(RESNET50), (32,), {"conv2d_int8": ("relu",)}),
     "resnet50-1": Suite(_convolutions(RESNET50), (1,), CONVOLUTIONS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import time
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.environment import describe, gpu_state
 from epiloq.bench.floor import CEILINGS, measure_read_floor
-from epiloq.bench.operations import OPERATIONS, expand
+from epiloq.bench.operations import OPERATIONS, default_peers, expand
 from epiloq.bench.plot import plot as draw
 from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
@@ -40,7 +41,7 @@ def bench(
     variant: Annotated[list[str] | None, option(f"Instead of the suites' variants: {', '.join(VARIANTS)}.")] = None,
     m: Annotated[list[int] | None, option("Instead of the suites' numbers of rows.")] = None,
     arch: Annotated[list[str] | None, option("Force this architecture besides the default choice: sm75, ...")] = None,
-    peer: Annotated[list[str] | None, option(f"Only these peers: {', '.join(PEERS)}.")] = None,
+    peer: Annotated[list[str] | None, option(f"Instead of the suites' peers: {', '.join(PEERS)}.")] = None,
     device: Annotated[str, option("cpu or cuda[:INDEX]; by default cuda where there is one.")] = "",
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
     commit: Annotated[str, option("The commit to record where the package is not inside a checkout.")] = "",
@@ -58,14 +59,15 @@ def bench(
             _check_names(name, given, known)
         _check_names("peer", peer, PEERS)
         target = _device(device)
-        cases = expand(suite or ["quick"], op or (), variant or (), m or ())
+        suites = suite or ["quick"]
+        cases = expand(suites, op or (), variant or (), m or ())
         _check_targets(json, plot)
         if not cases:
             raise ValueError("bench: expected at least one case, got a choice of options that leaves none")
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    report = _measure(target, cases, seed, ("auto", *(arch or ())), peer or (), commit, json)
+    report = _measure(target, cases, seed, ("auto", *(arch or ())), peer or default_peers(suites), commit, json)
     print(render(report))
     if plot and any(row.status == "ok" for row in report.rows):
         facts = report.environment
@@ -116,7 +118,7 @@ def _measure(
 ) -> Report:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timer = TIMERS[device.type]()
+    begin, timer = time.monotonic(), TIMERS[device.type]()
     environment = describe(device, commit) | {"seed": seed}
     _progress("read floor")
     floor = measure_read_floor(device, timer)
@@ -133,8 +135,9 @@ def _measure(
     if device.type == "cuda":
         # The last kernels have only just ended: about the clocks and the power under load.
         environment["state_at_end"] = gpu_state(device)
-        if json:
-            report.write(json)
+    environment["seconds"] = round(time.monotonic() - begin)
+    if json:
+        report.write(json)
     return report
 
 

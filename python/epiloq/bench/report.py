@@ -120,7 +120,7 @@ def render(report: Report) -> str:
         parts.append(
             f"{operation}, geometric means\n{_summary_table([s for s in summaries if s.operation == operation])}"
         )
-    parts.append(f"host time of a call, M = 1, N = K = 64\n{_host_table(report.host)}")
+    parts.append(f"host time of a call, M = 1, N = 64, K = 128\n{_host_table(report.host)}")
     absent = report.absent_peers()
     if absent:
         parts.append("peers not here\n" + "\n".join(f"{label}: {reason}" for label, reason in absent.items()))

@@ -152,10 +152,10 @@ class Bench:
             return None, _first_line(error)
 
     def host_times(self, cases: Sequence[Case]) -> Iterator[HostTime]:
-        """Eager host time of every contender on M = 1, N = K = 64, once for each operation and variant in ``cases``."""
+        """Eager host time of every contender on M = 1, N = 64, K = 128, once for each operation and variant."""
         for name, variant in dict.fromkeys((case.operation, case.variant) for case in cases):
             operation = self.operations[name]
-            case = Case(name, variant, "tiny", 1, 64 if operation.has_weight else 0, 64)
+            case = Case(name, variant, "tiny", 1, 64 if operation.has_weight else 0, 128)
             inputs = operation.inputs(case, self.generator)
             for contender, binder in {"epiloq": operation.bind, **self.peers(operation)}.items():
                 try:

@@ -57,7 +57,7 @@ def _host_us(call: Call, synchronise: Callable[[], None], *, rounds: int = 7) ->
     start = time.perf_counter()
     call()
     synchronise()
-    count = max(10, min(200, int(0.01 / (time.perf_counter() - start))))
+    count = max(10, min(200, int(0.005 / (time.perf_counter() - start))))
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -104,6 +104,8 @@ class CudaTimer:
     SHORT_US = 200.0
     CALLS_IF_SHORT = 64
     CALLS_IF_LONG = 8
+    # Where a call takes milliseconds, fewer calls are as good, down to one of each set.
+    LONG_US = 4000.0
     WARM_MS = 20.0
     MEASURE_MS = 60.0
 
@@ -120,8 +122,9 @@ class CudaTimer:
             start = time.perf_counter()
             calls[-1]()
             torch.cuda.synchronize()
-        short = 1e6 * (time.perf_counter() - start) < self.SHORT_US
-        rounds = math.ceil((self.CALLS_IF_SHORT if short else self.CALLS_IF_LONG) / len(calls))
+        us = 1e6 * (time.perf_counter() - start)
+        wanted = self.CALLS_IF_SHORT if us < self.SHORT_US else min(self.CALLS_IF_LONG, self.LONG_US / us)
+        rounds = math.ceil(wanted / len(calls))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             for _ in range(rounds):

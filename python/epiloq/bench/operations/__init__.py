@@ -10,9 +10,11 @@ from epiloq.bench.operations import (
     convolution,
     float8_mm,
     fused_quantisers,
+    grouped_mm,
     online_quant_mm,
     quantize_fp8,
     quantize_int8,
+    scaled_bmm,
     scaled_mm,
     weight_only_mm,
 )
@@ -21,6 +23,8 @@ _ROWS = (
     scaled_mm.OPERATION,
     float8_mm.ROWS,
     float8_mm.GROUPS,
+    grouped_mm.OPERATION,
+    scaled_bmm.OPERATION,
     online_quant_mm.OPERATION,
     weight_only_mm.OPERATION,
     convolution.INT8,
@@ -53,3 +57,11 @@ def expand(
                     for m in tokens or suite.tokens:
                         cases[Case(name, variant, layer, m, n, shape.k)] = None
     return list(cases)
+
+
+def default_peers(suites: Sequence[str]) -> list[str]:
+    """The peers that the named suites are timed beside, where none are asked for by name."""
+    names: dict[str, None] = {}
+    for suite in (SUITES[name] for name in suites):
+        names |= dict.fromkeys(suite.peers or (peer for name in suite.variants for peer in OPERATIONS[name].peers))
+    return list(names)

@@ -14,50 +14,51 @@ from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, require, sample, worst
 
 OUT_DTYPE = torch.bfloat16
-_GROUP = 128
+GROUP = 128
 # Of the root of the sum of squared terms; docs/numerics.md has where they come from.
-_ACCURATE = 2.0**-8
+ACCURATE = 2.0**-8
 _FAST = 2.0**-10.5
 
 
+def float8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+    return values.mul_(448 / 4).clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+
 def _values(case: Case, generator: torch.Generator) -> Inputs:
-    def float8(shape: tuple[int, int]) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
-        return values.mul_(448 / 4).clamp_(-448, 448).to(torch.float8_e4m3fn)
-
-    return {"a": float8((case.m, case.k)), "b": float8((case.n, case.k)).t()}
+    return {"a": float8((case.m, case.k), generator), "b": float8((case.n, case.k), generator).t()}
 
 
-def _scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
+def scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return 0.002 + 0.02 * torch.rand(shape, generator=generator, device=generator.device)
 
 
 def _row_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    scales = {"scale_a": _scales(generator, case.m, 1), "scale_b": _scales(generator, case.n)}
-    return {**_values(case, generator), **scales}
+    scale_a, scale_b = scales(generator, case.m, 1), scales(generator, case.n)
+    return {**_values(case, generator), "scale_a": scale_a, "scale_b": scale_b}
 
 
 def _group_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    groups, padded = -(-case.k // _GROUP), -(-case.m // 4) * 4
+    groups, padded = -(-case.k // GROUP), -(-case.m // 4) * 4
     return {
         **_values(case, generator),
         # M-major and padded, as the quantisers give it on request and DeepGEMM wants it.
-        "scale_a": _scales(generator, groups, padded).t()[: case.m],
-        "scale_b": _scales(generator, -(-case.n // _GROUP), groups).t(),
+        "scale_a": scales(generator, groups, padded).t()[: case.m],
+        "scale_b": scales(generator, -(-case.n // GROUP), groups).t(),
     }
 
 
-def _operands(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+def operands(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     return inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"]
 
 
 def _rows(case: Case, sets: Sequence[Inputs]) -> Bound:
     scaled = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE, fast_accum=case.variant == "fast")
-    return Bound([partial(scaled, *_operands(s)) for s in sets])
+    return Bound([partial(scaled, *operands(s)) for s in sets])
 
 
 def _groups(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.groupwise_mm, *_operands(s), out_dtype=OUT_DTYPE) for s in sets])
+    return Bound([partial(epiloq.groupwise_mm, *operands(s), out_dtype=OUT_DTYPE) for s in sets])
 
 
 def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, torch.Generator], float]:
@@ -70,9 +71,9 @@ def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, 
         if inputs["scale_b"].ndim == 1:
             a, b = a * inputs["scale_a"][rows].double(), b * inputs["scale_b"][columns].double()
         else:
-            k = torch.arange(case.k, device=rows.device) // _GROUP
+            k = torch.arange(case.k, device=rows.device) // GROUP
             a = a * inputs["scale_a"][rows][:, k].double()
-            b = b * inputs["scale_b"][k][:, columns // _GROUP].double()
+            b = b * inputs["scale_b"][k][:, columns // GROUP].double()
         reference, span = a @ b, (a.square() @ b.square()).sqrt()
         tolerance = torch.finfo(OUT_DTYPE).eps * reference.abs() + bound(case) * span + 1e-30
         return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
@@ -81,7 +82,7 @@ def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, 
 
 
 def _row_bound(case: Case) -> float:
-    return _FAST * case.k**0.5 if case.variant == "fast" else _ACCURATE
+    return _FAST * case.k**0.5 if case.variant == "fast" else ACCURATE
 
 
 def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -92,7 +93,7 @@ def _cublas(case: Case, sets: Sequence[Inputs]) -> Bound:
     if sets[0]["a"].device.type == "cpu":
         raise Unavailable("row-wise scales on a GPU only")
     multiply = partial(torch._scaled_mm, out_dtype=OUT_DTYPE, use_fast_accum=case.variant == "fast")
-    return _tried([partial(multiply, s["a"], s["b"], s["scale_a"], s["scale_b"].reshape(1, -1)) for s in sets])
+    return tried([partial(multiply, s["a"], s["b"], s["scale_a"], s["scale_b"].reshape(1, -1)) for s in sets])
 
 
 def _cublas_groups(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -105,7 +106,7 @@ def _cublas_groups(case: Case, sets: Sequence[Inputs]) -> Bound:
         scales = (s["scale_a"], tokens, s["scale_b"], weights)
         return partial(F.scaled_mm, s["a"], s["b"], *scales, output_dtype=OUT_DTYPE)
 
-    return _tried([call(s) for s in sets])
+    return tried([call(s) for s in sets])
 
 
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -115,10 +116,10 @@ def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
         out = torch.empty((case.m, case.n), dtype=OUT_DTYPE, device=s["a"].device)
         return partial(library.fp8_gemm_nt, (s["a"], s["scale_a"]), (s["b"].t(), s["scale_b"].t()), out)
 
-    return _tried([call(s) for s in sets])
+    return tried([call(s) for s in sets])
 
 
-def _tried(calls: list[partial[Any]]) -> Bound:
+def tried(calls: list[partial[Any]]) -> Bound:
     """Peers whose limits differ from release to release: called once, and set aside with their own reason."""
     try:
         calls[0]()
@@ -127,9 +128,21 @@ def _tried(calls: list[partial[Any]]) -> Bound:
     return Bound(calls)
 
 
+def _triton(case: Case, sets: Sequence[Inputs]) -> Bound:
+    if sets[0]["a"].device.type == "cpu":
+        raise Unavailable("CUDA only")
+    grouped = require("epiloq.bench.triton_products").grouped
+
+    def call(s: Inputs) -> partial[torch.Tensor]:
+        offs = torch.tensor([case.m], dtype=torch.int32, device=s["a"].device)
+        return partial(grouped, s["a"], s["b"][None], s["scale_a"], s["scale_b"][None], offs)
+
+    return tried([call(s) for s in sets])
+
+
 def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
     scaled = require("vllm._custom_ops").cutlass_scaled_mm
-    return Bound([partial(scaled, *_operands(s), OUT_DTYPE) for s in sets])
+    return Bound([partial(scaled, *operands(s), OUT_DTYPE) for s in sets])
 
 
 def _work(case: Case) -> int:
@@ -153,8 +166,14 @@ GROUPS = Operation(
     has_weight=True,
     inputs=_group_inputs,
     bind=_groups,
-    error=_error_with(lambda case: _ACCURATE),
+    error=_error_with(lambda case: ACCURATE),
     work=_work,
     ceiling="int8",
-    peers={"bf16": _bf16, "scaled_mm blocks": _cublas_groups, "deep_gemm": _deep_gemm, "vllm": _vllm},
+    peers={
+        "bf16": _bf16,
+        "scaled_mm blocks": _cublas_groups,
+        "deep_gemm": _deep_gemm,
+        "triton": _triton,
+        "vllm": _vllm,
+    },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, Operation, require, sample, worst
+from epiloq.bench.operations.quantised import copy_of
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Halves of a step decide the rounding; a quotient in fp32 is off by at most 256 * 2^-24 of a step.
@@ -99,7 +101,7 @@ def _work(case: Case) -> int:
     return 0
 
 
-OPERATION = Operation(
+_OPERATION = Operation(
     name="quantize_int8",
     variants=("token", "token_azp", "static"),
     has_weight=False,
@@ -110,3 +112,4 @@ OPERATION = Operation(
     ceiling="",
     peers={"eager": _eager, "compiled": _compiled, "vllm": _vllm},
 )
+OPERATION = replace(_OPERATION, peers={"copy": copy_of(_OPERATION), **_OPERATION.peers})

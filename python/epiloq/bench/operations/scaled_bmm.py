@@ -1,0 +1,80 @@
+"""int8 and float8 products of a batch, as attention has them: M tokens, heads of K (scores) or of N (values)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import epiloq
+from epiloq.bench.cases import Case
+from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
+from epiloq.bench.operations.float8_mm import ACCURATE, OUT_DTYPE, float8, operands, scales
+
+# Variant -> products in a batch, whether they are int8 (or float8).
+KINDS = {"int8_b32": (32, True), "int8_b128": (128, True), "fp8_b32": (32, False), "fp8_b128": (128, False)}
+
+
+def _inputs(case: Case, generator: torch.Generator) -> Inputs:
+    batch, is_int8 = KINDS[case.variant]
+
+    def values(*shape: int) -> torch.Tensor:
+        if not is_int8:
+            return float8(shape, generator)
+        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+        return drawn.mul_(127 / 4).round_().clamp_(-128, 127).to(torch.int8)
+
+    return {
+        "a": values(batch, case.m, case.k),
+        "b": values(batch, case.n, case.k).transpose(1, 2),
+        "scale_a": scales(generator, batch, case.m, 1),
+        "scale_b": scales(generator, batch, 1, case.n),
+    }
+
+
+def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
+    return Bound([partial(epiloq.scaled_bmm, *operands(s), out_dtype=OUT_DTYPE) for s in sets])
+
+
+def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+    """Against float64: one output ulp, fp32's rounding of the scales, and of float8 a part of the terms' span."""
+    batch, is_int8 = KINDS[case.variant]
+    if result.shape != (batch, case.m, case.n) or result.dtype != OUT_DTYPE:
+        return float("inf")
+    which = sample(batch, 4, generator)[:, None]
+    rows, columns = sample(case.m, 30, generator), sample(case.n, 30, generator)
+    a, b = inputs["a"][which, rows].double(), inputs["b"].transpose(1, 2)[which, columns].double().transpose(1, 2)
+    scale_b = inputs["scale_b"].transpose(1, 2)[which, columns].double().transpose(1, 2)
+    scale = inputs["scale_a"][which, rows].double() * scale_b
+    # The scales last: a sum of exactly zero stays zero.
+    reference, span = (a @ b) * scale, (a.square() @ b.square()).sqrt() * scale
+    rounding = torch.finfo(OUT_DTYPE).eps + 4 * torch.finfo(torch.float32).eps
+    tolerance = rounding * reference.abs() + (0 if is_int8 else ACCURATE) * span + 1e-30
+    part = result[which, rows][:, :, columns].double()
+    return worst((part - reference).abs(), tolerance)
+
+
+def _bmm(case: Case, sets: Sequence[Inputs]) -> Bound:
+    bf16 = torch.bfloat16
+    return Bound(
+        [partial(torch.bmm, s["a"].to(bf16), s["b"].transpose(1, 2).to(bf16).transpose(1, 2)) for s in sets],
+    )
+
+
+def _work(case: Case) -> int:
+    return 2 * KINDS[case.variant][0] * case.m * case.n * case.k
+
+
+OPERATION = Operation(
+    name="scaled_bmm",
+    variants=tuple(KINDS),
+    has_weight=True,
+    inputs=_inputs,
+    bind=_ours,
+    error=_error,
+    work=_work,
+    ceiling="int8",  # float8's is the same rate
+    peers={"bmm": _bmm},
+)
