@@ -19,10 +19,10 @@ class Geometry(NamedTuple):
 
     def output_size(self, image: Sequence[Any], kernel: Sequence[int]) -> tuple[Any, Any]:
         """Height and width of the output, 0 or less where the kernel does not fit (the checks in C++ say so)."""
+        (height, width), (down, across), (apart_h, apart_w) = kernel, self.stride, self.dilation
         top, bottom, left, right = self.padding
-        padded = (image[0] + top + bottom, image[1] + left + right)
-        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, kernel, strict=True)]
-        p, q = ((padded[i] - reach[i]) // max(self.stride[i], 1) + 1 for i in range(2))
+        p = (image[0] + top + bottom - apart_h * (height - 1) - 1) // max(down, 1) + 1
+        q = (image[1] + left + right - apart_w * (width - 1) - 1) // max(across, 1) + 1
         return p, q
 
 
@@ -48,7 +48,7 @@ def _sides(
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         top, left = total[0] // 2, total[1] // 2
         return top, total[0] - top, left, total[1] - left
-    if _integers(padding, 4):
+    if not isinstance(padding, int) and _integers(padding, 4):
         top, bottom, left, right = padding
         return top, bottom, left, right
     height, width = _pair(operation, "padding", padding)
@@ -56,16 +56,18 @@ def _sides(
 
 
 def _pair(operation: str, argument: str, value: object) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else value
-    if not _integers(pair, 2):
+    if type(value) is int:
+        return value, value
+    if not _integers(value, 2):
         _refuse(operation, argument, "an integer or two", repr(value))
-    return pair[0], pair[1]
+    return value[0], value[1]
 
 
 def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
-    if not isinstance(values, Sequence) or len(values) != count:
+    # Lists and tuples first: asking an abstract class costs a good part of a call's time on the host.
+    if not isinstance(values, (tuple, list, Sequence)) or len(values) != count:
         return False
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    return all(type(value) is int for value in values)
 
 
 def _refuse(operation: str, argument: str, expected: str, got: object) -> NoReturn:
