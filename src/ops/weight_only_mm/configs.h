@@ -41,16 +41,20 @@ inline constexpr std::array kTiledRows{
 
 // SM90, more tokens: `teams` warpgroups of `blocks` times 64 weight rows each, by tiles of `tokens`. Tiles are high
 // because each reads all tokens from L2, whose bandwidth otherwise ends before memory's; so there are few, and K is
-// shared. Chosen by reasoning.
+// shared. With many tokens the tensor cores are all that counts, and `rounds` lets them add up everything: a weight is
+// rounded to the tokens' type with its scale, as for a dense product, and not its group's sum multiplied.
 struct WgmmaConfig {
   int teams, blocks, tokens;
+  bool rounds;
 
   constexpr int rows() const { return 64 * teams * blocks; }
 };
 
-// By tokens, fewest first; then one for weights of few rows, which no rule takes until a measurement says where.
+// Those that multiply exact integers by tokens, fewest first, then one for weights of few rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 16}, WgmmaConfig{4, 1, 32}, WgmmaConfig{4, 1, 64}, WgmmaConfig{2, 2, 128}, WgmmaConfig{2, 1, 64},
+    WgmmaConfig{4, 1, 16, false},  WgmmaConfig{4, 1, 32, false}, WgmmaConfig{4, 1, 64, false},
+    WgmmaConfig{2, 2, 128, false}, WgmmaConfig{2, 1, 64, false}, WgmmaConfig{2, 1, 128, true},
+    WgmmaConfig{2, 2, 128, true},  WgmmaConfig{2, 1, 256, true},
 };
 
 // Tokens from which to which the wgmma kernel is taken. None: it has not been run on a GPU.

@@ -62,7 +62,7 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
     case Family::kTiled:
       return is_there(kTiledRows, family, row, p, t);
     case Family::kWgmma:
-      return !p.offsets && is_there(kWgmmaRows, family, row, p, t);
+      return !p.offsets && is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
     default:
       return false;
   }
@@ -180,7 +180,8 @@ std::string describe(Choice const& choice) {
          << " warps along K, stages " << c.stages;
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
-    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.teams << " warpgroups";
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.teams << " warpgroups"
+         << (c.rounds ? ", weights rounded with their scales" : "");
   } else {
     TiledConfig const& c = kTiledRows[choice.row];
     text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps << " warps, stages "

@@ -1,7 +1,8 @@
 #pragma once
 
 // SM90: what empties the stages of the wgmma kernel. Weights become fragments of the first operand in registers, exact
-// differences q - zero; a group's products are summed by the tensor cores, and added to the others' with its scale.
+// differences q - zero; a group's products are summed by the tensor cores, and added to the others' with its scale. Or
+// the differences are multiplied by the scale and rounded, and the tensor cores sum all.
 
 #include <cute/arch/mma_sm90.hpp>
 #include <type_traits>
@@ -30,6 +31,9 @@ struct WgmmaMath {
   // The compiler would add a group up during the next one's products, for which there may be no registers.
   static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInPiece][4];
+  static constexpr int kAll = C::kBlocks * kPieces;  // pieces of a step
+  // Whether products go on past the end of a step. With one block of sums, the compiler would then wait for each.
+  static constexpr bool kGoesOn = C::kBlocks > 1;
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
@@ -70,6 +74,16 @@ struct WgmmaMath {
     Word word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
     return word;
+  }
+  // Two values of T by two of T, each rounded.
+  static __device__ __forceinline__ Word times(Word a, Word b) {
+    Word result;
+    if constexpr (std::is_same_v<T, __half>) {
+      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    } else {
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    }
+    return result;
   }
   static __device__ __forceinline__ Word load_bytes(SharedAddress at) {
     std::uint16_t both;
@@ -123,6 +137,19 @@ struct WgmmaMath {
     return __half22float2(*reinterpret_cast<__half2 const*>(&both));
   }
 
+  // The same as T, rows g and g + 8, each twice.
+  struct Factor {
+    Word low, high;
+  };
+  __device__ __forceinline__ Factor factor_of(Stage const& stage, int piece) const {
+    Word const both = load_word(stage.scales + parameters_at(piece) * 2);
+    return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
+  }
+  static __device__ __forceinline__ void scale(Fragments& a, Factor const& factor) {
+#pragma unroll
+    for (int i = 0; i < kInPiece * 4; ++i) a[i / 4][i % 4] = times(a[i / 4][i % 4], i % 2 ? factor.high : factor.low);
+  }
+
   template <std::size_t... kPlaces>
   static __device__ __forceinline__ void multiply_once(float (&product)[kSums], Word const (&a)[4],
                                                        std::uint64_t tokens, bool onto,
@@ -131,9 +158,9 @@ struct WgmmaMath {
     Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kPlaces]..., onto ? ScaleOut::One : ScaleOut::Zero);
   }
 
-  // Starts to multiply a piece.
-  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int piece) {
-    bool const onto = piece % kPiecesOfGroup != 0;
+  // Starts to multiply a piece, onto what is there or anew.
+  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int piece,
+                                               bool onto) {
     fence(product);
 #pragma unroll
     for (int i = 0; i < kInPiece * 4; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
@@ -159,7 +186,6 @@ struct WgmmaMath {
 
   // A step: a piece is made while the one before it is multiplied, and its integers are loaded before that.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
-    constexpr int kAll = C::kBlocks * kPieces;
     float product[kSums];
     Fragments a[2];
     Word words[4];
@@ -171,7 +197,7 @@ struct WgmmaMath {
       int const next = piece + 1;
       bool const ends_group = next % kPiecesOfGroup == 0;
       if (next < kAll) load(words, stage, next);
-      begin(product, a[piece % 2], stage, piece);
+      begin(product, a[piece % 2], stage, piece, piece % kPiecesOfGroup != 0);
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
         cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
@@ -187,18 +213,64 @@ struct WgmmaMath {
     }
   }
 
+  // The same with rounded weights: the tensor cores have the next piece before they are done with one. `release` tells
+  // that the previous step's products are there.
+  template <class Release>
+  __device__ __forceinline__ void multiply_rounded(Sums& sums, Fragments (&a)[2], Stage const& stage,
+                                                   Release release) const {
+    Word words[4];
+    typename F::Zero zero;
+    Factor factor;
+    load(words, stage, 0);
+#pragma unroll
+    for (int piece = 0; piece < kAll; ++piece) {
+      if (piece % kPiecesOfGroup == 0) {
+        zero = zero_of(stage, piece);
+        factor = factor_of(stage, piece);
+      }
+      cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
+      if (kGoesOn && piece == 1) release();
+      make(a[piece % 2], words, zero);
+      scale(a[piece % 2], factor);
+      if (piece + 1 < kAll) load(words, stage, piece + 1);
+      begin(sums[piece / kPieces], a[piece % 2], stage, piece, true);
+    }
+    if constexpr (!kGoesOn) {
+      cute::warpgroup_wait<0>();
+      fence(sums[0]);
+    }
+  }
+
+  // All steps; a stage that has been multiplied is free for the next copies.
   __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages,
                                int steps) const {
-    int at = 0;
+    auto const release = [&](int at) {
+      __syncwarp();
+      if (lane == 0) shared.empty[at].arrive();
+    };
+    [[maybe_unused]] Fragments a[2];
+    int at = 0, before = 0;
     std::uint32_t phase = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       shared.full[at].wait(phase);
-      multiply(sums, stage_of(stages + at * params.stage.bytes));
-      __syncwarp();
-      if (lane == 0) shared.empty[at].arrive();
+      Stage const stage = stage_of(stages + at * params.stage.bytes);
+      if constexpr (C::kRounds) {
+        multiply_rounded(sums, a, stage, [&] {
+          if (step > 0) release(before);
+        });
+        before = at;
+      } else {
+        multiply(sums, stage);
+      }
+      if constexpr (!C::kRounds || !kGoesOn) release(at);
       at = at + 1 == params.stages ? 0 : at + 1;
       phase ^= at == 0;
+    }
+    if constexpr (C::kRounds) {
+      cute::warpgroup_wait<0>();
+#pragma unroll
+      for (int block = 0; block < C::kBlocks; ++block) fence(sums[block]);
     }
   }
 
