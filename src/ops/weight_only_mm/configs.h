@@ -6,10 +6,10 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// At most 8 tokens: `warps` warps take turns at the steps of K, of `slabs` slabs of 16 rows of 4-bit weights, or the
-// same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead.
+// At most `tokens` tokens: `warps` warps take turns at the steps of K, of `slabs` slabs of 16 rows of 4-bit weights, or
+// the same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead.
 struct StreamConfig {
-  int slabs, warps, stages;
+  int slabs, warps, stages, tokens;
 
   constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
 };
@@ -23,14 +23,11 @@ struct TiledConfig {
   constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
 };
 
-// By what a block reads, most first; the last one fits the shared memory of every device, and is all that SM75 has.
-// Chosen by reasoning (bytes on their way, registers), not yet by measurement.
-inline constexpr int kStreamTokens = 8;
+// By tokens and by what a block reads, most first; the last one fits the shared memory of every device, and is all that
+// SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 3},
-    StreamConfig{2, 8, 5},
-    StreamConfig{1, 8, 6},
-    StreamConfig{1, 4, 2},
+    StreamConfig{4, 8, 3, 8},  StreamConfig{2, 8, 5, 8},  StreamConfig{1, 8, 6, 8},
+    StreamConfig{4, 8, 2, 16}, StreamConfig{2, 8, 3, 16}, StreamConfig{1, 4, 2, 8},
 };
 
 // By tokens, fewest first, and again one that fits everywhere.
@@ -62,6 +59,9 @@ struct TokenRange {
   int first, last;
 };
 inline constexpr TokenRange kWgmmaTokens{1, 0};
+
+// Up to so many tokens the streaming kernel is taken.
+inline constexpr int kStreamTokens = 8;
 
 // Bytes of weights that a block asks for before the previous kernel has finished.
 inline constexpr int kEarlyBytes = 32 * 1024;
