@@ -40,7 +40,7 @@ def expected(heads: int, groups: int, size: int = 6) -> list[int]:
     return [(h // (heads // groups)) * size + i for h in range(heads) for i in range(size)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1), (12, 3)])
 def test_heads_that_share_values(seed: int, heads: int, groups: int, bias: bool, dtype: torch.dtype) -> None:
@@ -51,6 +51,24 @@ def test_heads_that_share_values(seed: int, heads: int, groups: int, bias: bool,
     for other in (model.q, model.k):
         assert channel_map(other, model.o, lambda: model(x)) is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("size", [2.0**-12, 2.0**-8, 2.0**-4, 16.0])
+def test_values_that_are_subnormal_in_float16(seed: int, size: float) -> None:
+    """Some of them, or nearly all: below 2^-14 there are fewer bits, and sums of such values round another way."""
+    model, x = Attention(20, 6, 2, True).half(), torch.randn(2, 64, 20).half()
+    with torch.no_grad():
+        for parameter in model.v.parameters():
+            parameter.mul_(size)
+    found = channel_map(model.v, model.o, lambda: model(x))
+    assert found is not None and found.tolist() == expected(6, 2)
+    assert channel_map(model.q, model.o, lambda: model(x)) is None
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_what_does_not_depend_on_the_producer(seed: int, width: int) -> None:
+    first, second, x, other = nn.Linear(5, width), nn.Linear(7, 3), torch.randn(6, 5), torch.randn(6, 7)
+    assert channel_map(first, second, lambda: (first(x), second(other))) is None
 
 
 def test_any_order_and_many_channels(seed: int) -> None:

@@ -16,7 +16,9 @@ import foreign_checkpoints as foreign
 from epiloq.demo import teacher
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.readers import reader
 from epiloq.integrations.transformers import EpiloqConfig
+from epiloq.integrations.transformers.layers import in_format, tensors_of
 from opened_models import TOKENS, layers, logits, opened
 
 # Other tests want transformers as it is.
@@ -86,6 +88,22 @@ def test_a_real_model(tmp_path: Path) -> None:
     read, _ = models.load(Checkpoint(tmp_path / "out"))
     assert torch.equal(logits(opened(tmp_path / "out")), logits(model))
     assert torch.equal(logits(read), logits(model)) and len(layers(model)) == 210
+
+
+@pytest.mark.parametrize(
+    ("tool", "without"), [*((tool, "bias") for tool in foreign.TOOLS), ("static int-quantized", "input_zero_point")]
+)
+def test_tensors_stay_on_the_layers_device(seed: int, tool: str, without: str) -> None:
+    """Opened and said again where tensors that nobody gave a device are on another one."""
+    pack, config = foreign.TOOLS[tool]
+    linear = torch.nn.Linear(64, 96, bias=False)
+    given = {name: tensor for name, tensor in pack(linear)[0].items() if name != without}
+    read = reader(config)
+    with torch.device("meta"):
+        said = tensors_of(read.opened(linear, given), read, in_format(config), torch.float32)
+    assert given.keys() <= said.keys()
+    assert all(torch.equal(said[name], tensor) for name, tensor in given.items())
+    assert {tensor.device.type for tensor in said.values()} == {"cpu"}
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

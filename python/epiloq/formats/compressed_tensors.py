@@ -55,10 +55,13 @@ def from_tensors(tensors: Mapping[str, Tensor], quantization: Quantization, shap
         require(tensors, {"weight": (torch.int8, shape), "weight_scale": (None, (rows, groups))})
         inputs = None
         if "input_scale" in tensors:
-            zero = tensors.get("input_zero_point", torch.zeros(1, dtype=torch.int8))  # Symmetric ones may have none.
-            said = {**tensors, "input_zero_point": zero}
+            scale = tensors["input_scale"]
+            zero = tensors.get("input_zero_point")
+            if zero is None:  # Of symmetric ones.
+                zero = torch.zeros(1, dtype=torch.int8, device=scale.device)
+            said = {"input_scale": scale, "input_zero_point": zero}
             require(said, {"input_scale": (None, (1,)), "input_zero_point": (torch.int8, (1,))})
-            inputs = InputGrid(tensors["input_scale"].float(), zero.int())
+            inputs = InputGrid(scale.float(), zero.int())
         return QuantizedWeight(tensors["weight"], tensors["weight_scale"].float(), None, grid, inputs=inputs)
     shapes = {
         "weight_packed": (torch.int32, (rows, words_of(columns, grid.bits))),

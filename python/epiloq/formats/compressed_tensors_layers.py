@@ -112,7 +112,7 @@ def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict
 def to_words(codes: Codes, symmetric: bool) -> dict[str, Tensor]:
     """A weight's tensors in ``pack-quantized``, without zero points where it is symmetric."""
     zeros = {} if symmetric else {"weight_zero_point": pack(codes.zero.t(), codes.bits).t().contiguous()}
-    shape = torch.tensor(codes.q.shape, dtype=torch.int64)
+    shape = torch.tensor(codes.q.shape, dtype=torch.int64, device=codes.q.device)
     words = pack(codes.in_order().q, codes.bits)
     return {"weight_packed": words, "weight_scale": codes.scale, "weight_shape": shape} | zeros
 

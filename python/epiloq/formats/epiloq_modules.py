@@ -88,9 +88,9 @@ def _scaled_rows(module: modules.Int8Linear | modules.Fp8Linear) -> Tensor:
 
 def _int8(module: modules.Int8Linear, options: Options) -> Weight:
     state, inputs = _state(module), None
-    if module.input_scale is not None:
+    if (scale := module.input_scale) is not None:
         zero = module.input_zero_point
-        inputs = InputGrid(module.input_scale, torch.zeros(1, dtype=torch.int32) if zero is None else zero)
+        inputs = InputGrid(scale, torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero)
     return QuantizedWeight(state["weight"], state["weight_scale"].view(-1, 1), None, _PER_CHANNEL, inputs=inputs)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, pad
+from torch.nn.functional import pad
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register
@@ -32,7 +32,8 @@ def conv2d_weight_only(
     """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as `epiloq.PackedConv2dWeight` says, summed in fp32.
 
     A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels. Where `epiloq.explain` says
-    "de-quantise", the weight is rounded to x's dtype in memory (to float32 on the CPU) for torch's convolution.
+    "de-quantise", the weight is rounded to x's dtype in memory (to float32 on the CPU) for torch's convolution, in
+    which float32 is never TF32, whatever torch's settings are.
 
     Args:
         x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, best in ``torch.channels_last`` memory; any other order is
@@ -121,8 +122,14 @@ def _run_dense(
     if (top, left) != (bottom, right):
         image, sides = pad(image, (left, right, top, bottom)), (0, 0)
     offsets = None if bias is None else bias.to(dtype)
+    dense = weight.dequantize(dtype)
+    how = (where.stride, sides, where.dilation, False, (0, 0), where.groups)
+    cudnn = torch.backends.cudnn
+    # As torch's conv2d, which lets cuDNN round float32 to TF32 by default. Of 16-bit types, the flag decides whether
+    # cuDNN may use tensor cores at all.
+    flags = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, dtype is not torch.float32)
     with torch.autocast(pixels.device.type, enabled=False):
-        sums = conv2d(image, weight.dequantize(dtype), offsets, where.stride, sides, where.dilation, where.groups)
+        sums = torch._convolution(image, dense, offsets, *how, *flags)
     out.copy_(sums.clamp_(*clamp) if clamp != (-_INFINITY, _INFINITY) else sums)
 
 

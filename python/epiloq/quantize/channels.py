@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from epiloq.quantize.inputs import last_inputs
 
 BASE = 8
-"""A channel's number is found digit by digit, each as a power of two between 2^-4 and 2^3."""
+"""A channel's number is found digit by digit, each as a power of two from 2 to 2^8: none is 1, by which what does not
+depend on the producer would follow it, and none is less, for which float16 may have no normal numbers."""
 
 
 @torch.no_grad()
 def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object]) -> Tensor | None:
     """For each input channel of `consumer` the output channel of `producer` it is proportional to, int64 ``[K]``.
 
-    The producer's rows are multiplied by powers of two, which are exact in floating point, and the consumer's input has
-    to follow bit for bit, every channel by one of them; None if it does not, or if a channel is zero throughout.
-    Whether something else reads the producer is not looked at. The layers end as they were.
+    The producer's rows are multiplied by powers of two, which floating point follows exactly, and every channel of the
+    consumer's input has to follow by one of them; None if it does not, or if a channel is zero throughout. It may be
+    one unit in the last place off: a value that is subnormal in the model's dtype (in float16, below 2^-14) has more
+    bits once it is multiplied, and what is summed from it may then round the other way. Whether something else reads
+    the producer is not looked at. The layers end as they were.
 
     Args:
         run: a run of the model in which the consumer is called.
@@ -47,7 +50,7 @@ def _followed(
     """The digit of each of the consumer's channels, if its input follows powers of two in the producer's rows."""
     rows = [p for p in (producer.weight, producer.bias) if p is not None]
     before = [p.detach().clone() for p in rows]
-    powers = 2.0 ** (digits - BASE // 2)
+    powers = 2.0 ** (digits + 1)
     for p in rows:
         p.mul_(powers.to(p.dtype).reshape(-1, *[1] * (p.ndim - 1)))
     try:
@@ -57,13 +60,15 @@ def _followed(
             p.copy_(value)
     if moved.shape != exact.shape:
         return None
+    limits = torch.finfo(exact.dtype)
+    exact, moved = exact.double(), moved.double()
     largest = exact.abs().argmax(0, keepdim=True)
-    ratio = (moved.gather(0, largest) / exact.gather(0, largest))[0].float()
-    exponents = ratio.log2().round()
-    inside = (exponents >= -(BASE // 2)) & (exponents < BASE // 2)  # False for NaN, of channels that are zero.
-    if not inside.all() or not torch.equal(moved, exact * (2.0**exponents).to(exact.dtype)):
+    exponents = (moved.gather(0, largest) / exact.gather(0, largest))[0].log2().round()
+    inside = (exponents >= 1) & (exponents <= BASE)  # False for NaN, of channels that are zero.
+    unit = limits.eps * exact.abs().clamp(min=2 * limits.tiny)
+    if not inside.all() or not ((moved * 2.0**-exponents - exact).abs() <= unit).all():
         return None
-    return exponents.to(torch.int64) + BASE // 2
+    return exponents.to(torch.int64) - 1
 
 
 def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:
