@@ -186,3 +186,13 @@ def test_errors_of_packing() -> None:
             epiloq.pack_conv2d_weight(*arguments, bits=numbers[0], group_size=numbers[1])
     with pytest.raises(TypeError, match="weight: expected a PackedConv2dWeight"):
         epiloq.conv2d_weight_only(torch.zeros(1, 1, 1, 1), q)  # type: ignore[arg-type]
+
+
+def test_autocast_changes_nothing(seed: int, device: str) -> None:
+    for kernel in ((1, 1), (3, 3)):
+        w = conv_reference.packed(16, kernel, 24, 3, 8, device=device)
+        x = image((1, 9, 8, 24), torch.float32, device)
+        expected = run(x, w, None, Place())
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert torch.equal(run(x, w, None, Place()), expected)
+            assert torch.is_autocast_enabled(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -110,3 +111,10 @@ def refuse_backward(operation: str, output: Tensor) -> Tensor:
     if isinstance(output, Tensor) and not is_dynamo_compiling() and output.requires_grad:
         output.register_hook(refuse)
     return output
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """For products in the dtype that an operation chose. Entering autocast costs microseconds: only where it is on."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

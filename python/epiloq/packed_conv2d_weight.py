@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from epiloq import _core
 from epiloq.packed_weight import PackedWeight, pack_weight
 
 # Columns that a kernel reads at a time.
 _CHUNK = 8
 _SMALLEST_BLOCK = 32
 _TENSORS = ("q", "scale", "zero", "offset")
+# q, scale, zero, offset; and bits, n, kernel, channels, padded channels, group size.
+Parts: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
+Sizes: TypeAlias = "tuple[int, int, tuple[int, int], int, int, int]"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,16 +85,9 @@ class PackedConv2dWeight:
 
         Product and sum are each rounded to fp32, then to ``dtype``.
         """
-        if not self.depthwise:
-            rows = self.rows.dequantize(dtype).view(self.n, *self.kernel, self.padded_channels)
-            return rows[..., : self.channels].permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
-        codes = self.q.to(torch.float32)
-        if self.offset is not None:
-            taps = codes * self.scale.float() + self.offset.float()
-        else:
-            zero = float(1 << (self.bits - 1)) if self.zero is None else self.zero.float()
-            taps = (codes - zero) * self.scale.float()
-        return taps.to(dtype).permute(2, 0, 1).unsqueeze(1).contiguous()
+        packed = (self.q, self.scale, self.zero, self.offset)
+        sizes = (self.bits, self.n, self.kernel, self.channels, self.padded_channels, self.group_size)
+        return dense_taps(packed, sizes, dtype)
 
     def __repr__(self) -> str:
         zeros = "symmetric" if self.zero is None and self.offset is None else "zero points"
@@ -99,6 +96,28 @@ class PackedConv2dWeight:
             f"PackedConv2dWeight({list(self.shape)}, {self.bits} bits, group_size={self.group_size}, {zeros}, "
             f"{self.scale.dtype} scales, {self.device})"
         )
+
+
+def dense_taps(packed: Parts, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+    """`PackedConv2dWeight.dequantize` of a weight in its parts, as operators carry them."""
+    bits, n, (height, width), channels, padded, group_size = sizes
+    if channels == 1:
+        return _depthwise_taps(packed, bits, dtype)
+    k = height * width * padded
+    rows = packed[1].new_empty((n, k), dtype=dtype)
+    _core.dequantize_weight(rows, *packed, bits, n, k, group_size)
+    taps = rows.as_strided((n, channels, height, width), (k, 1, width * padded, padded))
+    return taps.contiguous(memory_format=torch.channels_last)
+
+
+def _depthwise_taps(packed: Parts, bits: int, dtype: torch.dtype) -> Tensor:
+    q, scale, zero, offset = packed
+    codes = q.to(torch.float32)
+    if offset is not None:
+        taps = codes * scale.float() + offset.float()
+    else:
+        taps = (codes - (float(1 << (bits - 1)) if zero is None else zero.float())) * scale.float()
+    return taps.to(dtype).permute(2, 0, 1).unsqueeze(1).contiguous()
 
 
 def block_of(group_size: int, kernel: tuple[int, int], channels: int) -> tuple[int, int]:

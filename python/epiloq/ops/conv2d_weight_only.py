@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.packed_conv2d_weight import PackedConv2dWeight
+from epiloq.ops.weight_only_mm import dense_product
+from epiloq.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
 
 _NAME = "conv2d_weight_only"
 _INFINITY = float("inf")
+# With a kernel of one tap: the pixels are rows of a product.
+_EVERY_PIXEL = Geometry((1, 1), (0, 0, 0, 0), (1, 1), 1)
 
 
 def conv2d_weight_only(
@@ -97,24 +100,29 @@ def _run(
 ) -> Tensor:
     place = Geometry(*where)
     pixels = _pixels(x)
-    out = _empty(x, n, kernel, place) if out is None else out
-    numbers: tuple[Any, ...] = (bits, n, kernel, channels, padded_channels, group_size)
+    target = _empty(x, n, kernel, place) if out is None else out
+    sizes = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
-    arguments: tuple[Any, ...] = (*packed, bias, *numbers, channels == 1, lo, hi, *where)
-    if not _core.conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments):
-        _run_dense(out, pixels, PackedConv2dWeight(*packed, *numbers), bias, place, (lo, hi))
-    return out
+    rows = target.permute(0, 2, 3, 1)
+    arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where)
+    if _core.conv2d_weight_only(rows, pixels, *arguments):
+        return target
+    # (On the CPU a convolution is the faster of the two.)
+    if x.is_cuda and kernel == (1, 1) and channels > 1 and place == _EVERY_PIXEL:
+        dense_product(rows, pixels, packed, bias, (bits, n, channels, group_size), (lo, hi))
+        return target
+    result = _convolution(pixels, packed, sizes, bias, place, (lo, hi))
+    # Usually already what an allocation of ours would be, so that no copy is needed.
+    if out is None and result.dtype == x.dtype and result.is_contiguous(memory_format=torch.channels_last):
+        return result
+    return target.copy_(result)
 
 
 @torch.no_grad()
-def _run_dense(
-    out: Tensor,
-    pixels: Tensor,
-    weight: PackedConv2dWeight,
-    bias: Tensor | None,
-    where: Geometry,
-    clamp: tuple[float, float],
-) -> None:
+def _convolution(
+    pixels: Tensor, packed: Parts, sizes: Sizes, bias: Tensor | None, where: Geometry, clamp: tuple[float, float]
+) -> Tensor:
+    """torch's convolution with the de-quantised weight, in new memory; on the CPU in float32."""
     dtype = pixels.dtype if pixels.is_cuda else torch.float32
     image = pixels.permute(0, 3, 1, 2).to(dtype)
     top, bottom, left, right = where.padding
@@ -122,15 +130,15 @@ def _run_dense(
     if (top, left) != (bottom, right):
         image, sides = pad(image, (left, right, top, bottom)), (0, 0)
     offsets = None if bias is None else bias.to(dtype)
-    dense = weight.dequantize(dtype)
+    dense = dense_taps(packed, sizes, dtype)
     how = (where.stride, sides, where.dilation, False, (0, 0), where.groups)
     cudnn = torch.backends.cudnn
     # As torch's conv2d, which lets cuDNN round float32 to TF32 by default. Of 16-bit types, the flag decides whether
     # cuDNN may use tensor cores at all.
     flags = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, dtype is not torch.float32)
-    with torch.autocast(pixels.device.type, enabled=False):
+    with without_autocast(pixels.device.type):
         sums = torch._convolution(image, dense, offsets, *how, *flags)
-    out.copy_(sums.clamp_(*clamp) if clamp != (-_INFINITY, _INFINITY) else sums)
+    return sums.clamp_(*clamp) if clamp != (-_INFINITY, _INFINITY) else sums
 
 
 def _pixels(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
@@ -92,8 +92,7 @@ def _run(
     numbers = (bits, n, k, group_size)
     x = _on_16_bytes(_in_order(x, perm, k))
     if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi):
-        dense = _run_dense if x.is_cuda else _run_in_blocks
-        dense(out, x, packed, bias, numbers, (lo, hi))
+        dense_product(out, x, packed, bias, numbers, (lo, hi))
     return out
 
 
@@ -126,6 +125,14 @@ def _on_16_bytes(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def dense_product(
+    out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
+) -> None:
+    """Where the C++ side declines: the weight de-quantised, on CUDA whole and in x's dtype."""
+    with without_autocast(x.device.type):
+        (_run_dense if x.is_cuda else _run_in_blocks)(out, x, packed, bias, numbers, clamp)
+
+
 def _run_dense(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
@@ -134,16 +141,14 @@ def _run_dense(
     _core.dequantize_weight(weight, *packed, *numbers)
     m = out.numel() // n
     rows, product = x.reshape(m, k), out.view(m, n)
-    with torch.autocast(x.device.type, enabled=False):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=product)
-        else:
-            torch.addmm(bias.view(n), rows, weight.t(), out=product)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=product)
+    else:
+        torch.addmm(bias.view(n), rows, weight.t(), out=product)
     if clamp != (-_INFINITY, _INFINITY):
         product.clamp_(*clamp)
 
 
-@torch.no_grad()
 def _run_in_blocks(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
@@ -159,8 +164,7 @@ def _run_in_blocks(
         q, scale, zero, offset = (None if t is None else t[slab : slab + slabs] for t in packed)
         assert q is not None and scale is not None
         _core.dequantize_weight(weight, q, scale, zero, offset, bits, last - first, k, group_size)
-        with torch.autocast("cpu", enabled=False):
-            sums = rows @ weight.t()
+        sums = rows @ weight.t()
         if bias is not None:
             sums.add_(bias.view(n)[first:last])
         product[:, first:last] = sums.clamp_(*clamp)
