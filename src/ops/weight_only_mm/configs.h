@@ -7,9 +7,9 @@
 namespace epiloq::ops::weight_only_mm {
 
 // At most `tokens` tokens: `warps` warps take turns at the steps of K, of `slabs` slabs of 16 rows of 4-bit weights, or
-// the same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead.
+// the same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead. `blocks` have their registers in an SM.
 struct StreamConfig {
-  int slabs, warps, stages, tokens;
+  int slabs, warps, stages, tokens, blocks;
 
   constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
 };
@@ -26,8 +26,8 @@ struct TiledConfig {
 // By tokens and by what a block reads, most first; the last one fits the shared memory of every device, and is all that
 // SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 3, 8},  StreamConfig{2, 8, 5, 8},  StreamConfig{1, 8, 6, 8},
-    StreamConfig{4, 8, 2, 16}, StreamConfig{2, 8, 3, 16}, StreamConfig{1, 4, 2, 8},
+    StreamConfig{4, 8, 3, 8, 2}, StreamConfig{4, 8, 2, 8, 2},  StreamConfig{2, 8, 5, 8, 2}, StreamConfig{2, 8, 2, 8, 3},
+    StreamConfig{1, 8, 6, 8, 2}, StreamConfig{2, 8, 2, 16, 2}, StreamConfig{1, 4, 2, 8, 2},
 };
 
 // By tokens, fewest first, and again one that fits everywhere.
@@ -51,7 +51,7 @@ struct WgmmaConfig {
 inline constexpr std::array kWgmmaRows{
     WgmmaConfig{4, 1, 16, false},  WgmmaConfig{4, 1, 32, false}, WgmmaConfig{4, 1, 64, false},
     WgmmaConfig{2, 2, 128, false}, WgmmaConfig{2, 1, 64, false}, WgmmaConfig{2, 1, 128, true},
-    WgmmaConfig{2, 2, 128, true},  WgmmaConfig{2, 1, 256, true},
+    WgmmaConfig{2, 1, 256, true},
 };
 
 // Tokens from which to which the wgmma kernel is taken. None: it has not been run on a GPU.

@@ -16,10 +16,12 @@ struct StreamRing {
   int bytes;  // of a stage: weights and tokens
 };
 
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_, int kTokens_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_, int kTokens_,
+          int kBlocks_>
 struct Streaming {
   static constexpr int kTokens = kTokens_;
   static constexpr int kTiles = kTokens / 8;
+  static constexpr int kBlocks = kBlocks_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;
   using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTiles>;
@@ -75,8 +77,8 @@ struct Streaming {
 
 // A column of blocks shares K.
 template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant__ Problem const p,
-                                                                __grid_constant__ StreamRing const ring) {
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
+                                                                         __grid_constant__ StreamRing const ring) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   using W = typename S::W;
   constexpr int kWarps = S::kWarps, kStages = S::kStages;

@@ -31,9 +31,6 @@ struct WgmmaMath {
   // The compiler would add a group up during the next one's products, for which there may be no registers.
   static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInPiece][4];
-  static constexpr int kAll = C::kBlocks * kPieces;  // pieces of a step
-  // Whether products go on past the end of a step. With one block of sums, the compiler would then wait for each.
-  static constexpr bool kGoesOn = C::kBlocks > 1;
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
@@ -186,6 +183,7 @@ struct WgmmaMath {
 
   // A step: a piece is made while the one before it is multiplied, and its integers are loaded before that.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
+    constexpr int kAll = C::kBlocks * kPieces;
     float product[kSums];
     Fragments a[2];
     Word words[4];
@@ -213,64 +211,49 @@ struct WgmmaMath {
     }
   }
 
-  // The same with rounded weights: the tensor cores have the next piece before they are done with one. `release` tells
-  // that the previous step's products are there.
-  template <class Release>
-  __device__ __forceinline__ void multiply_rounded(Sums& sums, Fragments (&a)[2], Stage const& stage,
-                                                   Release release) const {
+  // The same with rounded weights: the tensor cores have the next piece before they are done with one. Past the end of
+  // a step they go on with another warpgroup's; with this one's, the compiler would wait for every product.
+  __device__ __forceinline__ void multiply_rounded(Sums& sums, Stage const& stage) const {
+    static_assert(C::kBlocks == 1);
+    Fragments a[2];
     Word words[4];
     typename F::Zero zero;
     Factor factor;
     load(words, stage, 0);
 #pragma unroll
-    for (int piece = 0; piece < kAll; ++piece) {
+    for (int piece = 0; piece < kPieces; ++piece) {
       if (piece % kPiecesOfGroup == 0) {
         zero = zero_of(stage, piece);
         factor = factor_of(stage, piece);
       }
       cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
-      if (kGoesOn && piece == 1) release();
       make(a[piece % 2], words, zero);
       scale(a[piece % 2], factor);
-      if (piece + 1 < kAll) load(words, stage, piece + 1);
-      begin(sums[piece / kPieces], a[piece % 2], stage, piece, true);
+      if (piece + 1 < kPieces) load(words, stage, piece + 1);
+      begin(sums[0], a[piece % 2], stage, piece, true);
     }
-    if constexpr (!kGoesOn) {
-      cute::warpgroup_wait<0>();
-      fence(sums[0]);
-    }
+    cute::warpgroup_wait<0>();
+    fence(sums[0]);
   }
 
   // All steps; a stage that has been multiplied is free for the next copies.
   __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages,
                                int steps) const {
-    auto const release = [&](int at) {
-      __syncwarp();
-      if (lane == 0) shared.empty[at].arrive();
-    };
-    [[maybe_unused]] Fragments a[2];
-    int at = 0, before = 0;
+    int at = 0;
     std::uint32_t phase = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       shared.full[at].wait(phase);
       Stage const stage = stage_of(stages + at * params.stage.bytes);
       if constexpr (C::kRounds) {
-        multiply_rounded(sums, a, stage, [&] {
-          if (step > 0) release(before);
-        });
-        before = at;
+        multiply_rounded(sums, stage);
       } else {
         multiply(sums, stage);
       }
-      if constexpr (!C::kRounds || !kGoesOn) release(at);
+      __syncwarp();
+      if (lane == 0) shared.empty[at].arrive();
       at = at + 1 == params.stages ? 0 : at + 1;
       phase ^= at == 0;
-    }
-    if constexpr (C::kRounds) {
-      cute::warpgroup_wait<0>();
-#pragma unroll
-      for (int block = 0; block < C::kBlocks; ++block) fence(sums[block]);
     }
   }
 
