@@ -32,7 +32,7 @@ struct MmaSync {
   static constexpr int kTeam = 32;
   static constexpr int kRows = T::kTeamM / 16, kColumns = T::kTeamN / 8;  // fragments of a warp
   static constexpr int kRowStep = 16;                                     // from one fragment to the next
-  static constexpr int kAhead = T::kStages - 1;  // a stage is read before the next barrier
+  static constexpr int kAhead = T::kStages - 1;                           // a stage is read before the next barrier
   using Sums = unsigned[kRows][4 * kColumns];
 
   static __device__ __forceinline__ int first_row(int team_row) { return team_row * T::kTeamM; }

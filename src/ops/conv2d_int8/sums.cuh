@@ -1,7 +1,7 @@
 #pragma once
 
-// The way of a tile's sums to its outputs: through shared memory, where a thread finds its own again, whichever pixel's,
-// and where the other blocks of a cluster find theirs to add.
+// The way of a tile's sums to its outputs: through shared memory, where a thread finds its own again, whichever
+// pixel's, and where the other blocks of a cluster find theirs to add.
 
 #include "core/async_copy.cuh"
 #include "ops/conv2d_int8/copies.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ int4 read_from(SharedAddress address, int rank) {
   return value;
 }
 
-// Of a thread: `kLines` pixels, and of each runs of 8 channels, 32 channels apart. A run lies in two pieces of 16 bytes,
-// next to other threads' same pieces.
+// Of a thread: `kLines` pixels, and of each runs of 8 channels, 32 channels apart. A run lies in two pieces of 16
+// bytes, next to other threads' same pieces.
 template <class T>
 struct SumsInShared {
   static constexpr int kRuns = T::kTeamN / 32, kLines = 2 * T::Math::kRows;

@@ -22,8 +22,8 @@ struct Tiled {
   static constexpr int kTeamM = kTeamM_, kTeamN = kTeamN_, kTeamsN = kTeamsN_;
   static constexpr int kTileM = kTeamM * kTeamsM, kTileN = kTeamN * kTeamsN;
   static constexpr int kDepth = kDepth_, kStages = kStages_, kBytes = kBytes_;
-  static constexpr int kBlocks = kBlocks_;          // an SM
-  static constexpr int kB = kTileM * kDepth;        // the weights' place in a stage
+  static constexpr int kBlocks = kBlocks_;    // an SM
+  static constexpr int kB = kTileM * kDepth;  // the weights' place in a stage
   static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
   using Math = typename MathOf<kMma>::template Of<Tiled>;
   static constexpr int kThreads = Math::kTeam * kTeamsM * kTeamsN;
@@ -41,8 +41,7 @@ __device__ __forceinline__ void start(typename T::Math::Sums& sums, TiledProblem
     for (int i = 0; i < 2; ++i) {
       int const n = channel_of(first_column + 8 * j + neighbours + i);
       bool const is_there = n < here.count_n && blockIdx.z == 0;
-      unsigned const first =
-          is_there ? first_sum(t.problem.finish, here.group * t.outputs + here.first_n + n) : 0u;
+      unsigned const first = is_there ? first_sum(t.problem.finish, here.group * t.outputs + here.first_n + n) : 0u;
 #pragma unroll
       for (auto& row : sums) row[4 * j + i] = row[4 * j + 2 + i] = first;
     }
@@ -50,8 +49,9 @@ __device__ __forceinline__ void start(typename T::Math::Sums& sums, TiledProblem
 }
 
 template <class T>
-__device__ __forceinline__ void multiply(typename T::Math::Sums& sums, TiledProblem const& t, typename T::Copies& copies,
-                                         SharedAddress ring, int stages, int team_row, int team_column) {
+__device__ __forceinline__ void multiply(typename T::Math::Sums& sums, TiledProblem const& t,
+                                         typename T::Copies& copies, SharedAddress ring, int stages, int team_row,
+                                         int team_column) {
   using Math = typename T::Math;
   constexpr int kAhead = Math::kAhead, kRingBytes = T::kStages * T::kStageBytes;
   int read = 0, write = kAhead * T::kStageBytes, left = stages;
