@@ -62,6 +62,8 @@ class Row:
 
 def bind(call: partial[Tensor], kernel: Kernel) -> tuple[Call, Tensor]:
     """A call of the operation as one of the kernel, and where its result goes."""
+    x: Tensor
+    weight: epiloq.PreparedInt8Weight
     x, weight = call.args
     given: dict[str, Any] = call.keywords
     where = geometry(NAME, weight.q.shape[1:3], given["stride"], given["padding"], 1, given["groups"])
