@@ -82,7 +82,7 @@ def candidates(case: Case, rows: list[int], splits: list[int], sm_count: int) ->
     for row in rows:
         tile_m, tile_n = TILES[row]
         blocks = math.ceil(pixels / tile_m) * math.ceil(case.n / tile_n)
-        if tile_n < 2 * max(case.n, 32):
+        if tile_n <= 2 * max(case.n, 32):
             kernels += [(row, split) for split in splits if split == 1 or blocks * split <= 6 * sm_count]
     return kernels
 
