@@ -19,10 +19,9 @@ class Geometry(NamedTuple):
 
     def output_size(self, image: Sequence[Any], kernel: Sequence[int]) -> tuple[Any, Any]:
         """Height and width of the output, 0 or less where the kernel does not fit (the checks in C++ say so)."""
-        top, bottom, left, right = self.padding
-        padded = (image[0] + top + bottom, image[1] + left + right)
-        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, kernel, strict=True)]
-        p, q = ((padded[i] - reach[i]) // max(self.stride[i], 1) + 1 for i in range(2))
+        (down, right), (top, bottom, left, far), (tall, wide), _ = self
+        p = (image[0] + top + bottom - tall * (kernel[0] - 1) - 1) // max(down, 1) + 1
+        q = (image[1] + left + far - wide * (kernel[1] - 1) - 1) // max(right, 1) + 1
         return p, q
 
 
@@ -40,6 +39,8 @@ def geometry(
 def _sides(
     operation: str, padding: Padding, kernel: Sequence[int], stride: tuple[int, int], dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
+    if type(padding) is int:  # first what is common: this is on the path of every call
+        return padding, padding, padding, padding
     if padding == "valid":
         return 0, 0, 0, 0
     if padding == "same":
@@ -56,6 +57,8 @@ def _sides(
 
 
 def _pair(operation: str, argument: str, value: object) -> tuple[int, int]:
+    if type(value) is int:
+        return value, value
     pair = (value, value) if isinstance(value, int) else value
     if not _integers(pair, 2):
         _refuse(operation, argument, "an integer or two", repr(value))
