@@ -10,65 +10,32 @@ import transformers
 from torch import nn
 
 VOCABULARY = 96
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=36,
-        intermediate_size=100,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=12,
-    )
+    sizes = {**SIZES, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 3}
+    config = transformers.LlamaConfig(intermediate_size=100, num_key_value_heads=1, head_dim=12, **sizes)
     return transformers.LlamaForCausalLM(config)
 
 
 def qwen() -> Any:
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=72,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=8,
-        max_window_layers=1,
-    )
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    config = transformers.Qwen2Config(intermediate_size=72, num_key_value_heads=2, **windows, **SIZES)
     return transformers.Qwen2ForCausalLM(config)
 
 
 def neox() -> Any:
-    config = transformers.GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.GPTNeoXForCausalLM(config)
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(intermediate_size=64, **SIZES))
 
 
 def opt() -> Any:
-    config = transformers.OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    config = transformers.OPTConfig(word_embed_proj_dim=32, ffn_dim=64, max_position_embeddings=64, **SIZES)
     return transformers.OPTForCausalLM(config)
 
 
 def bert() -> Any:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    config = transformers.BertConfig(intermediate_size=64, max_position_embeddings=64, **SIZES)
     return transformers.BertForMaskedLM(config)
 
 

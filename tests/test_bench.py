@@ -130,6 +130,8 @@ def test_rotate_stays_cold_and_keeps_strides(seed: int) -> None:
     assert cold and sum(t.nbytes for s in sets for t in s.values()) >= CACHE_MULTIPLE * cache
     assert len({s["b"].data_ptr() for s in sets}) == len(sets)
     assert all(s["b"].stride() == (1, 576) and torch.equal(s["b"], inputs["b"]) for s in sets)
+    padded = torch.arange(12.0).view(3, 4).t()[:1]
+    assert all(s["x"].stride() == (1, 4) and torch.equal(s["x"], padded) for s in rotate({"x": padded}, 1)[0])
     assert len(rotate(inputs, 1)[0]) == FEWEST_SETS
     assert rotate({"x": torch.ones(1)}, cache)[1] is False
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from epiloq.quantize import fold_, smooth_scale, smoothquant_
 from epiloq.quantize.channels import alike, channel_map
+from epiloq.quantize.inputs import observe
+from epiloq.quantize.smoothquant import foldings
 
 
 class Attention(nn.Module):
@@ -63,6 +65,16 @@ def test_values_that_are_subnormal_in_float16(seed: int, size: float) -> None:
     found = channel_map(model.v, model.o, lambda: model(x))
     assert found is not None and found.tolist() == expected(6, 2)
     assert channel_map(model.q, model.o, lambda: model(x)) is None
+
+
+def test_looking_for_what_can_be_folded_leaves_float16_weights(seed: int) -> None:
+    model, x = nn.Sequential(Attention(64, 6, 2, True)).half().eval(), torch.randn(2, 9, 64).half()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0**-9)
+    before = copy.deepcopy(model.state_dict())
+    foldings(model, observe(model, lambda m: m(x)), lambda module, name: True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("width", [1, 64])

@@ -76,12 +76,13 @@ def tile_of(arch: str, shape: tuple[int, int, int, int], outputs: int) -> str:
         return epiloq.explain("conv2d_int8", x, weight, weight_scale=torch.ones(1), input_scale=1.0, output_scale=1.0)
 
 
-def test_every_int8_tile_is_reached() -> None:
-    sizes = itertools.product((1, 8, 40, 130), (16, 24, 3, 64, 512), (16, 64, 128, 256, 600))
-    answers = {tile_of("sm80", (1, 30 * h, 30, channels), outputs) for h, channels, outputs in sizes}
-    assert len(answers) == 8, sorted(answers)
-    answers = {tile_of("sm75", (1, 30 * h, 30, 16), outputs) for h, outputs in ((1, 16), (200, 600))}
-    assert len(answers) == 1 and "64 pixels x 64 channels" in answers.pop()
+def test_tiles_follow_the_architecture() -> None:
+    sizes = tuple(itertools.product((1, 8, 40, 130), (16, 24, 3, 64, 2048), (16, 64, 128, 256, 600)))
+    answers = {arch: {tile_of(arch, (1, 30 * h, 30, c), n) for h, c, n in sizes} for arch in ARCHS}
+    assert len(answers["sm75"]) == 3 and all("64 pixels x 64 channels" in words for words in answers["sm75"])
+    assert not any("wgmma" in words or "clusters" in words for words in answers["sm80"] | answers["sm75"])
+    assert len(answers["sm80"]) > 3 < sum("wgmma" in words for words in answers["sm90"])
+    assert any("K over clusters" in words for words in answers["sm90"])
 
 
 def test_explain_names_the_depthwise_kernels() -> None:

@@ -73,6 +73,7 @@ def test_the_wheel_holds_the_package_the_library_and_the_cmake_files(built: Buil
         r"epiloq/lib/cmake/epiloq/epiloqConfigVersion\.cmake",
         r"epiloq/lib/cmake/epiloq/epiloqTargets\.cmake",
         r"epiloq/include/epiloq/version\.h",
+        r"epiloq/demo/demo\.html",
         r"epiloq/demo/report\.html",
         r"epiloq/pages/page\.html",
         r"epiloq/quantize/report\.html",

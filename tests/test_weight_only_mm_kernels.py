@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import epiloq
-from weight_reference import KINDS, assert_close, make_weight, run_and_check, run_kernel
+from weight_reference import (
+    KINDS,
+    WGMMA_TOKENS,
+    assert_close,
+    make_weight,
+    rounds_weights,
+    run_and_check,
+    run_kernel,
+)
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -26,7 +34,7 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
                 run_and_check("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
-ROWS = {"stream": 4, "tiled": 5, "wgmma": 5}  # of the tables in src/ops/weight_only_mm/configs.h
+ROWS = {"stream": 7, "tiled": 5, "wgmma": len(WGMMA_TOKENS)}  # of the tables in src/ops/weight_only_mm/configs.h
 
 
 @pytest.mark.gpu
@@ -41,8 +49,8 @@ def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: t
     """
     kernels = [(family, row, split) for family, rows in ROWS.items() for row in range(rows) for split in (1, 3, 8)]
     ran = 0
-    for n, k in ((1040, 2064), (33, 1100)):
-        weight = make_weight(n, k, bits, group_size, kind, device="cuda")
+    for (n, k), scale_dtype in itertools.product(((1040, 2064), (33, 1100)), (torch.float16, dtype)):
+        weight = make_weight(n, k, bits, group_size, kind, scale_dtype=scale_dtype, device="cuda")
         for m, kernel in itertools.product((1, 5, 8, 40, 130), kernels):
             x = torch.nn.functional.pad(torch.randn(m, k, device="cuda").to(dtype), (0, -k % 8))[:, :k]
             try:
@@ -50,7 +58,7 @@ def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: t
             except ValueError as refusal:
                 assert "kernel: expected one that fits" in str(refusal)
                 continue
-            assert_close(out, x, weight)
+            assert_close(out, x, weight, rounded_weights=rounds_weights(kernel))
             ran += 1
     assert ran >= 2
 

@@ -12,6 +12,10 @@ import epiloq
 from epiloq import _core
 from reference import poisoned, ulp
 
+# Tokens of a tile, by row of kWgmmaRows in src/ops/weight_only_mm/configs.h, and the rows that round weights with their
+# scales, which must be of x's dtype.
+WGMMA_TOKENS = (16, 32, 64, 128, 64, 128, 256)
+WGMMA_ROUNDS = (5, 6)
 KINDS = ("symmetric", "zero", "offset")
 # One part in so many is the rounding of a dense product's weights.
 PRECISION = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -77,6 +81,10 @@ def run_kernel(
     return out
 
 
+def rounds_weights(kernel: tuple[str, int, int]) -> bool:
+    return kernel[0] == "wgmma" and kernel[1] in WGMMA_ROUNDS
+
+
 def assert_close(
     y: Tensor,
     x: Tensor,
@@ -84,7 +92,7 @@ def assert_close(
     bias: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
     *,
-    dense_route: bool = False,
+    rounded_weights: bool = False,
 ) -> None:
     """The documented bound: one ulp of the output, fp32's rounding of a sum, and of weights where they are rounded."""
     rows = x.double().reshape(-1, x.shape[-1])
@@ -95,7 +103,7 @@ def assert_close(
     if clamp is not None:
         exact = exact.clamp(*clamp)
     bound = ulp(exact, y.dtype) + 2.0**-23 * x.shape[-1] ** 0.5 * size
-    if dense_route:
+    if rounded_weights:
         # Products below fp16's normal numbers are rounded to 2^-24.
         bound += PRECISION[y.dtype] * size + 2.0**-25 * rows.abs().sum(-1, keepdim=True)
     error = (y.double().reshape(exact.shape) - exact).abs()
@@ -123,6 +131,7 @@ def run_and_check(
     b = torch.randn(n, device=device).to(dtype) if bias else None
     out = poisoned((m, n), dtype, device)
     assert epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp, out=out) is out
-    dense = "de-quantise," in epiloq.explain("weight_only_mm", x, weight.packed, b)
-    assert_close(out, x, weight, b, clamp, dense_route=dense)
+    kernel = epiloq.explain("weight_only_mm", x, weight.packed, b)
+    rounded = "de-quantise," in kernel or "rounded" in kernel
+    assert_close(out, x, weight, b, clamp, rounded_weights=rounded)
     assert torch.equal(epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp), out)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 from collections import Counter, defaultdict
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -28,7 +30,7 @@ from epiloq.bench.timing import CudaTimer, cache_bytes, rotate
 
 Kernel = tuple[str, int, int]
 # Tokens of a tile, by row of the tables in src/ops/weight_only_mm/configs.h.
-TILES = {"stream": (8, 8, 8, 8), "tiled": (16, 32, 64, 128, 32), "wgmma": (16, 32, 64, 128, 64)}
+TILES = {"stream": (8, 8, 8, 8, 8, 16, 8), "tiled": (16, 32, 64, 128, 32), "wgmma": (16, 32, 64, 128, 64, 128, 256)}
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
 DENSE = "dense"
 
@@ -119,18 +121,24 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4,8,16,32,64,128,256,512")
     parser.add_argument("--families", default=",".join(TILES))
     parser.add_argument("--splits", default="1,2,3,4,5,6,7,8")
+    parser.add_argument("--json", type=Path, help="all times: [M, N, K, family, row, split, microseconds]")
     arguments = parser.parse_args()
     device, timer = torch.device("cuda"), CudaTimer()
     floor = measure_read_floor(device, timer)
     generator = torch.Generator(device).manual_seed(0)
     splits = [int(split) for split in arguments.splits.split(",")]
     found: dict[int, list[dict[Kernel, float]]] = defaultdict(list)
+    measured: list[tuple[int, int, int, str, int, int, float]] = []
     for shape, tokens in itertools.product(arguments.shapes.split(","), arguments.tokens.split(",")):
         n, k = map(int, shape.split("x"))
         case = Case("weight_only_mm", arguments.variant, "", int(tokens), n, k)
         kernels = candidates(case.m, arguments.families.split(","), splits)
-        found[case.m].append(sweep(case, kernels, timer, floor, generator))
+        times = sweep(case, kernels, timer, floor, generator)
+        found[case.m].append(times)
+        measured += [(case.m, n, k, *kernel, us) for kernel, us in times.items()]
     summarise(found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,13 @@
 
 namespace epiloq {
 
+// A kernel by name, for tests and for finding out which is best: a row of the table in src/ops/conv2d_int8/configs.h,
+// and how many blocks of a cluster share K.
+struct Conv2dInt8Kernel {
+  int row = 0;
+  int split = 1;
+};
+
 // A convolution of int8 by int8 that re-quantises, or restores:
 //
 //   acc = sum x_q weight                                int32, exact; padding holds input_zero
@@ -36,6 +43,7 @@ struct Conv2dInt8 {
   int output_zero = 0;                     // -128 to 127; of int8 output alone
   float lo = -__builtin_inff(), hi = __builtin_inff();
   Conv2dGeometry geometry{};
+  std::optional<Conv2dInt8Kernel> kernel{};  // none: the one that the table names
 };
 
 // Throws InvalidArgument where an argument does not fit. Works without CUDA.

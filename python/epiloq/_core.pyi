@@ -34,6 +34,7 @@ def conv2d_int8(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    kernel: tuple[int, int] | None = None,
 ) -> None: ...
 def check_conv2d_int8(
     out: Tensor,
@@ -50,6 +51,7 @@ def check_conv2d_int8(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    kernel: tuple[int, int] | None = None,
 ) -> None: ...
 def explain_conv2d_int8(
     out: Tensor,
@@ -66,6 +68,7 @@ def explain_conv2d_int8(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    kernel: tuple[int, int] | None = None,
 ) -> str: ...
 def finish_conv2d_int8(
     out: Tensor,

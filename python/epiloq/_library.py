@@ -45,6 +45,24 @@ def register(operation: str, schema: str, implementation: Callable[..., Any], fa
     torch.library.register_fake(f"epiloq::{name}", on_one_device, lib=LIBRARY)
 
 
+def register_product(
+    name: str, arguments: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], allocating: str = ""
+) -> None:
+    """Define ``name``, which returns ``run(*arguments)``, and ``name_out``, which is ``run(*arguments, out=out)``.
+
+    ``allocating``: arguments by name that only the first has, such as the type of what it allocates.
+    """
+
+    def write(*args: Any, out: Tensor) -> None:
+        run(*args, out=out)
+
+    def fake_out(*_: Any, out: Tensor) -> None:
+        return None
+
+    register(name, f"{name}({arguments}{allocating and ', *, ' + allocating}) -> Tensor", run, fake)
+    register(name, f"{name}_out({arguments}, *, Tensor(a!) out) -> ()", write, fake_out)
+
+
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:
     """Whether a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work."""
     if is_dynamo_compiling():

@@ -2,26 +2,12 @@
 
 // What empties the group-wise kernel's stages: wgmma, and sums in fp32, or of int8 in int32.
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED 1  // tiles of any multiple of 8 columns
-
-#include <cute/arch/mma_sm90.hpp>
 #include <utility>
 
 #include "gemm/sm90_groupwise_tile.cuh"
+#include "gemm/wgmma.cuh"
 
 namespace epiloq::gemm {
-
-// Where wgmma finds a tile whose rows are lines of the 128-byte swizzle.
-__device__ __forceinline__ std::uint64_t smem_descriptor(void const* tile) {
-  constexpr std::uint64_t kSwizzle128 = 1, kEightRows = 1024;
-  return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | (cute::cast_smem_ptr_to_uint(tile) & 0x3ffff) >> 4;
-}
-
-template <class Instruction, class Sum, std::size_t... kIndices>
-__device__ __forceinline__ void multiply_once(std::uint64_t a, std::uint64_t b, Sum (&sums)[sizeof...(kIndices)],
-                                              bool add, std::index_sequence<kIndices...>) {
-  Instruction::fma(a, b, sums[kIndices]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
 
 template <class C>
 struct GroupwiseMath {
@@ -42,8 +28,9 @@ struct GroupwiseMath {
   // Starts to multiply a stage: int8 onto the sums themselves.
   static __device__ __forceinline__ void begin(Sum (&product)[kSums], Position const& at) {
     int const stage = at.ring.stage;
-    std::uint64_t const a = smem_descriptor(at.shared.tokens(stage) + at.group_m * 64 * kGroupDepth);
-    std::uint64_t const b = smem_descriptor(at.shared.weights(stage));
+    auto const* const tokens = at.shared.tokens(stage) + at.group_m * 64 * kGroupDepth;
+    std::uint64_t const a = swizzled_descriptor(cute::cast_smem_ptr_to_uint(tokens));
+    std::uint64_t const b = swizzled_descriptor(cute::cast_smem_ptr_to_uint(at.shared.weights(stage)));
     at.shared.full()[stage].wait(at.ring.parity);
     fence(product);
     cute::warpgroup_arrive();

@@ -19,10 +19,9 @@ class Geometry(NamedTuple):
 
     def output_size(self, image: Sequence[Any], kernel: Sequence[int]) -> tuple[Any, Any]:
         """Height and width of the output, 0 or less where the kernel does not fit (the checks in C++ say so)."""
-        (height, width), (down, across), (apart_h, apart_w) = kernel, self.stride, self.dilation
-        top, bottom, left, right = self.padding
-        p = (image[0] + top + bottom - apart_h * (height - 1) - 1) // max(down, 1) + 1
-        q = (image[1] + left + right - apart_w * (width - 1) - 1) // max(across, 1) + 1
+        (down, right), (top, bottom, left, far), (tall, wide), _ = self
+        p = (image[0] + top + bottom - tall * (kernel[0] - 1) - 1) // max(down, 1) + 1
+        q = (image[1] + left + far - wide * (kernel[1] - 1) - 1) // max(right, 1) + 1
         return p, q
 
 
@@ -40,6 +39,8 @@ def geometry(
 def _sides(
     operation: str, padding: Padding, kernel: Sequence[int], stride: tuple[int, int], dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
+    if type(padding) is int:  # first what is common: this is on the path of every call
+        return padding, padding, padding, padding
     if padding == "valid":
         return 0, 0, 0, 0
     if padding == "same":
@@ -48,7 +49,7 @@ def _sides(
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         top, left = total[0] // 2, total[1] // 2
         return top, total[0] - top, left, total[1] - left
-    if not isinstance(padding, int) and _integers(padding, 4):
+    if _integers(padding, 4):
         top, bottom, left, right = padding
         return top, bottom, left, right
     height, width = _pair(operation, "padding", padding)
@@ -58,16 +59,16 @@ def _sides(
 def _pair(operation: str, argument: str, value: object) -> tuple[int, int]:
     if type(value) is int:
         return value, value
-    if not _integers(value, 2):
+    pair = (value, value) if isinstance(value, int) else value
+    if not _integers(pair, 2):
         _refuse(operation, argument, "an integer or two", repr(value))
-    return value[0], value[1]
+    return pair[0], pair[1]
 
 
 def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
-    # Lists and tuples first: asking an abstract class costs a good part of a call's time on the host.
-    if not isinstance(values, (tuple, list, Sequence)) or len(values) != count:
+    if not isinstance(values, Sequence) or len(values) != count:
         return False
-    return all(type(value) is int for value in values)
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 
 def _refuse(operation: str, argument: str, expected: str, got: object) -> NoReturn:

@@ -176,7 +176,7 @@ def convolve(
         torch.ops.epiloq.conv2d_int8_out(*arguments, out=out)
         return out
     if out is None:
-        return _run(*arguments, out_dtype=dtype)
+        out = _empty(x, q, where, dtype)
     _run_out(*arguments, out=out)
     return out
 
@@ -230,9 +230,10 @@ def _empty(x: Tensor, weight: Tensor, where: Geometry, dtype: torch.dtype) -> Te
     if x.ndim != 4 or weight.ndim != 4:
         shapes = f"{list(x.shape)} and {list(weight.shape)}"
         raise ValueError(f"epiloq.{_NAME}: x_q: expected [B, H, W, Ci] and a weight [Co, Kh, Kw, C], got {shapes}")
-    p, q = where.output_size(x.shape[1:3], weight.shape[1:3])
+    (batch, *image, _), (outputs, *kernel, _) = x.shape, weight.shape
+    p, q = where.output_size(image, kernel)
     # Sizes are checked with everything else, once, in C++; here they only must not break the allocation.
-    return x.new_empty((x.shape[0], max(p, 0), max(q, 0), weight.shape[0]), dtype=dtype)
+    return x.new_empty((batch, max(p, 0), max(q, 0), outputs), dtype=dtype)
 
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register, without_autocast
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.weight_only_mm import dense_product
 from epiloq.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
@@ -177,17 +177,10 @@ def explain(
     return _core.explain_conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments)
 
 
-def _impl(*arguments: Any) -> Tensor:
-    return _run(*_as_tuples(arguments))
-
-
-def _impl_out(*arguments: Any, out: Tensor) -> None:
-    _run(*_as_tuples(arguments), out=out)
-
-
-def _as_tuples(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The dispatcher's lists as the tuples that are compared with."""
-    return tuple(tuple(value) if isinstance(value, list) else value for value in arguments)
+def _run_lists(*arguments: Any, out: Tensor | None = None) -> Tensor:
+    """`_run` with the dispatcher's lists as the tuples that are compared with."""
+    given: Any = (tuple(value) if isinstance(value, list) else value for value in arguments)
+    return _run(*given, out=out)
 
 
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
@@ -202,14 +195,9 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return _empty(x, n, kernel, where)
 
 
-def _fake_out(*_: Any, out: Tensor) -> None:
-    return None
-
-
 _ARGUMENTS = (
     "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? bias, int bits, int n, int[] kernel, "
     "int channels, int padded_channels, int group_size, float lo, float hi, "
     "int[] stride, int[] padding, int[] dilation, int groups"
 )
-register(_NAME, f"conv2d_weight_only({_ARGUMENTS}) -> Tensor", _impl, _fake)
-register(_NAME, f"conv2d_weight_only_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out)
+register_product(_NAME, _ARGUMENTS, _run_lists, _fake)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
-from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, fake_out, granularity_of, product_on_cpu
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, granularity_of, product_on_cpu
 from epiloq.ops.scaled_bmm import float_sums
 
 _GROUPED = (
@@ -72,27 +72,29 @@ def grouped_mm(
             return refuse_backward("grouped_mm", result)
         torch.ops.epiloq.grouped_mm_out(a, b, scale_a, scale_b, offs, masked_m, columns, depth, out=out)
         return out
-    if out is None:
-        out = empty_result("grouped_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns, depth)
-    return out
+    return _run(a, b, scale_a, scale_b, offs, masked_m, columns, depth, out_dtype=out_dtype, out=out)
 
 
 def _run(
-    out: Tensor,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor | None,
-    masked_m: Tensor | None,
-    columns_per_scale: int,
-    depth_per_scale: int,
-) -> None:
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    columns_per_scale: int = 128,
+    depth_per_scale: int = 128,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = empty_result("grouped_mm", a, b, out_dtype)
     if a.is_cuda:
         _core.groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
     else:
         _run_on_cpu(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
+    return out
 
 
 @torch.no_grad()
@@ -135,40 +137,4 @@ def _parts_of_experts(
     return [(a[i:j], scale_a[i:j], out[i:j]) for i, j in zip(begins, ends, strict=True)]
 
 
-def _impl(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    columns_per_scale: int = 128,
-    depth_per_scale: int = 128,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out = empty_result("grouped_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
-    return out
-
-
-def _impl_out(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    columns_per_scale: int = 128,
-    depth_per_scale: int = 128,
-    *,
-    out: Tensor,
-) -> None:
-    _run(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
-
-
-for _schema, _function, _shapes in (
-    (f"grouped_mm({_GROUPED}, *, ScalarType out_dtype) -> Tensor", _impl, fake_of("grouped_mm")),
-    (f"grouped_mm_out({_GROUPED}, *, Tensor(a!) out) -> ()", _impl_out, fake_out),
-):
-    register("grouped_mm", _schema, _function, _shapes)
+register_product("grouped_mm", _GROUPED, _run, fake_of("grouped_mm"), "ScalarType out_dtype")

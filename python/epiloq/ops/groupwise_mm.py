@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq.ops.float8 import to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -70,10 +70,7 @@ def groupwise_mm(
             return refuse_backward("groupwise_mm", result)
         torch.ops.epiloq.groupwise_mm_out(a, b, scale_a, scale_b, bias, rows, columns, out=out)
         return out
-    if out is None:
-        out = empty_result("groupwise_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, rows, columns)
-    return out
+    return _run(a, b, scale_a, scale_b, bias, rows, columns, out_dtype=out_dtype, out=out)
 
 
 def granularity_of(
@@ -97,17 +94,22 @@ def empty_result(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -
 
 
 def _run(
-    out: Tensor,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    bias: Tensor | None,
-    rows_per_scale: int,
-    columns_per_scale: int,
-) -> None:
+    bias: Tensor | None = None,
+    rows_per_scale: int = 1,
+    columns_per_scale: int = 128,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = empty_result("groupwise_mm", a, b, out_dtype)
     implementation = _core.groupwise_mm if a.is_cuda else _run_on_cpu
     implementation(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
+    return out
 
 
 @torch.no_grad()
@@ -186,36 +188,6 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     return "cpu fp32 matmul of de-quantised slices of K"
 
 
-def _impl(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    rows_per_scale: int = 1,
-    columns_per_scale: int = 128,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out = empty_result("groupwise_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
-    return out
-
-
-def _impl_out(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    rows_per_scale: int = 1,
-    columns_per_scale: int = 128,
-    *,
-    out: Tensor,
-) -> None:
-    _run(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
-
-
 def fake_of(operation: str) -> Callable[..., Tensor]:
     def shapes(a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:
         if a.ndim < 1 or b.ndim < 2:
@@ -229,12 +201,4 @@ def fake_of(operation: str) -> Callable[..., Tensor]:
     return shapes
 
 
-def fake_out(*_: Any, out: Tensor) -> None:
-    return None
-
-
-for _operation, _schema, _function, _shapes in (
-    ("groupwise_mm", f"groupwise_mm({_DENSE}, *, ScalarType out_dtype) -> Tensor", _impl, fake_of("groupwise_mm")),
-    ("groupwise_mm", f"groupwise_mm_out({_DENSE}, *, Tensor(a!) out) -> ()", _impl_out, fake_out),
-):
-    register(_operation, _schema, _function, _shapes)
+register_product("groupwise_mm", _DENSE, _run, fake_of("groupwise_mm"), "ScalarType out_dtype")

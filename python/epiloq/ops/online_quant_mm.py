@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq.block_quant_weight import (
     K_MULTIPLE,
     N_MULTIPLE,
@@ -86,10 +86,7 @@ def online_quant_mm(
             return refuse_backward(_NAME, torch.ops.epiloq.online_quant_mm(*parts, bias, *meaning))
         torch.ops.epiloq.online_quant_mm_out(*parts, bias, *meaning, out=out)
         return out
-    if out is None:
-        out = _empty(x, weight.values)
-    _run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
-    return out
+    return _run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
 
 
 def _weight_of(
@@ -143,12 +140,15 @@ def _run(
     hi: float,
     staged: bool,
     *,
-    out: Tensor,
-) -> None:
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = _empty(x, values)
     call = (out, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if not x.is_cuda:
         _core.check_online_quant_mm(*call, staged)
-        return _run_on_cpu(*call)
+        _run_on_cpu(*call)
+        return out
     m, n = x.numel() // in_features, values.shape[0]
     x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
     x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, round_up(m, N_MULTIPLE)))
@@ -159,6 +159,7 @@ def _run(
         if bits == 4:
             call = (out, x, widen(values), parameters, bias, in_features, group_size, 8, lo, hi)
     _core.online_quant_mm(*call, staged, x_values, x_parameters, products, sums)
+    return out
 
 
 @torch.no_grad()
@@ -220,23 +221,6 @@ def explain(*args: Any, **kwargs: Any) -> str:
     return "cpu, an exact int8 product a block"
 
 
-def _impl(
-    x: Tensor,
-    values: Tensor,
-    parameters: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    bits: int,
-    lo: float,
-    hi: float,
-    staged: bool,
-) -> Tensor:
-    out = _empty(x, values)
-    _run(x, values, parameters, bias, in_features, group_size, bits, lo, hi, staged, out=out)
-    return out
-
-
 def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in_features: int, *_: Any) -> Tensor:
     torch._check_value(
         x.ndim > 0 and x.shape[-1] == in_features,
@@ -245,13 +229,8 @@ def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in
     return _empty(x, values)
 
 
-def _fake_out(*_: Any, out: Tensor) -> None:
-    return None
-
-
 _ARGUMENTS = (
     "Tensor x, Tensor values, Tensor parameters, Tensor? bias, SymInt in_features, int group_size, int bits, "
     "float lo, float hi, bool staged"
 )
-register(_NAME, f"online_quant_mm({_ARGUMENTS}) -> Tensor", _impl, _fake)
-register(_NAME, f"online_quant_mm_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run, _fake_out)
+register_product(_NAME, _ARGUMENTS, _run, _fake)

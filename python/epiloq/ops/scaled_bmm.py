@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq.ops.float8 import to_float32
 from epiloq.ops.scaled_mm import exact_int_mm
 
@@ -63,10 +62,7 @@ def scaled_bmm(
             return refuse_backward("scaled_bmm", result)
         torch.ops.epiloq.scaled_bmm_out(a, b, scale_a, scale_b, scale_out, out=out)
         return out
-    if out is None:
-        out = _empty(a, b, scale_out, out_dtype)
-    _run(out, a, b, scale_a, scale_b, scale_out)
-    return out
+    return _run(a, b, scale_a, scale_b, scale_out, out_dtype=out_dtype, out=out)
 
 
 def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -81,9 +77,21 @@ def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtyp
     return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
 
 
-def _run(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None) -> None:
+def _run(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = _empty(a, b, scale_out, out_dtype)
     implementation = _core.scaled_bmm if a.is_cuda else _run_on_cpu
     implementation(out, a, b, scale_a, scale_b, scale_out)
+    return out
 
 
 @torch.no_grad()
@@ -136,26 +144,6 @@ def explain(*args: Any, **kwargs: Any) -> str:
 _SIGNATURE = inspect.signature(scaled_bmm)
 
 
-def _impl(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    scale_out: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out = _empty(a, b, scale_out, out_dtype)
-    _run(out, a, b, scale_a, scale_b, scale_out)
-    return out
-
-
-def _impl_out(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None, *, out: Tensor
-) -> None:
-    _run(out, a, b, scale_a, scale_b, scale_out)
-
-
 def _fake(
     a: Tensor,
     b: Tensor,
@@ -177,14 +165,4 @@ def _fake(
     return _empty(a, b, scale_out, out_dtype)
 
 
-def _fake_out(*_: Tensor | None, out: Tensor) -> None:
-    return None
-
-
-_Function = Callable[..., Tensor | None]
-_OPERATORS: tuple[tuple[str, _Function, _Function], ...] = (
-    (f"scaled_bmm({_OPERANDS}, *, ScalarType out_dtype) -> Tensor", _impl, _fake),
-    (f"scaled_bmm_out({_OPERANDS}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out),
-)
-for _schema, _function, _shapes in _OPERATORS:
-    register("scaled_bmm", _schema, _function, _shapes)
+register_product("scaled_bmm", _OPERANDS, _run, _fake, "ScalarType out_dtype")

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq.ops.float8 import to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_EPILOGUE = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None"
-_FAST_ACCUM = "bool fast_accum=False"
-_EPILOGUE_AZP = (
-    "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None"
-)
+_OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b"
 
 
 def scaled_mm(
@@ -65,16 +61,11 @@ def scaled_mm(
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("scaled_mm", required, {"bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            result = torch.ops.epiloq.scaled_mm(
-                a, b, scale_a, scale_b, bias, out_dtype=out_dtype, fast_accum=fast_accum
-            )
+            result = torch.ops.epiloq.scaled_mm(a, b, scale_a, scale_b, bias, fast_accum, out_dtype=out_dtype)
             return refuse_backward("scaled_mm", result)
-        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum=fast_accum, out=out)
+        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum, out=out)
         return out
-    if out is None:
-        out = _empty("scaled_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
-    return out
+    return _run(a, b, scale_a, scale_b, bias, fast_accum, out_dtype=out_dtype, out=out)
 
 
 def scaled_mm_azp(
@@ -111,10 +102,7 @@ def scaled_mm_azp(
             return refuse_backward("scaled_mm_azp", result)
         torch.ops.epiloq.scaled_mm_azp_out(a, b, scale_a, scale_b, azp_adj, azp, bias, out=out)
         return out
-    if out is None:
-        out = _empty("scaled_mm_azp", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
-    return out
+    return _run_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, out_dtype=out_dtype, out=out)
 
 
 def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -127,18 +115,40 @@ def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tens
 
 
 def _run(
-    out: Tensor,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    bias: Tensor | None,
-    azp_adj: Tensor | None,
-    azp: Tensor | None,
+    bias: Tensor | None = None,
     fast_accum: bool = False,
-) -> None:
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = _empty("scaled_mm", a, b, out_dtype)
     implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp, fast_accum)
+    implementation(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
+    return out
+
+
+def _run_azp(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = _empty("scaled_mm_azp", a, b, out_dtype)
+    implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
+    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp, False)
+    return out
 
 
 @torch.no_grad()
@@ -225,67 +235,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     return f"cpu {int_mm_in_words()}"
 
 
-def _impl(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-) -> Tensor:
-    out = _empty("scaled_mm", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
-    return out
-
-
-def _impl_azp(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    azp_adj: Tensor,
-    azp: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out = _empty("scaled_mm_azp", a, b, out_dtype)
-    _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
-    return out
-
-
-def _impl_out(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    fast_accum: bool = False,
-    out: Tensor,
-) -> None:
-    _run(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
-
-
-def _impl_azp_out(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    azp_adj: Tensor,
-    azp: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor,
-) -> None:
-    _run(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
-
-
-def _fake(
-    operation: str, a: Tensor, b: Tensor, *_: Tensor | None, out_dtype: torch.dtype, fast_accum: bool = False
-) -> Tensor:
+def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:
     if a.ndim < 1 or b.ndim != 2:
         raise ValueError(
             f"epiloq.{operation}: b: expected [K, N], with a [.., K]; got {b.ndim} and {a.ndim} dimensions"
@@ -296,15 +246,8 @@ def _fake(
     return _empty(operation, a, b, out_dtype)
 
 
-def _fake_out(*_: Tensor | None, fast_accum: bool = False, out: Tensor) -> None:
-    return None
-
-
-_fake_mm, _fake_mm_azp = partial(_fake, "scaled_mm"), partial(_fake, "scaled_mm_azp")
-for _operation, _schema, _function, _shapes in (
-    ("scaled_mm", f"scaled_mm({_EPILOGUE}, *, ScalarType out_dtype, {_FAST_ACCUM}) -> Tensor", _impl, _fake_mm),
-    ("scaled_mm", f"scaled_mm_out({_EPILOGUE}, *, {_FAST_ACCUM}, Tensor(a!) out) -> ()", _impl_out, _fake_out),
-    ("scaled_mm_azp", f"scaled_mm_azp({_EPILOGUE_AZP}, *, ScalarType out_dtype) -> Tensor", _impl_azp, _fake_mm_azp),
-    ("scaled_mm_azp", f"scaled_mm_azp_out({_EPILOGUE_AZP}, *, Tensor(a!) out) -> ()", _impl_azp_out, _fake_out),
+for _name, _arguments, _function in (
+    ("scaled_mm", f"{_OPERANDS}, Tensor? bias=None, bool fast_accum=False", _run),
+    ("scaled_mm_azp", f"{_OPERANDS}, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None", _run_azp),
 ):
-    register(_operation, _schema, _function, _shapes)
+    register_product(_name, _arguments, _function, partial(_fake, _name), "ScalarType out_dtype")

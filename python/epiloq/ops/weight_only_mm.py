@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register, without_autocast
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
@@ -192,10 +192,6 @@ def _explain(
     return _core.explain_weight_only_mm(out, _on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
 
 
-def _impl_out(*arguments: Any, out: Tensor) -> None:
-    _run(*arguments, out=out)
-
-
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     n, k = rest[6], rest[7]
     if x.ndim < 1:
@@ -204,11 +200,6 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return _empty(x, n)
 
 
-def _fake_out(*_: Any, out: Tensor) -> None:
-    return None
-
-
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"
 _ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float lo, float hi"
-register(_NAME, f"weight_only_mm({_ARGUMENTS}) -> Tensor", _run, _fake)
-register(_NAME, f"weight_only_mm_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _impl_out, _fake_out)
+register_product(_NAME, _ARGUMENTS, _run, _fake)

@@ -6,7 +6,8 @@ several times over: the input of the output layer has more channels than the val
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +49,12 @@ def _followed(
     producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object], exact: Tensor, digits: Tensor
 ) -> Tensor | None:
     """The digit of each of the consumer's channels, if its input follows powers of two in the producer's rows."""
-    rows = [p for p in (producer.weight, producer.bias) if p is not None]
-    before = [p.detach().clone() for p in rows]
     powers = 2.0 ** (digits + 1)
-    for p in rows:
-        p.mul_(powers.to(p.dtype).reshape(-1, *[1] * (p.ndim - 1)))
-    try:
+    with restored([producer]):
+        producer.weight.mul_(powers.to(producer.weight.dtype)[:, None])
+        if producer.bias is not None:
+            producer.bias.mul_(powers.to(producer.bias.dtype))
         moved = _input(consumer, run)
-    finally:
-        for p, value in zip(rows, before, strict=True):
-            p.copy_(value)
     if moved.shape != exact.shape:
         return None
     limits = torch.finfo(exact.dtype)
@@ -69,6 +66,19 @@ def _followed(
     if not inside.all() or not ((moved * 2.0**-exponents - exact).abs() <= unit).all():
         return None
     return exponents.to(torch.int64) - 1
+
+
+@contextmanager
+def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Their weights and biases may be changed meanwhile. (Not every float16 number survives halving and doubling.)"""
+    found = (getattr(module, name, None) for module in modules for name in ("weight", "bias"))
+    tensors = [tensor for tensor in found if isinstance(tensor, Tensor)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
 
 
 def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:

@@ -76,13 +76,15 @@ void conv2d_int8(Conv2dInt8 const& call, Stream stream) {
   if (call.x.device.type != Device::Type::kCuda) {
     throw Unsupported("epiloq.conv2d_int8: x: expected a tensor on a CUDA device, got " + describe(call.x));
   }
-  if (!is_empty(problem)) conv::launch(problem, call.x.device.index, stream);
+  if (is_empty(problem)) return;
+  conv::Choice const choice = conv::choose(problem, conv::target_of(call.x.device), call.kernel);
+  conv::launch(choice, problem, call.x.device.index, stream);
 }
 
 std::string explain(Conv2dInt8 const& call) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
-  return conv::describe(conv::choose(problem, conv::target_of(call.x.device)));
+  return conv::describe(conv::choose(problem, conv::target_of(call.x.device), call.kernel));
 }
 
 void finish_conv2d_int8(TensorView const& acc, Conv2dInt8 const& call) {

@@ -1,74 +1,196 @@
 #pragma once
 
-// How tiled.cuh fills a stage in shared memory.
+// How tiled.cuh fills a stage in shared memory: every thread copies one chunk of every kApart-th row of pixels, then of
+// weights.
 
 #include "core/async_copy.cuh"
 #include "ops/conv2d_int8/configs.h"
+#include "ops/conv2d_int8/rows.h"
 
 namespace epiloq::ops::conv2d_int8 {
 
-// 64 bytes a row; chunks of 16 trade places so that eight neighbouring rows of a chunk lie in different banks.
-__device__ __forceinline__ int place(int row, int chunk) { return row * kDepth + ((chunk ^ (row / 2 % 4)) << 4); }
+// ::Of<Tiled<..>> is what multiplies a stage by an instruction: in mma.cuh and wgmma.cuh.
+template <Mma>
+struct MathOf;
+
+// Rows of kDepth bytes; chunks of 16 trade places so that eight neighbouring rows of a chunk lie in different banks. Of
+// 128 bytes it is wgmma's 128-byte swizzle.
+template <int kDepth>
+__device__ __forceinline__ int place(int row, int chunk) {
+  return row * kDepth + ((chunk ^ (row / (128 / kDepth) % (kDepth / 16))) << 4);
+}
+
+// The channel in a row of a tile of weights: an order in which a thread's sums are of eight neighbouring channels (2t
+// and 2t + 1 of the instruction's four times 8 columns become 8t to 8t + 7).
+__device__ __forceinline__ int channel_of(int row) {
+  return row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2;
+}
 
 // kBytes of `from`, or as many times the byte that `fill` repeats.
 template <int kBytes>
 __device__ __forceinline__ void copy_or_fill(SharedAddress to, std::int8_t const* from, bool copy, unsigned fill) {
+  static_assert(kBytes == 16 || kBytes == 4);
+#if __CUDA_ARCH__ >= 800
+  // Without a branch, of which there would be as many as chunks.
   if constexpr (kBytes == 16) {
-    if (copy) {
-      copy16(to, from);
-    } else {
-      *static_cast<uint4*>(__cvta_shared_to_generic(to)) = {fill, fill, fill, fill};
-    }
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p cp.async.cg.shared.global [%0], [%1], 16;\n\t"
+        "@!p st.shared.v4.b32 [%0], {%3, %3, %3, %3};\n\t}" ::"r"(to),
+        "l"(from), "r"(int{copy}), "r"(fill)
+        : "memory");
   } else {
-    if (copy) {
-      copy4(to, from);
-    } else {
-      *static_cast<unsigned*>(__cvta_shared_to_generic(to)) = fill;
-    }
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p cp.async.ca.shared.global [%0], [%1], 4;\n\t"
+        "@!p st.shared.b32 [%0], %3;\n\t}" ::"r"(to),
+        "l"(from), "r"(int{copy}), "r"(fill)
+        : "memory");
   }
+#else
+  using Chunk = std::conditional_t<kBytes == 16, uint4, unsigned>;
+  Chunk chunk;
+  if constexpr (kBytes == 16) {
+    chunk = {fill, fill, fill, fill};
+  } else {
+    chunk = fill;
+  }
+  if (copy) chunk = *reinterpret_cast<Chunk const*>(from);
+  *static_cast<Chunk*>(__cvta_shared_to_generic(to)) = chunk;
+#endif
 }
 
-// Copies kRows rows of a stage: a thread takes one chunk of kBytes of every kApart-th row. row(i) says where from.
-template <int kThreads, int kRows, int kBytes>
-struct Copies {
-  static constexpr int kChunks = kDepth / kBytes;
-  static constexpr int kApart = kThreads / kChunks;
-  static constexpr int kEach = kRows / kApart;
-  static_assert(kThreads % kChunks == 0 && kRows % kApart == 0);
+// This block's part of the problem.
+template <class T>
+struct Place {
+  std::int8_t const* x;       // of the group
+  std::int8_t const* weight;  // of the tile's first channel
+  unsigned first_m;
+  int group, first_n, count_n;  // channels of the group from the tile's first on
+  int first_stage, stages;
 
-  static __device__ __forceinline__ int column() { return threadIdx.x % kChunks * kBytes; }
+  __device__ __forceinline__ explicit Place(TiledProblem const& t) {
+    group = blockIdx.y;
+    first_m = blockIdx.x / t.tiles_n * T::kTileM;
+    first_n = static_cast<int>(blockIdx.x % t.tiles_n) * T::kTileN;
+    count_n = t.outputs - first_n;
+    x = t.problem.x + group * t.channels;
+    weight = t.problem.weight + (static_cast<std::int64_t>(group) * t.outputs + first_n) * t.columns;
+    int const all = (t.columns + T::kDepth - 1) / T::kDepth, split = gridDim.z, rank = blockIdx.z;
+    first_stage = all * rank / split;
+    stages = all * (rank + 1) / split - first_stage;
+  }
+};
 
-  struct From {
-    std::int8_t const* at;
-    bool is_there;
-  };
+template <class T>
+struct Chunks {
+  static constexpr int kOfRow = T::kDepth / T::kBytes;
+  static constexpr int kApart = T::kThreads / kOfRow;
+  static constexpr int kPixels = T::kTileM / kApart, kWeights = T::kTileN / kApart;
+  static_assert(T::kThreads % kOfRow == 0 && T::kTileM % kApart == 0 && T::kTileN % kApart == 0);
 
-  template <class Row>
-  static __device__ __forceinline__ void run(SharedAddress stage, unsigned fill, Row row) {
-    int const first = threadIdx.x / kChunks, chunk = column() / 16, within = column() % 16;
-    if constexpr (kBytes == 1) {
-      constexpr int kAtOnce = 8;  // on their way
+  static __device__ __forceinline__ int row() { return threadIdx.x / kOfRow; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % kOfRow * T::kBytes; }
+};
+
+// Chunks of 16 or 4 bytes: where each comes from stays in registers.
+template <class T>
+struct WideCopies {
+  using C = Chunks<T>;
+  static_assert(C::kApart % 8 == 0, "rows that a thread copies differ in their swizzle");
+
+  std::int8_t const* pixels[C::kPixels];  // a window's first tap
+  int y[C::kPixels], x[C::kPixels];
+  std::int8_t const* weight;
+  unsigned weights[C::kWeights];  // bytes from there
+  conv2d::Column column;          // of this thread in the next stage
+  int k, to;
+
+  __device__ __forceinline__ WideCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows)
+      : weight(here.weight) {
+#pragma unroll
+    for (int i = 0; i < C::kPixels; ++i) {
+      conv2d::Window const window = windows[C::row() + i * C::kApart];
+      pixels[i] = here.x + window.at;
+      y[i] = window.y;
+      x[i] = window.x;
+    }
+#pragma unroll
+    for (int i = 0; i < C::kWeights; ++i) {
+      // Past the last channel the last one again: nobody looks at its sums.
+      weights[i] = min(channel_of(C::row() + i * C::kApart), here.count_n - 1) * t.columns;
+    }
+    k = here.first_stage * T::kDepth + C::column();
+    column = conv2d::Column::of(t.problem.shape, t.channels, k);
+    to = place<T::kDepth>(C::row(), C::column() / 16) + C::column() % 16;
+  }
+
+  __device__ __forceinline__ void ask(TiledProblem const& t, SharedAddress stage) {
+    conv2d::Shape const& shape = t.problem.shape;
+    conv2d::Offset const offset(shape, column);
+#pragma unroll
+    for (int i = 0; i < C::kPixels; ++i) {
+      bool const inside = is_inside(shape, {0, y[i], x[i]}, offset);
+      copy_or_fill<T::kBytes>(stage + to + i * C::kApart * T::kDepth, pixels[i] + offset.at, inside, t.fill);
+    }
+    bool const is_there = k < t.columns;
+    std::int8_t const* const from = weight + k;
+#pragma unroll
+    for (int i = 0; i < C::kWeights; ++i) {
+      copy_or_fill<T::kBytes>(stage + T::kB + to + i * C::kApart * T::kDepth, from + weights[i], is_there, 0);
+    }
+    k += T::kDepth;
+    column.advance(shape, t.channels, t.stage);
+  }
+};
+
+// Single bytes, a few on their way at a time. The windows stay in shared memory.
+template <class T>
+struct ByteCopies {
+  using C = Chunks<T>;
+  static constexpr int kAtOnce = 8;
+
+  conv2d::Window const* windows;
+  std::int8_t const *x, *weight;
+  int count_n;
+  conv2d::Column column;
+  int k;
+
+  __device__ __forceinline__ ByteCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows_)
+      : windows(windows_), x(here.x), weight(here.weight), count_n(here.count_n) {
+    k = here.first_stage * T::kDepth + C::column();
+    column = conv2d::Column::of(t.problem.shape, t.channels, k);
+  }
+
+  // byte(row) reads one.
+  template <int kRows, class Byte>
+  static __device__ __forceinline__ void run(SharedAddress stage, Byte byte) {
+    int const chunk = C::column() / 16, within = C::column() % 16;
 #pragma unroll 1
-      for (int i = 0; i < kEach; i += kAtOnce) {
-        std::uint8_t bytes[kAtOnce];
+    for (int i = 0; i < kRows; i += kAtOnce) {
+      std::uint8_t bytes[kAtOnce];
 #pragma unroll
-        for (int b = 0; b < kAtOnce; ++b) {
-          From const from = row(first + (i + b) * kApart);
-          bytes[b] = static_cast<std::uint8_t>(from.is_there ? *from.at : fill);
-        }
+      for (int b = 0; b < kAtOnce; ++b) bytes[b] = static_cast<std::uint8_t>(byte(C::row() + (i + b) * C::kApart));
 #pragma unroll
-        for (int b = 0; b < kAtOnce; ++b) {
-          SharedAddress const to = stage + place(first + (i + b) * kApart, chunk) + within;
-          *static_cast<std::uint8_t*>(__cvta_shared_to_generic(to)) = bytes[b];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        From const from = row(first + i * kApart);
-        copy_or_fill<kBytes>(stage + place(first + i * kApart, chunk) + within, from.at, from.is_there, fill);
+      for (int b = 0; b < kAtOnce; ++b) {
+        SharedAddress const to = stage + place<T::kDepth>(C::row() + (i + b) * C::kApart, chunk) + within;
+        *static_cast<std::uint8_t*>(__cvta_shared_to_generic(to)) = bytes[b];
       }
     }
+  }
+
+  __device__ __forceinline__ void ask(TiledProblem const& t, SharedAddress stage) {
+    conv2d::Shape const& shape = t.problem.shape;
+    conv2d::Offset const offset(shape, column);
+    run<C::kPixels>(stage, [&](int row) {
+      conv2d::Window const window = windows[row];
+      return is_inside(shape, window, offset) ? x[window.at + offset.at] : static_cast<std::int8_t>(t.fill);
+    });
+    bool const is_there = k < t.columns;
+    run<C::kWeights>(stage + T::kB, [&](int row) {
+      int const channel = min(channel_of(row), count_n - 1);
+      return is_there ? weight[channel * t.columns + k] : std::int8_t{0};
+    });
+    k += T::kDepth;
+    column.advance(shape, t.channels, t.stage);
   }
 };
 

@@ -46,13 +46,14 @@ template <int kCount>
 struct Channels<std::int8_t, kCount> {
   float scale[kCount], bias[kCount];
   float lo, hi;
-  float doubt;  // how close to the middle of two integers is too close
-  int zero;
+  float doubt;    // how close to the middle of two integers is too close
+  float integer;  // 1.5 * 2^23 + output_zero: a sum with it is an output, its last bits
 
-  __device__ __forceinline__ Channels(Finish const& f, int n, int count) : doubt(0.f), zero(f.output_zero) {
+  __device__ __forceinline__ Channels(Finish const& f, int n, int count) : doubt(0.f) {
     float const least = -128.f - f.output_zero, most = 127.f - f.output_zero;
     lo = fminf(fmaxf(f.lo, least), most);
     hi = fminf(fmaxf(f.hi, least), most);
+    integer = 12582912.f + f.output_zero;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       int const channel = n + min(i, count - 1);
@@ -64,17 +65,33 @@ struct Channels<std::int8_t, kCount> {
     }
   }
 
+  // The output in the last bits, and how far the value is from it.
+  struct Rounded {
+    float sum, error;
+  };
+  __device__ __forceinline__ Rounded rounded(int i, int value) const {
+    float const r = fminf(fmaxf(fmaf(scale[i], static_cast<float>(value), bias[i]), lo), hi);
+    float const sum = __fadd_rn(r, integer);
+    return {sum, fabsf(__fsub_rn(r, __fsub_rn(sum, integer)))};
+  }
+
   __device__ __forceinline__ bool finish(std::int8_t (&out)[kCount], int const (&sums)[kCount]) const {
-    constexpr float kInteger = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer, its last bits
     float farthest = 0.f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      float const r = fminf(fmaxf(fmaf(scale[i], static_cast<float>(sums[i]), bias[i]), lo), hi);
-      float const integer = __fadd_rn(r, kInteger);
-      farthest = fmaxf(farthest, fabsf(__fsub_rn(r, __fsub_rn(integer, kInteger))));
-      out[i] = static_cast<std::int8_t>(__float_as_int(integer) + zero);
+      Rounded const one = rounded(i, sums[i]);
+      farthest = fmaxf(farthest, one.error);
+      out[i] = static_cast<std::int8_t>(__float_as_int(one.sum));
     }
     return farthest + doubt < 0.5f;
+  }
+
+  // A bit for each output that is in doubt.
+  __device__ __forceinline__ unsigned doubtful(int const (&sums)[kCount]) const {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits |= (rounded(i, sums[i]).error + doubt < 0.5f ? 0u : 1u) << i;
+    return bits;
   }
 };
 

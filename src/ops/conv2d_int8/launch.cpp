@@ -5,7 +5,6 @@
 
 #include "epiloq/device.h"
 #include "epiloq/error.h"
-#include "ops/conv2d_int8/select.h"
 
 #if EPILOQ_HAS_CUDA
 #include "core/cuda_check.h"
@@ -27,11 +26,11 @@ namespace {
 
 template <int kRow>
 constexpr LaunchTiled built() {
-  if constexpr (EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || kRow >= kFirstSm75Tile) {
-    return &launch_tiled<kRow>;
-  } else {
-    return nullptr;
-  }
+  constexpr bool kIsBuilt = kRow < kFirstSm80Tile   ? EPILOQ_HAS_SM90
+                            : kRow < kFirstSm75Tile ? EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90
+                                                    : true;
+  if constexpr (kIsBuilt) return &launch_tiled<kRow>;
+  return nullptr;
 }
 
 template <int... kRows>
@@ -52,22 +51,21 @@ void launch_row(Choice const& choice, Problem const& problem, int device, Stream
                            s.kh * s.kw * channels,
                            tiles_n,
                            fill_of(problem),
-                           conv2d::Column::of(s, channels, kDepth),
+                           conv2d::Column::of(s, channels, c.depth),
                            has_whole_runs(problem, kRun)};
   LaunchTiled const launch = row_of(choice.row, std::make_integer_sequence<int, static_cast<int>(kTiles.size())>{});
-  launch(tiled, tiles_m * tiles_n, device, stream);
+  launch(tiled, tiles_m * tiles_n, choice.split, device, stream);
 }
 
 }  // namespace
 
-void launch(Problem const& problem, int device, Stream stream) {
-  Choice const choice = choose(problem, target_of_device(kName, device));
+void launch(Choice const& choice, Problem const& problem, int device, Stream stream) {
   DeviceGuard const guard(device);
   if (choice.family == Family::kDepthwise) return launch_depthwise(problem, choice.vector, stream);
   launch_row(choice, problem, device, stream);
 }
 #else
-void launch(Problem const&, int device, Stream) { device_properties(device); }
+void launch(Choice const&, Problem const&, int device, Stream) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::conv2d_int8

@@ -2,11 +2,11 @@
 
 #include "core/target.h"
 #include "ops/conv2d_int8/kernels.h"
+#include "ops/conv2d_int8/select.h"
 
 namespace epiloq::ops::conv2d_int8 {
 
-// Throws Unsupported where this build has no kernel for the device or the problem.
-void launch(Problem const& problem, int device, Stream stream);
+void launch(Choice const& choice, Problem const& problem, int device, Stream stream);
 
 // The architecture whose kernels a device runs, and its sizes; of the CPU, the forced architecture's first card.
 Target target_of(Device device);

@@ -18,14 +18,14 @@ struct TiledProblem {
   int columns;            // of the matrix
   int tiles_n;
   unsigned fill;
-  conv2d::Column stage;  // the walk from one stage of 64 columns to the next
+  conv2d::Column stage;  // the walk from one stage to the next
   bool whole_runs;       // runs of 8 outputs start where a vector may
 };
 
-using LaunchTiled = void (*)(TiledProblem const&, unsigned blocks, int device, Stream);
+using LaunchTiled = void (*)(TiledProblem const&, unsigned blocks, int split, int device, Stream);
 
 template <int kRow>
-void launch_tiled(TiledProblem const& problem, unsigned blocks, int device, Stream stream);
+void launch_tiled(TiledProblem const& problem, unsigned blocks, int split, int device, Stream stream);
 
 void launch_depthwise(Problem const& problem, int channels, Stream stream);
 

@@ -45,11 +45,63 @@ std::int64_t blocks_of(TileConfig const& c, conv2d::Shape const& s) {
   return ceil_div(conv2d::pixels(s), c.tile_m()) * ceil_div(s.co / s.groups, c.tile_n());
 }
 
-// Cycles of the busiest SM.
-double cycles_of(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
-  double const outputs = c.tile_m() * c.tile_n(), columns = static_cast<double>(s.kh) * s.kw * (s.ci / s.groups);
-  double const block = outputs * (columns / c.rate + kCyclesOfOutput) + kCyclesOfBlock / c.blocks;
-  return static_cast<double>(ceil_div(blocks_of(c, s) * s.groups, t.sm_count)) * block;
+int columns_of(conv2d::Shape const& s) { return s.kh * s.kw * (s.ci / s.groups); }
+int stages_of(TileConfig const& c, conv2d::Shape const& s) {
+  return static_cast<int>(ceil_div(columns_of(s), c.depth));
+}
+
+bool fits(TileConfig const& c, int vector, Target const& t) {
+  if (c.shared_bytes() > t.shared_bytes || vector % c.vector != 0) return false;
+  auto const row = &c - kTiles.data();
+  if (c.mma == Mma::kWgmma) return t.has_wgmma;
+  return t.arch != Arch::kSm75 || row >= kFirstSm75Tile;
+}
+
+// Cycles of the busiest SM: rounds of the blocks that it holds at a time.
+double cycles_of(TileConfig const& c, std::int64_t blocks, int stages, Target const& t) {
+  std::int64_t const of_sm = ceil_div(blocks, t.sm_count);
+  double const together = static_cast<double>(std::min<std::int64_t>(of_sm, c.blocks));
+  double const outputs = together * c.tile_m() * c.tile_n();
+  double const stage = std::max(kCyclesOfStage, outputs * c.depth / c.rate);
+  return static_cast<double>(ceil_div(of_sm, c.blocks)) * (stages * stage + kCyclesOfBlock + outputs * kCyclesOfOutput);
+}
+
+int most_split(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
+  return t.arch == Arch::kSm90 ? std::min(kMaxCluster, stages_of(c, s)) : 1;
+}
+
+Choice tile_of(conv2d::Shape const& s, int vector, Target const& t) {
+  Choice best{Family::kTiled, -1, vector};
+  double least = 0;
+  for (int row = 0; row < static_cast<int>(kTiles.size()); ++row) {
+    TileConfig const& c = kTiles[row];
+    if (c.vector != vector || !fits(c, vector, t)) continue;
+    std::int64_t const blocks = blocks_of(c, s) * s.groups, enough = std::int64_t{t.sm_count} * c.blocks;
+    int const stages = stages_of(c, s);
+    for (int split = 1; split <= most_split(c, s, t) && (split == 1 || blocks * (split - 1) < enough); ++split) {
+      int const share = (stages + split - 1) / split;
+      double const cycles = cycles_of(c, blocks * split, share, t) + (split > 1 ? kCyclesOfCluster : 0);
+      if (best.row >= 0 && cycles >= least) continue;
+      best.row = row;
+      best.split = split;
+      least = cycles;
+    }
+  }
+  return best;
+}
+
+Choice checked_tile(Conv2dInt8Kernel const& kernel, conv2d::Shape const& s, int vector, Target const& t) {
+  bool const is_row = kernel.row >= 0 && kernel.row < static_cast<int>(kTiles.size());
+  char const* why = nullptr;
+  if (!is_row || !fits(kTiles[kernel.row], vector, t)) {
+    why = "no such row, not for this architecture, its shared memory or these channels";
+  } else if (kernel.split < 1 || kernel.split > most_split(kTiles[kernel.row], s, t)) {
+    why = "no such split";
+  }
+  if (why != nullptr)
+    throw InvalidArgument(std::string("epiloq.conv2d_int8: kernel: expected one that fits, got one that does not: ") +
+                          why);
+  return {Family::kTiled, kernel.row, kTiles[kernel.row].vector, kernel.split};
 }
 
 [[noreturn]] void refuse(std::string const& what) {
@@ -58,25 +110,20 @@ double cycles_of(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
 
 }  // namespace
 
-Choice choose(Problem const& p, Target const& t) {
+Choice choose(Problem const& p, Target const& t, std::optional<Conv2dInt8Kernel> const& kernel) {
   conv2d::Shape const& s = p.shape;
   if (!conv2d::fits(s)) refuse("images of at most 2^28 lines and columns, less than 2^31 elements apart");
-  if (s.ci == s.groups) {
+  if (s.ci == s.groups && !kernel) {
     int const vector = s.co == s.ci ? std::min(vector_of(p, s.ci), 4) : 1;
     if (s.co > kMaxGridY * vector) refuse("fewer channels, each with weights of its own");
     return {Family::kDepthwise, 0, vector};
   }
   int const vector = vector_of(p, s.ci / s.groups);
-  int best = -1;
-  for (int row = t.arch == Arch::kSm75 ? kFirstSm75Tile : 0; row < static_cast<int>(kTiles.size()); ++row) {
-    TileConfig const& c = kTiles[row];
-    if (c.vector != vector || c.shared_bytes() > t.shared_bytes) continue;
-    if (best < 0 || cycles_of(c, s, t) < cycles_of(kTiles[best], s, t)) best = row;
-  }
-  if (blocks_of(kTiles[best], s) > kMaxGridX || s.groups > kMaxGridY) {
+  Choice const choice = kernel ? checked_tile(*kernel, s, vector, t) : tile_of(s, vector, t);
+  if (blocks_of(kTiles[choice.row], s) > kMaxGridX || s.groups > kMaxGridY) {
     refuse("at most 65535 groups, and fewer pixels and channels");
   }
-  return {Family::kTiled, best, vector};
+  return choice;
 }
 
 std::string describe(Choice const& choice) {
@@ -86,9 +133,10 @@ std::string describe(Choice const& choice) {
     return text.str();
   }
   TileConfig const& c = kTiles[choice.row];
-  text << "implicit product, mma.sync " << c.tile_m() << " pixels x " << c.tile_n() << " channels, warp " << c.warp_m
-       << 'x' << c.warp_n << ", stages " << c.stages << ", copies of " << c.vector
-       << (c.vector == 1 ? " channel" : " channels");
+  text << "implicit product, " << (c.mma == Mma::kWgmma ? "wgmma " : "mma.sync ") << c.tile_m() << " pixels x "
+       << c.tile_n() << " channels of " << c.team_m << 'x' << c.team_n << ", " << c.stages << " stages of " << c.depth
+       << ", copies of " << c.vector << (c.vector == 1 ? " channel" : " channels");
+  if (choice.split > 1) text << ", K over clusters of " << choice.split;
   return text.str();
 }
 

@@ -56,7 +56,7 @@ inline WgmmaMaps const& cached_maps(WgmmaReads const& reads, int device) {
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
-  using C = Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.blocks, kConfig.tokens>;
+  using C = Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
   auto* const kernel = wgmma_kernel<C>;
   static PerDevice prepared;
   int const shared_bytes = device_properties(device).shared_memory_per_block;

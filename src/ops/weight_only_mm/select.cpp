@@ -28,8 +28,8 @@ std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   int const rows = c.slabs_of(p.bits) * kSlab;
-  return c.warps * c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) <= t.shared_bytes &&
-         c.warps * kStreamTokens * (rows + 4) * 4 <= t.shared_bytes;
+  return p.m <= c.tokens && c.warps * c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) <= t.shared_bytes &&
+         c.warps * c.tokens * (rows + 4) * 4 <= t.shared_bytes;
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -58,22 +58,24 @@ bool is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem cons
 bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
   switch (family) {
     case Family::kStream:
-      return p.m <= kStreamTokens && is_there(kStreamRows, family, row, p, t);
+      return is_there(kStreamRows, family, row, p, t);
     case Family::kTiled:
       return is_there(kTiledRows, family, row, p, t);
     case Family::kWgmma:
-      return !p.offsets && is_there(kWgmmaRows, family, row, p, t);
+      return !p.offsets && is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
     default:
       return false;
   }
 }
 
-// Wide blocks read the tokens less often; it takes narrow ones to make some two an SM, which memory's pipe wants.
+// Of the fewest tokens that do, wide blocks read the tokens less often; it takes narrow ones to make some two an SM,
+// which memory's pipe wants.
 Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
   std::int64_t const slabs = ceil_div(p.n, kSlab), steps = ceil_div(p.k, kPadding);
+  int const tokens = p.m <= 8 ? 8 : 16;
   int chosen = -1;
   for (int row = 0; row < static_cast<int>(kStreamRows.size()); ++row) {
-    if (!is_there(Family::kStream, row, p, t)) continue;
+    if (!is_there(Family::kStream, row, p, t) || kStreamRows[row].tokens != tokens) continue;
     bool const enough = chosen >= 0 && ceil_div(slabs, kStreamRows[chosen].slabs_of(p.bits)) * 5 >= 8 * t.sm_count;
     bool const narrower = chosen < 0 || kStreamRows[row].slabs_of(p.bits) < kStreamRows[chosen].slabs_of(p.bits);
     if (!enough && narrower) chosen = row;
@@ -176,11 +178,12 @@ std::string describe(Choice const& choice) {
     text << "de-quantise, then a dense product (" << choice.why << ')';
   } else if (choice.family == Family::kStream) {
     StreamConfig const& c = kStreamRows[choice.row];
-    text << "stream " << c.slabs << " slabs of 16 weight rows, " << kStreamTokens << " tokens, " << c.warps
+    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.tokens << " tokens, " << c.warps
          << " warps along K, stages " << c.stages;
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
-    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.teams << " warpgroups";
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.teams << " warpgroups"
+         << (c.rounds ? ", weights rounded with their scales" : "");
   } else {
     TiledConfig const& c = kTiledRows[choice.row];
     text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps << " warps, stages "

@@ -1,8 +1,9 @@
 #pragma once
 
-// At most 8 tokens, where reading the weight once is all the time there is. The warps of a block share its rows and
-// take turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier stands in
-// the main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few rows.
+// At most 8 or 16 tokens, where reading the weight once is all the time there is. The warps of a block share its rows
+// and take turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier
+// stands in the main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few
+// rows.
 
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/finish.cuh"
@@ -15,32 +16,46 @@ struct StreamRing {
   int bytes;  // of a stage: weights and tokens
 };
 
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_, int kTokens_,
+          int kBlocks_>
 struct Streaming {
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kTiles = kTokens / 8;
+  static constexpr int kBlocks = kBlocks_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;
-  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTiles>;
   static constexpr int kRows = kSlabs * kSlab;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kSumBytes = kWarps * kStreamTokens * (kRows + 4) * 4;
+  static constexpr int kSumBytes = kWarps * kTokens * (kRows + 4) * 4;
 
-  // A lane asks for what it reads of the tokens itself.
+  // A lane asks for what it reads of the tokens itself, of each tile of 8 one.
   struct Tokens {
-    T const* x;
+    T const* x[kTiles];
     int k;  // columns from this lane's first to the last
-    bool is_there;
+    bool is_there[kTiles];
     TokenPlace place;
 
     __device__ __forceinline__ explicit Tokens(Problem const& p) {
-      int const token = W::lane() / 4, t = W::lane() % 4;
-      is_there = token < p.m;
-      x = static_cast<T const*>(p.x) + (is_there ? token : 0) * p.stride_x + 8 * t;
+      int const t = W::lane() % 4;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        int const token = 8 * tile + W::lane() / 4;
+        is_there[tile] = token < p.m;
+        x[tile] = static_cast<T const*>(p.x) + (is_there[tile] ? token : 0) * p.stride_x + 8 * t;
+      }
       k = kept(p.weight.k - 8 * t);
     }
 
     __device__ __forceinline__ void ask(SharedAddress to, int step) const {
-      if (!is_there) return;
-      T const* const from = x + step * kStep;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (is_there[tile]) ask(to + tile * TokenPlace::kTile, x[tile], step);
+      }
+    }
+
+    __device__ __forceinline__ void ask(SharedAddress to, T const* row, int step) const {
+      T const* const from = row + step * kStep;
       if (step * kStep + kStep - 24 <= k) {
 #pragma unroll
         for (int b = 0; b < kStep / 32; ++b) copy16(to + place.at(b), from + 32 * b);
@@ -49,21 +64,21 @@ struct Streaming {
 #pragma unroll 1
       for (int b = 0; b < kStep / 32; ++b) {
         int const left = k - step * kStep - 32 * b;
-        copy16(to + place.at(b), left > 0 ? from + 32 * b : x, min(max(left, 0), 8) * 2);
+        copy16(to + place.at(b), left > 0 ? from + 32 * b : row, min(max(left, 0), 8) * 2);
       }
     }
 
-    __device__ __forceinline__ uint4 read(std::uint8_t const* tokens, int block) const {
-      if (!is_there) return {0, 0, 0, 0};
-      return *reinterpret_cast<uint4 const*>(tokens + place.at(block));
+    __device__ __forceinline__ uint4 read(std::uint8_t const* tokens, int tile, int block) const {
+      if (!is_there[tile]) return {0, 0, 0, 0};
+      return *reinterpret_cast<uint4 const*>(tokens + tile * TokenPlace::kTile + place.at(block));
     }
   };
 };
 
 // A column of blocks shares K.
 template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant__ Problem const p,
-                                                                __grid_constant__ StreamRing const ring) {
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
+                                                                         __grid_constant__ StreamRing const ring) {
   extern __shared__ __align__(16) std::uint8_t shared[];
   using W = typename S::W;
   constexpr int kWarps = S::kWarps, kStages = S::kStages;
@@ -93,7 +108,7 @@ __global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant_
 #pragma unroll 1
   for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, turn * ring.bytes);
 
-  float sums[S::kRows / kSlab][1][4] = {};
+  float sums[S::kRows / kSlab][S::kTiles][4] = {};
   int read = 0, write = (kStages - 1) * ring.bytes;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
@@ -102,7 +117,7 @@ __global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant_
     ask(turn + kStages - 1, write);
     std::uint8_t const* const stage = stages + read;
     W::multiply(sums, p.weight, ring.weights, stage,
-                [&](int, int block) { return tokens.read(stage + tokens_at, block); });
+                [&](int tile, int block) { return tokens.read(stage + tokens_at, tile, block); });
     write = read;
     read = read + ring.bytes == kStages * ring.bytes ? 0 : read + ring.bytes;
   }
@@ -110,8 +125,8 @@ __global__ __launch_bounds__(S::kThreads, 2) void stream_kernel(__grid_constant_
   wait_for_copies<0>();
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * kStreamTokens * (S::kRows + 4), S::kRows + 4, sums);
-  finish<T, S::kRows, kStreamTokens, kWarps>(p, all_sums, blockIdx.x * S::kRows, 0, blockIdx.y, gridDim.y);
+  W::store(all_sums + warp * S::kTokens * (S::kRows + 4), S::kRows + 4, sums);
+  finish<T, S::kRows, S::kTokens, kWarps>(p, all_sums, blockIdx.x * S::kRows, 0, blockIdx.y, gridDim.y);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

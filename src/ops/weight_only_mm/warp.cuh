@@ -58,7 +58,10 @@ struct Warp {
   static constexpr int kWeightBytes = kSlabs * kStepBytes;
   // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
   static constexpr bool kWhole = kGroups == 1 && kBits == 4 && (kTiles == 1 || (kTiles == 8 && !kOffsets));
-  static constexpr int kColumns = kWhole ? kStep : kGroups == 4 || kTiles > 8 || (kOffsets && kTiles == 4) ? 32 : 64;
+  static constexpr int kColumns = kWhole ? kStep
+                                  : kGroups == 4 || kTiles > 8 || (kTiles * kSlabs == 8 && (kOffsets || kTiles == 2))
+                                      ? 32
+                                      : 64;
   static constexpr int kPieces = kStep / kColumns;      // of a step
   static constexpr int kFragments = kColumns / 16;      // of a slab and piece
   static constexpr int kBlocks = kColumns / 32;         // of a piece
@@ -234,22 +237,30 @@ struct Warp {
 #pragma unroll
         for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, offset[s]);
       };
-      if constexpr (kTiles == 1) {  // fragments are used once: made and multiplied one at a time
-        uint4 x[kBlocks];
-        fetch(x, 0);
-        Sum part[kSlabs]{};
+      if constexpr (kTiles <= 2) {  // fragments are used once or twice: made and multiplied one at a time
+        uint4 x[kTiles][kBlocks];
+        Sum part[kSlabs][kTiles]{};
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) fetch(x[j], j);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
           for (int s = 0; s < kSlabs; ++s) {
             Word a[4];
             F::make(a, words[s] + f * (kBits / 4), zero[s]);
-            mma<T>(part[s].v, a, f % 2 ? x[f / 2].z : x[f / 2].x, f % 2 ? x[f / 2].w : x[f / 2].y, part[s].v);
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j) {
+              uint4 const& b = x[j][f / 2];
+              mma<T>(part[s][j].v, a, f % 2 ? b.z : b.x, f % 2 ? b.w : b.y, part[s][j].v);
+            }
           }
         }
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) add(sums[s][0], part[s], scale[s]);
-        if constexpr (kOffsets) add_offsets(x, 0);
+        for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+          for (int s = 0; s < kSlabs; ++s) add(sums[s][j], part[s][j], scale[s]);
+          if constexpr (kOffsets) add_offsets(x[j], j);
+        }
       } else {
         Word a[kSlabs][kFragments][4];
 #pragma unroll

@@ -67,7 +67,8 @@ WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
           aligned,
           static_cast<int>(size_of(p.weight.scale_dtype)),
           p.weight.zero != nullptr ? 1 : 0,
-          p.weight.offset != nullptr};
+          p.weight.offset != nullptr,
+          p.weight.scale_dtype == call.x.dtype};
 }
 
 Target target_of(WeightOnlyMm const& call) {

@@ -1,7 +1,8 @@
 #pragma once
 
 // SM90: what empties the stages of the wgmma kernel. Weights become fragments of the first operand in registers, exact
-// differences q - zero; a group's products are summed by the tensor cores, and added to the others' with its scale.
+// differences q - zero; a group's products are summed by the tensor cores, and added to the others' with its scale. Or
+// the differences are multiplied by the scale and rounded, and the tensor cores sum all.
 
 #include <cute/arch/mma_sm90.hpp>
 #include <type_traits>
@@ -71,6 +72,16 @@ struct WgmmaMath {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
     return word;
   }
+  // Two values of T by two of T, each rounded.
+  static __device__ __forceinline__ Word times(Word a, Word b) {
+    Word result;
+    if constexpr (std::is_same_v<T, __half>) {
+      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    } else {
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    }
+    return result;
+  }
   static __device__ __forceinline__ Word load_bytes(SharedAddress at) {
     std::uint16_t both;
     asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
@@ -123,6 +134,19 @@ struct WgmmaMath {
     return __half22float2(*reinterpret_cast<__half2 const*>(&both));
   }
 
+  // The same as T, rows g and g + 8, each twice.
+  struct Factor {
+    Word low, high;
+  };
+  __device__ __forceinline__ Factor factor_of(Stage const& stage, int piece) const {
+    Word const both = load_word(stage.scales + parameters_at(piece) * 2);
+    return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
+  }
+  static __device__ __forceinline__ void scale(Fragments& a, Factor const& factor) {
+#pragma unroll
+    for (int i = 0; i < kInPiece * 4; ++i) a[i / 4][i % 4] = times(a[i / 4][i % 4], i % 2 ? factor.high : factor.low);
+  }
+
   template <std::size_t... kPlaces>
   static __device__ __forceinline__ void multiply_once(float (&product)[kSums], Word const (&a)[4],
                                                        std::uint64_t tokens, bool onto,
@@ -131,9 +155,9 @@ struct WgmmaMath {
     Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kPlaces]..., onto ? ScaleOut::One : ScaleOut::Zero);
   }
 
-  // Starts to multiply a piece.
-  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int piece) {
-    bool const onto = piece % kPiecesOfGroup != 0;
+  // Starts to multiply a piece, onto what is there or anew.
+  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int piece,
+                                               bool onto) {
     fence(product);
 #pragma unroll
     for (int i = 0; i < kInPiece * 4; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
@@ -171,7 +195,7 @@ struct WgmmaMath {
       int const next = piece + 1;
       bool const ends_group = next % kPiecesOfGroup == 0;
       if (next < kAll) load(words, stage, next);
-      begin(product, a[piece % 2], stage, piece);
+      begin(product, a[piece % 2], stage, piece, piece % kPiecesOfGroup != 0);
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
         cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
@@ -187,6 +211,32 @@ struct WgmmaMath {
     }
   }
 
+  // The same with rounded weights: the tensor cores have the next piece before they are done with one. Past the end of
+  // a step they go on with another warpgroup's; with this one's, the compiler would wait for every product.
+  __device__ __forceinline__ void multiply_rounded(Sums& sums, Stage const& stage) const {
+    static_assert(C::kBlocks == 1);
+    Fragments a[2];
+    Word words[4];
+    typename F::Zero zero;
+    Factor factor;
+    load(words, stage, 0);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece % kPiecesOfGroup == 0) {
+        zero = zero_of(stage, piece);
+        factor = factor_of(stage, piece);
+      }
+      cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
+      make(a[piece % 2], words, zero);
+      scale(a[piece % 2], factor);
+      if (piece + 1 < kPieces) load(words, stage, piece + 1);
+      begin(sums[0], a[piece % 2], stage, piece, true);
+    }
+    cute::warpgroup_wait<0>();
+    fence(sums[0]);
+  }
+
+  // All steps; a stage that has been multiplied is free for the next copies.
   __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages,
                                int steps) const {
     int at = 0;
@@ -194,7 +244,12 @@ struct WgmmaMath {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       shared.full[at].wait(phase);
-      multiply(sums, stage_of(stages + at * params.stage.bytes));
+      Stage const stage = stage_of(stages + at * params.stage.bytes);
+      if constexpr (C::kRounds) {
+        multiply_rounded(sums, stage);
+      } else {
+        multiply(sums, stage);
+      }
       __syncwarp();
       if (lane == 0) shared.empty[at].arrive();
       at = at + 1 == params.stages ? 0 : at + 1;

@@ -28,13 +28,14 @@ struct WgmmaParams {
 
 // kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps. Integers rather than a
 // WgmmaConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
-template <class T_, int kBits_, int kGroups_, int kTeams_, int kBlocks_, int kTokens_>
+template <class T_, int kBits_, int kGroups_, int kTeams_, int kBlocks_, int kTokens_, bool kRounds_>
 struct Wgmma {
   using T = T_;
   static constexpr int kBits = kBits_, kGroups = kGroups_, kTeams = kTeams_, kBlocks = kBlocks_, kTokens = kTokens_;
+  static constexpr bool kRounds = kRounds_;
   static constexpr int kTeamThreads = 128;
   static constexpr int kMathThreads = kTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
-  static constexpr int kRows = WgmmaConfig{kTeams, kBlocks, kTokens}.rows();
+  static constexpr int kRows = WgmmaConfig{kTeams, kBlocks, kTokens, kRounds}.rows();
   static constexpr int kSlabs = kRows / kSlab;
   // The registers that the block starts with are shared out anew: the copying thread needs few.
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = 24;

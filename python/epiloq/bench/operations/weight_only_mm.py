@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, sample, worst
-from epiloq.bench.operations.weight_only_peers import gemlite, int4pack, marlin, torchao
+from epiloq.bench.operations.weight_only_peers import gemlite, humming, int4pack, marlin, torchao
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,13 @@ def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _peer(bind: Callable[[Inputs, epiloq.PackedWeight], Call]) -> Binder:
-    return lambda case, sets: Bound([bind(s, _packed(case, s)) for s in sets])
+    def bound(case: Case, sets: Sequence[Inputs]) -> Bound:
+        calls = [bind(s, _packed(case, s)) for s in sets]
+        generator = torch.Generator(sets[0]["x"].device).manual_seed(0)
+        error = _error(case, sets[0], calls[0](), generator)
+        return Bound(calls, "" if error <= 1 else f"{error:.3g} times the tolerance off")
+
+    return bound
 
 
 def _work(case: Case) -> int:
@@ -96,6 +102,7 @@ OPERATION = Operation(
         "dense": _dense,
         "_weight_int4pack_mm": _peer(int4pack),
         "gemlite": _peer(gemlite),
+        "humming": _peer(humming),
         "marlin": _peer(marlin),
         "torchao": _peer(torchao),
     },

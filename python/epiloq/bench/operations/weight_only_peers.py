@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import torch
@@ -86,6 +87,28 @@ def gemlite(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     q, scale, zero = _codes(weight)
     layer.pack(q, scale.view(-1, 1), zero.view(-1, 1), bias=None)
     return partial(layer.forward, x)
+
+
+def humming(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
+    """humming, with the one kernel that its tables choose for this M, compiled here."""
+    x = inputs["x"]
+    _on_cuda(x)
+    layers, ops, tune = (require(f"humming.{name}") for name in ("layer", "ops", "tune"))
+    group = max(weight.group_size, 0)  # its 0 stands for whole rows
+    if group and weight.k % group:
+        raise Unavailable("humming takes whole groups")
+    config = {"dtype": f"uint{weight.bits}", "group_size": group, "has_zero_point": not weight.symmetric}
+    layer = layers.HummingLayer(weight.n, weight.k, config, torch_dtype=x.dtype).to(x.device)
+    q, scale, zero = _codes(weight)
+    tensors = {"weight": ops.pack_weight(q.int(), weight.bits), "weight_scale": scale}
+    if not weight.symmetric:
+        tensors["zero_point"] = ops.pack_weight(zero.t().int().contiguous(), weight.bits).t()
+    layer.load_from_tensors(tensors)
+    layer.transform()
+    tuning = json.dumps(tune.get_heuristics_config(layer.humming_config, shape_m=x.shape[0]))
+    call = partial(layer.forward, x, tuning_config=tuning)
+    call()
+    return call
 
 
 def torchao(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
