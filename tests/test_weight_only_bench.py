@@ -43,9 +43,9 @@ def test_the_suite_runs_on_a_cpu(seed: int, variant: str) -> None:
     case = Case("weight_only_mm", variant, "odd", 5, 100, 576)
     (row,) = bench.run(case)
     assert row.status == "ok" and row.time_us and row.error is not None
-    assert set(row.peers) == {"dense", "_weight_int4pack_mm", "gemlite", "marlin", "torchao"}
+    assert set(row.peers) == {"dense", "_weight_int4pack_mm", "gemlite", "humming", "marlin", "torchao"}
     assert row.peers["dense"].time_us
-    assert all(row.peers[name].note == "CUDA only" for name in ("gemlite", "marlin", "torchao"))
+    assert all(row.peers[name].note == "CUDA only" for name in ("gemlite", "humming", "marlin", "torchao"))
 
 
 @pytest.mark.parametrize("variant", ["w4_g128", "w4_g128_fp16", "w4_g32_zero"])
