@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, require, sample, worst
+from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, require, sample, worst
+from epiloq.bench.operations import deep_gemm_peers
 
 OUT_DTYPE = torch.bfloat16
 GROUP = 128
@@ -111,21 +112,13 @@ def _cublas_groups(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
-    library = require("deep_gemm")
-    outs = [torch.empty((case.m, case.n), dtype=OUT_DTYPE, device=s["a"].device) for s in sets]
-
-    def call(s: Inputs, out: torch.Tensor) -> partial[object]:
-        # N and K as constants of the kernel, as DeepGEMM itself has it by default and its forks do not.
-        multiply = partial(library.fp8_gemm_nt, compiled_dims="nk")
-        return partial(multiply, (s["a"], s["scale_a"]), (s["b"].t(), s["scale_b"].t()), out)
-
-    bound = tried([call(s, out) for s, out in zip(sets, outs, strict=True)])
-    generator = torch.Generator(outs[0].device).manual_seed(0)
-    error = GROUPS.error(case, sets[0], outs[0], generator)
+    calls, outs = zip(*(deep_gemm_peers.dense(s) for s in sets), strict=True)
+    bound = tried(calls)
+    error = GROUPS.error(case, sets[0], outs[0], torch.Generator(outs[0].device).manual_seed(0))
     return replace(bound, note="" if error <= 1 else f"{error:.3g} times the tolerance off")
 
 
-def tried(calls: list[partial[Any]]) -> Bound:
+def tried(calls: Sequence[Call]) -> Bound:
     """Peers whose limits differ from release to release: called once, and set aside with their own reason."""
     try:
         calls[0]()
