@@ -61,6 +61,8 @@ struct WeightOnlyMmProblem {
   int zero_bytes = 0;     // likewise, where there are zero points
   bool offsets = false;   // of the scales' type
   bool same_type = true;  // scales and X
+
+  bool operator==(WeightOnlyMmProblem const&) const = default;
 };
 
 // Throw InvalidArgument where an argument does not fit. Work without CUDA.

@@ -30,10 +30,10 @@ def weight_only_mm(
 ) -> Tensor:
     """``min(max(x @ W.T + bias, lo), hi)`` with ``W`` as `epiloq.PackedWeight` says, summed in fp32.
 
-    Integers enter the product as they are, so the weight is exact; a group's scale multiplies its sum. Two exceptions,
-    where `epiloq.explain` says "de-quantise": with many tokens, or where no kernel fits (2 and 3 bits; groups other
-    than 32, 64, multiples of 128 and whole rows; float32), the CUDA implementation de-quantises the weight into memory,
-    rounded to x's dtype, for a dense product. docs/numerics.md has the bounds.
+    Integers enter the product as they are, so the weight is exact; a group's scale multiplies its sum. On CUDA there
+    are two exceptions, in which the weight is rounded to x's dtype: with more than 128 tokens, where `epiloq.explain`
+    says "rounded" or "de-quantise"; and where no kernel fits (2 and 3 bits; groups other than 32, 64, multiples of 128
+    and whole rows; float32), so that it is de-quantised into memory. docs/numerics.md has the bounds.
 
     Args:
         x: ``[.., M, K]`` float16, bfloat16 or float32, rows dense.

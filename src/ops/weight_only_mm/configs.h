@@ -1,6 +1,10 @@
 #pragma once
 
-// Every kernel that weight_only_mm is compiled for, and which problem takes which. Data: a new one is a row.
+// Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
+//
+// Times are microseconds on an H200, 2026-11-20, fitted to tools/weight_only_sweep.py over seven layer shapes, 4 bits
+// in groups of 128: the kernel that they name took 2 % more than the fastest in geometric mean, 12 % at most. On other
+// GPUs only their ratios count.
 
 #include <array>
 
@@ -10,6 +14,11 @@ namespace epiloq::ops::weight_only_mm {
 // the same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead. `blocks` have their registers in an SM.
 struct StreamConfig {
   int slabs, warps, stages, tokens, blocks;
+  // A turn takes `turn` times the blocks that share an SM, and a part more for each token, or `alone` if that is
+  // longer; a block takes `block` to begin and to end.
+  struct {
+    double turn, alone, block, token;
+  } time;
 
   constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
 };
@@ -23,12 +32,15 @@ struct TiledConfig {
   constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
 };
 
-// By tokens and by what a block reads, most first; the last one fits the shared memory of every device, and is all that
-// SM75 has.
+// By what a block reads, most first. What hides memory's latency is warps: two blocks an SM of two stages each are
+// faster than one of three. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 3, 8, 2}, StreamConfig{4, 8, 2, 8, 2},  StreamConfig{2, 8, 5, 8, 2}, StreamConfig{2, 8, 2, 8, 3},
-    StreamConfig{1, 8, 6, 8, 2}, StreamConfig{2, 8, 2, 16, 2}, StreamConfig{1, 4, 2, 8, 2},
+    StreamConfig{4, 8, 3, 8, 2, {0.83, 0.1, 1.84, 0.002}},   StreamConfig{4, 8, 2, 8, 2, {0.32, 1.53, 2.17, 0.042}},
+    StreamConfig{2, 8, 2, 8, 3, {0.71, 0.03, 0.8, 0.011}},   StreamConfig{1, 8, 6, 8, 2, {0.31, 0.05, 0.86, 0.123}},
+    StreamConfig{2, 8, 2, 16, 2, {0.72, 1.04, 1.46, 0.005}}, StreamConfig{1, 4, 2, 8, 2, {0.6, 0.6, 1.0, 0.1}},
 };
+// Without wgmma, up to so many tokens a streaming kernel is taken.
+inline constexpr int kStreamTokens = 8;
 
 // By tokens, fewest first, and again one that fits everywhere.
 inline constexpr std::array kTiledRows{
@@ -43,32 +55,41 @@ inline constexpr std::array kTiledRows{
 struct WgmmaConfig {
   int teams, blocks, tokens;
   bool rounds;
+  struct {
+    double step, block;  // 128 columns; to begin and to end
+  } time;
 
   constexpr int rows() const { return 64 * teams * blocks; }
 };
 
 // Those that multiply exact integers by tokens, fewest first, then one for weights of few rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 16, false},  WgmmaConfig{4, 1, 32, false}, WgmmaConfig{4, 1, 64, false},
-    WgmmaConfig{2, 2, 128, false}, WgmmaConfig{2, 1, 64, false}, WgmmaConfig{2, 1, 128, true},
-    WgmmaConfig{2, 1, 256, true},
+    WgmmaConfig{4, 1, 16, false, {0.66, 3.7}}, WgmmaConfig{4, 1, 32, false, {0.72, 4.2}},
+    WgmmaConfig{4, 1, 64, false, {0.95, 4.9}}, WgmmaConfig{2, 2, 128, false, {1.64, 8.2}},
+    WgmmaConfig{2, 1, 64, false, {0.54, 3.9}}, WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},
+    WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
 };
+// On SM90, up to so many tokens weights are not rounded, though rounding would be a little faster from 128 on.
+inline constexpr int kExactTokens = 128;
 
-// Tokens from which to which the wgmma kernel is taken. None: it has not been run on a GPU.
-struct TokenRange {
-  int first, last;
-};
-inline constexpr TokenRange kWgmmaTokens{1, 0};
+// De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
+inline constexpr struct {
+  double call = 5, weight = 0.95e-6, product = 3.125e-9;
+} kDenseTime;
 
-// Up to so many tokens the streaming kernel is taken.
-inline constexpr int kStreamTokens = 8;
+// Any call's time beside the above.
+inline constexpr double kCallTime = 2;
+
+// The part of an H200's 132 SMs that clusters of 1 to 8 blocks fill, by cudaOccupancyMaxActiveClusters: its groups of
+// SMs are not all of one size.
+inline constexpr std::array kClusterShare{1., 1., .887, .91, .834, .773, .796, .91};
 
 // Bytes of weights that a block asks for before the previous kernel has finished.
 inline constexpr int kEarlyBytes = 32 * 1024;
 
-// From here on a dense product, of the weight de-quantised into memory first, is faster. H200, 2026-11-20: at 256
-// tokens the tiled kernel takes 2.4 to 5 times a bf16 product, on seven layer shapes, where de-quantising costs as much
-// as one or two; at 64 tokens 0.9 to 2.4 times. Between them this is interpolated.
+// Without wgmma, from here on a dense product, of the weight de-quantised into memory first, is faster. H200,
+// 2026-11-20: at 256 tokens the tiled kernel takes 2.4 to 5 times a bf16 product, on seven layer shapes, where
+// de-quantising costs as much as one or two; at 64 tokens 0.9 to 2.4 times. Between them this is interpolated.
 inline constexpr int kDenseTokens = 192;
 
 }  // namespace epiloq::ops::weight_only_mm

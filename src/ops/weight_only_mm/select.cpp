@@ -1,6 +1,7 @@
 #include "ops/weight_only_mm/select.h"
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 
 #include "epiloq/error.h"
@@ -26,10 +27,15 @@ std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
   return rows * (kPadding * p.bits / 8 + groups_in_step(p) * parameter_bytes);
 }
 
-bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+// Of a block: its warps' rings of stages, then their sums.
+std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p) {
   int const rows = c.slabs_of(p.bits) * kSlab;
-  return p.m <= c.tokens && c.warps * c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) <= t.shared_bytes &&
-         c.warps * c.tokens * (rows + 4) * 4 <= t.shared_bytes;
+  return c.warps *
+         std::max<std::int64_t>(c.stages * (step_bytes(p, rows) + p.m * kPadding * 2), c.tokens * (rows + 4) * 4);
+}
+
+bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens && stream_bytes(c, p) <= t.shared_bytes;
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -68,39 +74,80 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
   }
 }
 
-// Of the fewest tokens that do, wide blocks read the tokens less often; it takes narrow ones to make some two an SM,
-// which memory's pipe wants.
-Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
-  std::int64_t const slabs = ceil_div(p.n, kSlab), steps = ceil_div(p.k, kPadding);
-  int const tokens = p.m <= 8 ? 8 : 16;
-  int chosen = -1;
-  for (int row = 0; row < static_cast<int>(kStreamRows.size()); ++row) {
-    if (!is_there(Family::kStream, row, p, t) || kStreamRows[row].tokens != tokens) continue;
-    bool const enough = chosen >= 0 && ceil_div(slabs, kStreamRows[chosen].slabs_of(p.bits)) * 5 >= 8 * t.sm_count;
-    bool const narrower = chosen < 0 || kStreamRows[row].slabs_of(p.bits) < kStreamRows[chosen].slabs_of(p.bits);
-    if (!enough && narrower) chosen = row;
-  }
-  if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
-  StreamConfig const& config = kStreamRows[chosen];
-  std::int64_t const blocks = ceil_div(slabs, config.slabs_of(p.bits));
-  return {Family::kStream, chosen,
-          blocks >= t.sm_count ? 1 : best_split(blocks, ceil_div(steps, config.warps), 1, 2, t)};
+// Clusters of so many blocks that run at a time, each SM holding `resident` blocks.
+std::int64_t clusters(int split, int resident, Target const& t) {
+  return std::max(1, static_cast<int>(t.sm_count * kClusterShare[split - 1]) / split) * resident;
 }
 
-// The narrowest tile that takes all tokens, or else the widest; `blocks_of` an SM.
-template <class Rows, class Blocks>
-Choice choice_by_tokens(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t,
-                        Blocks blocks_of) {
+double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  int const rows = c.slabs_of(p.bits) * kSlab;
+  std::int64_t const bytes = stream_bytes(c, p), blocks = ceil_div(p.n, rows);
+  int const resident = static_cast<int>(std::clamp<std::int64_t>(t.shared_bytes / bytes, 1, c.blocks));
+  // Blocks of a cluster are put side by side even where SMs are free.
+  std::int64_t const beside =
+      split > 1 ? resident : std::min<std::int64_t>(resident, ceil_div(blocks, clusters(split, 1, t)));
+  std::int64_t const turns = ceil_div(ceil_div(ceil_div(p.k, kPadding), split), c.warps);
+  double const turn = std::max(c.time.alone, c.time.turn * static_cast<double>(beside) * (1 + c.time.token * p.m));
+  return kCallTime + ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + c.time.block);
+}
+
+double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  if (c.rounds && p.m <= kExactTokens) return std::numeric_limits<double>::infinity();
+  std::int64_t const blocks = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+  std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
+  return kCallTime + ceil_div(blocks, clusters(split, 1, t)) * (steps * c.time.step + c.time.block);
+}
+
+double time_of_dense(WeightOnlyMmProblem const& p) {
+  double const weights = static_cast<double>(p.n) * p.k;
+  return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
+}
+
+struct Timed {
+  Choice choice;
+  double time = std::numeric_limits<double>::infinity();
+
+  void consider(Choice const& other, double its_time) {
+    if (its_time < time) *this = {other, its_time};
+  }
+  template <class Rows>
+  void consider(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
+    std::int64_t const steps = ceil_div(p.k, kPadding);
+    int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
+    for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+      if (!is_there(family, row, p, t)) continue;
+      for (int split = 1; split <= most; ++split) consider({family, row, split}, time_of(rows[row], p, split, t));
+    }
+  }
+};
+
+Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
+  Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
+  best.consider(Family::kStream, kStreamRows, p, t);
+  return best.choice;
+}
+
+// The fastest of the kernels and, where weights may be rounded, of a dense product.
+Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
+  Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
+  if (p.m > kExactTokens) best = {{Family::kDense, 0, 1, "many tokens"}, time_of_dense(p)};
+  best.consider(Family::kStream, kStreamRows, p, t);
+  best.consider(Family::kWgmma, kWgmmaRows, p, t);
+  return best.choice;
+}
+
+// The narrowest tile that takes all tokens, or else the widest.
+Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   int chosen = -1;
-  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
-    if (!is_there(family, row, p, t)) continue;
-    bool const wider = chosen < 0 || rows[row].tokens > rows[chosen].tokens;
-    if (chosen < 0 || (wider && rows[chosen].tokens < p.m)) chosen = row;
+  for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
+    if (!is_there(Family::kTiled, row, p, t)) continue;
+    bool const wider = chosen < 0 || kTiledRows[row].tokens > kTiledRows[chosen].tokens;
+    if (chosen < 0 || (wider && kTiledRows[chosen].tokens < p.m)) chosen = row;
   }
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
-  auto const& config = rows[chosen];
+  TiledConfig const& config = kTiledRows[chosen];
   std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
-  return {family, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, blocks_of(config), t)};
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
 }
 
 bool has_kernel(std::int64_t group) {
@@ -135,7 +182,7 @@ std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
 int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
   if (t.arch != Arch::kSm90) return 1;
   auto const cost = [&](int split) {
-    return ceil_div(blocks * split, t.sm_count * blocks_per_sm) * (ceil_div(steps, split) + fixed);
+    return ceil_div(blocks, clusters(split, blocks_per_sm, t)) * (ceil_div(steps, split) + fixed);
   };
   int best = 1;
   for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
@@ -146,13 +193,10 @@ int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_pe
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
-  if (p.m >= kWgmmaTokens.first && p.m <= kWgmmaTokens.last) {
-    Choice const choice = choice_by_tokens(Family::kWgmma, kWgmmaRows, p, t, [](auto const&) { return 1; });
-    if (choice.family == Family::kWgmma) return choice;
-  }
+  if (t.has_wgmma && !p.offsets) return fastest(p, t);
   if (p.m >= kDenseTokens) return {Family::kDense, 0, 1, "many tokens"};
   if (p.m <= kStreamTokens) return stream_choice(p, t);
-  return choice_by_tokens(Family::kTiled, kTiledRows, p, t, [](auto const& config) { return config.blocks; });
+  return tiled_choice(p, t);
 }
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {

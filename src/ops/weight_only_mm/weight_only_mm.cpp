@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/checks.h"
+#include "gemm/params_cache.h"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/launch.h"
 #include "ops/weight_only_mm/select.h"
@@ -81,6 +82,19 @@ wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
   return call.kernel ? wo::choose(p, target_of(call), *call.kernel) : wo::choose(p, target_of(call));
 }
 
+// A hundred kernels are weighed against each other, which takes longer than a launch: each thread keeps what it chose.
+wo::Choice const& remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
+  struct Question {
+    WeightOnlyMmProblem problem;
+    Arch arch;
+    bool operator==(Question const&) const = default;
+  };
+  thread_local gemm::ParamsCache<Question, wo::Choice> cache;
+  Question const question{problem_of(problem, call), forced_arch()};
+  auto const key = static_cast<std::uintptr_t>(question.problem.n * 31 + question.problem.k * 7 + question.problem.m);
+  return cache.get(key, question, call.x.device.index, [&] { return choice_of(problem, call); });
+}
+
 bool is_empty(wo::Problem const& p) { return p.m == 0 || p.weight.n == 0; }
 
 }  // namespace
@@ -95,7 +109,7 @@ bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
     if (problem.m <= wo::kHostTokens) wo::multiply_on_host(problem, call.x.dtype);
     return problem.m <= wo::kHostTokens;
   }
-  wo::Choice const choice = choice_of(problem, call);
+  wo::Choice const choice = call.kernel ? choice_of(problem, call) : remembered_choice(problem, call);
   if (choice.family == wo::Family::kDense) return false;
   wo::launch(choice, problem, call.x.dtype, call.x.device.index, stream);
   return true;

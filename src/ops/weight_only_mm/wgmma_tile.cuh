@@ -35,7 +35,7 @@ struct Wgmma {
   static constexpr bool kRounds = kRounds_;
   static constexpr int kTeamThreads = 128;
   static constexpr int kMathThreads = kTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
-  static constexpr int kRows = WgmmaConfig{kTeams, kBlocks, kTokens, kRounds}.rows();
+  static constexpr int kRows = 64 * kTeams * kBlocks;
   static constexpr int kSlabs = kRows / kSlab;
   // The registers that the block starts with are shared out anew: the copying thread needs few.
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = 24;
