@@ -110,6 +110,19 @@ def test_a_ring_of_stages_goes_round(seed: int, row: int) -> None:
 
 
 @pytest.mark.parametrize("row", range(len(TOKENS)))
+def test_a_block_takes_several_tiles(seed: int, row: int) -> None:
+    """The ring goes on from tile to tile, while the last one is stored: more tiles than an SM each, again exact."""
+    n, k = 20_001, 640
+    q = torch.randint(-8, 8, (n, k), device="cuda")
+    packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)
+    for m in (TOKENS[row], TOKENS[row] + 1, 2 * TOKENS[row] + 5):
+        x = torch.randint(-2, 3, (m, k), device="cuda")
+        expected = (x.double() @ q.double().t()).bfloat16()
+        for _ in range(3):
+            assert_equal(run_kernel(("wgmma", row, 1), x.bfloat16(), packed), expected)
+
+
+@pytest.mark.parametrize("row", range(len(TOKENS)))
 def test_blocks_of_a_cluster_share_k(seed: int, row: int) -> None:
     """The sum through distributed shared memory: as above, by splits that divide the steps and that do not."""
     n, k = 700, 1280

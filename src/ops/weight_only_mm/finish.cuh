@@ -28,11 +28,15 @@ __device__ __forceinline__ float read_from(float const* shared, int rank) {
 #endif
 }
 
+// Not by fmin and fmax, which lose NaN.
+template <class T>
+__device__ __forceinline__ T clamped(Problem const& p, float value) {
+  return static_cast<T>(value < p.lo ? p.lo : value > p.hi ? p.hi : value);
+}
+
 template <class T>
 __device__ __forceinline__ T finished(Problem const& p, int row, float sum) {
-  float const value = sum + (p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f);
-  // Not fmin and fmax, which lose NaN.
-  return static_cast<T>(value < p.lo ? p.lo : value > p.hi ? p.hi : value);
+  return clamped<T>(p, sum + (p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f));
 }
 
 template <class T>
@@ -76,6 +80,50 @@ __device__ void finish(Problem const& p, float* sums, int first_row, int first_t
   wait_for_cluster();  // others may still read this block's sums
 }
 
+// Sums of 16 weight rows by 8 tokens as tensor cores leave them with a warp: a lane has rows g and g + 8 of tokens 2 t
+// and 2 t + 1. They go to D without a way through shared memory: transposed, a lane has rows 2 t and 2 t + 1 of token
+// g.
+template <class T>
+struct DirectRows {
+  Problem const& p;
+  int first_row, lane;
+  float bias[2];
+  bool in_words;  // pairs of rows lie on 4 bytes
+
+  __device__ __forceinline__ DirectRows(Problem const& p_, int first_row_)
+      : p(p_),
+        first_row(first_row_),
+        lane(threadIdx.x % 32),
+        in_words(reinterpret_cast<std::uintptr_t>(p_.out) % 4 == 0 && p_.stride_out % 2 == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const row = first_row + 8 * half + lane / 4;
+      bias[half] = p.bias != nullptr && row < p.weight.n ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void store(int first_token, float const* sums) const {
+    int const token = first_token + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      alignas(4)
+          T both[2] = {clamped<T>(p, sums[2 * half] + bias[half]), clamped<T>(p, sums[2 * half + 1] + bias[half])};
+      auto& word = *reinterpret_cast<unsigned*>(both);
+      asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+      int const row = first_row + 8 * half + lane % 4 * 2;
+      T* const to = static_cast<T*>(p.out) + token * p.stride_out + row;
+      if (token < p.m && row < p.weight.n) {
+        if (in_words && row + 1 < p.weight.n) {
+          *reinterpret_cast<unsigned*>(to) = word;
+        } else {
+          to[0] = both[0];
+          if (row + 1 < p.weight.n) to[1] = both[1];
+        }
+      }
+    }
+  }
+};
+
 __device__ __forceinline__ float4 read_four_from(float const* shared, int rank) {
 #if __CUDA_ARCH__ >= 900
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -101,7 +149,7 @@ __device__ void finish_rows(Problem const& p, float const* sums, int first_row, 
     float const* const from = sums + i / kVectors * kStride + i % kVectors * kVector;
     float sum[kVector] = {};
     for (int other = 0; other < split; ++other) {
-      float4 const part = split > 1 ? read_four_from(from, other) : *reinterpret_cast<float4 const*>(from);
+      float4 const part = read_four_from(from, other);
       sum[0] += part.x;
       sum[1] += part.y;
       sum[2] += part.z;

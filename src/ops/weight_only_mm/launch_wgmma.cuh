@@ -73,12 +73,18 @@ void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   std::int64_t const stride_x = p.m > 1 ? p.stride_x : (w.k + kEight - 1) / kEight * kEight;
   WgmmaReads const reads{w.q,    w.scale,  w.zero,      p.x, stride_x, w.n,     w.k,      w.padded_k,
                          w.bits, w.groups, scale_bytes, p.m, C::kRows, kGroups, token_box};
-  WgmmaParams const params{cached_maps(reads, device), p, stage, wgmma_stages(stage, shared_bytes),
-                           stage.loaded_bytes(C::kTokens - token_box)};
+  auto const tiles_of = [](int size, int tile) { return (size + tile - 1) / tile; };
+  int const token_tiles = tiles_of(p.m, C::kTokens), tiles = token_tiles * tiles_of(w.n, C::kRows);
+  WgmmaParams const params{cached_maps(reads, device),
+                           p,
+                           stage,
+                           wgmma_stages(stage, shared_bytes),
+                           stage.loaded_bytes(C::kTokens - token_box),
+                           tiles,
+                           token_tiles};
   int const bytes = wgmma_shared_bytes(kConfig, stage, shared_bytes);
-  auto const tiles = [](int size, int tile) { return static_cast<unsigned>((size + tile - 1) / tile); };
-  // Blocks of the same rows start together and find each other's weights in L2.
-  dim3 const grid(tiles(p.m, C::kTokens), split, tiles(w.n, C::kRows));
+  int const blocks = split > 1 ? tiles : std::min(tiles, device_properties(device).sm_count);
+  dim3 const grid(blocks, split);
   cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, split), C::kThreads, bytes, stream, params),
              "launching epiloq.weight_only_mm");
 }

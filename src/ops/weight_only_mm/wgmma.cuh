@@ -2,8 +2,8 @@
 
 // SM90, from some ten tokens on: weights are the rows of wgmma's tile, through registers, and tokens its columns. One
 // thread copies with TMA into a ring of steps of 128 columns; the warpgroups of a block multiply 64 or twice 64 weight
-// rows each by all of its tokens, and while one makes fragments or adds up, others keep the tensor cores busy. Blocks
-// of a cluster may share K.
+// rows each by all of its tokens, and while one makes fragments or adds up, others keep the tensor cores busy. A block
+// takes tile after tile; or the blocks of a cluster share the K of one.
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -17,26 +17,52 @@ __device__ __forceinline__ void wait_for_teams() {
   asm volatile("bar.sync 1, %0;" ::"n"(C::kMathThreads) : "memory");
 }
 
+// Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each.
 template <class C>
-__device__ void multiply_tile(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages,
-                              typename C::Place const& place) {
-  int const team = __shfl_sync(~0u, threadIdx.x / C::kTeamThreads, 0);
-  int const warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-  WgmmaMath<C> const math(params, team, warp);
-  wait_for_previous_kernel();
-  typename WgmmaMath<C>::Sums sums = {};
-  math.multiply_all(sums, shared, stages, place.steps);
+__device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>::Sums const& sums,
+                                WgmmaParams const& params, unsigned char* stages, typename C::Place const& place) {
   wait_for_teams<C>();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(stages);
   math.store(all_sums, sums);
   wait_for_teams<C>();
-  if (gridDim.y > 1) wait_for_cluster();
+  wait_for_cluster();
   finish_rows<typename C::T, C::kRows, C::kTokens, C::kMathThreads>(params.p, all_sums, place.first_slab * kSlab,
                                                                     place.first_token, blockIdx.y, gridDim.y);
-  if (gridDim.y > 1) wait_for_cluster();  // others may still read this block's sums
+  wait_for_cluster();  // others may still read this block's sums
 }
 
-// Blocks along x take tiles of tokens, along y they share K, along z they take rows.
+template <class C>
+__device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages) {
+  int const team = __shfl_sync(~0u, threadIdx.x / C::kTeamThreads, 0);
+  int const warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  WgmmaMath<C> const math(params, team, warp);
+  wait_for_previous_kernel();
+  RingPlace ring{0, 0};
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
+    typename C::Place const place(params, tile);
+    typename WgmmaMath<C>::Sums sums = {};
+    math.multiply_all(sums, shared, stages, place.steps, ring);
+    if (gridDim.y == 1) {
+      math.store_directly(place, sums);
+    } else {
+      finish_together<C>(math, sums, params, stages, place);
+    }
+  }
+}
+
+template <class C>
+__device__ void copy_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages) {
+  typename C::Copies{params, typename C::Place(params, blockIdx.x)}.prefetch();
+  wait_for_previous_kernel();
+  RingPlace ring{0, 1};  // the first wait for each stage passes
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
+    typename C::Copies{params, typename C::Place(params, tile)}.ask_for_all(stages, shared, ring);
+  }
+}
+
+// Blocks along x take tiles, and the next ones while the last is stored; along y they share K.
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__ WgmmaParams const params) {
   extern __shared__ unsigned char memory[];
@@ -46,22 +72,16 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   let_next_kernel_start();
-  typename C::Place const place(params.p.weight);
   if (threadIdx.x >= C::kMathThreads) {
     cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
-    if (threadIdx.x == C::kMathThreads) {
-      typename C::Copies const copies{params, place};
-      copies.prefetch();
-      wait_for_previous_kernel();
-      copies.ask_for_all(stages, shared);
-    }
+    if (threadIdx.x == C::kMathThreads) copy_tiles<C>(params, shared, stages);
     if (gridDim.y > 1) {  // where the others wait
       wait_for_cluster();
       wait_for_cluster();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
-    multiply_tile<C>(params, shared, stages, place);
+    multiply_tiles<C>(params, shared, stages);
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "core/async_copy.cuh"
 #include "gemm/matrix_loads.cuh"
+#include "ops/weight_only_mm/finish.cuh"
 #include "ops/weight_only_mm/fragments.cuh"
 #include "ops/weight_only_mm/wgmma_tile.cuh"
 
@@ -237,23 +238,29 @@ struct WgmmaMath {
   }
 
   // All steps; a stage that has been multiplied is free for the next copies.
-  __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages,
-                               int steps) const {
-    int at = 0;
-    std::uint32_t phase = 0;
+  __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages, int steps,
+                               RingPlace& ring) const {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      shared.full[at].wait(phase);
-      Stage const stage = stage_of(stages + at * params.stage.bytes);
+      shared.full[ring.at].wait(ring.phase);
+      Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
       if constexpr (C::kRounds) {
         multiply_rounded(sums, stage);
       } else {
         multiply(sums, stage);
       }
       __syncwarp();
-      if (lane == 0) shared.empty[at].arrive();
-      at = at + 1 == params.stages ? 0 : at + 1;
-      phase ^= at == 0;
+      if (lane == 0) shared.empty[ring.at].arrive();
+      ring.advance(params.stages);
+    }
+  }
+
+  __device__ void store_directly(typename C::Place const& place, Sums const& sums) const {
+#pragma unroll
+    for (int block = 0; block < C::kBlocks; ++block) {
+      DirectRows<T> const rows(params.p, (place.first_slab + slab + block * 4) * kSlab);
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) rows.store(place.first_token + i * 2, sums[block] + i);
     }
   }
 

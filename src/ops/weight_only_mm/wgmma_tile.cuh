@@ -24,6 +24,18 @@ struct WgmmaParams {
   WgmmaStage stage;
   int stages;
   int loaded_bytes;  // by TMA, a stage
+  int tiles, token_tiles;
+};
+
+// A stage of the ring, and the parity of the turn that it is waited for in.
+struct RingPlace {
+  int at;
+  std::uint32_t phase;
+
+  __device__ __forceinline__ void advance(int stages) {
+    at = at + 1 == stages ? 0 : at + 1;
+    phase ^= at == 0;
+  }
 };
 
 // kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps. Integers rather than a
@@ -59,13 +71,14 @@ struct Wgmma {
     }
   };
 
-  // Where a block's share of the work begins.
+  // Where a block's share of a tile begins. Tiles of the same rows are neighbours and find each other's weights in L2.
   struct Place {
     int first_token, first_slab;
     int first_step, steps;
 
-    __device__ explicit Place(Weight const& w) : first_token(blockIdx.x * kTokens), first_slab(blockIdx.z * kSlabs) {
-      int const all = w.padded_k / kPadding, rank = blockIdx.y, split = gridDim.y;
+    __device__ Place(WgmmaParams const& params, int tile)
+        : first_token(tile % params.token_tiles * kTokens), first_slab(tile / params.token_tiles * kSlabs) {
+      int const all = params.p.weight.padded_k / kPadding, rank = blockIdx.y, split = gridDim.y;
       first_step = rank * all / split;
       steps = (rank + 1) * all / split - first_step;
     }
@@ -73,7 +86,7 @@ struct Wgmma {
 
   struct Copies {
     WgmmaParams const& params;
-    Place const& place;
+    Place place;
 
     __device__ __forceinline__ int line(int step) const { return step * (slab_bytes(kBits) / kLine); }
 
@@ -106,17 +119,14 @@ struct Wgmma {
       }
     }
 
-    __device__ void ask_for_all(unsigned char* stages, Shared const& shared) const {
-      int at = 0;
-      std::uint32_t phase = 1;  // the first wait for each stage passes
+    __device__ void ask_for_all(unsigned char* stages, Shared const& shared, RingPlace& ring) const {
 #pragma unroll 1
       for (int step = 0; step < place.steps; ++step) {
-        shared.empty[at].wait(phase);
-        shared.full[at].arrive_and_expect_tx(params.loaded_bytes);
-        ask(stages + at * params.stage.bytes, reinterpret_cast<std::uint64_t*>(&shared.full[at]),
+        shared.empty[ring.at].wait(ring.phase);
+        shared.full[ring.at].arrive_and_expect_tx(params.loaded_bytes);
+        ask(stages + ring.at * params.stage.bytes, reinterpret_cast<std::uint64_t*>(&shared.full[ring.at]),
             place.first_step + step);
-        at = at + 1 == params.stages ? 0 : at + 1;
-        phase ^= at == 0;
+        ring.advance(params.stages);
       }
     }
   };
