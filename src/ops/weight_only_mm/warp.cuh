@@ -57,7 +57,8 @@ struct Warp {
   static constexpr int kStepBytes = kVectors * 512;     // of a slab
   static constexpr int kWeightBytes = kSlabs * kStepBytes;
   // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
-  static constexpr bool kWhole = kGroups == 1 && kBits == 4 && (kTiles == 1 || (kTiles == 8 && !kOffsets));
+  static constexpr bool kWhole =
+      kGroups == 1 && kBits == 4 && (kTiles == 1 ? kSlabs < 4 || !kOffsets : kTiles == 8 && !kOffsets);
   static constexpr int kColumns = kWhole ? kStep
                                   : kGroups == 4 || kTiles > 8 || (kTiles * kSlabs == 8 && (kOffsets || kTiles == 2))
                                       ? 32
