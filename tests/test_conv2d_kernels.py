@@ -82,9 +82,8 @@ def test_every_tile_is_chosen_for_some_problem() -> None:
     tiles = {arch: {words.partition(", K over clusters")[0] for words in answers[arch]} for arch in ARCHS}
     assert len(tiles["sm75"]) == 3 and all("64 pixels x 64 channels" in words for words in tiles["sm75"])
     assert len(tiles["sm80"]) == 6 and tiles["sm75"] < tiles["sm80"] == answers["sm80"]
-    assert sum("wgmma" in words for words in tiles["sm90"]) == 5 and not any(
-        "wgmma" in words for words in tiles["sm80"]
-    )
+    assert sum("wgmma" in words for words in tiles["sm90"]) == 5
+    assert not any("wgmma" in words for words in tiles["sm80"])
     assert len(tiles["sm80"] | tiles["sm90"]) == 11
     splits = {int(words.partition("clusters of ")[2] or 1) for words in answers["sm90"]}
     assert {1, 2, 3} < splits <= set(range(1, 9))

@@ -56,13 +56,14 @@ struct Costs {
   double stage;   // what a block by itself waits for at a stage's barriers
   double output;  // to finish
 };
-constexpr Costs costs_of(Mma mma) { return mma == Mma::kWgmma ? Costs{0.029, 190, 0.41} : Costs{0.041, 16, 0.34}; }
+constexpr Costs costs_of(Mma mma) { return mma == Mma::kWgmma ? Costs{0.029, 190, 0.41} : Costs{0.041, 16, 0.35}; }
 // As many times the cost of a byte, where fewer than 16 channels are copied at a time.
 constexpr double copies_of(int vector) { return vector == 16 ? 1 : vector == 4 ? 2.6 : 13; }
 // What a block by itself waits for: a stage's bytes, but for other stages on their way; to begin and to end; and for
 // each output of a thread.
 inline constexpr double kWaitOfByte = 0.044, kBlock = 4700, kOutputOfThread = 73;
-inline constexpr double kEnd = 1300;  // of an SM's last blocks, which no others hide
+inline constexpr double kEnd = 1300;   // of an SM's last blocks, which no others hide
+inline constexpr double kShown = 0.1;  // of the shorter of waiting and working, which the other does not hide
 
 // What adding up over a cluster takes. Odd numbers of blocks take less; 7 have not been measured.
 inline constexpr std::array<double, kMaxCluster> kCluster{0, 1200, 730, 2100, 990, 2200, 3500, 3500};

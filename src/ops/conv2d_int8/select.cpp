@@ -64,7 +64,7 @@ std::int64_t blocks_of_sm(std::int64_t clusters, int split, Target const& t) {
   return std::max<std::int64_t>(2, ceil_div(2 * of_h200, std::int64_t{kClusters[1][split - 1]} * t.sm_count));
 }
 
-// The busiest SM's: what it has to do altogether, or the rounds of its blocks, each at least as long as a block by
+// The busiest SM's: what it has to do altogether, and the rounds of its blocks, each at least as long as a block by
 // itself waits.
 double cycles_of(TileConfig const& c, std::int64_t clusters, int stages, int split, Target const& t) {
   Costs const costs = costs_of(c.mma);
@@ -74,9 +74,9 @@ double cycles_of(TileConfig const& c, std::int64_t clusters, int stages, int spl
   double const alone =
       static_cast<double>(ceil_div(stages, split)) * stage + kBlock + kOutputOfThread * outputs / c.threads();
   std::int64_t const of_sm = blocks_of_sm(clusters, split, t);
-  double const rounds = static_cast<double>(ceil_div(of_sm, c.blocks));
-  double const together = kEnd + static_cast<double>(of_sm) * (work * stages / split + outputs * costs.output);
-  return std::max(rounds * alone, together) + kCluster[split - 1];
+  double const waiting = static_cast<double>(ceil_div(of_sm, c.blocks)) * alone;
+  double const working = kEnd + static_cast<double>(of_sm) * (work * stages / split + outputs * costs.output);
+  return std::max(waiting, working) + kShown * std::min(waiting, working) + kCluster[split - 1];
 }
 
 int most_split(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
