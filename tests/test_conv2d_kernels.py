@@ -76,13 +76,17 @@ def tile_of(arch: str, shape: tuple[int, int, int, int], outputs: int) -> str:
         return epiloq.explain("conv2d_int8", x, weight, weight_scale=torch.ones(1), input_scale=1.0, output_scale=1.0)
 
 
-def test_tiles_follow_the_architecture() -> None:
-    sizes = tuple(itertools.product((1, 8, 40, 130), (16, 24, 3, 64, 2048), (16, 64, 128, 256, 600)))
+def test_every_tile_is_chosen_for_some_problem() -> None:
+    sizes = tuple(itertools.product((1, 8, 40, 130, 1000), (16, 24, 3, 64, 2048), (16, 64, 128, 256, 600, 2048)))
     answers = {arch: {tile_of(arch, (1, 30 * h, 30, c), n) for h, c, n in sizes} for arch in ARCHS}
-    assert len(answers["sm75"]) == 3 and all("64 pixels x 64 channels" in words for words in answers["sm75"])
-    assert not any("wgmma" in words or "clusters" in words for words in answers["sm80"] | answers["sm75"])
-    assert len(answers["sm80"]) > 3 < sum("wgmma" in words for words in answers["sm90"])
-    assert any("K over clusters" in words for words in answers["sm90"])
+    tiles = {arch: {words.partition(", K over clusters")[0] for words in answers[arch]} for arch in ARCHS}
+    assert len(tiles["sm75"]) == 3 and all("64 pixels x 64 channels" in words for words in tiles["sm75"])
+    assert len(tiles["sm80"]) == 6 and tiles["sm75"] < tiles["sm80"] == answers["sm80"]
+    assert sum("wgmma" in words for words in tiles["sm90"]) == 5
+    assert not any("wgmma" in words for words in tiles["sm80"])
+    assert len(tiles["sm80"] | tiles["sm90"]) == 11
+    splits = {int(words.partition("clusters of ")[2] or 1) for words in answers["sm90"]}
+    assert {1, 2, 3} < splits <= set(range(1, 9))
 
 
 def test_explain_names_the_depthwise_kernels() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.conv2d_host import blocks_of_sums
 from epiloq.ops.scaled_mm import int_mm_in_words
@@ -177,30 +177,16 @@ def convolve(
         return out
     if out is None:
         out = _empty(x, q, where, dtype)
-    _run_out(*arguments, out=out)
-    return out
+    return _run(*arguments, out=out)
 
 
 def _run(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    input_zero: int,
-    output_zero: int,
-    lo: float,
-    hi: float,
-    *where: Any,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype = torch.int8, out: Tensor | None = None
 ) -> Tensor:
-    out = _empty(x, weight, Geometry(*where), out_dtype)
-    _run_out(x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where, out=out)
-    return out
-
-
-def _run_out(x: Tensor, weight: Tensor, *rest: Any, out: Tensor) -> None:
+    if out is None:
+        out = _empty(x, weight, Geometry(*rest[7:]), out_dtype)
     (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(out, x, weight, *rest)
+    return out
 
 
 @torch.no_grad()
@@ -245,10 +231,6 @@ def _fake(x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tens
     return _empty(x, weight, where, out_dtype)
 
 
-def _fake_out(*_: Any, out: Tensor) -> None:
-    return None
-
-
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, by their own arguments."""
     x, weight, where, p, out = _bound(name, *args, **kwargs)
@@ -291,5 +273,4 @@ _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? correction, int input_zero, int output_zero, "
     "float lo, float hi, int[] stride, int[] padding, int[] dilation, int groups"
 )
-register(_NAME, f"conv2d_int8({_ARGUMENTS}, *, ScalarType out_dtype) -> Tensor", _run, _fake)
-register(_NAME, f"conv2d_int8_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _run_out, _fake_out)
+register_product(_NAME, _ARGUMENTS, _run, _fake, allocating="ScalarType out_dtype")

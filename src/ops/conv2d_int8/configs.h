@@ -14,46 +14,63 @@ enum class Mma { kSync, kWgmma };
 
 // Output pixels (m) and channels (n) of a team, which is a warp with mma.sync and a warpgroup with wgmma; teams along
 // each; columns a stage, stages, and how many channels are copied at a time: 16, 4 or 1, which must divide the channels
-// of a group. Then the blocks that an SM holds, and products a cycle and SM, for the choice alone.
+// of a group. Then the blocks that an SM holds.
 struct TileConfig {
   Mma mma;
   int team_m, team_n, teams_m, teams_n;
   int depth, stages, vector;
-  int blocks, rate;
+  int blocks;
 
   constexpr int tile_m() const { return team_m * teams_m; }
   constexpr int tile_n() const { return team_n * teams_n; }
   constexpr int threads() const { return (mma == Mma::kWgmma ? 128 : 32) * teams_m * teams_n; }
+  constexpr int stage_bytes() const { return (tile_m() + tile_n()) * depth; }
+  // Stages on their way while one is multiplied. With wgmma the one before may still be read, by other warpgroups.
+  constexpr int ahead() const { return stages - (mma == Mma::kWgmma ? 2 : 1); }
   // A ring of stages, in whose place sums come.
-  constexpr int ring_bytes() const { return std::max(stages * (tile_m() + tile_n()) * depth, tile_m() * tile_n() * 4); }
+  constexpr int ring_bytes() const { return std::max(stages * stage_bytes(), tile_m() * tile_n() * 4); }
   // The ring, then a Window a pixel.
   constexpr int shared_bytes() const { return ring_bytes() + tile_m() * 16; }
 };
 
-// Rows from kFirstSm80Tile on are for what has no wgmma, those from kFirstSm75Tile on are all that SM75 has.
+// Rows from kFirstSm80Tile on are for what has no wgmma as well, those from kFirstSm75Tile on are all that SM75 has.
 inline constexpr std::array kTiles{
-    TileConfig{Mma::kWgmma, 64, 128, 2, 1, 128, 3, 16, 2, 3000},  // 0: 128 x 128
-    TileConfig{Mma::kWgmma, 64, 256, 2, 1, 128, 4, 16, 1, 3000},  // 1: 128 x 256
-    TileConfig{Mma::kWgmma, 64, 64, 2, 1, 128, 3, 16, 3, 2500},   // 2: 128 x 64
-    TileConfig{Mma::kWgmma, 64, 128, 1, 1, 128, 4, 16, 2, 2500},  // 3: 64 x 128
-    TileConfig{Mma::kWgmma, 64, 64, 1, 1, 128, 4, 16, 3, 2000},   // 4: 64 x 64
-    TileConfig{Mma::kWgmma, 64, 32, 1, 1, 128, 4, 16, 4, 1300},   // 5: 64 x 32
-    TileConfig{Mma::kSync, 64, 64, 2, 4, 64, 4, 16, 1, 2000},     // 6: 128 x 256
-    TileConfig{Mma::kSync, 64, 64, 2, 2, 64, 4, 16, 2, 2000},     // 7: 128 x 128
-    TileConfig{Mma::kSync, 64, 32, 2, 4, 128, 3, 16, 2, 2000},    // 8: 128 x 128, more warps
-    TileConfig{Mma::kSync, 64, 32, 2, 2, 64, 4, 16, 3, 1700},     // 9: 128 x 64
-    TileConfig{Mma::kSync, 32, 32, 4, 1, 64, 4, 16, 4, 1200},     // 10: 128 x 32
-    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 16, 4, 1400},     // 11: 64 x 64
-    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 4, 4, 700},       // 12
-    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 3, 1, 4, 200},       // 13
+    TileConfig{Mma::kWgmma, 64, 128, 2, 1, 128, 3, 16, 2},  // 0: 128 x 128
+    TileConfig{Mma::kWgmma, 64, 64, 2, 1, 128, 3, 16, 3},   // 1: 128 x 64
+    TileConfig{Mma::kWgmma, 64, 128, 1, 1, 128, 4, 16, 2},  // 2: 64 x 128
+    TileConfig{Mma::kWgmma, 64, 64, 1, 1, 128, 4, 16, 3},   // 3: 64 x 64
+    TileConfig{Mma::kWgmma, 64, 32, 1, 1, 128, 4, 16, 4},   // 4: 64 x 32
+    TileConfig{Mma::kSync, 64, 32, 2, 4, 128, 3, 16, 2},    // 5: 128 x 128
+    TileConfig{Mma::kSync, 64, 32, 2, 2, 64, 4, 16, 3},     // 6: 128 x 64
+    TileConfig{Mma::kSync, 32, 32, 4, 1, 64, 4, 16, 4},     // 7: 128 x 32
+    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 16, 4},     // 8: 64 x 64
+    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 4, 4},      // 9
+    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 3, 1, 4},      // 10
 };
-inline constexpr int kFirstSm80Tile = 6, kFirstSm75Tile = 11;
+inline constexpr int kFirstSm80Tile = 5, kFirstSm75Tile = 8;
 
-// Cycles of an SM: for an output; of a block to begin and to end, which other blocks hide; the least of a stage, whose
-// barriers and latencies alone last so long; and to add up in a cluster. Reasoned, not yet measured.
-inline constexpr double kCyclesOfOutput = 0.1;
-inline constexpr double kCyclesOfBlock = 3500;
-inline constexpr double kCyclesOfStage = 450;
-inline constexpr double kCyclesOfCluster = 1500;
+// What the choice is made by: cycles of an SM, fitted to tools/conv_sweep.py's times of 28 layers (H200, 2026-11-20,
+// 1.7 GHz assumed). docs/convolutions.md has the model in words and how well it chooses.
+struct Costs {
+  double byte;    // of a stage, to copy; products hide behind
+  double stage;   // what a block by itself waits for at a stage's barriers
+  double output;  // to finish
+};
+constexpr Costs costs_of(Mma mma) { return mma == Mma::kWgmma ? Costs{0.029, 190, 0.41} : Costs{0.041, 16, 0.35}; }
+// As many times the cost of a byte, where fewer than 16 channels are copied at a time.
+constexpr double copies_of(int vector) { return vector == 16 ? 1 : vector == 4 ? 2.6 : 13; }
+// What a block by itself waits for: a stage's bytes, but for other stages on their way; to begin and to end; and for
+// each output of a thread.
+inline constexpr double kWaitOfByte = 0.044, kBlock = 4700, kOutputOfThread = 73;
+inline constexpr double kEnd = 1300;   // of an SM's last blocks, which no others hide
+inline constexpr double kShown = 0.1;  // of the shorter of waiting and working, which the other does not hide
+
+// What adding up over a cluster takes. Odd numbers of blocks take less; 7 have not been measured.
+inline constexpr std::array<double, kMaxCluster> kCluster{0, 1200, 730, 2100, 990, 2200, 3500, 3500};
+// Clusters of 1 to 8 blocks that the SMs of an H200 hold, with one block an SM and with two
+// (cudaOccupancyMaxActiveClusters).
+inline constexpr int kSmsOfClusters = 132;
+inline constexpr std::array<std::array<int, kMaxCluster>, 2> kClusters{
+    {{132, 66, 39, 30, 22, 17, 15, 15}, {264, 132, 79, 62, 47, 39, 32, 30}}};
 
 }  // namespace epiloq::ops::conv2d_int8

@@ -96,11 +96,12 @@ template <class T>
 struct WideCopies {
   using C = Chunks<T>;
   static_assert(C::kApart % 8 == 0, "rows that a thread copies differ in their swizzle");
+  static constexpr unsigned kNone = ~0u;
 
   std::int8_t const* pixels[C::kPixels];  // a window's first tap
   int y[C::kPixels], x[C::kPixels];
   std::int8_t const* weight;
-  unsigned weights[C::kWeights];  // bytes from there
+  unsigned weights[C::kWeights];  // bytes from there; kNone past the last channel, which all blocks would ask L2 for
   conv2d::Column column;          // of this thread in the next stage
   int k, to;
 
@@ -115,8 +116,8 @@ struct WideCopies {
     }
 #pragma unroll
     for (int i = 0; i < C::kWeights; ++i) {
-      // Past the last channel the last one again: nobody looks at its sums.
-      weights[i] = min(channel_of(C::row() + i * C::kApart), here.count_n - 1) * t.columns;
+      int const channel = channel_of(C::row() + i * C::kApart);
+      weights[i] = channel < here.count_n ? channel * t.columns : kNone;
     }
     k = here.first_stage * T::kDepth + C::column();
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
@@ -135,7 +136,8 @@ struct WideCopies {
     std::int8_t const* const from = weight + k;
 #pragma unroll
     for (int i = 0; i < C::kWeights; ++i) {
-      copy_or_fill<T::kBytes>(stage + T::kB + to + i * C::kApart * T::kDepth, from + weights[i], is_there, 0);
+      bool const copy = is_there & (weights[i] != kNone);
+      copy_or_fill<T::kBytes>(stage + T::kB + to + i * C::kApart * T::kDepth, from + weights[i], copy, 0);
     }
     k += T::kDepth;
     column.advance(shape, t.channels, t.stage);

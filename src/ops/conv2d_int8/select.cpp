@@ -57,13 +57,26 @@ bool fits(TileConfig const& c, int vector, Target const& t) {
   return t.arch != Arch::kSm75 || row >= kFirstSm75Tile;
 }
 
-// Cycles of the busiest SM: rounds of the blocks that it holds at a time.
-double cycles_of(TileConfig const& c, std::int64_t blocks, int stages, Target const& t) {
-  std::int64_t const of_sm = ceil_div(blocks, t.sm_count);
-  double const together = static_cast<double>(std::min<std::int64_t>(of_sm, c.blocks));
-  double const outputs = together * c.tile_m() * c.tile_n();
-  double const stage = std::max(kCyclesOfStage, outputs * c.depth / c.rate);
-  return static_cast<double>(ceil_div(of_sm, c.blocks)) * (stages * stage + kCyclesOfBlock + outputs * kCyclesOfOutput);
+// Of the busiest SM. Clusters do not fill the last SMs of a part of the GPU that has fewer than they have blocks.
+std::int64_t blocks_of_sm(std::int64_t clusters, int split, Target const& t) {
+  std::int64_t const of_h200 = clusters * kSmsOfClusters;
+  if (of_h200 <= std::int64_t{kClusters[0][split - 1]} * t.sm_count) return 1;
+  return std::max<std::int64_t>(2, ceil_div(2 * of_h200, std::int64_t{kClusters[1][split - 1]} * t.sm_count));
+}
+
+// The busiest SM's: what it has to do altogether, and the rounds of its blocks, each at least as long as a block by
+// itself waits.
+double cycles_of(TileConfig const& c, std::int64_t clusters, int stages, int split, Target const& t) {
+  Costs const costs = costs_of(c.mma);
+  double const outputs = c.tile_m() * c.tile_n(), bytes = c.stage_bytes();
+  double const work = bytes * costs.byte * copies_of(c.vector);
+  double const stage = work + costs.stage + bytes * kWaitOfByte / c.ahead();
+  double const alone =
+      static_cast<double>(ceil_div(stages, split)) * stage + kBlock + kOutputOfThread * outputs / c.threads();
+  std::int64_t const of_sm = blocks_of_sm(clusters, split, t);
+  double const waiting = static_cast<double>(ceil_div(of_sm, c.blocks)) * alone;
+  double const working = kEnd + static_cast<double>(of_sm) * (work * stages / split + outputs * costs.output);
+  return std::max(waiting, working) + kShown * std::min(waiting, working) + kCluster[split - 1];
 }
 
 int most_split(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
@@ -79,8 +92,7 @@ Choice tile_of(conv2d::Shape const& s, int vector, Target const& t) {
     std::int64_t const blocks = blocks_of(c, s) * s.groups, enough = std::int64_t{t.sm_count} * c.blocks;
     int const stages = stages_of(c, s);
     for (int split = 1; split <= most_split(c, s, t) && (split == 1 || blocks * (split - 1) < enough); ++split) {
-      int const share = (stages + split - 1) / split;
-      double const cycles = cycles_of(c, blocks * split, share, t) + (split > 1 ? kCyclesOfCluster : 0);
+      double const cycles = cycles_of(c, blocks, stages, split, t);
       if (best.row >= 0 && cycles >= least) continue;
       best.row = row;
       best.split = split;
