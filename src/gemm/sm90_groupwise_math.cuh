@@ -127,6 +127,8 @@ struct GroupwiseMath {
   }
 
   // One product is added up while the next, of the next round or stage, is under way.
+  // Where rounds are two the number is even and the last branch never taken; without it ptxas 13.0 waits for each wgmma
+  // (C7514).
   static __device__ __forceinline__ void sum_overlapped(float (&sums)[C::kRounds][kSums], Position at, int products) {
     constexpr int kLast = C::kRounds - 1;
     float product[kSums], other[kSums];  // of first rounds, of last ones
