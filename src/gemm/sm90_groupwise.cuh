@@ -32,20 +32,23 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int before = 0;  // steps of the tiles that are done
   GroupwiseScheduler<C> scheduler(params.p);
   for (GroupwiseTile tile; scheduler.next(tile); before += depth) {
-    typename C::Sum sums[Math::kSums] = {};
+    typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kGroupDepth - tile.first_column % kGroupDepth;
     int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     Math::sum(sums, {shared, RingPosition<C>(before + group_k), group_m, boundary, warp, lane}, steps);
-    if constexpr (C::kKGroups > 1) Math::meet(sums, reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
+    if constexpr (C::kKGroups > 1) Math::meet(sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
     if (group_k == 0) {
       unsigned char* const staging = shared.staging() + (group_m * 4 + warp) * 16 * C::kPitch;
-      int const row_in_tile = group_m * 64 + warp * 16;
-      if constexpr (C::kWholeRows) {
-        float scaled[Math::kSums];
-        GroupwiseStore<C>::scale(scaled, sums, params.p, tile, row_in_tile, lane);
-        GroupwiseStore<C>::tile(scaled, params.p, tile, staging, row_in_tile, lane);
-      } else {
-        GroupwiseStore<C>::tile(sums, params.p, tile, staging, row_in_tile, lane);
+#pragma unroll
+      for (int round = 0; round < C::kRounds; ++round) {
+        int const row_in_tile = (group_m * C::kRounds + round) * 64 + warp * 16;
+        if constexpr (C::kWholeRows) {
+          float scaled[Math::kSums];
+          GroupwiseStore<C>::scale(scaled, sums[round], params.p, tile, row_in_tile, lane);
+          GroupwiseStore<C>::tile(scaled, params.p, tile, staging, row_in_tile, lane);
+        } else {
+          GroupwiseStore<C>::tile(sums[round], params.p, tile, staging, row_in_tile, lane);
+        }
       }
     }
   }

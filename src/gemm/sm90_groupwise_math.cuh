@@ -23,15 +23,16 @@ struct GroupwiseMath {
     typename C::Shared const& shared;
     RingPosition<C> ring;
     int group_m, boundary, warp, lane;
+    __device__ int first_row(int round) const { return (group_m * C::kRounds + round) * 64; }
   };
 
-  // Starts to multiply a stage: int8 onto the sums themselves.
-  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Position const& at) {
+  // Starts to multiply a round of a stage: int8 onto the sums themselves.
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Position const& at, int round = 0) {
     int const stage = at.ring.stage;
-    auto const* const tokens = at.shared.tokens(stage) + at.group_m * 64 * kGroupDepth;
+    auto const* const tokens = at.shared.tokens(stage) + at.first_row(round) * kGroupDepth;
     std::uint64_t const a = swizzled_descriptor(cute::cast_smem_ptr_to_uint(tokens));
     std::uint64_t const b = swizzled_descriptor(cute::cast_smem_ptr_to_uint(at.shared.weights(stage)));
-    at.shared.full()[stage].wait(at.ring.parity);
+    if (round == 0) at.shared.full()[stage].wait(at.ring.parity);
     fence(product);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -43,23 +44,25 @@ struct GroupwiseMath {
     cute::warpgroup_commit_batch();
   }
 
-  // Once all but kUnderWay of what was begun is done: sums += scale_a scale_b product, and the stage is given back.
+  // Once all but kUnderWay of what was begun is done: sums += scale_a scale_b product, and after the last round the
+  // stage is given back.
   template <int kUnderWay>
-  static __device__ __forceinline__ void finish(float (&sums)[kSums], float (&product)[kSums], Position const& at) {
+  static __device__ __forceinline__ void finish(float (&sums)[kSums], float (&product)[kSums], Position const& at,
+                                                int round = 0) {
     if constexpr (C::kWholeRows) {
-      await<kUnderWay>(product, at);
+      await<kUnderWay>(product, at, round);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] += product[i];
     } else {
-      finish_scaled<kUnderWay>(sums, product, at);
+      finish_scaled<kUnderWay>(sums, product, at, round);
     }
   }
 
   template <int kUnderWay>
   static __device__ __forceinline__ void finish_scaled(float (&sums)[kSums], float (&product)[kSums],
-                                                       Position const& at) {
+                                                       Position const& at, int round) {
     float const* const scales = at.shared.scales(at.ring.stage);
-    int const row = at.group_m * 64 + at.warp * 16 + at.lane / 4;
+    int const row = at.first_row(round) + at.warp * 16 + at.lane / 4;
     float const low = scales[row], high = scales[row + 8];
     if constexpr (C::kColumnScales) {
       float2 columns[kSums / 4];
@@ -67,7 +70,7 @@ struct GroupwiseMath {
       for (int j = 0; j < kSums / 4; ++j) {
         columns[j] = *reinterpret_cast<float2 const*>(scales + C::kM + 8 * j + 2 * (at.lane % 4));
       }
-      await<kUnderWay>(product, at);
+      await<kUnderWay>(product, at, round);
 #pragma unroll
       for (int j = 0; j < kSums / 4; ++j) {
         add(sums + 4 * j, product + 4 * j, low * columns[j].x, low * columns[j].y, high * columns[j].x,
@@ -75,7 +78,7 @@ struct GroupwiseMath {
       }
     } else {
       float const first = scales[C::kM], last = scales[C::kM + 1];
-      await<kUnderWay>(product, at);
+      await<kUnderWay>(product, at, round);
       // Columns up to the boundary belong to one block of 128 weights, the others to the next.
       constexpr int kTogether = std::gcd(C::kN, kGroupDepth);
 #pragma unroll
@@ -97,58 +100,64 @@ struct GroupwiseMath {
       begin(sums, at);
       at.ring.advance(C::kKGroups);
       if (i == 0) continue;
-      await<1>(sums, behind);
+      await<1>(sums, behind, 0);
       behind.ring.advance(C::kKGroups);
     }
-    await<0>(sums, behind);
+    await<0>(sums, behind, 0);
   }
 
   // The next `steps` stages, every kKGroups-th of them.
-  static __device__ __forceinline__ void sum(Sum (&sums)[kSums], Position at, int steps) {
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Position at, int steps) {
     if (steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums, at, steps);
-    } else {
-      sum_products(sums, at, steps);
-    }
-  }
-
-  static __device__ __forceinline__ void sum_products(float (&sums)[kSums], Position at, int steps) {
-    float product[kSums];
-    if constexpr (!C::kOverlaps) {
+      sum_in_place(sums[0], at, steps);
+    } else if constexpr (!C::kOverlaps) {
+      float product[kSums];
       for (int i = 0; i < steps; ++i) {
-        begin(product, at);
-        finish<0>(sums, product, at);
+#pragma unroll
+        for (int round = 0; round < C::kRounds; ++round) {
+          begin(product, at, round);
+          finish<0>(sums[round], product, at, round);
+        }
         at.ring.advance(C::kKGroups);
       }
     } else {
-      float other[kSums];
-      Position ahead = at;
-      auto const begin_next = [&](float (&target)[kSums]) {
-        begin(target, ahead);
-        ahead.ring.advance(1);
-      };
-      auto const finish_next = [&]<int kUnderWay>(float (&source)[kSums], std::integral_constant<int, kUnderWay>) {
-        finish<kUnderWay>(sums, source, at);
-        at.ring.advance(1);
-      };
-      constexpr std::integral_constant<int, 1> kOne{};
-      constexpr std::integral_constant<int, 0> kNone{};
-      begin_next(product);
-      int left = steps - 1;
-      for (; left >= 2; left -= 2) {
-        begin_next(other);
-        finish_next(product, kOne);
-        begin_next(product);
-        finish_next(other, kOne);
-      }
-      if (left == 1) {
-        begin_next(other);
-        finish_next(product, kOne);
-        finish_next(other, kNone);
-      } else {
-        finish_next(product, kNone);
-      }
+      sum_overlapped(sums, at, steps * C::kRounds);
+    }
+  }
+
+  // One product is added up while the next, of the next round or stage, is under way.
+  // Where rounds are two the number is even and the last branch never taken; without it ptxas 13.0 waits for each wgmma
+  // (C7514).
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[C::kRounds][kSums], Position at, int products) {
+    constexpr int kLast = C::kRounds - 1;
+    float product[kSums], other[kSums];  // of first rounds, of last ones
+    Position ahead = at;
+    auto const begin_next = [&](float (&target)[kSums], int round) {
+      begin(target, ahead, round);
+      if (round == kLast) ahead.ring.advance(1);
+    };
+    auto const finish_next = [&]<int kUnderWay>(float (&source)[kSums], int round,
+                                                std::integral_constant<int, kUnderWay>) {
+      finish<kUnderWay>(sums[round], source, at, round);
+      if (round == kLast) at.ring.advance(1);
+    };
+    constexpr std::integral_constant<int, 1> kOne{};
+    constexpr std::integral_constant<int, 0> kNone{};
+    begin_next(product, 0);
+    int left = products - 1;
+    for (; left >= 2; left -= 2) {
+      begin_next(other, kLast);
+      finish_next(product, 0, kOne);
+      begin_next(product, 0);
+      finish_next(other, kLast, kOne);
+    }
+    if (left == 1) {
+      begin_next(other, kLast);
+      finish_next(product, 0, kOne);
+      finish_next(other, kLast, kNone);
+    } else {
+      finish_next(product, 0, kNone);
     }
   }
 
@@ -166,9 +175,10 @@ struct GroupwiseMath {
   }
 
   template <int kUnderWay>
-  static __device__ __forceinline__ void await(Sum (&product)[kSums], Position const& at) {
+  static __device__ __forceinline__ void await(Sum (&product)[kSums], Position const& at, int round) {
     cute::warpgroup_wait<kUnderWay>();
     fence(product);
+    if (round != C::kRounds - 1) return;
     __syncwarp();
     auto& empty = at.shared.empty()[at.ring.stage];
     if constexpr (C::kCluster == 1) {

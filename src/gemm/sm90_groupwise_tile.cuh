@@ -25,26 +25,28 @@ struct GroupwiseParams {
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
 // __global__ template.
-template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, Scales kScales_, class Element_,
-          class Out_>
+template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, int kRounds_, Scales kScales_,
+          class Element_, class Out_>
 struct Groupwise {
   using Element = Element_;  // of A and B: int8 or float8, as CUTLASS names them
   using Out = Out_;
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_, kCluster = kCluster_;
   static constexpr Share kShare = kShare_;
+  static constexpr int kRounds = kRounds_;  // of 64 tokens, a warpgroup: the weights of a stage serve each in turn
   static constexpr bool kColumnScales = kScales_ == Scales::kColumns;  // of B, one a column; else one for 128 columns
   static constexpr bool kWholeRows = kScales_ == Scales::kWholeRows;   // scales of all of K, for the end
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
   static_assert(!kExact || kWholeRows);
   using Sum = std::conditional_t<kExact, std::uint32_t, float>;  // unsigned, as wgmma's wrappers name int32
-  static constexpr int kM = 64 * kMGroups;
+  static constexpr int kM = 64 * kMGroups * kRounds;
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part.
   static constexpr bool kMovesRegisters = kMathGroups == 2;
-  static constexpr int kReadRegisters = kN > 160 || kN == 128 ? 40 : 72;
+  static constexpr int kReadRegisters = kN > 160 || kN == 128 || kRounds > 1 ? 40 : 72;
   static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
+  static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   static constexpr int kWeightScales = kColumnScales ? kN : 2;
@@ -52,12 +54,18 @@ struct Groupwise {
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
   // D leaves through shared memory, 16 rows and up to 64 columns a warp, so that rows are written in whole lines.
-  static constexpr int kChunk = kN <= 64 ? kN : (kN % 64 == 0 ? 64 : 32);
+  static constexpr int kChunk = [] {
+    for (int chunk : {64, 48, 32, 56}) {
+      if (kN > 64 && kN % chunk == 0) return chunk;
+    }
+    return kN;
+  }();
   static_assert(kN % kChunk == 0 && kN % 8 == 0);
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
   static_assert(kColumnScales || kWholeRows || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
-  static constexpr int kPitchPad = 16;
-  static constexpr int kPitch = kChunk * static_cast<int>(sizeof(Out)) + kPitchPad;
+  // Eight rows that are written together begin in different banks.
+  static constexpr int kRowBytes = kChunk * static_cast<int>(sizeof(Out));
+  static constexpr int kPitch = kRowBytes + (kRowBytes % 32 == 0 ? 16 : 32);
   static constexpr int kStagingBytes = kMGroups * 4 * 16 * kPitch;
   static constexpr int kPartialBytes = (kKGroups - 1) * 128 * (kN / 2) * 4;
   static constexpr int kAlignment = 1024;  // of swizzled tiles
@@ -100,8 +108,8 @@ struct Groupwise {
   static constexpr int kFullArrivals = 1 + (kWholeRows ? 0 : 32);
   static constexpr int kEmptyArrivals = 4 * kMGroups * kCluster;  // a warp each, of every block that got a share
 
-  // A warpgroup that has the registers multiplies one stage while it adds up the one before.
-  static constexpr bool kOverlaps = kMGroups == 2 && kN <= 128 && !kColumnScales && !kExact;
+  // A warpgroup that has the registers multiplies one stage, or round, while it adds up the one before.
+  static constexpr bool kOverlaps = kMGroups == 2 && kN * (kRounds + 2) <= 384 && !kColumnScales && !kExact;
 };
 
 // Where a role stands in the ring of stages.

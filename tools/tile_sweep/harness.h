@@ -1,6 +1,6 @@
 #pragma once
 
-// What every sweep needs: filled memory, and the median time of a graph of calls.
+// What every sweep needs: filled memory, and the time of a graph of calls.
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -43,32 +44,77 @@ T* allocate(std::size_t count) {
   return static_cast<T*>(pointer);
 }
 
-template <class Problem, class Tile>
-float median_replay_us(std::vector<Problem> const& problems, Tile const& tile, cudaStream_t stream) {
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capturing");
-  for (Problem const& problem : problems) tile.launch(problem, 0, stream);
-  cuda_check(cudaStreamEndCapture(stream, &graph), "capturing");
-  cuda_check(cudaGraphInstantiate(&executable, graph, 0), "capturing");
-  cudaEvent_t begin, end;
-  cudaEventCreate(&begin);
-  cudaEventCreate(&end);
-  std::vector<float> times;
-  constexpr int kReplays = 9;
-  for (int i = 0; i <= kReplays; ++i) {
-    cudaEventRecord(begin, stream);
-    cuda_check(cudaGraphLaunch(executable, stream), "replaying");
-    cudaEventRecord(end, stream);
-    cuda_check(cudaStreamSynchronize(stream), tile.name);
-    float ms = 0;
-    cudaEventElapsedTime(&ms, begin, end);
-    if (i > 0) times.push_back(1e3f * ms / problems.size());
+// A graph of one call for each problem, whose inputs are cold when it comes round to them again.
+class Replay {
+ public:
+  template <class Problem, class Tile>
+  Replay(std::vector<Problem> const& problems, Tile const& tile, cudaStream_t stream)
+      : stream_(stream), name_(tile.name), calls_(problems.size()) {
+    cudaGraph_t graph;
+    cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capturing");
+    for (Problem const& problem : problems) tile.launch(problem, 0, stream);
+    cuda_check(cudaStreamEndCapture(stream, &graph), "capturing");
+    cuda_check(cudaGraphInstantiate(&executable_, graph, 0), "capturing");
+    cudaGraphDestroy(graph);
+    cudaEventCreate(&begin_);
+    cudaEventCreate(&end_);
+    run(1);
+    once_us_ = run(1);
   }
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-  return times[kReplays / 2];
+  Replay(Replay const&) = delete;
+  ~Replay() {
+    cudaGraphExecDestroy(executable_);
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+
+  float once_us() const { return once_us_; }  // a call, in a short burst
+
+  // A call, at the clock that the power limit leaves: mean of so long a run, after one that is not counted.
+  float steady_us(float warm_ms, float measured_ms) {
+    auto const replays = [&](float ms) { return std::max(1, static_cast<int>(1e3f * ms / (once_us_ * calls_))); };
+    run(replays(warm_ms));
+    return run(std::max(2, replays(measured_ms)));
+  }
+
+ private:
+  float run(int replays) {
+    cudaEventRecord(begin_, stream_);
+    for (int i = 0; i < replays; ++i) cuda_check(cudaGraphLaunch(executable_, stream_), "replaying");
+    cudaEventRecord(end_, stream_);
+    cuda_check(cudaStreamSynchronize(stream_), name_);
+    float ms = 0;
+    cudaEventElapsedTime(&ms, begin_, end_);
+    return 1e3f * ms / (static_cast<float>(replays) * calls_);
+  }
+
+  cudaStream_t stream_;
+  char const* name_;
+  std::size_t calls_;
+  cudaGraphExec_t executable_{};
+  cudaEvent_t begin_{}, end_{};
+  float once_us_ = 0;
+};
+
+// Times of all tiles, forwards and backwards: clocks fall while the first ones run. Tiles far behind are timed once.
+template <class Problem, class Tiles>
+std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles const& tiles, cudaStream_t stream) {
+  constexpr float kFarBehind = 1.3f, kHeatMs = 100, kWarmMs = 8, kMeasuredMs = 24;
+  std::vector<std::unique_ptr<Replay>> replays;
+  float best = 1e30f;
+  for (auto const& tile : tiles) {
+    replays.push_back(std::make_unique<Replay>(problems, tile, stream));
+    best = std::min(best, replays.back()->once_us());
+  }
+  replays.front()->steady_us(kHeatMs, kWarmMs);
+  std::vector<float> times(replays.size());
+  int const count = static_cast<int>(replays.size());
+  for (int turn = 0; turn < 2 * count; ++turn) {
+    int const i = turn < count ? turn : 2 * count - 1 - turn;
+    float const once = replays[i]->once_us();
+    times[i] += (once > kFarBehind * best ? once : replays[i]->steady_us(kWarmMs, kMeasuredMs)) / 2;
+  }
+  return times;
 }
 
 struct Result {
@@ -80,7 +126,7 @@ inline void print_best(int n, int k, int m, std::vector<Result>& results) {
   std::sort(results.begin(), results.end(), [](Result const& x, Result const& y) { return x.us < y.us; });
   std::printf("%dx%d M=%d:", n, k, m);
   for (std::size_t i = 0; i < results.size(); ++i) {
-    if (i < 8 || results[i].text.find("WRONG") != std::string::npos) {
+    if (i < 10 || results[i].text.find("WRONG") != std::string::npos) {
       std::printf("  %s %.2f", results[i].text.c_str(), results[i].us);
     }
   }

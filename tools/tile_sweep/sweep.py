@@ -4,7 +4,8 @@
         [--kind int8|float8|groupwise] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
 A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
-A group-wise one: mM nN [k2: warpgroups along K] [t4|w2: four blocks share tokens, two share weights].
+A group-wise one: mM nN [k2: warpgroups along K] [t4|w2: four blocks share tokens, two share weights]; m256 is two
+rounds of 128.
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
 
@@ -54,7 +55,8 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
             raise SystemExit(f'sweep: tile: expected such as "m128 n96 t4" or "m64 n48 k2", got {tile!r}')
         m, n, k, share, cluster = match.groups()
         return name | {
-            "M_GROUPS": str(int(m) // 64),
+            "M_GROUPS": str(min(int(m) // 64, 2)),
+            "ROUNDS": str(max(int(m) // 128, 1)),
             "K_GROUPS": k or "1",
             "TILE_N": n,
             "CLUSTER": cluster or "1",
