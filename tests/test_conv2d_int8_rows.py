@@ -16,7 +16,7 @@ from test_conv2d_kernels import assert_same, int8_arguments
 
 NAME = "conv2d_int8"
 # Of the rows in src/ops/conv2d_int8/configs.h: the columns of a stage and the channels that are copied at a time.
-DEPTHS = (128,) * 6 + (64,) * 5
+DEPTHS = (128,) * 6 + (64,) * 4 + (32,)
 VECTORS = (16,) * 9 + (4, 1)
 WGMMA_ROWS, SPLITS = 5, range(1, 9)
 # Image, kernel, stride, padding, dilation, channels and outputs of a group, groups.

@@ -45,7 +45,7 @@ inline constexpr std::array kTiles{
     TileConfig{Mma::kSync, 32, 32, 4, 1, 64, 4, 16, 4},     // 7: 128 x 32
     TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 16, 4},     // 8: 64 x 64
     TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 4, 4},      // 9
-    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 3, 1, 4},      // 10
+    TileConfig{Mma::kSync, 32, 32, 2, 2, 32, 4, 1, 4},      // 10: few columns in all
 };
 inline constexpr int kFirstSm80Tile = 5, kFirstSm75Tile = 8;
 
