@@ -16,7 +16,7 @@ from test_conv2d_kernels import assert_same, int8_arguments
 
 NAME = "conv2d_int8"
 # Of the rows in src/ops/conv2d_int8/configs.h: the columns of a stage and the channels that are copied at a time.
-DEPTHS = (128,) * 6 + (64,) * 5
+DEPTHS = (128,) * 6 + (64,) * 4 + (32,)
 VECTORS = (16,) * 9 + (4, 1)
 WGMMA_ROWS, SPLITS = 5, range(1, 9)
 # Image, kernel, stride, padding, dilation, channels and outputs of a group, groups.
@@ -30,7 +30,11 @@ SHAPES: dict[int, tuple[tuple[Any, ...], ...]] = {
         ((6, 5), (3, 3), 1, 1, 2, 48, 257, 1),
     ),
     4: (((9, 14), (3, 3), 1, 1, 1, 36, 70, 1), ((8, 7), (5, 5), (1, 2), 2, 1, 12, 9, 3)),
-    1: (((23, 20), (7, 7), 2, 3, 1, 3, 40, 1), ((9, 9), (3, 3), 1, 1, 1, 17, 5, 2)),
+    1: (
+        ((23, 20), (7, 7), 2, 3, 1, 3, 40, 1),
+        ((9, 9), (3, 3), 1, 1, 1, 17, 5, 2),
+        ((12, 9), (2, 3), 1, (2, 1, 0, 3), (2, 1), 1, 70, 1),
+    ),
 }  # fmt: skip
 
 

@@ -61,6 +61,7 @@ struct Offset {
   std::int64_t at = 0;
   int y = kNowhere, x = 0;
 
+  Offset() = default;
   EPILOQ_HD Offset(Shape const& s, Column c) {
     if (c.kh >= s.kh) return;
     y = c.kh * s.dilation_h;

@@ -45,7 +45,7 @@ inline constexpr std::array kTiles{
     TileConfig{Mma::kSync, 32, 32, 4, 1, 64, 4, 16, 4},     // 7: 128 x 32
     TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 16, 4},     // 8: 64 x 64
     TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 4, 4, 4},      // 9
-    TileConfig{Mma::kSync, 32, 32, 2, 2, 64, 3, 1, 4},      // 10
+    TileConfig{Mma::kSync, 32, 32, 2, 2, 32, 4, 1, 4},      // 10: few columns in all
 };
 inline constexpr int kFirstSm80Tile = 5, kFirstSm75Tile = 8;
 
@@ -57,8 +57,8 @@ struct Costs {
   double output;  // to finish
 };
 constexpr Costs costs_of(Mma mma) { return mma == Mma::kWgmma ? Costs{0.029, 190, 0.41} : Costs{0.041, 16, 0.35}; }
-// As many times the cost of a byte, where fewer than 16 channels are copied at a time.
-constexpr double copies_of(int vector) { return vector == 16 ? 1 : vector == 4 ? 2.6 : 13; }
+// As many times the cost of a byte, where fewer than 16 channels are copied at a time; of 1 counted in instructions.
+constexpr double copies_of(int vector) { return vector == 16 ? 1 : vector == 4 ? 2.6 : 4; }
 // What a block by itself waits for: a stage's bytes, but for other stages on their way; to begin and to end; and for
 // each output of a thread.
 inline constexpr double kWaitOfByte = 0.044, kBlock = 4700, kOutputOfThread = 73;

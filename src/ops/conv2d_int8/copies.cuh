@@ -82,20 +82,22 @@ struct Place {
 
 template <class T>
 struct Chunks {
-  static constexpr int kOfRow = T::kDepth / T::kBytes;
+  static constexpr int kBytes = T::kBytes == 16 ? 16 : 4;
+  static constexpr int kOfRow = T::kDepth / kBytes;
   static constexpr int kApart = T::kThreads / kOfRow;
   static constexpr int kPixels = T::kTileM / kApart, kWeights = T::kTileN / kApart;
   static_assert(T::kThreads % kOfRow == 0 && T::kTileM % kApart == 0 && T::kTileN % kApart == 0);
+  static_assert(kApart % 8 == 0, "rows that a thread copies differ in their swizzle");
 
   static __device__ __forceinline__ int row() { return threadIdx.x / kOfRow; }
-  static __device__ __forceinline__ int column() { return threadIdx.x % kOfRow * T::kBytes; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % kOfRow * kBytes; }
+  static __device__ __forceinline__ int to() { return place<T::kDepth>(row(), column() / 16) + column() % 16; }
 };
 
 // Chunks of 16 or 4 bytes: where each comes from stays in registers.
 template <class T>
 struct WideCopies {
   using C = Chunks<T>;
-  static_assert(C::kApart % 8 == 0, "rows that a thread copies differ in their swizzle");
   static constexpr unsigned kNone = ~0u;
 
   std::int8_t const* pixels[C::kPixels];  // a window's first tap
@@ -103,7 +105,7 @@ struct WideCopies {
   std::int8_t const* weight;
   unsigned weights[C::kWeights];  // bytes from there; kNone past the last channel, which all blocks would ask L2 for
   conv2d::Column column;          // of this thread in the next stage
-  int k, to;
+  int k, to = C::to();
 
   __device__ __forceinline__ WideCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows)
       : weight(here.weight) {
@@ -121,7 +123,6 @@ struct WideCopies {
     }
     k = here.first_stage * T::kDepth + C::column();
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
-    to = place<T::kDepth>(C::row(), C::column() / 16) + C::column() % 16;
   }
 
   __device__ __forceinline__ void ask(TiledProblem const& t, SharedAddress stage) {
@@ -144,16 +145,16 @@ struct WideCopies {
   }
 };
 
-// Single bytes, a few on their way at a time. The windows stay in shared memory.
+// Single bytes, from four columns for a store. The windows stay in shared memory.
 template <class T>
 struct ByteCopies {
   using C = Chunks<T>;
-  static constexpr int kAtOnce = 8;
+  static constexpr int kAtOnce = 4;  // rows
 
   conv2d::Window const* windows;
   std::int8_t const *x, *weight;
   int count_n;
-  conv2d::Column column;
+  conv2d::Column column;  // the first of this thread's in the next stage
   int k;
 
   __device__ __forceinline__ ByteCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows_)
@@ -162,34 +163,51 @@ struct ByteCopies {
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
   }
 
-  // byte(row) reads one.
-  template <int kRows, class Byte>
-  static __device__ __forceinline__ void run(SharedAddress stage, Byte byte) {
-    int const chunk = C::column() / 16, within = C::column() % 16;
+  // word(row) is what a row's four columns hold.
+  template <int kRows, class Word>
+  static __device__ __forceinline__ void run(SharedAddress stage, Word word) {
+    SharedAddress const to = stage + C::to();
 #pragma unroll 1
     for (int i = 0; i < kRows; i += kAtOnce) {
-      std::uint8_t bytes[kAtOnce];
+      unsigned words[kAtOnce];
 #pragma unroll
-      for (int b = 0; b < kAtOnce; ++b) bytes[b] = static_cast<std::uint8_t>(byte(C::row() + (i + b) * C::kApart));
+      for (int j = 0; j < kAtOnce; ++j) words[j] = word(C::row() + (i + j) * C::kApart);
 #pragma unroll
-      for (int b = 0; b < kAtOnce; ++b) {
-        SharedAddress const to = stage + place<T::kDepth>(C::row() + (i + b) * C::kApart, chunk) + within;
-        *static_cast<std::uint8_t*>(__cvta_shared_to_generic(to)) = bytes[b];
+      for (int j = 0; j < kAtOnce; ++j) {
+        *static_cast<unsigned*>(__cvta_shared_to_generic(to + (i + j) * C::kApart * T::kDepth)) = words[j];
       }
     }
   }
 
+  // byte(i) reads the one of the ith column.
+  template <class Byte>
+  static __device__ __forceinline__ unsigned joined(Byte byte) {
+    unsigned word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word |= unsigned{static_cast<std::uint8_t>(byte(i))} << 8 * i;
+    return word;
+  }
+
   __device__ __forceinline__ void ask(TiledProblem const& t, SharedAddress stage) {
     conv2d::Shape const& shape = t.problem.shape;
-    conv2d::Offset const offset(shape, column);
+    conv2d::Column next = column;
+    conv2d::Offset offsets[4];
+#pragma unroll
+    for (conv2d::Offset& offset : offsets) {
+      offset = conv2d::Offset(shape, next);
+      next.advance(shape, t.channels, {0, 0, 1});
+    }
     run<C::kPixels>(stage, [&](int row) {
       conv2d::Window const window = windows[row];
-      return is_inside(shape, window, offset) ? x[window.at + offset.at] : static_cast<std::int8_t>(t.fill);
+      std::int8_t const* const first = x + window.at;
+      return joined([&](int i) {
+        return is_inside(shape, window, offsets[i]) ? first[offsets[i].at] : static_cast<std::int8_t>(t.fill);
+      });
     });
-    bool const is_there = k < t.columns;
     run<C::kWeights>(stage + T::kB, [&](int row) {
-      int const channel = min(channel_of(row), count_n - 1);
-      return is_there ? weight[channel * t.columns + k] : std::int8_t{0};
+      int const channel = channel_of(row), there = channel < count_n ? t.columns - k : 0;
+      std::int8_t const* const first = weight + channel * t.columns + k;
+      return joined([&](int i) { return i < there ? first[i] : std::int8_t{0}; });
     });
     k += T::kDepth;
     column.advance(shape, t.channels, t.stage);

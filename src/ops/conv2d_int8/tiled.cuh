@@ -22,7 +22,11 @@ struct Tiled {
   static constexpr int kTeamM = kTeamM_, kTeamN = kTeamN_, kTeamsN = kTeamsN_;
   static constexpr int kTileM = kTeamM * kTeamsM, kTileN = kTeamN * kTeamsN;
   static constexpr int kDepth = kDepth_, kStages = kStages_, kBytes = kBytes_;
-  static constexpr int kBlocks = kBlocks_;    // an SM
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr int kBlocks = 2;  // an SM: more do not fit SM75's shared memory
+#else
+  static constexpr int kBlocks = kBlocks_;
+#endif
   static constexpr int kB = kTileM * kDepth;  // the weights' place in a stage
   static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
   using Math = typename MathOf<kMma>::template Of<Tiled>;
