@@ -46,35 +46,32 @@ constexpr float kRound = 12582912.f;  // 1.5 * 2^23
 constexpr int kRoundBits = 0x4b400000;
 
 // The definition's values, unsaturated, without its divisions: below 512, x times 1 / scale is within 1e-4 of x / scale
-// (two roundings of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike.
+// (one rounding of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike. `is_small`
+// says that no quotient is larger.
 template <int kCount>
-__device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, int (&q)[kCount]) {
+__device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, bool is_small,
+                                         int (&q)[kCount]) {
   int const shift = __float2int_rn(p.azp) - kRoundBits;
-  bool certain[kCount];
-  bool all_certain = true;
+  bool certain = true;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    float const quotient = x[i] * inverse;
-    float const with_bits = quotient + kRound;
-    certain[i] = fabsf(quotient - (with_bits - kRound)) < 0.4999f && fabsf(quotient) < 512.f;
-    all_certain = all_certain && certain[i];
+    float const with_bits = fmaf(x[i], inverse, kRound), whole = with_bits - kRound;
+    certain = certain && fabsf(fmaf(x[i], inverse, -whole)) < 0.4999f && (is_small || fabsf(whole) < 512.f);
     q[i] = __float_as_int(with_bits) + shift;
   }
-  if (!all_certain) {
+  if (!certain) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (!certain[i]) q[i] = define(x[i], p);
-    }
+    for (int i = 0; i < kCount; ++i) q[i] = define(x[i], p);
   }
 }
 
 template <class T>
 __device__ __forceinline__ void store_quantized(std::int8_t* target, Vector<T> const& values, Parameters p,
-                                                float inverse) {
+                                                float inverse, bool is_small) {
   float x[kVector];
   int q[kVector];
   values.widen(x);
-  quantize(x, p, inverse, q);
+  quantize(x, p, inverse, is_small, q);
   *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
 }
 
@@ -122,10 +119,12 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   }
   let_next_kernel_start();  // not sooner: blocks that wait would take the place of blocks that read
   float const inverse = __frcp_rn(parameters.scale);
+  // Scales of what was measured, from zero on: at most 255 of them.
+  bool const is_small = !p.is_static && (p.azp == nullptr || p.range_includes_zero);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     int const column = (v * blockDim.x + threadIdx.x) * kVector;
-    if (column < p.cols) store_quantized(q + column, held[v], parameters, inverse);
+    if (column < p.cols) store_quantized(q + column, held[v], parameters, inverse, is_small);
   }
   zero_padding(p, q);
 }
