@@ -12,8 +12,9 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from epiloq.quantize import Grid, InputStatistics, rtn
+from epiloq.quantize.algorithms import ALGORITHMS, Algorithm
 from epiloq.quantize.blocks import find_blocks, record
-from epiloq.quantize.calibrate import ALGORITHMS, Algorithm, Block, calibrate
+from epiloq.quantize.calibrate import Block, calibrate
 from epiloq.quantize.inputs import input_groups
 from epiloq.schemes import default_filter
 from model_families import FAMILIES, SHARED, VOCABULARY, llama, outlying

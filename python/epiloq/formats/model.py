@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import Weight
 from epiloq.quantize.grid import QuantizedWeight
-
-if TYPE_CHECKING:
-    from epiloq.quantize.calibrate import Block
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -80,21 +77,20 @@ def fill(layers: Layers) -> None:
 
 def save(
     model: nn.Module,
-    blocks: Iterable[Block],
+    weights: Iterable[tuple[str, Weight]],
     source: Checkpoint,
     folder: Path,
     layout: Format,
-    quantization: Quantization,
+    quantization: Quantization | None,
     largest_shard: int = LARGEST_SHARD,
 ) -> None:
-    """Write a calibrated model into a new `folder`: finished blocks' layers in a format, all else as the model has it.
+    """Write a calibrated model into a new `folder`: layers by name in a format, all else as the model has it.
 
-    Raises FormatError for what the format cannot say.
+    `quantization` is None where it is not to integers on a grid. Raises FormatError for what the format cannot say.
     """
     target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard))
-    for block in blocks:
-        for name, weight in block.weights.items():
-            target.layer(name, weight, quantization.of(name))
+    for name, weight in weights:
+        target.layer(name, weight, None if quantization is None else quantization.of(name))
     for name, tensor in distinct(model).items():
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
