@@ -104,8 +104,14 @@ def test_exceptions_from_static_scales_go_along(teacher: Path, tmp_path: Path) -
     assert torch.equal(logits(found[0]), logits(found[1])) and torch.equal(logits(found[0]), logits(found[2]))
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "rtn"])
-@pytest.mark.parametrize("scheme", CODED)
+@pytest.mark.parametrize(
+    ("scheme", "algorithm"),
+    [
+        *(("fp8-block", name) for name in ALGORITHMS if name != "rtn"),
+        *((scheme, "awq+gptq") for scheme in CODED if scheme != "fp8-block"),
+        *((scheme, "smoothquant-search") for scheme in CODED if scheme != "fp8-block"),
+    ],
+)
 def test_every_algorithm_for_every_scheme(teacher: Path, tmp_path: Path, scheme: str, algorithm: str) -> None:
     options = ("--scheme", scheme, "--algorithm", algorithm, "--json", tmp_path / "r.json")
     result = quantize(teacher, tmp_path / "out", *options)
@@ -171,7 +177,16 @@ def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], sa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("scheme", CODED)
+def test_sizes_that_transformers_misreads_are_warned_of(tmp_path: Path) -> None:
+    teacher = teacher_and_text(tmp_path, WIDE | {"intermediate_size": 192})
+    with pytest.warns(UserWarning, match=r"de-quantises 6 layers wrongly.*mlp"):
+        assert quantize(teacher, tmp_path / "out", "--scheme", "fp8-block").exit_code == 0
+    assert run("convert", tmp_path / "out", tmp_path / "epiloq", "--format", "epiloq").exit_code == 0
+    with pytest.warns(UserWarning, match=r"de-quantises 6 layers wrongly"):
+        assert run("convert", tmp_path / "epiloq", tmp_path / "back", "--format", "deepseek-fp8").exit_code == 0
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "w4a8-block"])
 def test_an_interrupted_run_goes_on(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:

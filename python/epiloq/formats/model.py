@@ -15,7 +15,7 @@ from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_o
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
-from epiloq.formats.weights import Weight
+from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.quantize.grid import QuantizedWeight
 
 
@@ -104,6 +104,7 @@ class Target:
     def __init__(self, layout: Format, quantization: Quantization | None, dtype: torch.dtype, writer: Writer) -> None:
         self.layout, self.quantization, self.dtype, self.writer = layout, quantization, dtype, writer
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self.blocks: dict[str, tuple[int, ...]] = {}
         self.act_order = False
 
     def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
@@ -111,10 +112,12 @@ class Target:
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{name}.{part}", tensor)
         self.quantised[name] = epiloq_modules.described(weight, described)
+        if isinstance(weight, BlockWeight):
+            self.blocks[name] = tuple(weight.q.shape)
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
     def close(self, config: Mapping[str, Any], linears: Iterable[str]) -> None:
         """Finish, given the original's config.json and the names of all linear layers."""
         ignored = sorted(set(linears) - self.quantised.keys())
-        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order))
+        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order, self.blocks))
         self.writer.close({**config, "quantization_config": said})
