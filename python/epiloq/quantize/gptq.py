@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Generic
 
 import torch
@@ -109,12 +110,11 @@ class _Groups(Generic[Kept]):
         self.length = grid.length(columns)
         self.group_of = ((order if static else torch.arange(columns)) // self.length).tolist()
         self.fitted: list[Parameters] = [fit(weight, grid, moments)] if static else []
-        # By group, for every output channel.
-        self.parameters = [
-            whole.map(lambda values, g=g: over_rows(values, grid.rows, count)[:, g].contiguous())  # type: ignore[misc]
-            for whole in self.fitted
-            for g in range(whole.scale.shape[1])
-        ]
+        self.parameters: list[Parameters] = []
+        """Of each group, for every output channel."""
+        for whole in self.fitted:
+            by_group = whole.map(lambda values: over_rows(values, grid.rows, count).t().contiguous())
+            self.parameters += [by_group.map(itemgetter(group)) for group in range(len(by_group.scale))]
 
     def begin(self, column: int, values: Tensor) -> None:
         """Fit the group that starts at a column; `values` are its compensated weights ``[length, N]``."""
