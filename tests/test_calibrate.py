@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from epiloq.quantize import Grid, InputStatistics, rtn
+from epiloq.quantize import Float8Grid, Grid, InputStatistics, OffsetGrid, rtn
+from epiloq.quantize.algorithms import ALGORITHMS, Algorithm
 from epiloq.quantize.blocks import find_blocks, record
-from epiloq.quantize.calibrate import ALGORITHMS, Algorithm, Block, calibrate
+from epiloq.quantize.calibrate import Block, calibrate
 from epiloq.quantize.inputs import input_groups
 from epiloq.schemes import default_filter
 from model_families import FAMILIES, SHARED, VOCABULARY, llama, outlying
@@ -28,7 +29,7 @@ def logits(model: nn.Module, windows: list[Tensor]) -> Tensor:
     return torch.cat([model(window, use_cache=False).logits[0] for window in windows])
 
 
-def walk(model: nn.Module, windows: list[Tensor], algorithm: str, grid: Grid, **options: Any) -> dict[str, Block]:
+def walk(model: nn.Module, windows: list[Tensor], algorithm: str, grid: Any, **options: Any) -> dict[str, Block]:
     return {block.name: block for block in calibrate(model, windows, grid, ALGORITHMS[algorithm], **options)}
 
 
@@ -78,14 +79,21 @@ def test_shared_inputs_are_found_and_measured(seed: int, family: str) -> None:
         torch.testing.assert_close(statistics.hessian, seen[names[0]].hessian)
 
 
+INT8, OTHER_GRIDS = Grid(8, -1, True), (Float8Grid(128, 128), Float8Grid(rows=-1), OffsetGrid(8, 16))
+
+
 @pytest.mark.parametrize(
-    ("family", "algorithm"),
-    [*(("llama", name) for name in ALGORITHMS), *((name, "awq+gptq") for name in FAMILIES if name != "llama")],
+    ("family", "algorithm", "grid"),
+    [
+        *(("llama", name, INT8) for name in ALGORITHMS),
+        *((name, "awq+gptq", INT8) for name in FAMILIES if name != "llama"),
+        *((name, "gptq", grid) for name in FAMILIES for grid in OTHER_GRIDS),
+    ],
 )
-def test_the_model_ends_as_its_quantised_weights(seed: int, family: str, algorithm: str) -> None:
+def test_the_model_ends_as_its_quantised_weights(seed: int, family: str, algorithm: str, grid: Any) -> None:
     model, windows = outlying(FAMILIES[family]()), texts()
     before = {n: p.clone() for n, p in model.state_dict().items()}
-    blocks = walk(model, windows, algorithm, Grid(8, -1, True))
+    blocks = walk(model, windows, algorithm, grid)
     weights = {n: w for block in blocks.values() for n, w in block.weights.items()}
     takes = default_filter(model)
     in_blocks = tuple(f"{name}." for name in blocks)

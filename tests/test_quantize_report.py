@@ -121,6 +121,14 @@ def test_names_cannot_break_the_page(made: Path) -> None:
     assert hostile not in html and Outline(html).tags["script"] == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_page_without_errors(made: Path) -> None:
+    """As of a model whose weights lie on the grid already."""
+    said = found(made)
+    said |= {"layer_errors": dict.fromkeys(said["layer_errors"], 0.0), "input_errors": {}}
+    assert Outline(report.render(said)).pictures
+
+
 def test_a_page_of_the_simplest_run(made: Path, tmp_path: Path) -> None:
     options = ("--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", tmp_path / "out", "--json", tmp_path / "r")
     result = run("quantize", made / "model", *options)

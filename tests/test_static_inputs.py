@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.quantize import Grid, rtn, search_smooth_scale, smooth_scale
-from epiloq.quantize.calibrate import ALGORITHMS, Block, calibrate
+from epiloq.quantize.algorithms import ALGORITHMS
+from epiloq.quantize.calibrate import Block, calibrate
 from epiloq.quantize.static import (
     AUTO,
     LARGEST_ERROR,

@@ -30,17 +30,14 @@ GO_ON = "; what was finished is kept, and the same command goes on from there"
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:
-    """Do what settings say, whose names are all known, and give the report. Only calibrated schemes keep blocks."""
-    from epiloq.quantize import direct
-    from epiloq.quantize.job import Job, perform, prepare
-    from epiloq.quantize.targets import TARGETS
+    """Do what settings say, whose names are all known, and give the report."""
+    from epiloq.quantize.job import perform, prepare
 
-    calibrated = settings.scheme in TARGETS
-    with failures("quantize", GO_ON if calibrated else ""), progress_stages(console) as stage:
+    with failures("quantize", GO_ON), progress_stages(console) as stage:
         with stage("load and check", 1) as advance:
-            job = prepare(settings) if calibrated else direct.prepare(settings)
+            job = prepare(settings)
             advance()
-        return perform(job, stage) if isinstance(job, Job) else direct.perform(job, stage)
+        return perform(job, stage)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -72,7 +69,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="A",
-            help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them). By default gptq, or rtn.",
+            help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them). By default gptq, or rtn "
+            "for fp8* and *-block.",
             show_default=False,
         ),
     ] = None,
@@ -132,6 +130,7 @@ def quantize(
       epiloq quantize model --scheme w8a8-int8 --algorithm rtn --output model-w8\n
       epiloq quantize model --scheme w4a16-g64 --calibration text.txt --output model-w4\n
       epiloq quantize model --scheme fp8-block --output model-fp8\n
+      epiloq quantize model --scheme w4a8-block --algorithm gptq --calibration text.txt --output model-w4a8\n
     """
     from rich.console import Console
 
@@ -143,14 +142,14 @@ def quantize(
         quiet()
         from epiloq.formats.table import FORMATS
         from epiloq.quantize import report as page
-        from epiloq.quantize.calibrate import ALGORITHMS
+        from epiloq.quantize.algorithms import ALGORITHMS
         from epiloq.quantize.job import Settings
         from epiloq.quantize.outputs import choose, schemes
         from epiloq.quantize.targets import TARGETS
 
         one_of(scheme, schemes(), "--scheme")
         layout = choose(scheme, None if layout is None else one_of(layout, FORMATS, "--format"), symmetric)
-        algorithm = one_of(algorithm or ("gptq" if scheme in TARGETS else "rtn"), ALGORITHMS, "--algorithm")
+        algorithm = one_of(algorithm or TARGETS[scheme].algorithm, ALGORITHMS, "--algorithm")
         absent = page.missing()
         if report is not None:
             check_installed("quantize: the report", absent, "demo")

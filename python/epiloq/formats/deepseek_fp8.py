@@ -74,18 +74,23 @@ def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_sha
     if not layers:
         raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")
     _check_others(model)
-    uneven = [n for n, m in layers.items() if any(s > BLOCK and s % BLOCK for s in (m.in_features, m.out_features))]
-    if uneven:
-        warnings.warn(
-            f"transformers de-quantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
-            f"{uneven[0]}, ..",
-            stacklevel=3,
-        )
+    warn_of({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     writer = Writer(folder, largest_shard)
     for name, tensor in distinct(model).items():
         writer.add(name, tensor)
     writer.close({**source, "quantization_config": config(linears)})
+
+
+def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Warn of layers, by name, of sizes that transformers de-quantises wrongly."""
+    uneven = [name for name, shape in shapes.items() if any(size > BLOCK and size % BLOCK for size in shape)]
+    if uneven:
+        warnings.warn(
+            f"transformers de-quantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
+            f"{uneven[0]}, ..",
+            stacklevel=4,
+        )
 
 
 def _check_others(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
+from epiloq.quantize.grid import Grid
 from epiloq.quantize.targets import TARGETS
 
 
@@ -141,7 +142,8 @@ def _scheme(layers: Layers) -> str | None:
             return epiloq_modules.Group(*reader.module, []).scheme
         grid, activations = reader.quantization.grid, reader.quantization.activations
         wanted = (grid.bits, grid.group_size, activations)
-        return next((t.name for t in TARGETS.values() if (t.bits, t.group_size, t.activations) == wanted), None)
+        integers = ((t, t.base) for t in TARGETS.values() if isinstance(t.base, Grid))
+        return next((t.name for t, base in integers if (base.bits, base.group_size, t.activations) == wanted), None)
 
     combined = layers.quantization
     found = {named(reader) for reader in layers.readers.values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +15,8 @@ from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_o
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
-from epiloq.formats.weights import Weight
+from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.quantize.grid import QuantizedWeight
-
-if TYPE_CHECKING:
-    from epiloq.quantize.calibrate import Block
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
@@ -80,21 +77,20 @@ def fill(layers: Layers) -> None:
 
 def save(
     model: nn.Module,
-    blocks: Iterable[Block],
+    weights: Iterable[tuple[str, Weight]],
     source: Checkpoint,
     folder: Path,
     layout: Format,
-    quantization: Quantization,
+    quantization: Quantization | None,
     largest_shard: int = LARGEST_SHARD,
 ) -> None:
-    """Write a calibrated model into a new `folder`: finished blocks' layers in a format, all else as the model has it.
+    """Write a calibrated model into a new `folder`: layers by name in a format, all else as the model has it.
 
-    Raises FormatError for what the format cannot say.
+    `quantization` is None where it is not to integers on a grid. Raises FormatError for what the format cannot say.
     """
     target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard))
-    for block in blocks:
-        for name, weight in block.weights.items():
-            target.layer(name, weight, quantization.of(name))
+    for name, weight in weights:
+        target.layer(name, weight, None if quantization is None else quantization.of(name))
     for name, tensor in distinct(model).items():
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
@@ -108,6 +104,7 @@ class Target:
     def __init__(self, layout: Format, quantization: Quantization | None, dtype: torch.dtype, writer: Writer) -> None:
         self.layout, self.quantization, self.dtype, self.writer = layout, quantization, dtype, writer
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self.blocks: dict[str, tuple[int, ...]] = {}
         self.act_order = False
 
     def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
@@ -115,10 +112,12 @@ class Target:
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{name}.{part}", tensor)
         self.quantised[name] = epiloq_modules.described(weight, described)
+        if isinstance(weight, BlockWeight):
+            self.blocks[name] = tuple(weight.q.shape)
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
     def close(self, config: Mapping[str, Any], linears: Iterable[str]) -> None:
         """Finish, given the original's config.json and the names of all linear layers."""
         ignored = sorted(set(linears) - self.quantised.keys())
-        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order))
+        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order, self.blocks))
         self.writer.close({**config, "quantization_config": said})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ class Written:
         Linear layers that stay in floating point.
     act_order
         Whether any layer's groups are in activation order.
+    blocks
+        The shapes ``[N, K]`` of layers in FP8 blocks.
     """
 
     quantised: Mapping[str, tuple[str, Mapping[str, Any]]]
     ignored: Sequence[str]
     act_order: bool = False
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.d
     raise FormatError(f"deepseek-fp8: cannot say {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}")
 
 
+def _blocks_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
+    deepseek_fp8.warn_of(written.blocks)
+    return deepseek_fp8.config(written.ignored)
+
+
 def _to_epiloq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return epiloq_modules.state_of(weight, quantization)
 
@@ -148,12 +156,7 @@ _TABLE = (
         _to_awq,
         lambda quantization, written: awq.config(_grid_of(quantization).grid, written.ignored),
     ),
-    Format(
-        "deepseek-fp8",
-        _as_model,
-        _to_blocks,
-        lambda quantization, written: deepseek_fp8.config(written.ignored),
-    ),
+    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
     Format("epiloq", _as_model, _to_epiloq, _epiloq_config),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 from epiloq.quantize.awq import awq, awq_scale, output_error
+from epiloq.quantize.codebooks import CodedWeight, Float8Grid, OffsetGrid
 from epiloq.quantize.gptq import gptq
-from epiloq.quantize.grid import Grid, QuantizedWeight, fit, rtn
+from epiloq.quantize.grid import Grid, QuantizedWeight
+from epiloq.quantize.rounding import fit, rtn
 from epiloq.quantize.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
 from epiloq.quantize.statistics import InputStatistics
 
 __all__ = [
+    "CodedWeight",
+    "Float8Grid",
     "Grid",
     "InputStatistics",
+    "OffsetGrid",
     "QuantizedWeight",
     "Smoothed",
     "awq",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from epiloq.quantize.channels import alike
-from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
+from epiloq.quantize.codebooks import Calibrated
+from epiloq.quantize.rounding import Codebook, Kept, rtn
 
 RATIOS = 20
 SMALLEST = 1e-4
@@ -19,7 +20,7 @@ def awq_scale(
     weights: Sequence[Tensor],
     hessian: Tensor,
     mean_abs: Tensor,
-    grid: Grid,
+    grid: Codebook[Calibrated],
     *,
     ratios: int = RATIOS,
     channels: Tensor | None = None,
@@ -38,19 +39,22 @@ def awq_scale(
     """
     if ratios < 1:
         raise ValueError(f"awq_scale: ratios: expected at least 1, got {ratios}")
-    weight = torch.cat([weight.float() for weight in weights])
     magnitudes = alike(mean_abs.float(), channels, "mean")
     best, least = torch.ones_like(magnitudes), torch.inf
     for step in range(ratios):
         scale = magnitudes.pow(step / ratios).clamp_(min=SMALLEST)
         scale /= (scale.max() * scale.min()).sqrt()
-        error = output_error(rtn(weight * scale, grid).dequantize().div_(scale).sub_(weight), hessian)
+        # One by one, for rows of two layers share nothing.
+        error = sum(
+            output_error(rtn(weight.float() * scale, grid).dequantize().div_(scale).sub_(weight), hessian)
+            for weight in weights
+        )
         if error < least:
             best, least = scale, error
     return best
 
 
-def awq(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
+def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Kept]) -> Kept:
     """Round a weight ``[N, K]``, scaled already, to nearest with each group's range clipped as AWQ searches it."""
     return rtn(weight, grid, hessian)
 

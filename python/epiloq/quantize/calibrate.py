@@ -6,58 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from epiloq.quantize.algorithms import Algorithm
 from epiloq.quantize.awq import awq_scale, output_error
 from epiloq.quantize.blocks import Call, Filter, Recorded, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.codebooks import Calibrated
 from epiloq.quantize.gptq import gptq
-from epiloq.quantize.grid import Grid, QuantizedWeight, rtn
+from epiloq.quantize.grid import Grid, QuantizedWeight
 from epiloq.quantize.inputs import input_groups, last_inputs, observe, shared
-from epiloq.quantize.smoothquant import ALPHA, fold_, foldings, search_smooth_scale, smooth_scale
+from epiloq.quantize.rounding import Codebook, rtn
+from epiloq.quantize.smoothquant import ALPHA, INT8, fold_, foldings, search_smooth_scale, smooth_scale
 from epiloq.quantize.static import InputErrors, InputWatch, Static
 from epiloq.quantize.statistics import InputStatistics
 from epiloq.schemes import default_filter
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """How weights are prepared and rounded.
-
-    fold
-        What moves between a block's norms (or linear layers) and the linear layers that read them.
-    compensate
-        Round by GPTQ rather than each weight to its nearest point.
-    clip
-        The error that the clipping of ranges minimises: of each weight, weighted by its input, or of the output; see
-        `fit`. None takes whole ranges.
-    """
-
-    name: str
-    description: str
-    fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
-    compensate: bool = False
-    clip: Literal["mse", "weighted", "output"] | None = None
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether it looks at what the model computes."""
-        return self.fold is not None or self.compensate or self.clip in ("weighted", "output")
-
-
-_TABLE = (
-    Algorithm("rtn", "round to nearest"),
-    Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
-    Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
-    Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
-    Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
-    Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
-    Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),
-    Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
-)
-ALGORITHMS = {algorithm.name: algorithm for algorithm in _TABLE}
 
 
 @dataclass(frozen=True)
@@ -65,7 +29,7 @@ class Block:
     """A finished block."""
 
     name: str
-    weights: dict[str, QuantizedWeight]
+    weights: dict[str, Calibrated]
     """By layer, named as in the model."""
     state: dict[str, Tensor]
     """The block's other parameters and buffers, which folding may have changed, by their names in the block."""
@@ -79,9 +43,10 @@ class Block:
 def calibrate(
     model: nn.Module,
     windows: Sequence[Tensor],
-    grid: Grid,
+    grid: Codebook[Calibrated],
     algorithm: Algorithm,
     *,
+    inputs: Codebook[Calibrated] = INT8,
     alpha: float = ALPHA,
     static: Static | None = None,
     blocks: str | None = None,
@@ -99,6 +64,7 @@ def calibrate(
     Args:
         model: in evaluation mode; ``model(tokens)`` runs it.
         windows: int64 ``[1, n]`` tokens each. Not looked at by algorithms without ``needs_inputs`` unless `static`.
+        inputs: how the layers' inputs will be rounded, which the search for SmoothQuant's alpha looks at.
         alpha: of SmoothQuant, where it is not searched for; see `smooth_scale`.
         static: fix scales of the layers' int8 inputs too, as the quantised (and folded) blocks before make them.
         blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default.
@@ -107,13 +73,16 @@ def calibrate(
         device: where a block is while it is worked on; by default where it is already.
 
     Raises:
-        ValueError: no blocks found, blocks that are no chain, no windows, or inputs with NaN or infinity.
+        ValueError: no blocks found, blocks that are no chain, no windows, inputs with NaN or infinity, or static scales
+            beside weights that are not integers with zero points.
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
     if not 0 <= alpha <= 1:
         raise ValueError(f"calibrate: alpha: expected 0 to 1, got {alpha}")
-    work = _Work(grid, algorithm, alpha, static)
+    if static is not None and not isinstance(grid, Grid):
+        raise ValueError(f"calibrate: static: expected integers with zero points beside it, got {grid}")
+    work = _Work(grid, inputs, algorithm, alpha, static)
     if work.needs_inputs and not windows:
         wish = algorithm.name if static is None else "static scales"
         raise ValueError(f"calibrate: windows: expected at least one for {wish}, got none")
@@ -173,7 +142,8 @@ def install_(block: nn.Module, layers: dict[str, nn.Linear], done: Block) -> Non
 class _Work:
     """What is done to each block."""
 
-    grid: Grid
+    grid: Codebook[Calibrated]
+    inputs: Codebook[Calibrated]
     algorithm: Algorithm
     alpha: float
     static: Static | None
@@ -195,14 +165,17 @@ class _Work:
         """The block with static scales."""
         assert self.static is not None
         grids, errors = watch.freeze(done.weights, self.static)
-        weights = {name: replace(weight, inputs=grids.get(name)) for name, weight in done.weights.items()}
+        weights: dict[str, Calibrated] = {}
+        for name, weight in done.weights.items():
+            assert isinstance(weight, QuantizedWeight)  # `calibrate` refused other grids.
+            weights[name] = replace(weight, inputs=grids.get(name))
         return replace(done, weights=weights, input_errors=errors)
 
     def quantise(
         self, name: str, block: nn.Module, layers: dict[str, nn.Linear], calls: Sequence[Call], hidden: Sequence[Tensor]
     ) -> Block:
         """Fold the block's layers in place, quantise them, and say what came of it."""
-        weights: dict[str, QuantizedWeight] = {}
+        weights: dict[str, Calibrated] = {}
         errors: dict[str, float] = {}
         if not self.algorithm.needs_inputs:
             for n, layer in layers.items():
@@ -218,16 +191,18 @@ class _Work:
             groups = input_groups(layers, [partial(run, window) for window in range(len(hidden))])
             self._fold(name, block, layers, groups, calls[0], hidden[0])
             for names, statistics in groups:
-                part, part_errors = self._round({n: layers[n] for n in names}, statistics)
-                weights |= part
-                errors |= part_errors
+                # Rows that share scales are those of one layer.
+                for stacked in [names] if self.grid.rows == 1 else [[n] for n in names]:
+                    part, part_errors = self._round({n: layers[n] for n in stacked}, statistics)
+                    weights |= part
+                    errors |= part_errors
         left_out = {f"{n.removeprefix(name).lstrip('.')}.weight" for n in layers}
         state = {n: value.detach().clone() for n, value in block.state_dict().items() if n not in left_out}
         return Block(name, {n: weights[n] for n in layers}, state, errors)
 
     def _round(
         self, layers: dict[str, nn.Linear], statistics: InputStatistics
-    ) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
+    ) -> tuple[dict[str, Calibrated], dict[str, float]]:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
         try:
             hessian = statistics.hessian
@@ -236,10 +211,10 @@ class _Work:
         weight = torch.cat([layer.weight.float() for layer in layers.values()])
         moments = self._moments(hessian, weight)
         if self.algorithm.compensate:
-            value = gptq(weight, hessian, self.grid, moments=moments)
+            value: Calibrated = gptq(weight, hessian, self.grid, moments=moments)
         else:
             value = rtn(weight, self.grid, moments)
-        parts = value.split([layer.out_features for layer in layers.values()])
+        parts: Sequence[Calibrated] = value.split([layer.out_features for layer in layers.values()])
         errors = {}
         for (name, layer), part in zip(layers.items(), parts, strict=True):
             lost = output_error(part.dequantize() - layer.weight.float(), hessian)
@@ -285,6 +260,8 @@ class _Work:
                 scale = smooth_scale(statistics.amax, weights, self.alpha, channels)
             else:
                 x, static = inputs[full[names[0]]], self.static is not None
-                scale = search_smooth_scale(x, statistics.amax, weights, static, channels)
+                scale = search_smooth_scale(
+                    x, statistics.amax, weights, static, channels, grid=self.grid, inputs=self.inputs
+                )
             fold_(block.get_submodule(producer), consumers, scale, channels)
             statistics.divide(scale)

@@ -119,7 +119,7 @@ def _by_block(axes: Axes, label: str) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     low, high = axes.dataLim.intervaly
-    if not 0 < low <= high <= LINEAR * low:
+    if high > 0 and not 0 < low <= high <= LINEAR * low:
         axes.set_yscale("log")
         narrow = 0 < low <= high <= NARROW * low
         axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if narrow else (1, 2, 5)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from operator import itemgetter
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from epiloq.quantize.grid import Grid, QuantizedWeight, check_finite, fit
+from epiloq.quantize.rounding import Codebook, Kept, Parameters, check_finite, fit, over_rows
 
 LARGEST_DAMPENING = 10.0
 
@@ -16,7 +17,7 @@ LARGEST_DAMPENING = 10.0
 def gptq(
     weight: Tensor,
     hessian: Tensor,
-    grid: Grid,
+    grid: Codebook[Kept],
     *,
     moments: Tensor | None = None,
     act_order: bool = True,
@@ -24,10 +25,11 @@ def gptq(
     dampening: float = 0.01,
     block: int = 128,
     dtype: torch.dtype = torch.float64,
-) -> QuantizedWeight:
+) -> Kept:
     """Quantise a weight ``[N, K]`` so that its output error on the calibration inputs is small.
 
-    Layers that read the same input may be stacked along N: rows do not depend on each other.
+    Any grid will do, for what later columns make up for is the error, however it came about. Layers that read the same
+    input may be stacked along N where rows do not share scales: then they do not depend on each other.
 
     Args:
         hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale (see `InputStatistics`). A channel that never
@@ -97,20 +99,22 @@ def _without_dead(hessian: Tensor) -> Tensor:
     return matrix
 
 
-class _Groups:
-    """The scales of groups while GPTQ proceeds in `order`: known from the start, or fitted when a group begins."""
+class _Groups(Generic[Kept]):
+    """The parameters of groups while GPTQ proceeds in `order`: known from the start, or fitted when a group begins."""
 
-    def __init__(self, weight: Tensor, grid: Grid, moments: Tensor | None, order: Tensor, static: bool) -> None:
-        columns = weight.shape[1]
+    def __init__(
+        self, weight: Tensor, grid: Codebook[Kept], moments: Tensor | None, order: Tensor, static: bool
+    ) -> None:
+        count, columns = weight.shape
         self.grid, self.moments, self.order, self.static = grid, moments, order, static
         self.length = grid.length(columns)
         self.group_of = ((order if static else torch.arange(columns)) // self.length).tolist()
-        self.scale: list[Tensor] = []
-        self.zero: list[Tensor | None] = []
-        if static:
-            scale, zero = fit(weight, grid, moments)
-            self.scale = list(scale.t().contiguous())
-            self.zero = [None] * len(self.scale) if zero is None else list(zero.t().contiguous())
+        self.fitted: list[Parameters] = [fit(weight, grid, moments)] if static else []
+        self.parameters: list[Parameters] = []
+        """Of each group, for every output channel."""
+        for whole in self.fitted:
+            by_group = whole.map(lambda values: over_rows(values, grid.rows, count).t().contiguous())
+            self.parameters += [by_group.map(itemgetter(group)) for group in range(len(by_group.scale))]
 
     def begin(self, column: int, values: Tensor) -> None:
         """Fit the group that starts at a column; `values` are its compensated weights ``[length, N]``."""
@@ -120,33 +124,30 @@ class _Groups:
         if moments is not None:
             channels = self.order[column : column + self.length]
             moments = moments[channels] if moments.ndim == 1 else moments[channels][:, channels]
-        scale, zero = fit(values.t(), replace(self.grid, group_size=-1), moments)
-        self.scale.append(scale[:, 0])
-        self.zero.append(None if zero is None else zero[:, 0])
+        found = fit(values.t(), self.grid, moments)
+        self.fitted.append(found)
+        self.parameters.append(found.map(lambda part: over_rows(part[:, 0], self.grid.rows, values.shape[1])))
 
-    def result(self, q: Tensor) -> QuantizedWeight:
+    def result(self, q: Tensor) -> Kept:
         """The value, from q ``[K, N]`` in the order of processing."""
-        scale = torch.stack(self.scale, dim=1)
-        zeros = [zero for zero in self.zero if zero is not None]
-        zero = torch.stack(zeros, dim=1) if zeros else None
-        if not self.static and len(self.scale) > 1 and not torch.equal(self.order, self.order.sort().values):
-            return QuantizedWeight(q.t().contiguous(), scale, zero, self.grid, self.order)
-        return QuantizedWeight(q[self.order.argsort()].t().contiguous(), scale, zero, self.grid)
+        shifts = [part.shift for part in self.fitted if part.shift is not None]
+        found = Parameters(torch.cat([part.scale for part in self.fitted], 1), torch.cat(shifts, 1) if shifts else None)
+        moved = not torch.equal(self.order, self.order.sort().values)
+        if not self.static and found.scale.shape[1] > 1 and moved:
+            return self.grid.kept(q.t().contiguous(), found, self.order)
+        return self.grid.kept(q[self.order.argsort()].t().contiguous(), found)
 
 
-def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups, start: int, end: int) -> Tensor:
+def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups[Kept], start: int, end: int) -> Tensor:
     """Quantise columns start to end, compensating inside the block; their scaled errors ``[end - start, N]``."""
     values, factor = rest[start:end], upper[start:end, start:end]
     errors = torch.empty_like(values)
     for i, diagonal in enumerate(factor.diagonal().tolist()):
         groups.begin(start + i, rest[start + i : start + i + groups.length])
-        group = groups.group_of[start + i]
-        scale, zero = groups.scale[group], groups.zero[group]
-        nearest = groups.grid.round(values[i], scale, zero)
+        parameters = groups.parameters[groups.group_of[start + i]]
+        nearest = groups.grid.round(values[i], parameters)
         q[start + i] = nearest
-        if zero is not None:
-            nearest -= zero
-        torch.sub(values[i], nearest.mul_(scale), out=errors[i]).div_(diagonal)
+        torch.sub(values[i], groups.grid.restore(nearest, parameters), out=errors[i]).div_(diagonal)
         values[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
     return errors
 

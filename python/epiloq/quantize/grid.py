@@ -1,4 +1,4 @@
-"""Integer grids for weights, and rounding to the nearest point: what every algorithm here shares.
+"""Integer grids for weights, and what a weight is on one.
 
 The one convention is ``W = scale * (q - zero)``: asymmetric grids hold unsigned q in 0 .. 2^bits - 1 and integer zero
 points in the same range; symmetric grids hold signed q in -2^(bits-1) .. 2^(bits-1) - 1 and no zero point.
@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epiloq.packed_weight import BITS, PackedWeight, pack_weight
-
-# Clipping tries ranges from the whole down to this part of it; two bits want about half, four bits 0.8 to 1.
-SMALLEST_RANGE, RANGES = 0.4, 31
-# Elements of a weight that are searched at once, to bound the temporaries (a few of 64 MB).
-SEARCHED = 1 << 24
+from epiloq.quantize.rounding import Parameters, spread
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,7 @@ class Grid:
     group_size: int = -1
     symmetric: bool = False
     scale_dtype: torch.dtype = torch.float32
+    rows: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -65,10 +62,30 @@ class Grid:
         """Input channels in a full group of a layer with so many of them."""
         return channels if self.group_size == -1 else self.group_size
 
-    def round(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def parameters(self, low: Tensor, high: Tensor) -> Parameters:
+        """Scales and zero points that span `low` to `high`, and 0."""
+        low, high, steps = low.clamp(max=0), high.clamp(min=0), (1 << self.bits) - 1
+        # Symmetric grids have a point more below zero than above; half a step on either side splits the difference, as
+        # the compressed-tensors format does.
+        span = 2 * torch.maximum(-low, high) if self.symmetric else high - low
+        # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+        scale = (span / span.new_tensor(steps)).to(self.scale_dtype)
+        scale = scale.clamp_(min=torch.finfo(self.scale_dtype).tiny).float()
+        return Parameters(scale, None if self.symmetric else torch.round(-low / scale).clamp_(0, steps))
+
+    def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
         """q as floating-point numbers: true division, half to even, clamped. All arguments broadcast."""
-        q = torch.round(weight / scale)
-        return (q if zero is None else q + zero).clamp_(self.lowest, self.highest)
+        q = torch.round(weight / parameters.scale)
+        return (q if parameters.shift is None else q.add_(parameters.shift)).clamp_(self.lowest, self.highest)
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """``scale * (q - zero)``, in the place of a floating-point q."""
+        return (q if parameters.shift is None else q.sub_(parameters.shift)).mul_(parameters.scale)
+
+    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> QuantizedWeight:
+        """The weight, its zero points as integers."""
+        zero = None if parameters.shift is None else parameters.shift.to(torch.int32)
+        return QuantizedWeight(q, parameters.scale, zero, self, perm)
 
 
 @dataclass(frozen=True)
@@ -112,14 +129,14 @@ class QuantizedWeight:
         """Input channels that share a scale; -1 for all."""
         return self.grid.group_size
 
+    @property
+    def parameters(self) -> Parameters:
+        """As the grid has them."""
+        return Parameters(self.scale, self.zero)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[N, K]``, channels in the layer's order, computed in float32."""
-        columns = self.q.shape[1]
-        length = self.grid.length(columns)
-        q = self.q.float()
-        if self.zero is not None:
-            q -= spread(self.zero, length, columns)
-        q *= spread(self.scale, length, columns)
+        q = self.grid.restore(self.q.float(), spread(self.parameters, self.grid, self.q.shape))
         return (q if self.perm is None else q[:, self.perm.argsort()]).to(dtype)
 
     def pack(self) -> PackedWeight:
@@ -134,121 +151,5 @@ class QuantizedWeight:
 
     def split(self, rows: Sequence[int]) -> list[QuantizedWeight]:
         """One value for each of the layers whose rows were stacked."""
-        edges = [0]
-        for count in rows:
-            edges.append(edges[-1] + count)
-        return [
-            replace(
-                self,
-                q=self.q[start:end].clone(),
-                scale=self.scale[start:end].clone(),
-                zero=None if self.zero is None else self.zero[start:end].clone(),
-            )
-            for start, end in pairwise(edges)
-        ]
-
-
-def spread(values: Tensor, length: int, columns: int) -> Tensor:
-    """``[N, G]`` values of groups as ``[N, columns]``, each repeated for its group's channels."""
-    return values.repeat_interleave(length, dim=1)[:, :columns]
-
-
-@torch.no_grad()
-def fit(weight: Tensor, grid: Grid, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points for a weight ``[N, K]``: float32 ``[N, G]`` and int32 ``[N, G]`` (None if symmetric).
-
-    Args:
-        moments: None takes each group's whole range (0 included). ``[K]`` searches for the part of it that minimises
-            ``sum_k moments_k (W_k - W'_k)^2``; ones give the mean squared error, the diagonal of ``sum x x^T`` that of
-            the output if channels were uncorrelated. ``[K, K]``, that matrix itself, minimises each group's own
-            contribution to the output's squared error (clipping as in AWQ, Lin et al., 2023).
-
-    Raises:
-        ValueError: a weight that is not finite, or too large for scales of ``grid.scale_dtype``.
-    """
-    check_finite("weight", weight)
-    if weight.numel() == 0:
-        raise ValueError(f"fit: weight: expected at least one element, got shape {list(weight.shape)}")
-    measure = _Error(moments, grid.length(weight.shape[1])) if moments is not None else None
-    rows = max(1, SEARCHED // weight.shape[1])
-    found = [_fit_rows(part.float(), grid, measure) for part in weight.split(rows)]
-    scale = torch.cat([scale for scale, _ in found])
-    check_finite(f"weight, with scales in {grid.scale_dtype}", scale)
-    if grid.symmetric:
-        return scale, None
-    return scale, torch.cat([zero for _, zero in found]).to(torch.int32)
-
-
-@torch.no_grad()
-def rtn(weight: Tensor, grid: Grid, moments: Tensor | None = None) -> QuantizedWeight:
-    """Round a weight ``[N, K]`` to the nearest points of a grid; `moments` clips, as for `fit`."""
-    scale, zero = fit(weight, grid, moments)
-    columns = weight.shape[1]
-    length = grid.length(columns)
-    spread_zero = None if zero is None else spread(zero, length, columns)
-    q = grid.round(weight.float(), spread(scale, length, columns), spread_zero)
-    return QuantizedWeight(q.to(grid.dtype), scale, zero, grid)
-
-
-def check_finite(name: str, value: Tensor) -> None:
-    """Raise ValueError if a tensor holds NaN or infinity."""
-    if not torch.isfinite(value).all():
-        raise ValueError(f"quantize: {name}: expected finite numbers, got NaN or infinity")
-
-
-class _Error:
-    """The error of each group ``[N, G]`` for differences ``[N, G, length]``, as `fit` describes it."""
-
-    def __init__(self, moments: Tensor, length: int) -> None:
-        groups = -(-moments.shape[-1] // length)
-        missing = groups * length - moments.shape[-1]
-        if moments.ndim == 1:
-            self.weights = torch.nn.functional.pad(moments.float(), (0, missing)).view(groups, length)
-        else:
-            padded = torch.nn.functional.pad(moments.float(), (0, missing, 0, missing))
-            blocks = padded.view(groups, length, groups, length)
-            self.weights = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-
-    def __call__(self, difference: Tensor) -> Tensor:
-        if self.weights.ndim == 2:
-            return (difference.square_() * self.weights).sum(-1)
-        return (torch.einsum("ngi,gij->ngj", difference, self.weights) * difference).sum(-1)
-
-
-def _fit_rows(weight: Tensor, grid: Grid, measure: _Error | None) -> tuple[Tensor, Tensor]:
-    columns = weight.shape[1]
-    length = grid.length(columns)
-    groups = -(-columns // length)
-    # Zeros that fill the last group change no range, for ranges include zero, and have no error.
-    grouped = torch.nn.functional.pad(weight, (0, groups * length - columns)).view(-1, groups, length)
-    low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
-    scale, zero = _parameters(low, high, grid)
-    if measure is None:
-        return scale, zero
-
-    def error(scale: Tensor, zero: Tensor) -> Tensor:
-        assert measure is not None
-        q = grid.round(grouped, scale[..., None], zero[..., None])
-        return measure(q.sub_(zero[..., None]).mul_(scale[..., None]).sub_(grouped))
-
-    least = error(scale, zero)
-    for part in torch.linspace(1, SMALLEST_RANGE, RANGES).tolist()[1:]:
-        tried = _parameters(part * low, part * high, grid)
-        found = error(*tried)
-        better = found < least
-        least = torch.where(better, found, least)
-        scale, zero = torch.where(better, tried[0], scale), torch.where(better, tried[1], zero)
-    return scale, zero
-
-
-def _parameters(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Scale and zero point (0 when symmetric), both float32, that span ``low <= 0`` to ``high >= 0``."""
-    steps = (1 << grid.bits) - 1
-    # Symmetric grids have a point more below zero than above; half a step on either side splits the difference, as
-    # the compressed-tensors format does.
-    span = 2 * torch.maximum(-low, high) if grid.symmetric else high - low
-    # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
-    scale = (span / span.new_tensor(steps)).to(grid.scale_dtype).clamp_(min=torch.finfo(grid.scale_dtype).tiny).float()
-    if grid.symmetric:
-        return scale, torch.zeros_like(scale)
-    return scale, torch.round(-low / scale).clamp_(0, steps)
+        parts = zip(self.q.split(list(rows)), self.parameters.split(rows), strict=True)
+        return [replace(self, q=q.clone(), scale=scale, zero=zero) for q, (scale, zero) in parts]

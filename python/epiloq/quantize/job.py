@@ -24,13 +24,17 @@ from epiloq.formats.model import load, load_float, save
 from epiloq.formats.table import FORMATS
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
+from epiloq.quantize.algorithms import ALGORITHMS
 from epiloq.quantize.blocks import find_blocks, linears_of
-from epiloq.quantize.calibrate import ALGORITHMS, Block, calibrate
+from epiloq.quantize.calibrate import Block, calibrate
+from epiloq.quantize.codebooks import Calibrated
+from epiloq.quantize.outputs import choose
+from epiloq.quantize.rounding import Codebook
 from epiloq.quantize.smoothquant import ALPHA
 from epiloq.quantize.static import Static
 from epiloq.quantize.store import Store
 from epiloq.quantize.tally import Tally
-from epiloq.quantize.targets import TARGETS
+from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
 from epiloq.schemes import default_filter
 
@@ -67,11 +71,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Run:
+class Job:
     """Settings that were checked, and what they say of the model. Nothing was written yet.
 
     texts, evaluation
         Windows of tokens to calibrate and to evaluate on; they share none.
+    quantization
+        What formats of integers have words for; None for another grid.
+    seconds
+        That opening took.
     """
 
     settings: Settings
@@ -79,7 +87,20 @@ class Run:
     model: nn.Module
     texts: list[Tensor]
     evaluation: list[Tensor]
+    grid: Codebook[Calibrated]
+    quantization: Quantization | None
+    blocks: int
     seconds: float
+
+    @property
+    def target(self) -> Target:
+        """The scheme."""
+        return TARGETS[self.settings.scheme]
+
+    @property
+    def aside(self) -> Path:
+        """Where the run keeps what is not finished."""
+        return self.settings.output.with_name(f".{self.settings.output.name}.partial")
 
     def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
         """Of the text to evaluate on, if there is any."""
@@ -119,47 +140,29 @@ class Run:
         return found
 
 
-@dataclass(frozen=True)
-class Job(Run):
-    """A run block by block."""
-
-    quantization: Quantization
-    blocks: int
-
-    @property
-    def aside(self) -> Path:
-        """Where the run keeps what is not finished."""
-        return self.settings.output.with_name(f".{self.settings.output.name}.partial")
-
-
-def opened(settings: Settings, static: bool = False) -> Run:
-    """Load what a run needs; a static scheme needs text. Raises ValueError, with nothing on the disk touched."""
-    start = time.perf_counter()
+def prepare(settings: Settings) -> Job:
+    """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
+    start, target = time.perf_counter(), TARGETS[settings.scheme]
+    layout = FORMATS[choose(settings.scheme, settings.layout, settings.symmetric)]
     if settings.output.exists() or settings.output.is_symlink():
         raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
-    if settings.keep_dynamic is not None and not static:
+    if settings.keep_dynamic is not None and not target.static:
         raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
     source = Checkpoint(settings.model)
-    texts, evaluation = _texts(settings, static or ALGORITHMS[settings.algorithm].needs_inputs)
+    texts, evaluation = _texts(settings, target.static or ALGORITHMS[settings.algorithm].needs_inputs)
     model = load_float(source)
     if evaluation:
         check_generates(model, settings.model)
-    return Run(settings, source, model, texts, evaluation, time.perf_counter() - start)
-
-
-def prepare(settings: Settings) -> Job:
-    """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
-    target, layout = TARGETS[settings.scheme], FORMATS[settings.layout]
-    run = opened(settings, target.static)
-    model = run.model
     dtype = next(model.parameters()).dtype
-    grid = target.grid(settings.symmetric, layout.scale_dtype(dtype, target.activations))
-    quantization = Quantization(grid, target.activations)
+    wish = settings.symmetric, layout.scale_dtype(dtype, target.activations)
+    grid, quantization = target.grid(*wish), target.quantization(*wish)
     takes = default_filter(model)
     blocks = find_blocks(model, takes, settings.blocks)
     layers = [layer for name, block in blocks.items() for layer in linears_of(block, name, takes).values()]
-    layout.check(quantization, {(layer.out_features, layer.in_features) for layer in layers}, dtype)
-    return Job(**vars(run), quantization=quantization, blocks=len(blocks))
+    if quantization is not None:
+        layout.check(quantization, {(layer.out_features, layer.in_features) for layer in layers}, dtype)
+    seconds = time.perf_counter() - start
+    return Job(settings, source, model, texts, evaluation, grid, quantization, len(blocks), seconds)
 
 
 def _texts(settings: Settings, calibrated: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -188,7 +191,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
     tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
-    store = Store(job.aside, _identity(job), job.quantization.grid)
+    store = Store(job.aside, _identity(job), job.grid)
     before = job.perplexity(job.model, tally, "evaluate before")
     with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):
@@ -200,9 +203,10 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     whole = job.aside / "model"
     rmtree(whole, ignore_errors=True)
     with tally.timed("write", 1) as advance:
-        finished = (block for block in map(store.read, tally.blocks) if block is not None)
-        quantization = replace(job.quantization, dynamic=tally.dynamic)
-        save(job.model, finished, job.source, whole, FORMATS[settings.layout], quantization)
+        finished = (block.weights for block in map(store.read, tally.blocks) if block is not None)
+        weights = ((name, job.target.said(weight)) for found in finished for name, weight in found.items())
+        quantization = None if job.quantization is None else replace(job.quantization, dynamic=tally.dynamic)
+        save(job.model, weights, job.source, whole, FORMATS[settings.layout], quantization)
         advance()
     found = job.report(whole, tally, before, start)
     if settings.output.exists():
@@ -217,10 +221,11 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
     return calibrate(
         job.model,
         job.texts,
-        job.quantization.grid,
+        job.grid,
         ALGORITHMS[settings.algorithm],
+        inputs=job.target.inputs,
         alpha=settings.alpha,
-        static=Static(settings.keep_dynamic) if TARGETS[settings.scheme].static else None,
+        static=Static(settings.keep_dynamic) if job.target.static else None,
         blocks=settings.blocks,
         finished=store.read,
         device=settings.device,
@@ -262,14 +267,12 @@ def _identity(job: Job) -> dict[str, Any]:
         digest.update(window.numpy().tobytes() + b"|")
     files = sorted({"config.json", *job.source.files.values()})
     stats = {file: (settings.model / file).stat() for file in files}
-    grid = job.quantization.grid
     return {
         "epiloq": epiloq.__version__,
         "model": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
         "scheme": settings.scheme,
         "algorithm": settings.algorithm,
-        "symmetric": grid.symmetric,
-        "scale_dtype": str(grid.scale_dtype),
+        "grid": repr(job.grid),
         "alpha": settings.alpha,
         "keep_dynamic": settings.keep_dynamic,
         "blocks": settings.blocks,

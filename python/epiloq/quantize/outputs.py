@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from epiloq.formats import epiloq_modules
-from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.table import FORMATS, blank
-from epiloq.formats.weights import Weight
+from epiloq.formats.layouts import FormatError
+from epiloq.formats.table import FORMATS
+from epiloq.quantize.rounding import rtn
 from epiloq.quantize.targets import TARGETS
 from epiloq.schemes import SCHEMES, Scheme, available
 
@@ -23,7 +21,10 @@ def schemes() -> dict[str, Scheme]:
 
 def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
     """For each format, in order of preference, why it cannot say a scheme's layers; None if it can."""
-    weight, quantization = _sample(scheme, symmetric)
+    target = TARGETS[scheme]
+    quantization = target.quantization(symmetric)
+    # Scales that every format holds.
+    weight = target.said(rtn(torch.ones(CONVENIENT, CONVENIENT), target.grid(symmetric, torch.float16)))
 
     def reason(name: str) -> str | None:
         try:
@@ -46,13 +47,3 @@ def choose(scheme: str, layout: str | None, symmetric: bool = False) -> str:
     if found[chosen] is not None:
         raise FormatError(f"{found[chosen]}. The scheme {scheme} can be written as {', '.join(fitting)}")
     return chosen
-
-
-def _sample(scheme: str, symmetric: bool) -> tuple[Weight, Quantization | None]:
-    if scheme in TARGETS:
-        target = TARGETS[scheme]
-        quantization = Quantization(target.grid(symmetric), target.activations)
-        return blank(quantization, (CONVENIENT, CONVENIENT)), quantization
-    module = schemes()[scheme].convert(nn.Linear(CONVENIENT, CONVENIENT, dtype=torch.float32))
-    kind, options = epiloq_modules.layers_of(nn.Sequential(module))["0"]
-    return epiloq_modules.KINDS[kind].weight(module, options), None

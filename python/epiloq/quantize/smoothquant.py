@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.quantize.channels import alike, channel_map, restored
-from epiloq.quantize.grid import Grid, rtn
+from epiloq.quantize.codebooks import Calibrated
+from epiloq.quantize.grid import Grid
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
+from epiloq.quantize.rounding import Codebook, rtn
 from epiloq.quantize.static import input_grid, static_int8, token_error
 from epiloq.schemes import default_filter
 
@@ -59,15 +61,23 @@ def smooth_scale(
 
 @torch.no_grad()
 def search_smooth_scale(
-    x: Tensor, amax: Tensor, weights: Sequence[Tensor], static: bool = False, channels: Tensor | None = None
+    x: Tensor,
+    amax: Tensor,
+    weights: Sequence[Tensor],
+    static: bool = False,
+    channels: Tensor | None = None,
+    *,
+    grid: Codebook[Calibrated] = INT8,
+    inputs: Codebook[Calibrated] = INT8,
 ) -> Tensor:
-    """`smooth_scale` with the alpha of `ALPHAS` whose int8 product is nearest to the exact one on a sample.
+    """`smooth_scale` with the alpha of `ALPHAS` whose quantised product is nearest to the exact one on a sample.
 
     Args:
-        x: ``[T, K]``, some of the inputs; each token gets a scale, as in W8A8.
+        x: ``[T, K]``, some of the inputs.
         amax, weights, channels: as for `smooth_scale`.
         static: one scale and zero point, which span the sample and `amax`, for all tokens instead; nearest is then
             what has the least `token_error`.
+        grid, inputs: how weights and inputs are rounded; by default as in W8A8, a scale for each channel and token.
     """
     weight = torch.cat([weight.float() for weight in weights])
     tokens = x.reshape(-1, x.shape[-1]).float()
@@ -75,12 +85,12 @@ def search_smooth_scale(
     best, least = torch.ones_like(amax), torch.inf
     for alpha in ALPHAS:
         scale = smooth_scale(amax, weights, alpha, channels)
-        rounded = rtn(weight * scale, INT8).dequantize()
+        rounded = torch.cat([rtn(weight.float() * scale, grid).dequantize() for weight in weights])
         if static:
             reach = (amax / scale).max()
             error = token_error(tokens / scale, static_int8(tokens / scale, input_grid(-reach, reach)), rounded)
         else:
-            error = float((rtn(tokens / scale, INT8).dequantize() @ rounded.t() - exact).square().sum())
+            error = float((rtn(tokens / scale, inputs).dequantize() @ rounded.t() - exact).square().sum())
         if error < least:
             best, least = scale, error
     return best

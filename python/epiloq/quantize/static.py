@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.quantize.grid import InputGrid, QuantizedWeight, check_finite
+from epiloq.quantize.codebooks import Calibrated
+from epiloq.quantize.grid import InputGrid
 from epiloq.quantize.inputs import watched
 from epiloq.quantize.observers import quantizer
+from epiloq.quantize.rounding import check_finite
 
 AUTO = "auto"
 LARGEST_ERROR = 0.1
@@ -114,7 +116,7 @@ class InputWatch:
             self.samples[name].append(x.detach().reshape(-1, x.shape[-1]).float())
 
     def freeze(
-        self, weights: Mapping[str, QuantizedWeight], wish: Static
+        self, weights: Mapping[str, Calibrated], wish: Static
     ) -> tuple[dict[str, InputGrid], dict[str, InputErrors]]:
         """Scales of the layers that become static, and every layer's errors.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epiloq.quantize.grid import check_finite
+from epiloq.quantize.rounding import check_finite
 
 
 class InputStatistics:

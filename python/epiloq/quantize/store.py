@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from epiloq.files import write_text
 from epiloq.quantize.calibrate import Block
-from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
+from epiloq.quantize.codebooks import Calibrated
+from epiloq.quantize.grid import InputGrid, QuantizedWeight
+from epiloq.quantize.rounding import Codebook, Parameters
 from epiloq.quantize.static import InputErrors
 
-PARTS = ("q", "scale", "zero", "perm")
 SETTINGS = "settings.json"
 
 
@@ -27,7 +28,7 @@ class Store:
         Whatever decides the result, as JSON. A directory made with others is refused with ValueError.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], grid: Grid) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], grid: Codebook[Calibrated]) -> None:
         self.folder, self.grid = folder, grid
         wanted = json.loads(json.dumps(settings))
         file = folder / SETTINGS
@@ -49,10 +50,7 @@ class Store:
 
         tensors: dict[str, Tensor] = {f"state/{name}": value for name, value in block.state.items()}
         for name, weight in block.weights.items():
-            parts = zip(PARTS, (weight.q, weight.scale, weight.zero, weight.perm), strict=True)
-            tensors |= {f"{part}/{name}": value for part, value in parts if value is not None}
-            if weight.inputs is not None:
-                tensors |= {f"input_scale/{name}": weight.inputs.scale, f"input_zero/{name}": weight.inputs.zero}
+            tensors |= {f"{part}/{name}": value for part, value in _parts(weight).items() if value is not None}
         aside = self._file(block.name).with_suffix(".part")
         whole = {name: value.cpu().contiguous() for name, value in tensors.items()}
         input_errors = {name: asdict(errors) for name, errors in block.input_errors.items()}
@@ -75,20 +73,15 @@ class Store:
             tensors = {key: file.get_tensor(key) for key in keys}
             metadata = {name: json.loads(said) for name, said in file.metadata().items()}
         names = [key.removeprefix("q/") for key in tensors if key.startswith("q/")]
-        weights = {
-            layer: QuantizedWeight(
-                tensors[f"q/{layer}"],
-                tensors[f"scale/{layer}"],
-                tensors.get(f"zero/{layer}"),
-                self.grid,
-                tensors.get(f"perm/{layer}"),
-                _inputs(tensors, layer),
-            )
-            for layer in names
-        }
+        weights = {layer: self._weight(tensors, layer) for layer in names}
         state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
         input_errors = {layer: InputErrors(**errors) for layer, errors in metadata["input_errors"].items()}
         return Block(name, weights, state, metadata["errors"], input_errors)
+
+    def _weight(self, tensors: Mapping[str, Tensor], layer: str) -> Calibrated:
+        parameters = Parameters(tensors[f"scale/{layer}"], tensors.get(f"shift/{layer}"))
+        weight = self.grid.kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
+        return replace(weight, inputs=_inputs(tensors, layer)) if isinstance(weight, QuantizedWeight) else weight
 
     def discard(self) -> None:
         """Remove everything."""
@@ -96,6 +89,16 @@ class Store:
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def _parts(weight: Calibrated) -> dict[str, Tensor | None]:
+    scale, shift = weight.parameters
+    parts: dict[str, Tensor | None] = {"q": weight.q, "scale": scale, "shift": shift}
+    if isinstance(weight, QuantizedWeight):
+        parts["perm"] = weight.perm
+        if weight.inputs is not None:
+            parts |= {"input_scale": weight.inputs.scale, "input_zero": weight.inputs.zero}
+    return parts
 
 
 def _inputs(tensors: Mapping[str, Tensor], layer: str) -> InputGrid | None:

@@ -2,50 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from epiloq.quantize.grid import Grid
+from epiloq.block_quant_weight import pack_pairs
+from epiloq.formats.layouts import Activations, Quantization
+from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
+from epiloq.nn import Fp8BlockLinear, OnlineQuantLinear
+from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.quantize.codebooks import Calibrated, CodedWeight, Float8Grid, OffsetGrid
+from epiloq.quantize.grid import Grid, QuantizedWeight
+from epiloq.quantize.rounding import Codebook
+from epiloq.quantize.smoothquant import INT8
+from epiloq.schemes import SCHEMES
 
 
 @dataclass(frozen=True)
 class Target:
-    """A scheme: how weights and activations are stored.
+    """A scheme of `quantize_`: how weights and activations are stored.
 
-    symmetric
-        Of the weights; None where either will do.
+    base
+        The grid of its weights; one of integers with zero points may be symmetric instead.
     activations
-        int8 for each token at run time, symmetric or with a zero point (azp), or with one scale and zero point for
-        all tokens (static), from calibration; None leaves them as they are.
+        Beside integers: int8 for each token at run time, symmetric or with a zero point (azp), or with one scale and
+        zero point for all tokens (static), from calibration; None leaves them as they are.
+    inputs
+        How activations are rounded, as far as a search for SmoothQuant's alpha tells grids apart.
+    algorithm
+        What it is done by unless told otherwise.
     """
 
     name: str
-    description: str
-    bits: int
-    group_size: int
-    symmetric: bool | None
-    activations: Literal["int8", "int8-azp", "int8-static"] | None = None
+    base: Grid | Float8Grid | OffsetGrid
+    activations: Activations = None
+    inputs: Codebook[Calibrated] = INT8
+    algorithm: str = "gptq"
 
     @property
     def static(self) -> bool:
         """Whether scales of activations come from calibration."""
         return self.activations == "int8-static"
 
-    def grid(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Grid:
-        """The grid of its weights."""
-        chosen = symmetric if self.symmetric is None else self.symmetric
-        return Grid(self.bits, self.group_size, chosen, scale_dtype)
+    def grid(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Codebook[Calibrated]:
+        """The grid of its weights; what is asked for counts where a grid has it."""
+        if not isinstance(self.base, Grid):
+            return self.base
+        return replace(self.base, symmetric=self.base.symmetric or symmetric, scale_dtype=scale_dtype)
+
+    def quantization(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Quantization | None:
+        """What formats of integers have words for; None for another grid."""
+        grid = self.grid(symmetric, scale_dtype)
+        return Quantization(grid, self.activations) if isinstance(grid, Grid) else None
+
+    def said(self, weight: Calibrated) -> Weight:
+        """A weight on its grid, as formats exchange it."""
+        if isinstance(weight, QuantizedWeight):
+            return weight
+        scheme = SCHEMES[self.name]
+        if scheme.module is Fp8BlockLinear:
+            return BlockWeight(weight.q, weight.scale)
+        state = _online(weight) if scheme.module is OnlineQuantLinear else _rows(weight)
+        return ModuleWeight(scheme.module.__name__, scheme.options, state, weight.dequantize())
 
 
+def _online(weight: CodedWeight) -> dict[str, Tensor]:
+    """The state of ``nn.OnlineQuantLinear``."""
+    narrow = isinstance(weight.grid, OffsetGrid) and weight.grid.bits == 4
+    offset = {} if weight.offset is None else {"weight_offset": weight.offset}
+    return {"weight": pack_pairs(weight.q) if narrow else weight.q, "weight_scale": weight.scale, **offset}
+
+
+def _rows(weight: CodedWeight) -> dict[str, Tensor]:
+    """The state of ``nn.Fp8Linear``."""
+    return {"weight": weight.q, "weight_scale": weight.scale.flatten()}
+
+
+def _rounded(name: str, base: Float8Grid | OffsetGrid, inputs: Float8Grid | OffsetGrid) -> Target:
+    # To nearest it needs no text, and 8 bits lose little by it.
+    return Target(name, base, inputs=inputs, algorithm="rtn")
+
+
+_CHANNELS = Grid(8, symmetric=True)
 _TABLE = (
-    Target("w4a16-g128", "int4 weights in groups of 128", 4, 128, None),
-    Target("w4a16-g64", "int4 weights in groups of 64", 4, 64, None),
-    Target("w4a16-g32", "int4 weights in groups of 32", 4, 32, None),
-    Target("w8a16", "int8 weights per channel", 8, -1, True),
-    Target("w8a8-int8", "int8 weights per channel, int8 activations per token", 8, -1, True, "int8"),
-    Target("w8a8-int8-azp", "the same, activations with a zero point", 8, -1, True, "int8-azp"),
-    Target("w8a8-int8-static", "the same, one scale and zero point for all tokens", 8, -1, True, "int8-static"),
+    Target("w4a16-g128", Grid(4, 128)),
+    Target("w4a16-g64", Grid(4, 64)),
+    Target("w4a16-g32", Grid(4, 32)),
+    Target("w8a16", _CHANNELS),
+    Target("w8a8-int8", _CHANNELS, activations="int8"),
+    Target("w8a8-int8-azp", _CHANNELS, activations="int8-azp"),
+    Target("w8a8-int8-static", _CHANNELS, activations="int8-static"),
+    _rounded("w8a8-block", OffsetGrid(8, 128, symmetric=True), OffsetGrid(8, 128)),
+    _rounded("w4a8-block", OffsetGrid(4, 32), OffsetGrid(8, 32)),
+    _rounded("fp8", Float8Grid(rows=-1), Float8Grid(rows=-1)),
+    _rounded("fp8-token", Float8Grid(), Float8Grid()),
+    _rounded("fp8-block", Float8Grid(FP8_BLOCK, FP8_BLOCK), Float8Grid(group_size=FP8_BLOCK)),
 )
 TARGETS = {target.name: target for target in _TABLE}

@@ -1,0 +1,182 @@
+"""Rounding a weight to the points that are to hand, group by group: what every algorithm and every grid shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+# Clipping tries ranges from the whole down to this part of it; two bits want about half, four bits 0.8 to 1.
+SMALLEST_RANGE, RANGES = 0.4, 31
+# Elements of a weight that are searched at once, to bound the temporaries (a few of 64 MB).
+SEARCHED = 1 << 24
+
+
+class Parameters(NamedTuple):
+    """How the points of a weight's groups lie: float32 ``[ceil(N / rows), G]``, or what broadcasts against values.
+
+    shift
+        A zero point or an offset, as the grid has it; None where it has neither.
+    """
+
+    scale: Tensor
+    shift: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Parameters:
+        """Both, changed alike."""
+        return Parameters(change(self.scale), None if self.shift is None else change(self.shift))
+
+    def split(self, rows: Sequence[int]) -> list[Parameters]:
+        """Copies for layers whose rows were stacked, where no two rows share any."""
+        shifts = [None] * len(rows) if self.shift is None else self.shift.split(list(rows))
+        parts = zip(self.scale.split(list(rows)), shifts, strict=True)
+        return [Parameters(scale, shift).map(Tensor.clone) for scale, shift in parts]
+
+
+Kept = TypeVar("Kept")
+_Kept = TypeVar("_Kept", covariant=True)
+
+
+class Codebook(Protocol[_Kept]):
+    """Where weights may lie: a grid whose parameters are fitted to each group, and what is kept of a rounded weight."""
+
+    @property
+    def group_size(self) -> int:
+        """Input channels that share parameters; -1 for all. A last group may be shorter."""
+
+    @property
+    def rows(self) -> int:
+        """Neighbouring output channels that share them; -1 for all."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of q."""
+
+    def length(self, channels: int) -> int:
+        """Input channels in a full group of a layer with so many of them."""
+
+    def parameters(self, low: Tensor, high: Tensor) -> Parameters:
+        """What spans the values of groups from the smallest to the largest, each float32."""
+
+    def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
+        """q as floating-point numbers: true division, half to even, clamped. All arguments broadcast."""
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """What q stands for, in float32; q is changed. All arguments broadcast."""
+
+    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> _Kept:
+        """A rounded weight, q ``[N, K]`` of `dtype`; its column i is input channel perm[i]."""
+
+
+def over_rows(values: Tensor, rows: int, count: int) -> Tensor:
+    """``[ceil(N / rows), ..]`` values of N = `count` output channels as ``[N, ..]``."""
+    return values if rows == 1 else values.repeat_interleave(count if rows == -1 else rows, dim=0)[:count]
+
+
+def spread(parameters: Parameters, grid: Codebook[object], shape: torch.Size) -> Parameters:
+    """Parameters of groups as ``[N, K]``, each repeated for all that share it."""
+    count, columns = shape
+    return parameters.map(
+        lambda values: over_rows(values.repeat_interleave(grid.length(columns), 1)[:, :columns], grid.rows, count)
+    )
+
+
+@torch.no_grad()
+def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -> Parameters:
+    """Scales, and zero points or offsets, for a weight ``[N, K]``: float32 ``[ceil(N / rows), G]``.
+
+    Args:
+        moments: None takes each group's whole range. ``[K]`` searches for the part of it that minimises
+            ``sum_k moments_k (W_k - W'_k)^2``; ones give the mean squared error, the diagonal of ``sum x x^T`` that of
+            the output if channels were uncorrelated. ``[K, K]``, that matrix itself, minimises each group's own
+            contribution to the output's squared error (clipping as in AWQ, Lin et al., 2023).
+
+    Raises:
+        ValueError: a weight that is not finite, or too large for the type of the grid's scales.
+    """
+    check_finite("weight", weight)
+    if weight.numel() == 0:
+        raise ValueError(f"fit: weight: expected at least one element, got shape {list(weight.shape)}")
+    measure = _Error(moments, grid.length(weight.shape[1])) if moments is not None else None
+    at_once = max(1, SEARCHED // weight.shape[1] // grid.rows) * grid.rows if grid.rows > 0 else weight.shape[0]
+    found = [_fit_rows(part.float(), grid, measure) for part in weight.split(at_once)]
+    scale = torch.cat([scale for scale, _ in found])
+    check_finite(f"weight, with scales of {grid}", scale)
+    shifts = [shift for _, shift in found if shift is not None]
+    return Parameters(scale, torch.cat(shifts) if shifts else None)
+
+
+@torch.no_grad()
+def rtn(weight: Tensor, grid: Codebook[Kept], moments: Tensor | None = None) -> Kept:
+    """Round a weight ``[N, K]`` to the nearest points of a grid; `moments` clips, as for `fit`."""
+    parameters = fit(weight, grid, moments)
+    q = grid.round(weight.float(), spread(parameters, grid, weight.shape))
+    return grid.kept(q.to(grid.dtype), parameters)
+
+
+def check_finite(name: str, value: Tensor) -> None:
+    """Raise ValueError if a tensor holds NaN or infinity."""
+    if not torch.isfinite(value).all():
+        raise ValueError(f"quantize: {name}: expected finite numbers, got NaN or infinity")
+
+
+class _Error:
+    """The error of each group ``[N, G]`` for differences ``[N, G, length]``, as `fit` describes it."""
+
+    def __init__(self, moments: Tensor, length: int) -> None:
+        groups = -(-moments.shape[-1] // length)
+        missing = groups * length - moments.shape[-1]
+        if moments.ndim == 1:
+            self.weights = torch.nn.functional.pad(moments.float(), (0, missing)).view(groups, length)
+        else:
+            padded = torch.nn.functional.pad(moments.float(), (0, missing, 0, missing))
+            blocks = padded.view(groups, length, groups, length)
+            self.weights = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+    def __call__(self, difference: Tensor) -> Tensor:
+        if self.weights.ndim == 2:
+            return (difference.square_() * self.weights).sum(-1)
+        return (torch.einsum("ngi,gij->ngj", difference, self.weights) * difference).sum(-1)
+
+
+def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) -> Parameters:
+    count, columns = weight.shape
+    length = grid.length(columns)
+    groups = -(-columns // length)
+    # The last value, repeated to fill the last group, changes no range, and moments of 0 give it no error.
+    filled = torch.arange(groups * length, device=weight.device).clamp_(max=columns - 1)
+    grouped = (weight if len(filled) == columns else weight[:, filled]).view(-1, groups, length)
+    low, high = (
+        _together(ends, grid.rows, reduce)
+        for ends, reduce in ((grouped.amin(-1), torch.amin), (grouped.amax(-1), torch.amax))
+    )
+    best = grid.parameters(low, high)
+    if measure is None:
+        return best
+
+    def error(parameters: Parameters) -> Tensor:
+        assert measure is not None
+        each = parameters.map(lambda values: over_rows(values, grid.rows, count)[..., None])
+        lost = grid.restore(grid.round(grouped, each), each).sub_(grouped)
+        return _together(measure(lost), grid.rows, torch.sum)
+
+    least = error(best)
+    for part in torch.linspace(1, SMALLEST_RANGE, RANGES).tolist()[1:]:
+        tried = grid.parameters(part * low, part * high)
+        found = error(tried)
+        better = found < least
+        least = torch.where(better, found, least)
+        shift = None
+        if best.shift is not None and tried.shift is not None:
+            shift = torch.where(better, tried.shift, best.shift)
+        best = Parameters(torch.where(better, tried.scale, best.scale), shift)
+    return best
+
+
+def _together(values: Tensor, rows: int, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """``[N, G]`` values of output channels, reduced to ``[ceil(N / rows), G]`` of those that share parameters."""
+    if rows == 1:
+        return values
+    return torch.stack([reduce(part, 0) for part in values.split(len(values) if rows == -1 else rows)])
