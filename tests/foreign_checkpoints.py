@@ -152,6 +152,20 @@ def int_static(linear: nn.Linear) -> Layer:
     return tensors | inputs, weight
 
 
+def fp8_channels(linear: nn.Linear) -> Layer:
+    """llm-compressor's float-quantized, a scale for each channel."""
+    q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
+    scale = (torch.rand(linear.out_features, 1) * 0.05 + 0.05).bfloat16()
+    return {"weight": q, "weight_scale": scale}, q.float() * scale.float()
+
+
+def fp8_static(linear: nn.Linear) -> Layer:
+    """The same with one scale of the weight, and one of all activations."""
+    q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
+    scale, inputs = (torch.rand(1) * 0.05 + 0.05).bfloat16(), (torch.rand(1) * 0.01 + 0.01).bfloat16()
+    return {"weight": q, "weight_scale": scale, "input_scale": inputs}, q.float() * scale.float()
+
+
 def deepseek_fp8(linear: nn.Linear) -> Layer:
     """DeepSeek-V3's blocks of 128 x 128."""
     q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
@@ -175,6 +189,8 @@ _GROUPS = {
 _CHANNELS = _GROUPS | {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}
 _TOKENS = _CHANNELS | {"strategy": "token", "dynamic": True, "observer": None}
 _TENSOR = _CHANNELS | {"strategy": "tensor", "symmetric": False}
+_FP8_CHANNELS, _FP8_TOKENS = _CHANNELS | {"type": "float"}, _TOKENS | {"type": "float"}
+_FP8_TENSOR = _FP8_CHANNELS | {"strategy": "tensor"}
 
 
 def _ct(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
@@ -225,6 +241,8 @@ TOOLS: dict[str, tuple[Callable[[nn.Linear], Layer], dict[str, Any]]] = {
     "pack-quantized": (compressed_tensors, _ct("pack-quantized", _GROUPS, None)),
     "int-quantized": (int_quantized, _ct("int-quantized", _CHANNELS, _TOKENS)),
     "static int-quantized": (int_static, _ct("int-quantized", _CHANNELS, _TENSOR)),
+    "float-quantized": (fp8_channels, _ct("float-quantized", _FP8_CHANNELS, _FP8_TOKENS)),
+    "static float-quantized": (fp8_static, _ct("float-quantized", _FP8_TENSOR, _FP8_TENSOR)),
     "fp8": (deepseek_fp8, _DEEPSEEK),
 }
 

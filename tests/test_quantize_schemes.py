@@ -35,8 +35,8 @@ FORMATS_OF = {
     "w8a8-int8-static": ["compressed-tensors", "epiloq"],
     "w8a8-block": ["epiloq"],
     "w4a8-block": ["epiloq"],
-    "fp8": ["epiloq"],
-    "fp8-token": ["epiloq"],
+    "fp8": ["compressed-tensors", "epiloq"],
+    "fp8-token": ["compressed-tensors", "epiloq"],
     "fp8-block": ["deepseek-fp8", "epiloq"],
     "w8a16": ["compressed-tensors", "gptq", "epiloq"],
     "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
@@ -161,7 +161,7 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--scheme", "fp8-token", "--format", "gptq"), "The scheme fp8-token can be written as epiloq"),
+        (("--scheme", "fp8-token", "--format", "gptq"), "fp8-token can be written as compressed-tensors, epiloq"),
         (("--scheme", "w8a16", "--format", "awq"), "can be written as compressed-tensors, gptq, epiloq"),
         (("--scheme", "fp8-block", "--format", "compressed-tensors"), "can be written as deepseek-fp8, epiloq"),
         (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),
@@ -213,5 +213,5 @@ def test_an_interrupted_run_goes_on(
 def test_defaults() -> None:
     assert choose("w4a16-g64", None) == "compressed-tensors"
     assert choose("fp8-block", None) == "deepseek-fp8"
-    assert choose("fp8", None) == "epiloq"
+    assert choose("fp8", None) == "compressed-tensors"
     assert {name for name, target in TARGETS.items() if target.algorithm == "rtn"} == set(CODED)

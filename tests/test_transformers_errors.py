@@ -26,7 +26,7 @@ integration.unregister()
 pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
 UP = "model.layers.1.mlp.up_proj"
 WEIGHTS = "model.safetensors"
-FOLDERS = ("gptq", "awq", "pack-quantized", "int-quantized", "fp8")
+FOLDERS = ("gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,13 @@ def fewer(tensor: torch.Tensor) -> torch.Tensor:
         ("pack-quantized", also(f"{UP}.weight_g_idx", torch.zeros(64)), f"{UP}.weight_g_idx"),
         ("int-quantized", having(f"{UP}.weight", torch.Tensor.float), f"{UP}: weight: expected torch.int8"),
         ("int-quantized", without(f"{UP}.weight_scale"), rf"{UP}.weight: expected torch.float32 .*, got I8"),
+        (
+            "float-quantized",
+            having(f"{UP}.weight_scale", fewer),
+            rf"{WEIGHTS}: {UP}: weight_scale: expected floating point \[160, 1\]",
+        ),
+        ("float-quantized", without(f"{UP}.weight_scale"), rf"{UP}.weight: expected torch.float32 .*, got F8_E4M3"),
+        ("float-quantized", also(f"{UP}.input_scale", torch.ones(1)), "weight, weight_scale, got input_scale"),
         (
             "fp8",
             having(f"{UP}.weight_scale_inv", lambda t: t[:1]),

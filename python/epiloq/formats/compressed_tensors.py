@@ -1,5 +1,7 @@
 """The layouts of the compressed-tensors package: ``pack-quantized`` (W4A16, W8A16) and ``int-quantized`` (W8A8).
 
+`compressed_tensors_fp8` has ``float-quantized``.
+
 Its reader multiplies in the scale's type, so scales of weights alone are written in the model's.
 """
 
@@ -16,7 +18,18 @@ from epiloq.formats.layouts import Activations, Codes, FormatError, Quantization
 from epiloq.formats.words import words_of
 from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 
-__all__ = ["config", "from_fp8", "from_packed", "from_tensors", "parse", "to_fp8", "to_packed", "to_tensors"]
+__all__ = [
+    "config",
+    "document",
+    "first_group",
+    "from_fp8",
+    "from_packed",
+    "from_tensors",
+    "parse",
+    "to_fp8",
+    "to_packed",
+    "to_tensors",
+]
 
 PACKED, INTEGER = "pack-quantized", "int-quantized"
 _INT8 = {"num_bits": 8, "type": "int"}
@@ -94,24 +107,35 @@ def config(quantization: Quantization, ignore: Sequence[str]) -> dict[str, Any]:
         {"strategy": "channel"} if grid.group_size == -1 else {"strategy": "group", "group_size": grid.group_size}
     )
     layout = INTEGER if quantization.activations else PACKED
-    group = {"weights": weights, "format": layout}
-    groups = [{"targets": ["Linear"], "input_activations": INPUTS[quantization.activations], **group}]
+    groups = [{"targets": ["Linear"], "input_activations": INPUTS[quantization.activations], "weights": weights}]
     if quantization.dynamic:
-        groups.append({"targets": list(quantization.dynamic), "input_activations": INPUTS["int8-azp"], **group})
+        targets = list(quantization.dynamic)
+        groups.append({"targets": targets, "input_activations": INPUTS["int8-azp"], "weights": weights})
+    return document(layout, groups, ignore)
+
+
+def document(layout: str, groups: Sequence[Mapping[str, Any]], ignore: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of layers in groups, all in one layout."""
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": described for index, described in enumerate(groups)},
+        "config_groups": {f"group_{index}": {**group, "format": layout} for index, group in enumerate(groups)},
         "ignore": list(ignore),
     }
 
 
-def parse(found: Mapping[str, Any]) -> Quantization:
-    """The inverse of `config`. Raises FormatError for what epiloq does not read, and says what that is."""
-    first, *others = list((found.get("config_groups") or {}).values()) or [None]
+def first_group(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of all linear layers but for exceptions. Raises FormatError where there is none."""
+    first = next(iter((found.get("config_groups") or {}).values()), None)
     if not isinstance(first, dict) or first.get("targets") != ["Linear"]:
         raise FormatError('compressed-tensors: config_groups: expected one, of targets ["Linear"]')
+    return first
+
+
+def parse(found: Mapping[str, Any]) -> Quantization:
+    """The inverse of `config`. Raises FormatError for what epiloq does not read, and says what that is."""
+    first, (_, *others) = first_group(found), found["config_groups"].values()
     weights, inputs = first.get("weights") or {}, first.get("input_activations")
     strategy = weights.get("strategy")
     if weights.get("type", "int") != "int" or strategy not in ("channel", "group"):

@@ -49,7 +49,8 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 def refusal(layers: Layers, layout: Format) -> str | None:
     """Why a format cannot say a checkpoint's layers, as far as sizes and kinds tell; None if it can."""
-    if layers.quantization is None and len({reader.quantization for reader in layers.readers.values()}) > 1:
+    kinds = {reader.quantization or repr(reader.module) for reader in layers.readers.values()}
+    if layers.quantization is None and len(kinds) > 1:
         if layout.name != "epiloq":
             return f"{layout.name}: cannot say layers that are not all alike; only the format epiloq can"
         return None

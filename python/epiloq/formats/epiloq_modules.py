@@ -77,8 +77,8 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _as_it_is(values: Callable[[Any], Tensor]) -> Callable[[Any, Options], Weight]:
-    """What no other format says; `values` gives the weight that a module stands for."""
-    return lambda module, options: ModuleWeight(type(module).__name__, options, _state(module), values(module))
+    """A weight in the module's own words; `values` gives the weight that a module stands for."""
+    return lambda module, options: ModuleWeight(type(module).__name__, options, _state(module), lambda: values(module))
 
 
 def _scaled_rows(module: modules.Int8Linear | modules.Fp8Linear) -> Tensor:

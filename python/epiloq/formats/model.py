@@ -49,7 +49,7 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
 def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
     """A model of either kind, ready to run, and how its layers are quantised.
 
-    None: in floating point, in FP8 blocks, in a way that only epiloq's own format has words for, or not all alike.
+    None: in floating point, not to integers on a grid, or not all alike.
     """
     if checkpoint.quantization is None:
         return load_float(checkpoint), None

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats import awq, compressed_tensors, deepseek_fp8, epiloq_modules, gptq
+from epiloq.formats import awq, compressed_tensors, compressed_tensors_fp8, deepseek_fp8, epiloq_modules, gptq
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError, Quantization, require
 from epiloq.formats.table import METHODS
@@ -66,11 +66,20 @@ class Reader:
 
 
 def reader(config: Mapping[str, Any]) -> Reader:
-    """The reader for a ``quantization_config`` of layers that are all alike, integers on a grid or FP8 in blocks.
+    """The reader for a ``quantization_config`` of layers that are all alike, integers on a grid or FP8.
 
     Raises FormatError for one that epiloq does not read.
     """
     method = config.get("quant_method")
+    if method == "compressed-tensors" and compressed_tensors_fp8.knows(config):
+        options = compressed_tensors_fp8.parse(config)
+        return Reader(
+            None,
+            "weight_scale",
+            lambda t, shape: compressed_tensors_fp8.from_tensors(t, options, shape),
+            compressed_tensors_fp8.parts(options),
+            module=(compressed_tensors_fp8.MODULE, options),
+        )
     if method == "compressed-tensors":
         found = compressed_tensors.parse(config)
         return Reader(

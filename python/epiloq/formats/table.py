@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq.formats import awq, compressed_tensors, deepseek_fp8, epiloq_modules, gptq
+from epiloq.formats import awq, compressed_tensors, compressed_tensors_fp8, deepseek_fp8, epiloq_modules, gptq
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
 from epiloq.nn.prepared_linear import FP8_BLOCK
@@ -111,10 +111,19 @@ def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtyp
 
 
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    if isinstance(weight, ModuleWeight) and weight.module == compressed_tensors_fp8.MODULE:
+        return compressed_tensors_fp8.to_tensors(weight)
     value, described = on_grid(weight, "compressed-tensors"), _grid_of(quantization)
     # Its reader multiplies in the scale's type, then rounds to the model's.
     holds = exact(value.scale, (dtype, torch.float32), "compressed-tensors")
     return compressed_tensors.to_tensors(value, described, holds)
+
+
+def _compressed_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
+    if quantization is not None:
+        return compressed_tensors.config(quantization, written.ignored)
+    (options,) = (group.options for group in epiloq_modules.groups_of(written.quantised))  # Others were refused.
+    return compressed_tensors_fp8.config(options, written.ignored)
 
 
 def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -143,12 +152,7 @@ def _grid_of(quantization: Quantization | None) -> Quantization:
 
 
 _TABLE = (
-    Format(
-        "compressed-tensors",
-        _as_model,
-        _to_compressed,
-        lambda quantization, written: compressed_tensors.config(_grid_of(quantization), written.ignored),
-    ),
+    Format("compressed-tensors", _as_model, _to_compressed, _compressed_config),
     Format("gptq", _half, _to_gptq, _gptq_config),
     Format(
         "awq",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,22 +30,22 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class ModuleWeight:
-    """The weight of a module of ``epiloq.nn`` whose meaning only epiloq's own format has words for.
+    """The weight of a module of ``epiloq.nn``, in the module's own words.
 
     state
         Its state dict without the bias.
     values
-        The weight that it stands for, float32; activations may be quantised besides.
+        Gives the weight that it stands for, float32; activations may be quantised besides.
     """
 
     module: str
     options: Mapping[str, Any]
     state: Mapping[str, Tensor]
-    values: Tensor
+    values: Callable[[], Tensor]
 
     def dequantize(self) -> Tensor:
         """The weight, float32."""
-        return self.values
+        return self.values()
 
     @property
     def described(self) -> str:
@@ -61,7 +61,7 @@ def on_grid(weight: Weight, name: str) -> QuantizedWeight:
     if isinstance(weight, BlockWeight):
         raise FormatError(f"{name}: cannot say FP8 values in blocks, only integers on a grid")
     if isinstance(weight, ModuleWeight):
-        raise FormatError(f"{name}: cannot say {weight.described}; only the format epiloq can")
+        raise FormatError(f"{name}: cannot say {weight.described}")
     if weight.zero is not None and bool((weight.zero >> weight.bits).any()):
         raise FormatError(
             f"{name}: cannot say a zero point of {1 << weight.bits} (some files of gptq's first version have it): "

@@ -64,7 +64,7 @@ class Target:
         if scheme.module is Fp8BlockLinear:
             return BlockWeight(weight.q, weight.scale)
         state = _online(weight) if scheme.module is OnlineQuantLinear else _rows(weight)
-        return ModuleWeight(scheme.module.__name__, scheme.options, state, weight.dequantize())
+        return ModuleWeight(scheme.module.__name__, scheme.options, state, weight.dequantize)
 
 
 def _online(weight: CodedWeight) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from epiloq.formats import epiloq_modules, gptq
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS, METHODS
-from epiloq.formats.weights import BlockWeight, Weight
+from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.quantize.grid import QuantizedWeight
 
 Say = Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
@@ -54,5 +54,13 @@ def _same(one: Weight, other: Weight) -> bool:
             pairs += [(one.inputs.scale, other.inputs.scale), (one.inputs.zero, other.inputs.zero)]
         return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
     if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
-        return torch.equal(one.q.view(torch.uint8), other.q.view(torch.uint8)) and torch.equal(one.scale, other.scale)
+        return _equal(one.q, other.q) and torch.equal(one.scale, other.scale)
+    if isinstance(one, ModuleWeight) and isinstance(other, ModuleWeight):
+        alike = (one.module, one.options, one.state.keys()) == (other.module, other.options, other.state.keys())
+        return alike and all(_equal(tensor, other.state[name]) for name, tensor in one.state.items())
     return False
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors have the same type, shape and bytes."""
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
