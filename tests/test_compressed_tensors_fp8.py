@@ -228,7 +228,7 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
         ("input_activations", {"strategy": "group", "group_size": 128}, "input_activations: .*'group'"),
         ("input_activations", {"dynamic": "local"}, "input_activations: .*'local'"),
         ("input_activations", None, "input_activations: .*, got None"),
-        ("format", "naive-quantized", "format: expected float-quantized, got 'naive-quantized'"),
+        ("format", "int-quantized", "format: expected float-quantized, got 'int-quantized'"),
         ("targets", ["re:.*proj"], "config_groups: expected one, of targets"),
     ],
 )
@@ -240,6 +240,17 @@ def test_configurations_that_no_layer_runs(part: str, change: Any, said: str) ->
     }
     with pytest.raises(FormatError, match=f"compressed-tensors: {said}"):
         compressed_tensors_fp8.parse(config)
+
+
+def test_the_former_name_of_the_layout(ours: Path, tmp_path: Path) -> None:
+    shutil.copytree(ours / "fp8-token", tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    said = config["quantization_config"] | {"format": "naive-quantized", "quantization_status": "frozen"}
+    del said["config_groups"]["group_0"]["format"]
+    file.write_text(json.dumps(config | {"quantization_config": said}))
+    expected, _ = models.load(Checkpoint(ours / "fp8-token"))
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "in"))[0]), logits(expected))
 
 
 def test_several_groups_are_refused() -> None:

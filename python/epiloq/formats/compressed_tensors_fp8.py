@@ -16,6 +16,8 @@ from epiloq.formats.layouts import Expected, FormatError, require
 from epiloq.formats.weights import ModuleWeight
 
 LAYOUT, MODULE = "float-quantized", "Fp8Linear"
+# What the package called it before, with the same tensors.
+_FORMER = "naive-quantized"
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _WEIGHTS: dict[str, dict[str, Any]] = {
     kind: {**_FLOAT8, "strategy": kind, "dynamic": False} for kind in ("channel", "tensor")
@@ -46,7 +48,7 @@ def parse(found: Mapping[str, Any]) -> dict[str, str]:
     if len(found["config_groups"]) > 1:
         raise FormatError("compressed-tensors: config_groups: expected one of FP8 weights")
     layout = group.get("format") or found.get("format")
-    if layout != LAYOUT:
+    if layout not in (LAYOUT, _FORMER):
         raise FormatError(f"compressed-tensors: format: expected {LAYOUT}, got {layout!r}")
     return {
         "activation": _kind("input_activations", group.get("input_activations"), _INPUTS),
