@@ -104,7 +104,9 @@ def test_parameters_and_values(seed: int, grid: Float8Grid | OffsetGrid) -> None
     value = rtn(weight, grid)
     assert value.q.dtype == grid.dtype and value.scale.dtype == torch.float32
     expected = reference(value)
-    np.testing.assert_allclose(value.dequantize().numpy(), expected, rtol=1e-5, atol=1e-6)
+    # An offset is as large as its block's values, and rounded like them.
+    slack = 2.0**-22 * float(weight.abs().max())
+    np.testing.assert_allclose(value.dequantize().numpy(), expected, rtol=1e-5, atol=slack)
     assert value.dequantize(torch.float16).dtype == torch.float16
     # Nearest: no other q is nearer.
     error = np.abs(expected - weight.double().numpy())
@@ -117,7 +119,7 @@ def test_parameters_and_values(seed: int, grid: Float8Grid | OffsetGrid) -> None
         else:
             neighbour = other.clamp(-(1 << grid.bits - 1), (1 << grid.bits - 1) - 1).to(torch.int8)
         moved = np.abs(reference(CodedWeight(neighbour, value.scale, value.offset, grid)) - weight.double().numpy())
-        assert (error <= moved * (1 + 1e-5) + 1e-6)[~np.isnan(moved)].all()
+        assert (error <= moved * (1 + 1e-5) + slack)[~np.isnan(moved)].all()
 
 
 @ALL

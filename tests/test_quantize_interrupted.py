@@ -169,7 +169,11 @@ def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, tor
 
 def test_control_c_in_the_middle(teacher: Path, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     """A real signal, once the run has begun to write."""
-    running = process(teacher, tmp_path / "out", program=("-c", HELD))
+
+    def listens() -> None:  # A shell that starts a job in the background tells it to ignore the signal.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    running = process(teacher, tmp_path / "out", before=listens, program=("-c", HELD))
     assert running.stdout is not None
     assert any("held" in line for line in running.stdout)
     assert (tmp_path / ".out.partial").exists()
