@@ -59,6 +59,8 @@ def test_deep_gemm_gets_rows_of_experts_at_multiples_of_128(seed: int, deep_gemm
     call()
     assert out.shape == (512, n) and rows[[0, 5, 135]].tolist() == [0, 128, 384]
     assert torch.equal(out[rows], epiloq.grouped_mm(**inputs))
+    row, case = OPERATIONS["grouped_mm"], Case("grouped_mm", "e8_ragged", "", 9, 256, 256)
+    assert row.peers["deep_gemm"](case, [row.inputs(case, generator)]).note == ""
 
 
 def test_a_wrong_weight_only_peer_is_told_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

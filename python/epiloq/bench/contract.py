@@ -30,6 +30,11 @@ class Bound:
 Binder = Callable[[Case, Sequence[Inputs]], Bound]
 
 
+def note_of(error: float) -> str:
+    """What is noted of a peer whose result is so many times the tolerance off: it is timed all the same."""
+    return "" if error <= 1 else f"{error:.3g} times the tolerance off"
+
+
 @dataclass(frozen=True)
 class Operation:
     """Everything that the runner needs to know about an operation.

@@ -34,9 +34,9 @@ def conv2d_weight_only(
 ) -> Tensor:
     """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as `epiloq.PackedConv2dWeight` says, summed in fp32.
 
-    A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels. Where `epiloq.explain` says
-    "de-quantise", the weight is rounded to x's dtype in memory (to float32 on the CPU) for torch's convolution, in
-    which float32 is never TF32, whatever torch's settings are.
+    A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels, as rounded as that. Where
+    `epiloq.explain` says "de-quantise" of another, the weight is rounded to x's dtype in memory (to float32 on the CPU)
+    for torch's convolution, in which float32 is never TF32, whatever torch's settings are.
 
     Args:
         x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, best in ``torch.channels_last`` memory; any other order is

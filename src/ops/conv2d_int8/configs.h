@@ -5,10 +5,11 @@
 #include <algorithm>
 #include <array>
 
+#include "core/target.h"
+
 namespace epiloq::ops::conv2d_int8 {
 
-inline constexpr int kRun = 8;         // neighbouring outputs that a thread finishes
-inline constexpr int kMaxCluster = 8;  // blocks that share K
+inline constexpr int kRun = 8;  // neighbouring outputs that a thread finishes
 
 enum class Mma { kSync, kWgmma };
 
@@ -67,10 +68,5 @@ inline constexpr double kShown = 0.1;  // of the shorter of waiting and working,
 
 // What adding up over a cluster takes. Odd numbers of blocks take less; 7 have not been measured.
 inline constexpr std::array<double, kMaxCluster> kCluster{0, 1200, 730, 2100, 990, 2200, 3500, 3500};
-// Clusters of 1 to 8 blocks that the SMs of an H200 hold, with one block an SM and with two
-// (cudaOccupancyMaxActiveClusters).
-inline constexpr int kSmsOfClusters = 132;
-inline constexpr std::array<std::array<int, kMaxCluster>, 2> kClusters{
-    {{132, 66, 39, 30, 22, 17, 15, 15}, {264, 132, 79, 62, 47, 39, 32, 30}}};
 
 }  // namespace epiloq::ops::conv2d_int8

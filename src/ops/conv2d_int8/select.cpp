@@ -60,8 +60,8 @@ bool fits(TileConfig const& c, int vector, Target const& t) {
 // Of the busiest SM. Clusters do not fill the last SMs of a part of the GPU that has fewer than they have blocks.
 std::int64_t blocks_of_sm(std::int64_t clusters, int split, Target const& t) {
   std::int64_t const of_h200 = clusters * kSmsOfClusters;
-  if (of_h200 <= std::int64_t{kClusters[0][split - 1]} * t.sm_count) return 1;
-  return std::max<std::int64_t>(2, ceil_div(2 * of_h200, std::int64_t{kClusters[1][split - 1]} * t.sm_count));
+  if (of_h200 <= kClusters[0][split - 1] * t.sm_count) return 1;
+  return std::max<std::int64_t>(2, ceil_div(2 * of_h200, kClusters[1][split - 1] * t.sm_count));
 }
 
 // The busiest SM's: what it has to do altogether, and the rounds of its blocks, each at least as long as a block by

@@ -3,29 +3,11 @@
 // The way of a tile's sums to its outputs: through shared memory, where a thread finds its own again, whichever
 // pixel's, and where the other blocks of a cluster find theirs to add.
 
-#include "core/async_copy.cuh"
+#include "core/cluster.cuh"
 #include "ops/conv2d_int8/copies.cuh"
 #include "ops/conv2d_int8/finish.cuh"
 
 namespace epiloq::ops::conv2d_int8 {
-
-__device__ __forceinline__ void wait_for_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
-// 16 bytes of the shared memory of another block of the cluster, at an address of this one's.
-__device__ __forceinline__ int4 read_from(SharedAddress address, int rank) {
-  int4 value = {};
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mapa.shared::cluster.u32 %4, %4, %5;\n\tld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w), "+r"(address)
-               : "r"(rank)
-               : "memory");
-#endif
-  return value;
-}
 
 // Of a thread: `kLines` pixels, and of each runs of 8 channels, 32 channels apart. A run lies in two pieces of 16
 // bytes, next to other threads' same pieces.
@@ -65,11 +47,11 @@ struct SumsInShared {
       int const rank = (blockIdx.z + other) % split;
 #pragma unroll
       for (int i = 0; i < kRun; i += 4) {
-        int4 const more = read_from(shared_address(at(line, run, i)), rank);
-        sums[i] += more.x;
-        sums[i + 1] += more.y;
-        sums[i + 2] += more.z;
-        sums[i + 3] += more.w;
+        uint4 const more = read_from_block(shared_address(at(line, run, i)), rank);
+        sums[i] += static_cast<int>(more.x);
+        sums[i + 1] += static_cast<int>(more.y);
+        sums[i + 2] += static_cast<int>(more.z);
+        sums[i + 3] += static_cast<int>(more.w);
       }
     }
   }

@@ -13,7 +13,6 @@ namespace {
 namespace wo = weight_only_mm;
 
 constexpr int kMaxGrid = 65535;
-constexpr int kMaxCluster = 8;
 constexpr int kWindowBytes = 16;  // of a pixel, in shared memory
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

@@ -3,8 +3,8 @@
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
 // Times are microseconds on an H200, 2026-11-20, fitted to tools/weight_only_sweep.py over seven layer shapes, 4 bits
-// in groups of 128: the kernel that they name took 2 % more than the fastest in geometric mean, 12 % at most. On other
-// GPUs only their ratios count.
+// in groups of 128: the kernel that they name took 1 % more than the fastest in geometric mean, 13 % at most. (The
+// wgmma kernels' were taken before a block went on from tile to tile.) On other GPUs only their ratios count.
 
 #include <array>
 
@@ -79,10 +79,6 @@ inline constexpr struct {
 
 // Any call's time beside the above.
 inline constexpr double kCallTime = 2;
-
-// The part of an H200's 132 SMs that clusters of 1 to 8 blocks fill, by cudaOccupancyMaxActiveClusters: its groups of
-// SMs are not all of one size.
-inline constexpr std::array kClusterShare{1., 1., .887, .91, .834, .773, .796, .91};
 
 // Bytes of weights that a block asks for before the previous kernel has finished.
 inline constexpr int kEarlyBytes = 32 * 1024;

@@ -2,16 +2,11 @@
 
 // From the sums of a block's warps, or of a cluster's blocks, to D: always in the same order.
 
+#include "core/cluster.cuh"
 #include "core/device_code.cuh"
 #include "ops/weight_only_mm/kernels.h"
 
 namespace epiloq::ops::weight_only_mm {
-
-__device__ __forceinline__ void wait_for_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
 
 // A float in the shared memory of another block of the cluster, where this block has one at the same place.
 __device__ __forceinline__ float read_from(float const* shared, int rank) {
@@ -124,20 +119,6 @@ struct DirectRows {
   }
 };
 
-__device__ __forceinline__ float4 read_four_from(float const* shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  float4 values;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %5;\n\tld.shared::cluster.v4.f32 {%1, %2, %3, %4}, [%0];"
-               : "+r"(address), "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
-               : "r"(rank)
-               : "memory");
-  return values;
-#else
-  return *reinterpret_cast<float4 const*>(shared);
-#endif
-}
-
 // The same for large tiles, by four rows at a time: sums[kTokens][kRows + 4] are there, of all blocks of the cluster.
 template <class T, int kRows, int kTokens, int kThreads>
 __device__ void finish_rows(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
@@ -149,11 +130,11 @@ __device__ void finish_rows(Problem const& p, float const* sums, int first_row, 
     float const* const from = sums + i / kVectors * kStride + i % kVectors * kVector;
     float sum[kVector] = {};
     for (int other = 0; other < split; ++other) {
-      float4 const part = read_four_from(from, other);
-      sum[0] += part.x;
-      sum[1] += part.y;
-      sum[2] += part.z;
-      sum[3] += part.w;
+      uint4 const part = read_from_block(shared_address(from), other);
+      sum[0] += __uint_as_float(part.x);
+      sum[1] += __uint_as_float(part.y);
+      sum[2] += __uint_as_float(part.z);
+      sum[3] += __uint_as_float(part.w);
     }
     if (aligned && row + kVector <= p.weight.n) {
       alignas(8) T values[kVector];

@@ -11,8 +11,6 @@
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-constexpr int kMaxCluster = 8;
-
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t padded(std::int64_t k) { return ceil_div(k, kPadding) * kPadding; }
 
@@ -76,7 +74,7 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
 
 // Clusters of so many blocks that run at a time, each SM holding `resident` blocks.
 std::int64_t clusters(int split, int resident, Target const& t) {
-  return std::max(1, static_cast<int>(t.sm_count * kClusterShare[split - 1]) / split) * resident;
+  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters) * resident;
 }
 
 double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {

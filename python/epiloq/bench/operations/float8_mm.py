@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, require, sample, worst
+from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, note_of, require, sample, worst
 from epiloq.bench.operations import deep_gemm_peers
 
 OUT_DTYPE = torch.bfloat16
@@ -115,7 +115,7 @@ def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
     calls, outs = zip(*(deep_gemm_peers.dense(s) for s in sets), strict=True)
     bound = tried(calls)
     error = GROUPS.error(case, sets[0], outs[0], torch.Generator(outs[0].device).manual_seed(0))
-    return replace(bound, note="" if error <= 1 else f"{error:.3g} times the tolerance off")
+    return replace(bound, note=note_of(error))
 
 
 def tried(calls: Sequence[Call]) -> Bound:

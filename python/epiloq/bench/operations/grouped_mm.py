@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, require, sample, worst
+from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, note_of, require, sample, worst
+from epiloq.bench.operations import deep_gemm_peers
 from epiloq.bench.operations.float8_mm import ACCURATE, GROUP, OUT_DTYPE, float8, operands, scales, tried
 
 
@@ -141,6 +142,15 @@ def _scaled_grouped(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound(tried([call(s) for s in sets]).calls, note)
 
 
+def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
+    if VARIANTS[case.variant].rows:
+        raise Unavailable("deep_gemm's scales are of groups")
+    calls, outs, rows = zip(*(deep_gemm_peers.grouped(s) for s in sets), strict=True)
+    bound = tried(calls)
+    generator = torch.Generator(outs[0].device).manual_seed(0)
+    return replace(bound, note=note_of(_error(case, sets[0], outs[0][rows[0]], generator)))
+
+
 def _triton(case: Case, sets: Sequence[Inputs]) -> Bound:
     if VARIANTS[case.variant].rows:
         raise Unavailable("the baseline has scales of groups")
@@ -163,5 +173,11 @@ OPERATION = Operation(
     error=_error,
     work=_work,
     ceiling="int8",  # the same rate
-    peers={"separate": _separate, "_grouped_mm": _bf16, "_scaled_grouped_mm": _scaled_grouped, "triton": _triton},
+    peers={
+        "separate": _separate,
+        "_grouped_mm": _bf16,
+        "_scaled_grouped_mm": _scaled_grouped,
+        "deep_gemm": _deep_gemm,
+        "triton": _triton,
+    },
 )

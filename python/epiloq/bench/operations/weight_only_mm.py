@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, sample, worst
+from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of, sample, worst
 from epiloq.bench.operations.weight_only_peers import gemlite, humming, int4pack, marlin, torchao
 
 
@@ -80,7 +80,7 @@ def _peer(bind: Callable[[Inputs, epiloq.PackedWeight], Call]) -> Binder:
         calls = [bind(s, _packed(case, s)) for s in sets]
         generator = torch.Generator(sets[0]["x"].device).manual_seed(0)
         error = _error(case, sets[0], calls[0](), generator)
-        return Bound(calls, "" if error <= 1 else f"{error:.3g} times the tolerance off")
+        return Bound(calls, note_of(error))
 
     return bound
 
