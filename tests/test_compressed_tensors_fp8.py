@@ -83,6 +83,23 @@ def by_the_package(teacher: Path, folder: Path, activation: str, weight: str, dt
     return folder
 
 
+def logits_by_equal_layers(theirs: nn.Module, layers: dict[str, Fp8Linear]) -> torch.Tensor:
+    """Their logits, after each of their layers gave what ours gives on the same inputs.
+
+    Logits are not compared: sums in another order move some activations to the next FP8 number in the layers after.
+    """
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name in layers:
+        theirs.get_submodule(name).register_forward_hook(
+            lambda _, inputs, output, name=name: seen.update({name: (inputs[0], output)})
+        )
+    found = logits(theirs)
+    for name, layer in layers.items():
+        x, y = seen[name]
+        torch.testing.assert_close(layer.float()(x), y, rtol=1e-5, atol=1e-5 * float(y.abs().max()))
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("activation", "weight"), KINDS)
 def test_written_by_the_package(
@@ -102,9 +119,7 @@ def test_written_by_the_package(
         assert activation != "static" or torch.equal(state["input_scale"], tensors[f"{name}.input_scale"].float())
     # In float32, for they restore weights and activations in the model's type before they multiply.
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    expected = logits(theirs)
-    # Sums in another order: 2e-7, and more where that moves an activation to the next FP8 number.
-    assert float((logits(model.float()) - expected).norm() / expected.norm()) < 1e-3
+    expected = logits_by_equal_layers(theirs, layers)
     exact = logits(models.load_float(Checkpoint(teacher)))
     assert float((expected - exact).norm() / exact.norm()) > 0.005  # They too round activations.
 
@@ -133,8 +148,7 @@ def test_the_package_reads_what_epiloq_writes(ours: Path, scheme: str) -> None:
     assert (group.input_activations.strategy, group.input_activations.dynamic) == (activation, True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(ours / scheme, dtype="auto")
     model, _ = models.load(Checkpoint(ours / scheme))
-    expected = logits(theirs)
-    assert float((logits(model) - expected).norm() / expected.norm()) < 1e-3
+    logits_by_equal_layers(theirs, fp8_layers(model))
     for name, layer in fp8_layers(model).items():
         state = layer.state_dict()
         values = state["weight"].float() * state["weight_scale"].view(-1, 1)
