@@ -42,6 +42,7 @@ struct WeightOnlyMm {
   std::optional<TensorView> bias{};  // [N], x's dtype
   float lo = -__builtin_inff(), hi = __builtin_inff();
   std::optional<WeightOnlyMmKernel> kernel{};  // none: the one that the tables name
+  int threads = 1;                             // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
 // out = W: the products and the sums of the definition above each rounded to fp32, then to out's dtype.
@@ -69,8 +70,8 @@ struct WeightOnlyMmProblem {
 EPILOQ_API void check(WeightOnlyMm const& call);
 EPILOQ_API void check(DequantizeWeight const& call);
 
-// On CUDA launches, on the CPU computes, and returns true; or does nothing and returns false where it is better, or the
-// only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is made for).
+// On CUDA launches, on the CPU computes, and returns true; or on CUDA does nothing and returns false where it is better,
+// or the only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is made for).
 EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 
 // On the CPU or on CUDA.

@@ -10,6 +10,7 @@ def built_archs() -> list[str]: ...
 def device_properties(device_index: int) -> dict[str, int]: ...
 def force_arch(arch: str) -> None: ...
 def forced_arch() -> str: ...
+def use_openmp(parallel: int) -> None: ...
 def scaled_bmm(
     out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
 ) -> None: ...
@@ -395,6 +396,7 @@ def weight_only_mm(
     lo: float,
     hi: float,
     kernel: tuple[str, int, int] | None = None,
+    threads: int = 1,
 ) -> bool: ...
 def check_weight_only_mm(
     out: Tensor,
@@ -411,6 +413,7 @@ def check_weight_only_mm(
     lo: float,
     hi: float,
     kernel: tuple[str, int, int] | None = None,
+    threads: int = 1,
 ) -> None: ...
 def explain_weight_only_mm(
     out: Tensor,
@@ -427,6 +430,7 @@ def explain_weight_only_mm(
     lo: float,
     hi: float,
     kernel: tuple[str, int, int] | None = None,
+    threads: int = 1,
 ) -> str: ...
 def dequantize_weight(
     out: Tensor,

@@ -1,6 +1,7 @@
 #include "bindings/register.h"
 #include "epiloq/device.h"
 #include "epiloq/error.h"
+#include "epiloq/threads.h"
 #include "epiloq/version.h"
 
 namespace epiloq::bindings {
@@ -44,6 +45,9 @@ PYBIND11_MODULE(_core, module) {
   module.def("device_properties", &properties_of, py::arg("device_index"));
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
+  module.def(
+      "use_openmp", [](std::uintptr_t parallel) { use_openmp(reinterpret_cast<OpenMpParallel>(parallel)); },
+      py::arg("parallel"));
   register_conv2d_int8(module);
   register_conv2d_weight_only(module);
   register_groupwise_mm(module);

@@ -33,18 +33,25 @@ void register_weight_only_mm(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& q, TensorArg const& scale,
                  Optional const& zero, Optional const& offset, Optional const& bias, int bits, std::int64_t n,
-                 std::int64_t k, std::int64_t group_size, float lo, float hi, std::optional<KernelArg> const& kernel) {
+                 std::int64_t k, std::int64_t group_size, float lo, float hi, std::optional<KernelArg> const& kernel,
+                 int threads) {
           PackedWeight const weight = weight_of(q, scale, zero, offset, bits, n, k, group_size);
           WeightOnlyMm call{out.view, x.view, weight, view_of(bias), lo, hi};
+          call.threads = threads;
           if (kernel) call.kernel = kernel_of(*kernel);
           return action(call, x);
         },
         py::arg("out"), py::arg("x"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"),
         py::arg("bias"), py::arg("bits"), py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("lo"),
-        py::arg("hi"), py::arg("kernel") = py::none());
+        py::arg("hi"), py::arg("kernel") = py::none(), py::arg("threads") = 1);
   };
   define("weight_only_mm",
-         [](WeightOnlyMm const& call, TensorArg const& x) { return weight_only_mm(call, current_stream(x)); });
+         [](WeightOnlyMm const& call, TensorArg const& x) {
+           Stream const stream = current_stream(x);
+           std::optional<py::gil_scoped_release> released;
+           if (x.view.device.type == Device::Type::kCpu) released.emplace();
+           return weight_only_mm(call, stream);
+         });
   define("check_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { check(call); });
   define("explain_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { return explain(call); });
 

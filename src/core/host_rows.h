@@ -9,6 +9,7 @@
 // One binary for every x86-64: loops are compiled for AVX-512, AVX2 and the baseline, and chosen at load.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define EPILOQ_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define EPILOQ_HAS_CLONES
 #else
 #define EPILOQ_CLONES
 #endif

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
+from epiloq._threads import lend_threads
 from epiloq.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
 _INFINITY = float("inf")
-# Float weights that the CPU holds at a time: 4 MB, which caches keep.
-_BLOCK = 1 << 20
-_SLAB = 16
 # Rows of x that the CUDA kernels read start on 16 bytes.
 _ALIGNED = 8
 
@@ -91,7 +89,8 @@ def _run(
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
     x = _on_16_bytes(_in_order(x, perm, k))
-    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi):
+    threads = 1 if x.is_cuda else torch.get_num_threads()
+    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi, threads=threads):
         dense_product(out, x, packed, bias, numbers, (lo, hi))
     return out
 
@@ -128,46 +127,19 @@ def _on_16_bytes(x: Tensor) -> Tensor:
 def dense_product(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
-    """Where the C++ side declines: the weight de-quantised, on CUDA whole and in x's dtype."""
-    with without_autocast(x.device.type):
-        (_run_dense if x.is_cuda else _run_in_blocks)(out, x, packed, bias, numbers, clamp)
-
-
-def _run_dense(
-    out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
-) -> None:
+    """On CUDA, where the C++ side declines: the weight de-quantised, whole and in x's dtype."""
     _, n, k, _ = numbers
     weight = x.new_empty((n, k))
     _core.dequantize_weight(weight, *packed, *numbers)
     m = out.numel() // n
     rows, product = x.reshape(m, k), out.view(m, n)
-    if bias is None:
-        torch.mm(rows, weight.t(), out=product)
-    else:
-        torch.addmm(bias.view(n), rows, weight.t(), out=product)
+    with without_autocast(x.device.type):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=product)
+        else:
+            torch.addmm(bias.view(n), rows, weight.t(), out=product)
     if clamp != (-_INFINITY, _INFINITY):
         product.clamp_(*clamp)
-
-
-def _run_in_blocks(
-    out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
-) -> None:
-    """In fp32, a block of weight rows at a time: the whole float weight is never in memory."""
-    bits, n, k, group_size = numbers
-    m = out.numel() // n
-    rows, product = x.reshape(m, k).to(torch.float32), out.view(m, n)
-    slabs = max(1, _BLOCK // max(1, k * _SLAB))
-    block = torch.empty((min(n, slabs * _SLAB), k), dtype=torch.float32, device="cpu")
-    for first in range(0, n, slabs * _SLAB):
-        last, slab = min(n, first + slabs * _SLAB), first // _SLAB
-        weight = block[: last - first]
-        q, scale, zero, offset = (None if t is None else t[slab : slab + slabs] for t in packed)
-        assert q is not None and scale is not None
-        _core.dequantize_weight(weight, q, scale, zero, offset, bits, last - first, k, group_size)
-        sums = rows @ weight.t()
-        if bias is not None:
-            sums.add_(bias.view(n)[first:last])
-        product[:, first:last] = sums.clamp_(*clamp)
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
@@ -203,3 +175,4 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"
 _ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float lo, float hi"
 register_product(_NAME, _ARGUMENTS, _run, _fake)
+lend_threads()

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <vector>
 
-#include "core/half.h"
 #include "core/host_rows.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -56,27 +55,14 @@ void unpack_by_place(int bits, std::uint8_t const* q, int padded_k, std::uint8_t
   }
 }
 
-float read(void const* values, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return float_of_float16(static_cast<std::uint16_t const*>(values)[i]);
-    case DType::kBFloat16:
-      return float_of_bfloat16(static_cast<std::uint16_t const*>(values)[i]);
-    default:
-      return static_cast<float const*>(values)[i];
-  }
-}
-
 // q - zero is exact; then a product and a sum, each rounded (-ffp-contract=off).
-EPILOQ_CLONES void restore(std::uint8_t const* q, int count, Parameters p, float* out) {
-  for (int i = 0; i < count; ++i) out[i] = p.scale * (static_cast<float>(q[i]) - p.zero) + p.offset;
+EPILOQ_CLONES void restore(std::uint8_t const* q, int count, float scale, float zero, float offset, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = scale * (static_cast<float>(q[i]) - zero) + offset;
 }
 
-}  // namespace
-
+// The integers of a slab as rows [16, padded_k], from 0.
 void unpack_slab(Weight const& w, int slab, std::uint8_t* values) {
-  std::int64_t const slab_bytes = static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
-  std::uint8_t const* q = w.q + slab * slab_bytes;
+  std::uint8_t const* q = w.q + slab * slab_bytes(w);
   if (w.bits != 4 && w.bits != 8) return unpack_by_place(w.bits, q, w.padded_k, values);
   auto* const unpack = w.bits == 4 ? unpack_rows4 : unpack_rows8;
   for (int first = 0; first < w.padded_k; first += depth(w.bits)) {
@@ -87,23 +73,20 @@ void unpack_slab(Weight const& w, int slab, std::uint8_t* values) {
   }
 }
 
-Parameters parameters_at(Weight const& w, int slab, int group, int row) {
-  std::int64_t const i = (static_cast<std::int64_t>(slab) * w.groups + group) * kSlab + parameter_of(row);
-  float const scale = read(w.scale, w.scale_dtype, i);
-  if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
-  return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (w.bits - 1)), 0.f};
-}
+}  // namespace
 
 void dequantize_on_host(DequantizeProblem const& problem) {
   Weight const& w = problem.weight;
+  SlabParameters parameters(w);
   std::vector<std::uint8_t> values(static_cast<std::size_t>(kSlab) * w.padded_k);
   std::vector<float> row(w.k);
   for (int n = 0; n < w.n; ++n) {
     int const slab = n / kSlab, in_slab = n % kSlab;
-    if (in_slab == 0) unpack_slab(w, slab, values.data());
+    if (in_slab == 0) unpack_slab(w, slab, values.data()), parameters.read(w, slab);
     std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_slab) * w.padded_k;
-    for (int k = 0, group = 0; k < w.k; k += w.group, ++group) {
-      restore(q + k, std::min(w.group, w.k - k), parameters_at(w, slab, group, in_slab), row.data() + k);
+    for (int k = 0, at = parameter_of(in_slab); k < w.k; k += w.group, at += kSlab) {
+      restore(q + k, std::min(w.group, w.k - k), parameters.scale[at], parameters.zero[at], parameters.offset[at],
+              row.data() + k);
     }
     write_row(row.data(), w.k, problem.out_dtype, problem.out, static_cast<std::int64_t>(n) * w.k);
   }

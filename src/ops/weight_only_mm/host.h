@@ -1,22 +1,56 @@
 #pragma once
 
-// Pieces of the CPU's implementation.
+// Pieces of the CPU's implementation. A slab's parameters lie as in memory: [groups, 16] by parameter_of(row).
+
+#include <vector>
 
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
 
 namespace epiloq::ops::weight_only_mm {
 
-// The integers of a slab as rows [16, padded_k], from 0.
-void unpack_slab(Weight const& weight, int slab, std::uint8_t* values);
+inline std::int64_t slab_bytes(Weight const& w) {
+  return static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
+}
 
-struct Parameters {
-  float scale, zero, offset;
+// A slab's parameters as float32, with zeros for one group more, which is that of all columns past K: not even an
+// infinity meets a zero there.
+struct SlabParameters {
+  std::vector<float> scale, zero, offset;
+
+  explicit SlabParameters(Weight const& weight);
+  void read(Weight const& weight, int slab);
 };
-Parameters parameters_at(Weight const& weight, int slab, int group, int row);
 
-// Products with 4 bits and groups of 32 columns or a multiple.
-bool multiplies4(Weight const& weight);
-void multiply4_on_host(Problem const& problem, DType x);
+// Where the parameters of columns k, k + step, .. begin.
+std::vector<int> groups_of(Weight const& weight, int step);
+
+// Up to kFewTokens tokens of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used as they
+// lie, in registers, and tokens are brought into their order.
+inline constexpr int kFewTokens = 16;
+bool is_for_few(Problem const& problem);
+struct FewTokens {
+  std::vector<float> x;  // [M filled up to a multiple of block, padded_k]
+  std::vector<int> groups;
+  int block;  // tokens that share what is read of the weight: 1, 2, 4 or 8
+
+  FewTokens(Problem const& problem, DType dtype);
+};
+// out [m, 16]: sums of a slab's rows.
+void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameters const& parameters, int slab,
+                  float* out);
+
+// Any number of tokens and any weight: a slab is de-quantised, column by column, and all tokens multiplied by it.
+struct ManyTokens {
+  std::vector<float> copy;  // of what is no float32
+  std::vector<int> groups;
+  float const* x;
+  std::int64_t stride;
+
+  ManyTokens(Problem const& problem, DType dtype, int threads);
+};
+// columns [padded_k, 16]: scratch.
+void multiply_many(Problem const& problem, ManyTokens const& tokens, SlabParameters const& parameters, int slab,
+                   float* columns, float* out);
 
 }  // namespace epiloq::ops::weight_only_mm

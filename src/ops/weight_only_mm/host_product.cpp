@@ -1,108 +1,90 @@
-// Products of a few tokens on the CPU, straight from the packed weight: each integer is read from memory once.
+// Products on the CPU, a slab of weight rows at a time, slabs shared among threads.
 
 #include <algorithm>
-#include <vector>
+#include <cstring>
 
 #include "core/host_rows.h"
+#include "core/threads.h"
 #include "ops/weight_only_mm/host.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-constexpr int kWidth = 32;
+// Products of a weight and a token that are worth a thread: a few microseconds, which it takes to wake one.
+constexpr std::int64_t kWorth = 1 << 16;
 
-// A row's parameters, group by group.
-struct Row {
-  std::vector<float> scale, zero, offset;
-
-  void read(Weight const& w, int row) {
-    int const groups = (w.k + w.group - 1) / w.group;
-    scale.resize(groups), zero.resize(groups), offset.resize(groups);
-    for (int group = 0; group < groups; ++group) {
-      Parameters const p = parameters_at(w, row / kSlab, group, row % kSlab);
-      scale[group] = p.scale, zero[group] = p.zero, offset[group] = p.offset;
-    }
-  }
-};
-
-// sum_k scale (q - zero) x, in lanes that do not meet until the end: compilers may not reorder a float sum by
-// themselves.
-EPILOQ_CLONES float dot(std::uint8_t const* q, float const* x, int k, int group_size, float const* scale,
-                        float const* zero) {
-  float lanes[kWidth] = {}, rest = 0.f;
-  for (int first = 0, group = 0; first < k; first += group_size, ++group) {
-    float part[kWidth] = {};
-    int const end = std::min(first + group_size, k);
-    int i = first;
-    for (; i + kWidth <= end; i += kWidth) {
-      for (int l = 0; l < kWidth; ++l) part[l] += (static_cast<float>(q[i + l]) - zero[group]) * x[i + l];
-    }
-    for (; i < end; ++i) rest += scale[group] * (static_cast<float>(q[i]) - zero[group]) * x[i];
-    for (int l = 0; l < kWidth; ++l) lanes[l] += scale[group] * part[l];
-  }
-  for (float lane : lanes) rest += lane;
-  return rest;
+int threads_for(Problem const& p, int threads) {
+  std::int64_t const work = static_cast<std::int64_t>(p.weight.n) * p.weight.k * p.m;
+  return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, threads));
 }
 
-EPILOQ_CLONES float sum_of(float const* x, int count) {
-  float lanes[kWidth] = {}, rest = 0.f;
-  int i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    for (int l = 0; l < kWidth; ++l) lanes[l] += x[i + l];
-  }
-  for (; i < count; ++i) rest += x[i];
-  for (float lane : lanes) rest += lane;
-  return rest;
-}
-
-struct Tokens {
-  std::vector<float> x;     // [m, k]
-  std::vector<float> sums;  // [m, groups], where there are offsets
-
-  Tokens(Problem const& p, DType dtype) : x(static_cast<std::size_t>(p.m) * p.weight.k) {
-    Weight const& w = p.weight;
-    for (int m = 0; m < p.m; ++m)
-      read_row(p.x, dtype, m * p.stride_x, w.k, x.data() + static_cast<std::size_t>(m) * w.k);
-    if (w.offset == nullptr) return;
-    for (int m = 0; m < p.m; ++m) {
-      for (int k = 0; k < w.k; k += w.group)
-        sums.push_back(sum_of(&x[static_cast<std::size_t>(m) * w.k + k], std::min(w.group, w.k - k)));
+// sums [m, 16] become a slab's columns of D.
+void finish(Problem const& p, DType dtype, int slab, float* sums) {
+  int const first = slab * kSlab, rows = std::min(kSlab, p.weight.n - first);
+  float bias[kSlab] = {};
+  if (p.bias != nullptr) read_row(p.bias, dtype, first, rows, bias);
+  for (int m = 0; m < p.m; ++m, sums += kSlab) {
+    for (int i = 0; i < kSlab; ++i) {
+      float const value = sums[i] + bias[i];
+      sums[i] = value < p.lo ? p.lo : value > p.hi ? p.hi : value;
     }
+    write_row(sums, rows, dtype, p.out, m * p.stride_out + first);
   }
-};
-
-// One row of the weight by a token.
-float multiply(Problem const& p, Tokens const& tokens, std::uint8_t const* q, Row const& row, int m) {
-  Weight const& w = p.weight;
-  float sum = dot(q, &tokens.x[static_cast<std::size_t>(m) * w.k], w.k, w.group, row.scale.data(), row.zero.data());
-  if (w.offset == nullptr) return sum;
-  std::size_t const groups = row.offset.size();
-  for (std::size_t group = 0; group < groups; ++group) sum += row.offset[group] * tokens.sums[m * groups + group];
-  return sum;
 }
 
 }  // namespace
 
-void multiply_on_host(Problem const& p, DType dtype) {
-  Weight const& w = p.weight;
-  if (multiplies4(w)) return multiply4_on_host(p, dtype);
-  Tokens const tokens(p, dtype);
-  std::vector<std::uint8_t> values(static_cast<std::size_t>(kSlab) * w.padded_k);
-  std::vector<float> slab(static_cast<std::size_t>(p.m) * kSlab), bias(kSlab);
-  Row row;
-  for (int first = 0; first < w.n; first += kSlab) {
-    int const rows = std::min(kSlab, w.n - first);
-    unpack_slab(w, first / kSlab, values.data());
-    if (p.bias != nullptr) read_row(p.bias, dtype, first, rows, bias.data());
-    for (int i = 0; i < rows; ++i) {
-      row.read(w, first + i);
-      std::uint8_t const* const q = values.data() + static_cast<std::size_t>(i) * w.padded_k;
-      for (int m = 0; m < p.m; ++m) {
-        float const value = multiply(p, tokens, q, row, m) + bias[i];
-        slab[m * kSlab + i] = value < p.lo ? p.lo : value > p.hi ? p.hi : value;
+SlabParameters::SlabParameters(Weight const& w) {
+  std::size_t const count = static_cast<std::size_t>(w.groups + 1) * kSlab;
+  scale.assign(count, 0.f), offset.assign(count, 0.f);
+  zero.assign(count, w.offset != nullptr ? 0.f : static_cast<float>(1 << (w.bits - 1)));
+}
+
+void SlabParameters::read(Weight const& w, int slab) {
+  int const count = w.groups * kSlab;
+  std::int64_t const first = static_cast<std::int64_t>(slab) * count;
+  read_row(w.scale, w.scale_dtype, first, count, scale.data());
+  if (w.zero != nullptr) std::copy_n(w.zero + first, count, zero.begin());
+  if (w.offset != nullptr) read_row(w.offset, w.scale_dtype, first, count, offset.data());
+}
+
+std::vector<int> groups_of(Weight const& w, int step) {
+  std::vector<int> groups(w.padded_k / step, w.groups * kSlab);
+  int at = 0, end = w.group;
+  for (int k = 0; k < w.k; k += step) {
+    if (k >= end) end += w.group, at += kSlab;
+    groups[k / step] = at;
+  }
+  return groups;
+}
+
+std::string describe_on_host(Problem const& p) {
+  return is_for_few(p) ? "cpu, packed integers in registers" : "cpu, 16 rows of the weight de-quantised at a time";
+}
+
+void multiply_on_host(Problem const& p, DType dtype, int threads) {
+  threads = threads_for(p, threads);
+  int const slabs = (p.weight.n + kSlab - 1) / kSlab;
+  auto const by_slabs = [&](auto const& tokens, std::size_t scratch, auto const& multiply) {
+    share(slabs, threads, [&](int first, int last) {
+      SlabParameters parameters(p.weight);
+      std::vector<float> columns(scratch), sums(static_cast<std::size_t>(p.m + kFewTokens) * kSlab);
+      for (int slab = first; slab < last; ++slab) {
+        parameters.read(p.weight, slab);
+        multiply(tokens, parameters, slab, columns.data(), sums.data());
+        finish(p, dtype, slab, sums.data());
       }
-    }
-    for (int m = 0; m < p.m; ++m) write_row(&slab[m * kSlab], rows, dtype, p.out, m * p.stride_out + first);
+    });
+  };
+  if (is_for_few(p)) {
+    by_slabs(FewTokens(p, dtype), 0, [&](auto const& tokens, auto const& parameters, int slab, float*, float* out) {
+      multiply_few(p, tokens, parameters, slab, out);
+    });
+  } else {
+    by_slabs(ManyTokens(p, dtype, threads), static_cast<std::size_t>(p.weight.padded_k) * kSlab,
+             [&](auto const& tokens, auto const& parameters, int slab, float* columns, float* out) {
+               multiply_many(p, tokens, parameters, slab, columns, out);
+             });
   }
 }
 

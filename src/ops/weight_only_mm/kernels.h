@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "epiloq/tensor.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -37,8 +39,7 @@ struct DequantizeProblem {
 void launch_dequantize(DequantizeProblem const& problem, int device, Stream stream);
 void dequantize_on_host(DequantizeProblem const& problem);
 
-// On the CPU, up to so many tokens, which its time grows with.
-inline constexpr int kHostTokens = 4;
-void multiply_on_host(Problem const& problem, DType x);
+void multiply_on_host(Problem const& problem, DType x, int threads);
+std::string describe_on_host(Problem const& problem);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -106,8 +106,8 @@ bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
   wo::Problem const problem = checked(call);
   if (is_empty(problem)) return true;
   if (call.x.device.type == Device::Type::kCpu) {
-    if (problem.m <= wo::kHostTokens) wo::multiply_on_host(problem, call.x.dtype);
-    return problem.m <= wo::kHostTokens;
+    wo::multiply_on_host(problem, call.x.dtype, call.threads);
+    return true;
   }
   wo::Choice const choice = call.kernel ? choice_of(problem, call) : remembered_choice(problem, call);
   if (choice.family == wo::Family::kDense) return false;
@@ -132,8 +132,7 @@ std::string explain(WeightOnlyMm const& call) {
   wo::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
-    return problem.m <= wo::kHostTokens ? "cpu, straight from the packed integers"
-                                        : "cpu, de-quantised in blocks of rows, fp32 matmul";
+    return wo::describe_on_host(problem);
   }
   return wo::describe(choice_of(problem, call));
 }

@@ -1,0 +1,23 @@
+#pragma once
+
+// Work of the CPU shared among threads that the application lends (epiloq/threads.h).
+
+#include <algorithm>
+#include <cstdint>
+
+#include "epiloq/threads.h"
+
+namespace epiloq {
+
+using RangeCall = void (*)(void const* body, int first, int last);
+
+// body(first, last) for ranges that together are 0 to count - 1, a few for each of at most `threads` threads. What a
+// body throws is thrown again, on this thread.
+void share(int count, int threads, void const* body, RangeCall call);
+
+template <class Body>
+void share(int count, int threads, Body const& body) {
+  share(count, threads, &body, [](void const* b, int first, int last) { (*static_cast<Body const*>(b))(first, last); });
+}
+
+}  // namespace epiloq
