@@ -76,8 +76,9 @@ EPILOQ_HOST_DEVICE Divisor divide_by(float scale) {
 // otherwise, with the right sign. x * inverse is off by one unit in the last place at most; each step adds the
 // remainder's share (Markstein). One step was compared with division for every significand of 8 and of 11 bits by every
 // one of 24 bits: no difference. For x of 24 bits the first step leaves a faithful quotient, of which the second is
-// proved to make the correctly rounded one. The remainder is taken negative so that -0 stays -0.
-template <int kSteps>
+// proved to make the correctly rounded one. The remainder is taken negative so that -0 stays -0. Quotients that are
+// known to be small, by a scale measured on the same values, need no look at their size.
+template <int kSteps, bool kSmall = false>
 EPILOQ_HOST_DEVICE float quotient(float x, Divisor const& d) {
   float const first = x * d.inverse;
   float result = first;
@@ -85,7 +86,7 @@ EPILOQ_HOST_DEVICE float quotient(float x, Divisor const& d) {
     float const excess = fmaf(result, d.scale, -x);
     result = fmaf(-excess, d.inverse, result);
   }
-  return fabsf(first) < 0x1p20f ? result : first;  // past that the steps may make NaN of an infinity
+  return kSmall || fabsf(first) < 0x1p20f ? result : first;  // past that the steps may make NaN of an infinity
 }
 
 }  // namespace epiloq

@@ -55,7 +55,7 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
     if (c < p.cols) {
       int const tile = c >> tile_bits;
       if (!by_row) divisor = measured<Format>(p, row, tile, of_tile, tile << tile_bits == c);
-      *reinterpret_cast<uint2*>(q + c) = quantize<Format, 1>(values[v], divisor);
+      *reinterpret_cast<uint2*>(q + c) = quantize<Format, 1, true>(values[v], divisor);
     } else if (c < p.padded_cols) {
       *reinterpret_cast<uint2*>(q + c) = {};
     }

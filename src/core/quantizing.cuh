@@ -207,11 +207,11 @@ __device__ __forceinline__ unsigned pack<Int8>(float a, float b, float c, float 
 }
 
 // Eight values over the divisor, as bytes.
-template <class Format, int kSteps>
+template <class Format, int kSteps, bool kSmall = false>
 __device__ __forceinline__ uint2 quantize(float (&x)[kVector], Divisor const& d) {
   if (d.in_range) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = quotient<kSteps>(x[i], d);
+    for (int i = 0; i < kVector; ++i) x[i] = quotient<kSteps, kSmall>(x[i], d);
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = __fdiv_rn(x[i], d.scale);

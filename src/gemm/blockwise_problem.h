@@ -21,6 +21,8 @@ struct BlockwiseProblem {
   std::int64_t stride_out;
   DType dtype;  // of bias and out
   float lo, hi;
+
+  bool operator==(BlockwiseProblem const&) const = default;
 };
 
 using BlockwiseLaunch = void (*)(BlockwiseProblem const&, int device, Stream);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Shared memory of blockwise_sm90.cuh, and the one thread that fills it with TMA.
+// Shared memory of blockwise_sm90.cuh, and the two threads that fill it with TMA.
 
 #include <cstdint>
 
@@ -10,8 +10,19 @@
 #include "cutlass/arch/barrier.h"
 #include "gemm/blockwise_finish.cuh"
 #include "gemm/blockwise_problem.h"
+#include "gemm/tensor_map.h"
 
 namespace epiloq::gemm {
+
+// An operand's values and its parameters.
+struct BlockwiseSm90Operand {
+  CUtensorMap values, parameters;
+};
+
+struct BlockwiseSm90Params {
+  BlockwiseProblem p;
+  BlockwiseSm90Operand weights, tokens;
+};
 
 template <int kTokens, int kBits>
 struct BlockwiseSm90Copies {
@@ -19,6 +30,7 @@ struct BlockwiseSm90Copies {
   static constexpr int kStep = 128;  // values of K, a stage: one block
   static constexpr int kGroups = 2, kGroupThreads = 128, kGroupRows = kRows / kGroups;
   static constexpr int kThreads = (1 + kGroups) * kGroupThreads;
+  static constexpr int kCopyingThreads = 2;
   static constexpr int kKinds = 3;
   static constexpr int kRowBytes = kStep * kBits / 8;
 
@@ -66,74 +78,50 @@ struct BlockwiseSm90Copies {
     return token_tiles(p) * ((p.n + kRows - 1) / kRows);
   }
 
-  // The copying thread's work on one stage.
-  struct Copies {
-    BlockwiseProblem const& p;
-    CUtensorMap const* weight_map;
-    CUtensorMap const* token_map;
-    Shared const& shared;
+  static BlockwiseSm90Params params_of(BlockwiseProblem const& p) {
+    int const weight_bytes = p.k / 8 * kBits, steps = p.k / kStep;
+    return {p,
+            {tensor_map_of(p.b, p.n, weight_bytes, weight_bytes, kRows, kRowBytes),
+             parameters(p.b_parameters, p.padded_n, steps * p.kinds, kRows, p.kinds)},
+            {tensor_map_of(p.a, p.m, p.k, p.k, kTokens),
+             parameters(p.a_parameters, p.padded_m, steps * kKinds, kTokens, p.kinds)}};
+  }
 
-    // Bytes of one kind of parameters: rows past the padded ones are not there.
-    static __device__ int bytes(int first, int padded, int tile) { return 4 * min(tile, padded - first); }
-
-    __device__ void parameters(float* target, float const* source, int source_kinds, int first, int padded, int tile,
-                               int step, std::uint64_t* barrier) const {
-      for (int kind = 0; kind < p.kinds; ++kind) {
-        std::int64_t const line = static_cast<std::int64_t>(step) * source_kinds + kind;
-        cute::SM90_BULK_COPY_G2S::copy(source + line * padded + first, barrier, target + kind * tile,
-                                       bytes(first, padded, tile));
-      }
-    }
-    __device__ std::uint64_t* barrier(int stage) const { return reinterpret_cast<std::uint64_t*>(shared.full + stage); }
-
-    __device__ void expect(int stage, Tile const& tile) const {
-      shared.full[stage].arrive_and_expect_tx(
-          kWeights + kValues +
-          p.kinds * (bytes(tile.first_n, p.padded_n, kRows) + bytes(tile.first_m, p.padded_m, kTokens)));
-    }
-    __device__ void weights(int stage, Tile const& tile, int step) const {
-      constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-      cute::SM90_TMA_LOAD_2D::copy(weight_map, barrier(stage), kHint, shared.weights + stage * kWeights,
-                                   step * kRowBytes, tile.first_n);
-      parameters(shared.weight_parameters + stage * kWeightParameters / 4, p.b_parameters, p.kinds, tile.first_n,
-                 p.padded_n, kRows, step, barrier(stage));
-    }
-    __device__ void tokens(int stage, Tile const& tile, int step) const {
-      constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-      cute::SM90_TMA_LOAD_2D::copy(token_map, barrier(stage), kHint, shared.values + stage * kValues, step * kStep,
-                                   tile.first_m);
-      parameters(shared.token_parameters + stage * kTokenParameters / 4, p.a_parameters, kKinds, tile.first_m,
-                 p.padded_m, kTokens, step, barrier(stage));
-    }
-  };
-
-  // Weights of the first stages are asked for before the quantising kernel has finished: it waited for whoever wrote
-  // them before it let this kernel start.
-  static __device__ void copy_all(Copies const& copies, BlockwiseProblem const& p, int steps) {
-    int const early = min(steps, kStages);
-    Tile const first(p, blockIdx.x);
-    for (int step = 0; step < early; ++step) {
-      copies.expect(step, first);
-      copies.weights(step, first, step);
-    }
-    wait_for_previous_kernel();
+  // A thread's work: one operand's values and parameters, stage after stage. Absent rows count and are read as zeros.
+  static __device__ void copy_all(Shared const& shared, BlockwiseSm90Params const& params, bool of_weights) {
+    auto const& operand = of_weights ? params.weights : params.tokens;
+    int const steps = params.p.k / kStep, source_kinds = of_weights ? params.p.kinds : kKinds;
+    int const step_bytes = of_weights ? kRowBytes : kStep, bytes = of_weights ? kWeights : kValues;
+    int const parameter_bytes = of_weights ? kWeightParameters : kTokenParameters;
+    unsigned char* const values = of_weights ? shared.weights : shared.values;
+    float* const lines = of_weights ? shared.weight_parameters : shared.token_parameters;
+    int const expected = bytes + parameter_bytes / kKinds * params.p.kinds;
+    constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     int stage = 0;
     std::uint32_t phase = 1;  // of the empty barriers: the first wait for each passes
-    bool is_early = true;
-    for (int index = blockIdx.x; index < tiles(p); index += gridDim.x) {
-      Tile const tile(p, index);
+    for (int index = blockIdx.x; index < tiles(params.p); index += gridDim.x) {
+      Tile const tile(params.p, index);
+      int const first = of_weights ? tile.first_n : tile.first_m;
       for (int step = 0; step < steps; ++step) {
-        if (!is_early || step >= early) {
-          copies.shared.empty[stage].wait(phase);
-          copies.expect(stage, tile);
-          copies.weights(stage, tile, step);
-        }
-        copies.tokens(stage, tile, step);
+        shared.empty[stage].wait(phase);
+        shared.full[stage].arrive_and_expect_tx(expected);
+        auto* const barrier = reinterpret_cast<std::uint64_t*>(shared.full + stage);
+        cute::SM90_TMA_LOAD_2D::copy(&operand.values, barrier, kHint, values + stage * bytes, step * step_bytes, first);
+        cute::SM90_TMA_LOAD_2D::copy(&operand.parameters, barrier, kHint, lines + stage * (parameter_bytes / 4), first,
+                                     step * source_kinds);
         stage = stage + 1 == kStages ? 0 : stage + 1;
         phase ^= stage == 0;
       }
-      is_early = false;
     }
+  }
+
+ private:
+  // Lines of float32, a kind of parameters each: boxes of `rows` of `kinds` lines.
+  static CUtensorMap parameters(float const* data, int padded, int lines, int rows, int kinds) {
+    auto const columns = static_cast<std::uint64_t>(padded);
+    return encode_tensor_map(data, {columns, static_cast<std::uint64_t>(lines)}, {4 * columns},
+                             {static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(kinds)},
+                             CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
   }
 };
 

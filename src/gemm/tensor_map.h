@@ -26,17 +26,18 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// Of bytes: sizes and boxes from the innermost dimension outwards, strides of all but that one, multiples of 16. What
-// lies outside is read as zero.
+// Of bytes unless `type` says otherwise: sizes and boxes from the innermost dimension outwards, strides in bytes of all
+// but that one, multiples of 16. What lies outside is read as zero.
 inline CUtensorMap encode_tensor_map(void const* data, std::initializer_list<std::uint64_t> sizes,
                                      std::initializer_list<std::uint64_t> strides,
-                                     std::initializer_list<std::uint32_t> box, CUtensorMapSwizzle swizzle) {
+                                     std::initializer_list<std::uint32_t> box, CUtensorMapSwizzle swizzle,
+                                     CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8) {
   constexpr std::uint32_t kSteps[] = {1, 1, 1};
   CUtensorMap map;
-  CUresult const status = tensor_map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, static_cast<std::uint32_t>(sizes.size()), const_cast<void*>(data),
-      sizes.begin(), strides.begin(), box.begin(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const status =
+      tensor_map_encoder()(&map, type, static_cast<std::uint32_t>(sizes.size()), const_cast<void*>(data), sizes.begin(),
+                           strides.begin(), box.begin(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw CudaError("epiloq: the driver refused a tensor map");
   return map;
 }
