@@ -230,6 +230,23 @@ def explain_groupwise_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...
+def widen_float8(
+    out: Tensor,
+    values: Tensor,
+    scale: Tensor | None = None,
+    scale_rows: int = 1,
+    scale_columns: int = 128,
+    threads: int = 1,
+) -> None: ...
+def multiply_float8(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor | None = None,
+    scale_rows: int = 1,
+    scale_columns: int = 128,
+    threads: int = 1,
+) -> None: ...
 def quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import to_float32
+from epiloq.ops.float8 import product, to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUP = 128  # of K, to a scale
@@ -137,25 +137,8 @@ def _run_on_cpu(
 def product_on_cpu(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_per_scale: int, columns_per_scale: int
 ) -> Tensor:
-    """fp32 ``[M, K] @ [K, N]`` of de-quantised slices of K, a few blocks at a time: weights stay in float8."""
-    slice_blocks = 8
-    result = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
-    with torch.autocast("cpu", enabled=False):
-        for block in range(0, scale_a.shape[1], slice_blocks):
-            blocks = slice(block, block + slice_blocks)
-            k = slice(block * _GROUP, (block + slice_blocks) * _GROUP)
-            left, right = to_float32(a[:, k]), to_float32(b[k])
-            left *= _spread(scale_a[:, blocks], rows_per_scale, _GROUP, left.shape)
-            right *= _spread(scale_b[blocks], _GROUP, columns_per_scale, right.shape)
-            result.addmm_(left, right)
-    return result
-
-
-def _spread(scale: Tensor, rows: int, columns: int, shape: torch.Size) -> Tensor:
-    """Each scale over the block of elements that it belongs to."""
-    wide = scale.repeat_interleave(rows, dim=0) if rows > 1 else scale
-    wide = wide.repeat_interleave(columns, dim=1) if columns > 1 else wide
-    return wide[: shape[0], : shape[1]]
+    """fp32 ``[M, K] @ [K, N]`` of de-quantised rows and columns."""
+    return product(to_float32(a, scale_a, rows_per_scale, _GROUP), b.t(), scale_b.t(), columns_per_scale)
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
@@ -185,7 +168,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     _core.check_groupwise_mm(out, **call, **scales)
     if recipe[2] == -1:
         return "cpu int8 matmul of each expert" if call["a"].dtype == torch.int8 else "cpu fp32 matmul of each expert"
-    return "cpu fp32 matmul of de-quantised slices of K"
+    return "cpu fp32 matmul, float8 widened on the way"
 
 
 def fake_of(operation: str) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import to_float32
+from epiloq.ops.float8 import product, to_float32
 from epiloq.ops.scaled_mm import exact_int_mm
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -113,8 +113,7 @@ def float_sums(x: Tensor, w: Tensor) -> Tensor:
     """``x @ w`` on the CPU in float32: exact int32 sums converted, or float8 in float32."""
     if x.dtype == torch.int8:
         return exact_int_mm(x, w).to(torch.float32)
-    with torch.autocast("cpu", enabled=False):
-        return to_float32(x) @ to_float32(w)
+    return product(to_float32(x), w.t())
 
 
 def explain(*args: Any, **kwargs: Any) -> str:

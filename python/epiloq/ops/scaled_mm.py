@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import to_float32
+from epiloq.ops.float8 import product, to_float32
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -167,7 +167,7 @@ def _run_on_cpu(
     if out.numel() == 0:
         return
     rows = a.reshape(out.numel() // b.shape[1], b.shape[0])
-    acc = exact_int_mm(rows, b) if a.dtype == torch.int8 else _float8_mm(rows, b)
+    acc = exact_int_mm(rows, b) if a.dtype == torch.int8 else product(to_float32(rows), b.t())
     if azp_adj is not None:
         acc -= azp_adj.reshape(-1) if azp is None else azp.reshape(-1, 1) * azp_adj.reshape(-1)
     result = acc.to(torch.float32).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
@@ -187,12 +187,6 @@ def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
         for k in range(0, a.shape[1], 1024):
             acc += (a[:, k : k + 1024].to(torch.float32) @ b[k : k + 1024].to(torch.float32)).to(torch.int32)
     return acc
-
-
-def _float8_mm(a: Tensor, b: Tensor) -> Tensor:
-    """float8 ``[M, K] @ [K, N]`` on the CPU in fp32, which holds every product exactly."""
-    with torch.autocast("cpu", enabled=False):
-        return to_float32(a) @ to_float32(b)
 
 
 @cache

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <optional>
+
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+// A matrix of float8 on the CPU, each block of `scale_rows` x `scale_columns` times its scale, if there are scales.
+struct HostFloat8 {
+  TensorView values;                  // [R, C] float8_e4m3fn or float8_e5m2, rows dense
+  std::optional<TensorView> scale{};  // [ceil(R / scale_rows), ceil(C / scale_columns)] float32, any strides
+  std::int64_t scale_rows = 1, scale_columns = 128;
+};
+
+// out [R, C] float32, rows dense: the exact values, or these times their scales, rounded once.
+EPILOQ_API void widen(TensorView const& out, HostFloat8 const& matrix, int threads);
+
+// out [M, R] = x [M, C] times the matrix transposed, all float32 with rows dense but for the matrix, which is widened
+// in registers: for few rows of x, where reading it is what takes the time.
+EPILOQ_API void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads);
+
+}  // namespace epiloq

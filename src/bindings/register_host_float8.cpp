@@ -1,0 +1,37 @@
+#include "bindings/register.h"
+#include "epiloq/host_float8.h"
+
+namespace epiloq::bindings {
+namespace {
+
+using Optional = std::optional<TensorArg>;
+
+HostFloat8 matrix_of(TensorArg const& values, Optional const& scale, std::int64_t scale_rows,
+                     std::int64_t scale_columns) {
+  return {values.view, view_of(scale), scale_rows, scale_columns};
+}
+
+}  // namespace
+
+void register_host_float8(py::module_& module) {
+  module.def(
+      "widen_float8",
+      [](TensorArg const& out, TensorArg const& values, Optional const& scale, std::int64_t scale_rows,
+         std::int64_t scale_columns, int threads) {
+        py::gil_scoped_release const released;
+        widen(out.view, matrix_of(values, scale, scale_rows, scale_columns), threads);
+      },
+      py::arg("out"), py::arg("values"), py::arg("scale") = py::none(), py::arg("scale_rows") = 1,
+      py::arg("scale_columns") = 128, py::arg("threads") = 1);
+  module.def(
+      "multiply_float8",
+      [](TensorArg const& out, TensorArg const& x, TensorArg const& values, Optional const& scale,
+         std::int64_t scale_rows, std::int64_t scale_columns, int threads) {
+        py::gil_scoped_release const released;
+        multiply(out.view, x.view, matrix_of(values, scale, scale_rows, scale_columns), threads);
+      },
+      py::arg("out"), py::arg("x"), py::arg("values"), py::arg("scale") = py::none(), py::arg("scale_rows") = 1,
+      py::arg("scale_columns") = 128, py::arg("threads") = 1);
+}
+
+}  // namespace epiloq::bindings
