@@ -210,19 +210,18 @@ Matrix floats(Checker const& check, char const* name, TensorView const& view, st
   return matrix;
 }
 
-// Elements that are worth a thread, which takes a few microseconds to wake.
-constexpr std::int64_t kWorth = 1 << 15;
 int threads_for(std::int64_t elements, int threads) {
+  constexpr std::int64_t kWorth = 1 << 15;  // waking a thread, which takes a few microseconds
   return static_cast<int>(std::clamp<std::int64_t>(elements / kWorth, 1, std::max(threads, 1)));
 }
 
 float sum_of(Floats const& lanes) {
-  float values[kWidth], sum = 0.f;
+  float values[kWidth];
   std::memcpy(values, &lanes, sizeof(lanes));
   for (int width = kWidth / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) values[i] += values[i + width];
   }
-  return sum + values[0];
+  return values[0];
 }
 
 // A row of x as the bytes of words are taken: of each piece the columns 0, 4, 8 .., then 1, 5, 9 .. and so on.
