@@ -11,19 +11,35 @@ namespace {
 
 constexpr std::array kBlocks = {1, 2, 4};
 
-// The column in a tile of word `word` at a step.
-constexpr int column_of(int bits, int step, int word) {
-  int const byte = word % 4 * 4 + step;
-  return place_of(bits, word / 4, bits == 4 ? 2 * byte : byte).column;
+// Columns of a tile, by fours of its words, in the order of its bytes: out[step * block] has a value for each word.
+using Four = Vectors<4>::Floats;
+
+// 4 bits: word 4 t + 2 b + h has columns 32 b + 8 t + 4 h + {0, 2, 1, 3}.
+void order4(float const* tile, int t, int block, Line* out) {
+  Four words[4];
+  for (int i = 0; i < 4; ++i) load(words[i], tile + i / 2 * 32 + 8 * t + i % 2 * 4);
+  Four const &a = words[0], &b = words[1], &c = words[2], &d = words[3];
+  Four const low = __builtin_shufflevector(a, b, 0, 4, 1, 5), high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  Four const low2 = __builtin_shufflevector(c, d, 0, 4, 1, 5), high2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  Four const steps[] = {
+      __builtin_shufflevector(low, low2, 0, 1, 4, 5), __builtin_shufflevector(high, high2, 0, 1, 4, 5),
+      __builtin_shufflevector(low, low2, 2, 3, 6, 7), __builtin_shufflevector(high, high2, 2, 3, 6, 7)};
+  for (int step = 0; step < 4; ++step) std::memcpy(out[step * block].values + 4 * t, &steps[step], sizeof(Four));
 }
 
-// One of a block of tokens.
-template <int kBits>
-void in_order(float const* row, int padded_k, int block, Line* out) {
-  for (int first = 0; first < padded_k; first += depth(kBits)) {
-    for (int step = 0; step < steps(kBits); ++step, out += block) {
-      for (int word = 0; word < kWords; ++word) out->values[word] = row[first + column_of(kBits, step, word)];
-    }
+// 8 bits: word w has columns 2 w and 2 w + 1.
+void order8(float const* tile, int t, int block, Line* out) {
+  Four a, b;
+  load(a, tile + 8 * t), load(b, tile + 8 * t + 4);
+  Four const steps[] = {__builtin_shufflevector(a, b, 0, 2, 4, 6), __builtin_shufflevector(a, b, 1, 3, 5, 7)};
+  for (int step = 0; step < 2; ++step) std::memcpy(out[step * block].values + 4 * t, &steps[step], sizeof(Four));
+}
+
+// A token of a block.
+void in_order(int bits, float const* row, int padded_k, int block, Line* out) {
+  auto* const order = bits == 4 ? order4 : order8;
+  for (int first = 0; first < padded_k; first += depth(bits), out += steps(bits) * block) {
+    for (int t = 0; t < 4; ++t) order(row + first, t, block, out);
   }
 }
 
@@ -78,11 +94,10 @@ FewTokens::FewTokens(Problem const& p, DType dtype)
   Weight const& w = p.weight;
   x.resize(static_cast<std::size_t>((p.m + block - 1) / block * block) * (w.padded_k / kWords));
   std::vector<float> row(w.padded_k);
-  auto* const order = w.bits == 4 ? in_order<4> : in_order<8>;
   for (int m = 0; m < p.m; ++m) {
     read_row(p.x, dtype, m * p.stride_x, w.k, row.data());
-    order(row.data(), w.padded_k, block,
-          x.data() + static_cast<std::size_t>(m / block * block) * (w.padded_k / kWords) + m % block);
+    in_order(w.bits, row.data(), w.padded_k, block,
+             x.data() + static_cast<std::size_t>(m / block * block) * (w.padded_k / kWords) + m % block);
   }
 }
 
