@@ -119,8 +119,10 @@ def test_a_forked_child_computes(seed: int, threads: int) -> None:
     expected = [epiloq.weight_only_mm(x, weight) for x in inputs]
     child = os.fork()
     if child == 0:
-        same = all(epiloq.weight_only_mm(x, weight).numpy().tobytes() == y.numpy().tobytes()
-                   for x, y in zip(inputs, expected, strict=True))
+        same = all(
+            epiloq.weight_only_mm(x, weight).numpy().tobytes() == y.numpy().tobytes()
+            for x, y in zip(inputs, expected, strict=True)
+        )
         os._exit(0 if same else 1)
     end = time.monotonic() + PATIENCE
     status = 0

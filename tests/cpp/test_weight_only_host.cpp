@@ -73,15 +73,14 @@ void few() {
       }
     }
   }
-  Few<kBits, kHalves, kTokens, kLanesOf, 4, Row>::multiply_slab(
-      {.q = o.q.data(),
-       .x = x[0].values,
-       .tiles = Operands::kK / depth(kBits),
-       .groups = groups.data(),
-       .scale = o.scale.data(),
-       .zero = o.zero.data(),
-       .offset = o.offset.data()},
-      sums.data());
+  Few<kBits, kHalves, kTokens, kLanesOf, 4, Row>::multiply_slab({.q = o.q.data(),
+                                                                 .x = x[0].values,
+                                                                 .tiles = Operands::kK / depth(kBits),
+                                                                 .groups = groups.data(),
+                                                                 .scale = o.scale.data(),
+                                                                 .zero = o.zero.data(),
+                                                                 .offset = o.offset.data()},
+                                                                sums.data());
   o.check_sums(sums.data(), false);
 }
 

@@ -1,10 +1,11 @@
 // Products of a few tokens on the CPU: the versions of host_few.h, and tokens brought into their order.
 
+#include "ops/weight_only_mm/host_few.h"
+
 #include <array>
 
 #include "core/host_rows.h"
 #include "ops/weight_only_mm/host.h"
-#include "ops/weight_only_mm/host_few.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {

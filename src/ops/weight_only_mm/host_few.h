@@ -1,7 +1,7 @@
 #pragma once
 
-// The arithmetic of a few tokens by a slab. 64 bytes of two rows g and g + 8 of a tile are 16 words, and an operation on
-// words takes the same byte or nibble of each: values of 16 columns of a row.
+// The arithmetic of a few tokens by a slab. 64 bytes of two rows g and g + 8 of a tile are 16 words, and an operation
+// on words takes the same byte or nibble of each: values of 16 columns of a row.
 
 #include <algorithm>
 #include <type_traits>

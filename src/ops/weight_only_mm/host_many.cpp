@@ -1,9 +1,10 @@
 // Products of many tokens, or with any weight, on the CPU: the versions of host_many.h.
 
+#include "ops/weight_only_mm/host_many.h"
+
 #include "core/host_rows.h"
 #include "core/threads.h"
 #include "ops/weight_only_mm/host.h"
-#include "ops/weight_only_mm/host_many.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {

@@ -40,7 +40,8 @@ struct Many {
   using Bytes = Vectors<16>::Bytes;
 
   // Columns' integers become weights.
-  [[gnu::always_inline]] static void restore(SlabByTokens const& s, int first, int count, Codes const* codes, Line* out) {
+  [[gnu::always_inline]] static void restore(SlabByTokens const& s, int first, int count, Codes const* codes,
+                                             Line* out) {
     for (int column = 0; column < count; ++column) {
       int const at = s.groups[first + column];
 #pragma GCC unroll 4
@@ -138,8 +139,7 @@ struct Many {
       for (; m + kBlock <= s.m; m += kBlock) multiply<kBlock>(columns, count, x + m * s.stride, s.stride, sums + m);
       [&]<int... kTokens>(std::integer_sequence<int, kTokens...>) __attribute__((always_inline)) {
         ((kTokens == s.m - m ? multiply<kTokens>(columns, count, x + m * s.stride, s.stride, sums + m) : void()), ...);
-      }
-      (std::integer_sequence<int, 1, 2, 3, 4, 5>{});
+      }(std::integer_sequence<int, 1, 2, 3, 4, 5>{});
     }
   }
 };
