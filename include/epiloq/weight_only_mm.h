@@ -70,8 +70,9 @@ struct WeightOnlyMmProblem {
 EPILOQ_API void check(WeightOnlyMm const& call);
 EPILOQ_API void check(DequantizeWeight const& call);
 
-// On CUDA launches, on the CPU computes, and returns true; or on CUDA does nothing and returns false where it is better,
-// or the only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is made for).
+// On CUDA launches, on the CPU computes, and returns true; or on CUDA does nothing and returns false where it is
+// better, or the only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is
+// made for).
 EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 
 // On the CPU or on CUDA.

@@ -45,13 +45,12 @@ void register_weight_only_mm(py::module_& module) {
         py::arg("bias"), py::arg("bits"), py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("lo"),
         py::arg("hi"), py::arg("kernel") = py::none(), py::arg("threads") = 1);
   };
-  define("weight_only_mm",
-         [](WeightOnlyMm const& call, TensorArg const& x) {
-           Stream const stream = current_stream(x);
-           std::optional<py::gil_scoped_release> released;
-           if (x.view.device.type == Device::Type::kCpu) released.emplace();
-           return weight_only_mm(call, stream);
-         });
+  define("weight_only_mm", [](WeightOnlyMm const& call, TensorArg const& x) {
+    Stream const stream = current_stream(x);
+    std::optional<py::gil_scoped_release> released;
+    if (x.view.device.type == Device::Type::kCpu) released.emplace();
+    return weight_only_mm(call, stream);
+  });
   define("check_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { check(call); });
   define("explain_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { return explain(call); });
 

@@ -1,28 +1,32 @@
 #pragma once
 
-// Vectors of the CPU, 16 wide whatever the registers: compilers split them. Functions that take them are inlined, as
-// their calls would differ between instruction sets.
+// Vectors of the CPU: as many lanes as a register has, or compilers take them apart one by one. Functions that take
+// them are inlined, as their calls would differ between instruction sets.
 
 #include <cstdint>
 #include <cstring>
 
 namespace epiloq {
 
-inline constexpr int kWidth = 16;
-using Bytes [[gnu::vector_size(kWidth)]] = std::uint8_t;
-using Ints [[gnu::vector_size(4 * kWidth)]] = std::int32_t;
-using Floats [[gnu::vector_size(4 * kWidth)]] = float;
+// 16 floats in one line of the cache: a vector that spans two is read at half the speed.
+struct alignas(64) Line {
+  float values[16];
+};
+
+template <int kLanes>
+struct Vectors {
+  typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
+  typedef std::int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+  typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+  typedef float Floats __attribute__((vector_size(4 * kLanes)));
+};
 
 template <class V, class T>
 [[gnu::always_inline]] inline void load(V& out, T const* from) {
   std::memcpy(&out, from, sizeof(out));
 }
 
-[[gnu::always_inline]] inline void splat(Floats& out, float a) {
-  out = Floats{a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a};
-}
-
-// a[0] b[0] a[1] b[1] .., of the lower or the higher halves.
+// a[0] b[0] a[1] b[1] .., of the lower or the higher halves of 16.
 template <class V>
 [[gnu::always_inline]] inline void zip_low(V& out, V const& a, V const& b) {
   out = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

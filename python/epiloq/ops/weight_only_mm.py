@@ -31,7 +31,8 @@ def weight_only_mm(
     Integers enter the product as they are, so the weight is exact; a group's scale multiplies its sum. On CUDA there
     are two exceptions, in which the weight is rounded to x's dtype: with more than 128 tokens, where `epiloq.explain`
     says "rounded" or "de-quantise"; and where no kernel fits (2 and 3 bits; groups other than 32, 64, multiples of 128
-    and whole rows; float32), so that it is de-quantised into memory. docs/numerics.md has the bounds.
+    and whole rows; float32), so that it is de-quantised into memory. docs/numerics.md has the bounds. The CPU works on
+    torch's threads, as many as `torch.get_num_threads()`, or in a forked child on one, and others run Python meanwhile.
 
     Args:
         x: ``[.., M, K]`` float16, bfloat16 or float32, rows dense.

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "core/host_vectors.h"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
 
@@ -30,15 +31,15 @@ std::vector<int> groups_of(Weight const& weight, int step);
 inline constexpr int kFewTokens = 16;
 bool is_for_few(Problem const& problem);
 struct FewTokens {
-  std::vector<float> x;  // [M filled up to a multiple of block, padded_k]
+  std::vector<Line> x;  // by blocks of tokens: [tile, step, token]
   std::vector<int> groups;
-  int block;  // tokens that share what is read of the weight: 1, 2, 4 or 8
+  int block;  // tokens that share what is read of the weight: 1, 2 or 4
 
   FewTokens(Problem const& problem, DType dtype);
 };
-// out [m, 16]: sums of a slab's rows.
+// sums [m filled up] of a slab's rows.
 void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameters const& parameters, int slab,
-                  float* out);
+                  Line* sums);
 
 // Any number of tokens and any weight: a slab is de-quantised, column by column, and all tokens multiplied by it.
 struct ManyTokens {
@@ -49,8 +50,7 @@ struct ManyTokens {
 
   ManyTokens(Problem const& problem, DType dtype, int threads);
 };
-// columns [padded_k, 16]: scratch.
 void multiply_many(Problem const& problem, ManyTokens const& tokens, SlabParameters const& parameters, int slab,
-                   float* columns, float* out);
+                   Line* sums);
 
 }  // namespace epiloq::ops::weight_only_mm

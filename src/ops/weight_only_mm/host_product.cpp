@@ -18,17 +18,18 @@ int threads_for(Problem const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, threads));
 }
 
-// sums [m, 16] become a slab's columns of D.
-void finish(Problem const& p, DType dtype, int slab, float* sums) {
+// sums [m] become a slab's columns of D.
+void finish(Problem const& p, DType dtype, int slab, Line* sums) {
   int const first = slab * kSlab, rows = std::min(kSlab, p.weight.n - first);
   float bias[kSlab] = {};
   if (p.bias != nullptr) read_row(p.bias, dtype, first, rows, bias);
-  for (int m = 0; m < p.m; ++m, sums += kSlab) {
+  for (int m = 0; m < p.m; ++m) {
+    float* const row = sums[m].values;
     for (int i = 0; i < kSlab; ++i) {
-      float const value = sums[i] + bias[i];
-      sums[i] = value < p.lo ? p.lo : value > p.hi ? p.hi : value;
+      float const value = row[i] + bias[i];
+      row[i] = value < p.lo ? p.lo : value > p.hi ? p.hi : value;
     }
-    write_row(sums, rows, dtype, p.out, m * p.stride_out + first);
+    write_row(row, rows, dtype, p.out, m * p.stride_out + first);
   }
 }
 
@@ -64,28 +65,19 @@ std::string describe_on_host(Problem const& p) {
 
 void multiply_on_host(Problem const& p, DType dtype, int threads) {
   threads = threads_for(p, threads);
-  int const slabs = (p.weight.n + kSlab - 1) / kSlab;
-  auto const by_slabs = [&](auto const& tokens, std::size_t scratch, auto const& multiply) {
-    share(slabs, threads, [&](int first, int last) {
+  auto const by_slabs = [&](auto const& tokens, auto multiply) {
+    share((p.weight.n + kSlab - 1) / kSlab, threads, [&](int first, int last) {
       SlabParameters parameters(p.weight);
-      std::vector<float> columns(scratch), sums(static_cast<std::size_t>(p.m + kFewTokens) * kSlab);
+      std::vector<Line> sums(p.m + kFewTokens);
       for (int slab = first; slab < last; ++slab) {
         parameters.read(p.weight, slab);
-        multiply(tokens, parameters, slab, columns.data(), sums.data());
+        multiply(p, tokens, parameters, slab, sums.data());
         finish(p, dtype, slab, sums.data());
       }
     });
   };
-  if (is_for_few(p)) {
-    by_slabs(FewTokens(p, dtype), 0, [&](auto const& tokens, auto const& parameters, int slab, float*, float* out) {
-      multiply_few(p, tokens, parameters, slab, out);
-    });
-  } else {
-    by_slabs(ManyTokens(p, dtype, threads), static_cast<std::size_t>(p.weight.padded_k) * kSlab,
-             [&](auto const& tokens, auto const& parameters, int slab, float* columns, float* out) {
-               multiply_many(p, tokens, parameters, slab, columns, out);
-             });
-  }
+  if (is_for_few(p)) return by_slabs(FewTokens(p, dtype), multiply_few);
+  by_slabs(ManyTokens(p, dtype, threads), multiply_many);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

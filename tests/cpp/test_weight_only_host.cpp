@@ -1,0 +1,137 @@
+// The CPU's arithmetic for registers of every width, whatever this machine's are, against sums in double.
+
+#include <cmath>
+#include <vector>
+
+#include "check.h"
+#include "core/host_rows.h"
+#include "ops/weight_only_mm/host_few.h"
+#include "ops/weight_only_mm/host_many.h"
+
+using namespace epiloq;
+using namespace epiloq::ops::weight_only_mm;
+
+namespace {
+
+// A slab of three tiles or six, of groups of 32 or 64 columns, and tokens.
+struct Operands {
+  static constexpr int kK = 192;
+  int bits, group, tokens;
+  std::vector<std::uint8_t> q = std::vector<std::uint8_t>(kK / depth(bits) * kLanes * lane_bytes(bits));
+  std::vector<float> scale = std::vector<float>(kK / group * kSlab), zero = scale, offset = scale;
+  std::vector<float> x = std::vector<float>(tokens * kK);
+
+  Operands(int bits_, int group_, int tokens_) : bits(bits_), group(group_), tokens(tokens_) {
+    auto random = test::generator();
+    auto const unit = [&] { return static_cast<float>(random() % 2000) / 1000.F - 1.F; };
+    for (auto& byte : q) byte = static_cast<std::uint8_t>(random());
+    for (auto& value : scale) value = unit();
+    for (auto& value : zero) value = static_cast<float>(random() % (1U << bits));
+    for (auto& value : offset) value = unit();
+    for (auto& value : x) value = unit();
+  }
+
+  std::vector<int> groups(int step) const {
+    std::vector<int> at;
+    for (int k = 0; k < kK; k += step) at.push_back(k / group * kSlab);
+    return at;
+  }
+
+  void check_sums(Line const* sums, bool by_parameter) const {
+    for (int m = 0; m < tokens; ++m) {
+      std::vector<double> exact(kSlab), size(kSlab);
+      for (int tile = 0, at = 0; tile < kK; tile += depth(bits)) {
+        for (int lane = 0; lane < kLanes; ++lane, at += lane_bytes(bits)) {
+          for (int i = 0; i < lane_values(bits); ++i) {
+            Place const place = place_of(bits, lane, i);
+            int const k = tile + place.column, p = k / group * kSlab + parameter_of(place.row);
+            double const product = scale[p] * (value_at(&q[at], bits, i) - static_cast<double>(zero[p]));
+            exact[place.row] += (product + offset[p]) * x[m * kK + k];
+            size[place.row] += (std::abs(product) + std::abs(offset[p])) * std::abs(x[m * kK + k]);
+          }
+        }
+      }
+      for (int row = 0; row < kSlab; ++row) {
+        float const got = sums[m].values[by_parameter ? parameter_of(row) : row];
+        CHECK(std::abs(got - exact[row]) <= 2e-6 * size[row]);
+      }
+    }
+  }
+};
+
+template <int kBits, bool kHalves, int kTokens, int kLanesOf, template <int, bool, int> class Row>
+void few() {
+  Operands const o(kBits, kHalves ? 32 : 64, kTokens);
+  std::vector<int> const groups = o.groups(kGrain);
+  std::vector<Line> x(kTokens * Operands::kK / kWords), sums(kTokens);
+  for (int m = 0; m < kTokens; ++m) {
+    for (int i = 0; i < Operands::kK / kWords; ++i) {
+      for (int word = 0; word < kWords; ++word) {
+        int const byte = word % 4 * 4 + i % steps(kBits);
+        int const column = place_of(kBits, word / 4, kBits == 4 ? 2 * byte : byte).column;
+        x[i * kTokens + m].values[word] = o.x[m * Operands::kK + i / steps(kBits) * depth(kBits) + column];
+      }
+    }
+  }
+  Few<kBits, kHalves, kTokens, kLanesOf, 4, Row>::multiply_slab({.q = o.q.data(),
+                                                                 .x = x[0].values,
+                                                                 .tiles = Operands::kK / depth(kBits),
+                                                                 .groups = groups.data(),
+                                                                 .scale = o.scale.data(),
+                                                                 .zero = o.zero.data(),
+                                                                 .offset = o.offset.data()},
+                                                                sums.data());
+  o.check_sums(sums.data(), false);
+}
+
+template <int kLanesOf>
+void few_of_all_kinds() {
+  few<4, false, 1, kLanesOf, Computed>();
+  few<4, false, 2, kLanesOf, Computed>();
+  few<4, false, 4, kLanesOf, Computed>();
+  few<4, true, 1, kLanesOf, Computed>();
+  few<4, true, 4, kLanesOf, Computed>();
+  few<8, false, 1, kLanesOf, Computed>();
+  few<8, false, 4, kLanesOf, Computed>();
+}
+
+template <int kLanesOf>
+void many() {
+  for (int bits : {2, 3, 4, 8}) {
+    for (int tokens = 1; tokens < 14; ++tokens) {
+      Operands const o(bits, 32, tokens);
+      std::vector<int> const groups = o.groups(1);
+      std::vector<Line> sums(tokens);
+      Many<kLanesOf>::multiply_slab({.q = o.q.data(),
+                                     .bits = bits,
+                                     .k = Operands::kK,
+                                     .groups = groups.data(),
+                                     .scale = o.scale.data(),
+                                     .zero = o.zero.data(),
+                                     .offset = o.offset.data(),
+                                     .x = o.x.data(),
+                                     .m = tokens,
+                                     .stride = Operands::kK},
+                                    sums.data());
+      o.check_sums(sums.data(), true);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  few_of_all_kinds<4>();
+  few_of_all_kinds<8>();
+  few_of_all_kinds<16>();
+#ifdef EPILOQ_HAS_CLONES
+  few<4, false, 1, 16, LookedUp>();
+  few<4, false, 4, 16, LookedUp>();
+  few<4, true, 1, 16, LookedUp>();
+  few<4, true, 2, 16, LookedUp>();
+#endif
+  many<4>();
+  many<8>();
+  many<16>();
+  return test::failures != 0;
+}

@@ -1,0 +1,136 @@
+"""weight_only_mm on the CPU: torch's threads, and what may go wrong with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import epiloq
+from weight_reference import KINDS, make_weight, run_and_check
+
+# Seconds in which a child that hangs is given up.
+PATIENCE = 30
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.one_of(st.integers(1, 20), st.integers(1, 70)),
+    n=st.integers(1, 500),
+    k=st.integers(1, 1300),
+    bits=st.sampled_from([2, 3, 4, 4, 8, 8]),
+    group_size=st.one_of(st.sampled_from([-1, 32, 64, 96, 128]), st.integers(1, 1400)),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    threads=st.integers(1, 3),
+    draw=st.integers(0, 2**32 - 1),
+)
+def test_any_product_on_any_threads(
+    m: int, n: int, k: int, bits: int, group_size: int, kind: str, dtype: torch.dtype, threads: int, draw: int
+) -> None:
+    torch.manual_seed(draw)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run_and_check("cpu", m, n, k, bits, group_size, kind, dtype, bias=draw % 2 == 0, clamp=(-2.0, 3.0))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("m", [1, 9, 33])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_threads_do_not_change_a_bit(seed: int, threads: int, bits: int, m: int) -> None:
+    weight = make_weight(700, 900, bits, 64, "zero").packed
+    x = torch.randn(m, 900)
+    shared = epiloq.weight_only_mm(x, weight)
+    torch.set_num_threads(1)
+    assert torch.equal(epiloq.weight_only_mm(x, weight), shared)
+
+
+def test_a_token_does_not_depend_on_the_others(seed: int) -> None:
+    weight = make_weight(100, 640, 4, 32, "offset").packed
+    x = torch.randn(16, 640)
+    together = epiloq.weight_only_mm(x, weight)
+    for m in (1, 2, 3, 5):
+        torch.testing.assert_close(epiloq.weight_only_mm(x[:m], weight), together[:m], rtol=1e-5, atol=1e-5)
+
+
+def test_calls_at_the_same_time(seed: int, threads: int) -> None:
+    weights = [make_weight(600, 800, bits, 64, "zero").packed for bits in (4, 8)]
+    inputs = [torch.randn(m, 800) for m in (1, 4, 30)]
+    expected = [[epiloq.weight_only_mm(x, weight) for x in inputs] for weight in weights]
+
+    def run(which: int) -> bool:
+        pairs = zip(inputs, expected[which], strict=True)
+        return all(torch.equal(epiloq.weight_only_mm(x, weights[which]), y) for x, y in list(pairs) * 10)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, [0, 1, 0, 1]))
+
+
+def test_other_python_threads_go_on_meanwhile(seed: int) -> None:
+    weight = make_weight(512, 1024).packed
+    x = torch.randn(128, 1024)
+    turns, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    counting = threading.Thread(target=count)
+    # So long that only who gives the interpreter away lets others run.
+    sys.setswitchinterval(PATIENCE)
+    try:
+        counting.start()
+        before = turns
+        epiloq.weight_only_mm(x, weight)
+        assert turns > before
+    finally:
+        done.set()
+        counting.join()
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_computes(seed: int, threads: int) -> None:
+    weight = make_weight(600, 800, kind="zero").packed
+    inputs = [torch.randn(m, 800) for m in (1, 30)]
+    expected = [epiloq.weight_only_mm(x, weight) for x in inputs]
+    child = os.fork()
+    if child == 0:
+        same = all(
+            epiloq.weight_only_mm(x, weight).numpy().tobytes() == y.numpy().tobytes()
+            for x, y in zip(inputs, expected, strict=True)
+        )
+        os._exit(0 if same else 1)
+    end = time.monotonic() + PATIENCE
+    status = 0
+    while (finished := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+        time.sleep(0.01)
+    if finished[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    status = finished[1]
+    assert finished[0] == child and os.waitstatus_to_exitcode(status) == 0
+    assert all(torch.equal(epiloq.weight_only_mm(x, weight), y) for x, y in zip(inputs, expected, strict=True))
