@@ -48,8 +48,8 @@ inline constexpr std::array kSm75Tiles{
     BlockwiseConfig{16, 32, 1, 1, 4, 1},  // 1
     BlockwiseConfig{32, 32, 1, 1, 4, 1},  // 2
     BlockwiseConfig{32, 32, 2, 1, 2, 1},  // 3
-    BlockwiseConfig{32, 32, 2, 2, 1, 1},  // 4: three blocks an SM
-    BlockwiseConfig{32, 48, 2, 2, 1, 1},  // 5: two, of fewer bytes a product
+    BlockwiseConfig{32, 32, 2, 2, 1, 1},  // 4: up to three blocks an SM
+    BlockwiseConfig{32, 48, 2, 2, 1, 1},  // 5: two, which read fewer bytes a product
 };
 inline constexpr std::array kSm75Rules{
     Rule{16, 2560, 0}, Rule{16, kAny, 1}, Rule{32, kAny, 2}, Rule{64, kAny, 3}, Rule{256, 2560, 4}, Rule{kAny, kAny, 5},

@@ -67,9 +67,10 @@ gemm::BlockwiseLaunch kernel_of(Choice const& choice, OnlineQuantProblem const& 
       return kernel_of<Sm80>(choice.row, problem);
     case Family::kSm90:
       return kernel_of<Sm90>(choice.row, problem);
-    default:
-      return nullptr;
+    case Family::kStaged:
+      break;
   }
+  return nullptr;
 }
 
 }  // namespace
