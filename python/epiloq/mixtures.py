@@ -1,0 +1,199 @@
+"""Mixtures of experts in models of transformers: their stacked matrices one by one for quantisers and files, and back.
+
+transformers keeps the experts of a layer as two stacked parameters, checkpoints have a matrix an expert. `apart` puts
+``nn.ExpertLinears`` in their place, so that whatever knows ``nn.Linear`` knows experts; `together_` puts what runs them
+in its place: ``nn.GatedExperts``, or the module that was there. Which modules those are is told by structure, for
+transformers runs every class of the same structure by the same functions (its experts interface), whatever its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.nn.expert_linears import Projections
+from epiloq.nn.prepared_linear import FLOAT_DTYPES
+
+# What transformers' experts interface says of a module, and must say of one that can be taken apart.
+_TRAITS = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+    "_is_expert_parallel": False,
+}
+_GATE_UP, _DOWN = _STACKED = ("gate_up_proj", "down_proj")
+# Where a module that was taken apart keeps the one that was there; no child, so that its tensors are not counted.
+_BEFORE = "before"
+
+
+def stacked(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name that hold stacked matrices: parameters of three dimensions, which no layer of torch has."""
+
+    def holds(module: nn.Module) -> bool:
+        shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
+        return any(min(shape) > 1 for shape in shapes) and not type(module).__module__.startswith("torch.nn.")
+
+    return {name: module for name, module in model.named_modules() if holds(module)}
+
+
+def reason_against(module: nn.Module) -> str | None:
+    """Why stacked experts cannot be taken apart; None if they can."""
+    if any(not hasattr(module, trait) for trait in _TRAITS):
+        return "not called as the experts of transformers are"
+    for trait, wanted in _TRAITS.items():
+        if getattr(module, trait) != wanted:
+            return f"{trait.lstrip('_')} is {getattr(module, trait)}, expected {wanted}"
+    if type(module)._apply_gate.__module__ != "transformers.integrations.moe":  # type: ignore[attr-defined]
+        return "gated in a way of their own"
+    parameters = dict(module.named_parameters(recurse=False))
+    if parameters.keys() != set(_STACKED):
+        return f"made of {', '.join(sorted(parameters))}, expected {' and '.join(_STACKED)}"
+    (experts, rows, hidden), down = parameters[_GATE_UP].shape, parameters[_DOWN].shape
+    if rows % 2 or down != (experts, hidden, rows // 2):
+        return f"of shapes {[experts, rows, hidden]} and {list(down)}"
+    return None
+
+
+def left_stacked(model: nn.Module) -> dict[str, str]:
+    """Stacked modules, by name, that stay in floating point whatever is asked for, and why."""
+    reasons = {name: reason_against(module) for name, module in stacked(model).items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name that weigh experts: beside them, with a row for each expert, or one for the shared expert."""
+    found = {}
+    for name, module in model.named_modules():
+        counts = {child.experts for child in module.children() if isinstance(child, (ExpertLinears, GatedExperts))}
+        for leaf, child in module.named_children() if counts else ():
+            weight = getattr(child, "weight", None)
+            if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in {1, *counts}:
+                found[f"{name}.{leaf}" if name else leaf] = child
+    return found
+
+
+@torch.no_grad()
+def take_apart_(model: nn.Module, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Put ``ExpertLinears`` in the place of stacked experts of which ``takes(name)``, sharing memory; give their names.
+
+    Names of matrices are those that transformers would save.
+    """
+    found = {name: m for name, m in stacked(model).items() if name and takes(name) and reason_against(m) is None}
+    known: dict[type[nn.Module], Projections] = {}
+    for name, module in found.items():
+        if type(module) not in known:
+            known[type(module)] = _projections(model, name)
+        _put(model, name, _apart(module, known[type(module)]))
+    return list(found)
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """A model with its experts taken apart, and put together again at the end, however that comes."""
+    take_apart_(model)
+    try:
+        yield
+    finally:
+        together_(model)
+
+
+def together_(model: nn.Module) -> nn.Module:
+    """Put what runs them in the place of experts that were taken apart, and give the model.
+
+    Experts whose layers differ, or are of kinds without grouped products, stay as they are.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, ExpertLinears) and name:
+            settle_(model, name)
+    return model
+
+
+def settle_(model: nn.Module, name: str) -> None:
+    """Put what runs them in the place of the experts of this name, if they are apart and can be run together."""
+    module = model.get_submodule(name)
+    if isinstance(module, ExpertLinears):
+        whole = GatedExperts.from_linears(module) or _as_before(module)
+        if whole is not None:
+            _put(model, name, whole)
+
+
+def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tuple[str, nn.Module]]:
+    """A model's modules by name, ``GatedExperts`` as the linear layers that they stand for.
+
+    Those have no values on "meta", and all values if `device` is None.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, GatedExperts):
+            yield from ((f"{name}.{layer}" if name else layer, linear) for layer, linear in module.linears(device))
+        elif not isinstance(_parent(model, name), GatedExperts):
+            yield name, module
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module | None:
+    return model.get_submodule(name.rpartition(".")[0]) if name else None
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _apart(module: nn.Module, projections: Projections) -> ExpertLinears:
+    gate_up, down = (module.get_parameter(name).data for name in _STACKED)
+    half = gate_up.shape[1] // 2
+    experts = [
+        dict(zip(projections, map(_linear, (gate_up[e, :half], gate_up[e, half:], down[e])), strict=True))
+        for e in range(gate_up.shape[0])
+    ]
+    made = ExpertLinears(experts, cast(Any, module).act_fn).train(module.training)
+    made.__dict__[_BEFORE] = module
+    return made
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+@torch.no_grad()
+def _as_before(linears: ExpertLinears) -> nn.Module | None:
+    """The module that was taken apart, with the weights that its layers now have; None if any is quantised."""
+    before: nn.Module | None = linears.__dict__.get(_BEFORE)
+    layers = [linears.layers(expert) for expert in range(linears.experts)]
+    if before is None or any(type(layer) is not nn.Linear for each in layers for layer in each):
+        return None
+    parts = [[cast(Tensor, layer.weight) for layer in each] for each in layers]
+    old = before.get_parameter(_GATE_UP)
+    if parts[0][0].data_ptr() != old.data_ptr() or parts[0][0].is_meta != old.is_meta:
+        gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in parts])
+        down = torch.stack([down for _, _, down in parts])
+        for name, tensor in zip(_STACKED, (gate_up, down), strict=True):
+            setattr(before, name, nn.Parameter(tensor, requires_grad=False))
+    return before
+
+
+def _projections(model: nn.Module, name: str) -> Projections:
+    """The names of an expert's matrices in files that transformers would save; its usual ones where it stacks them."""
+    if not hasattr(model, "save_pretrained"):
+        return Projections()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Of two experts, so that the numbers of matrices and not of experts tell which is which.
+    gate_up = torch.tensor([[[0.0], [1.0]]] * 2, device="cpu")
+    down = torch.full((2, 1, 1), 2.0, device="cpu")
+    said = revert_weight_conversion(cast(Any, model), {f"{name}.{_GATE_UP}": gate_up, f"{name}.{_DOWN}": down})
+    found: dict[float, str] = {}
+    for key, tensor in said.items():
+        matched = re.fullmatch(r".*\.1\.(\w+)\.weight", key)
+        if matched and tensor.numel() == 1:
+            found[tensor.item()] = matched[1]
+    return Projections(found[0.0], found[1.0], found[2.0]) if found.keys() == {0.0, 1.0, 2.0} else Projections()
