@@ -35,13 +35,9 @@ _BEFORE = "before"
 
 
 def stacked(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that hold stacked matrices: parameters of three dimensions, which no layer of torch has."""
-
-    def holds(module: nn.Module) -> bool:
-        shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
-        return any(min(shape) > 1 for shape in shapes) and not type(module).__module__.startswith("torch.nn.")
-
-    return {name: module for name, module in model.named_modules() if holds(module)}
+    """Modules by name that hold stacked matrices: parameters of three dimensions, beside the layers of torch."""
+    found = {name: module for name, module in model.named_modules() if _count(module)}
+    return {name: module for name, module in found.items() if not isinstance(module, (ExpertLinears, GatedExperts))}
 
 
 def reason_against(module: nn.Module) -> str | None:
@@ -72,7 +68,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by name that weigh experts: beside them, with a row for each expert, or one for the shared expert."""
     found = {}
     for name, module in model.named_modules():
-        counts = {child.experts for child in module.children() if isinstance(child, (ExpertLinears, GatedExperts))}
+        counts = {count for child in module.children() if (count := _count(child))}
         for leaf, child in module.named_children() if counts else ():
             weight = getattr(child, "weight", None)
             if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in {1, *counts}:
@@ -135,6 +131,16 @@ def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tupl
             yield from ((f"{name}.{layer}" if name else layer, linear) for layer, linear in module.linears(device))
         elif not isinstance(_parent(model, name), GatedExperts):
             yield name, module
+
+
+def _count(module: nn.Module) -> int:
+    """How many experts a module holds; 0 if it holds none."""
+    if isinstance(module, (ExpertLinears, GatedExperts)):
+        return module.experts
+    if type(module).__module__.startswith("torch.nn."):  # Weights of convolutions have three dimensions too.
+        return 0
+    shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
+    return next((shape[0] for shape in shapes if min(shape) > 1), 0)
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module | None:
