@@ -178,8 +178,8 @@ def _as_before(linears: ExpertLinears) -> nn.Module | None:
     if before is None or any(type(layer) is not nn.Linear for each in layers for layer in each):
         return None
     parts = [[cast(Tensor, layer.weight) for layer in each] for each in layers]
-    old = before.get_parameter(_GATE_UP)
-    if parts[0][0].data_ptr() != old.data_ptr() or parts[0][0].is_meta != old.is_meta:
+    old = {before.get_parameter(name).untyped_storage().data_ptr() for name in _STACKED}
+    if any(weight.untyped_storage().data_ptr() not in old for each in parts for weight in each):
         gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in parts])
         down = torch.stack([down for _, _, down in parts])
         for name, tensor in zip(_STACKED, (gate_up, down), strict=True):
