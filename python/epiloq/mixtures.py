@@ -9,7 +9,7 @@ transformers runs every class of the same structure by the same functions (its e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -74,6 +74,16 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
             if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in {1, *counts}:
                 found[f"{name}.{leaf}" if name else leaf] = child
     return found
+
+
+def left_beside(model: nn.Module, quantised: Collection[str]) -> set[str]:
+    """Modules in floating point that are no linear layers but whose matrices a format might take for quantised.
+
+    Routers, and experts of which no layer is among those quantised.
+    """
+    with_some = {name.rsplit(".", 2)[0] for name in quantised if name.count(".") > 1}
+    apart = {name for name, module in model.named_modules() if isinstance(module, ExpertLinears)}
+    return {*routers(model), *stacked(model), *(apart - with_some)}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from epiloq.formats.layouts import FormatError
 from epiloq.formats.model import Target
 from epiloq.formats.table import FORMATS, Format, blank
 from epiloq.formats.weights import Weight
-from epiloq.mixtures import routers
+from epiloq.mixtures import left_beside
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def perform(
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()
-        target.close(layers.linears.keys() | routers(layers.model).keys())
+        target.close(layers.linears.keys() | left_beside(layers.model, target.quantised))
         carry_over(checkpoint.folder, aside)
     return {
         "input": str(checkpoint.folder),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from epiloq.formats.architecture import distinct, has_no_use_for, model_config, renamed, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts import FormatError
-from epiloq.mixtures import named_layers, routers, together_
+from epiloq.mixtures import left_beside, named_layers, together_
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
 
@@ -77,7 +77,7 @@ def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_sha
     _check_others(model)
     warn_of({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    left = {*linears, *routers(model)}
+    left = {*linears, *left_beside(model, layers)}
     writer = Writer(folder, largest_shard)
     for name, tensor in distinct(model).items():
         writer.add(name, tensor)

@@ -16,7 +16,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
-from epiloq.mixtures import routers, together_
+from epiloq.mixtures import left_beside, together_
 from epiloq.quantize.grid import QuantizedWeight
 
 
@@ -96,7 +96,7 @@ def save(
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(source.stored_name(name), tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    target.close(linears | routers(model).keys())
+    target.close(linears | left_beside(model, target.quantised))
     carry_over(source.folder, folder)
 
 
@@ -130,7 +130,7 @@ class Target:
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
     def close(self, linears: Collection[str]) -> None:
-        """Finish, given the names of all linear layers and routers."""
+        """Finish, given the names of all linear layers, and of what else stays in floating point."""
         ignored = sorted(map(self.source.stored_layer, set(linears) - self.quantised.keys()))
         said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order, self.blocks))
         self.writer.close({**self.source.config, "quantization_config": said})

@@ -72,12 +72,12 @@ class GatedExperts(nn.Module):
         self.projections = projections
         # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
         multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
-        self.half = -(-intermediate // multiple) * multiple
-        self.gate_up = kind.experts(experts, hidden, 2 * self.half, device=device)
+        self.up_begins = -(-intermediate // multiple) * multiple
+        self.gate_up = kind.experts(experts, hidden, 2 * self.up_begins, device=device)
         self.down = kind.experts(experts, intermediate, hidden, device=device)
         self.act_fn = None if act_fn is None or _is_silu(act_fn) else act_fn
-        self.register_state_dict_post_hook(_as_files_have_it)
-        self.register_load_state_dict_pre_hook(_take)
+        self.register_state_dict_post_hook(_as_files_have_it)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
     @classmethod
     @torch.no_grad()
@@ -138,7 +138,7 @@ class GatedExperts(nn.Module):
         experts, begin, rows = self.down, 0, self.hidden
         if projection != self.projections.down:
             experts, rows = self.gate_up, self.intermediate
-            begin = 0 if projection == self.projections.gate else self.half
+            begin = 0 if projection == self.projections.gate else self.up_begins
         shared = experts.ROWS_PER_SCALE
         scales = slice(begin // shared, begin // shared - (-rows // shared))
         return {
