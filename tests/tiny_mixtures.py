@@ -43,8 +43,8 @@ def mixtral(dtype: torch.dtype = torch.float32) -> Any:
 
 def deepseek(dtype: torch.dtype = torch.float32) -> Any:
     """A dense layer, then one of 8 experts in 2 groups and a shared one; latent attention."""
-    attention = {"q_lora_rank": 128, "kv_lora_rank": 192, "v_head_dim": 64}
-    heads = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "num_key_value_heads": 2}
+    attention = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
+    heads = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64, "num_key_value_heads": 2}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     sizes = {"intermediate_size": 256, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
     config = transformers.DeepseekV3Config(**_COMMON | attention | heads | experts | sizes)
@@ -62,6 +62,7 @@ def logits(model: Any) -> Tensor:
         return model(TOKENS, use_cache=False).logits  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
