@@ -24,6 +24,7 @@ from epiloq import mixtures
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.nn import ExpertLinears, Fp8BlockExperts, Fp8BlockLinear, GatedExperts
 from epiloq.quantize.algorithms import ALGORITHMS
@@ -148,6 +149,17 @@ def test_bad_experts(change: Callable[[dict[str, Tensor]], object], message: str
     (tmp_path / "config.json").write_text((fp8 / "config.json").read_text())
     with pytest.raises(FormatError, match=message):
         deepseek_fp8.load(tmp_path)
+
+
+def test_experts_that_cannot_be_taken_apart(
+    fp8: Path, epiloq_in_transformers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantised in files, but stacked in the model: refused with the reason, by each way in."""
+    kind = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Experts
+    monkeypatch.setattr(kind, "_apply_gate", lambda self, gate_up: gate_up)
+    for way in (deepseek_fp8.load, opened, lambda folder: Layers(Checkpoint(folder))):
+        with pytest.raises(FormatError, match=f"for {EXPERTS} cannot be taken apart: gated in a way of their own"):
+            way(fp8)
 
 
 FAMILIES = {

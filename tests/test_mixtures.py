@@ -154,7 +154,7 @@ def test_experts_that_stay_are_named(seed: int) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: delattr(m, "has_gate"), "not called as the experts of transformers are"),
+        (lambda m: delattr(m, "has_bias"), "not called as the experts of transformers are"),
         (lambda m: setattr(m, "is_transposed", True), "is_transposed is True, expected False"),
         (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(4))), "made of down_proj, gate_up_proj, more"),
         (lambda m: setattr(m, "down_proj", nn.Parameter(torch.ones(4, 64, 128))), "of shapes"),

@@ -20,11 +20,13 @@ from epiloq.nn import ExpertLinears, GatedExperts
 from epiloq.nn.expert_linears import Projections
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 
-# What transformers' experts interface says of a module, and must say of one that can be taken apart.
+# What transformers' experts interface says of a module, and must say of one that can be taken apart: the first two in
+# every version, the others since there is a choice.
+_MARKS = ("has_bias", "is_transposed")
 _TRAITS = {
-    "has_gate": True,
     "has_bias": False,
     "is_transposed": False,
+    "has_gate": True,
     "is_concatenated": True,
     "has_post_expert_norm": False,
     "_is_expert_parallel": False,
@@ -42,10 +44,10 @@ def stacked(model: nn.Module) -> dict[str, nn.Module]:
 
 def reason_against(module: nn.Module) -> str | None:
     """Why stacked experts cannot be taken apart; None if they can."""
-    if any(not hasattr(module, trait) for trait in _TRAITS):
+    if not all(hasattr(module, mark) for mark in _MARKS):
         return "not called as the experts of transformers are"
     for trait, wanted in _TRAITS.items():
-        if getattr(module, trait) != wanted:
+        if getattr(module, trait, wanted) != wanted:
             return f"{trait.lstrip('_')} is {getattr(module, trait)}, expected {wanted}"
     if type(module)._apply_gate.__module__ != "transformers.integrations.moe":  # type: ignore[attr-defined]
         return "gated in a way of their own"
@@ -74,6 +76,14 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
             if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in {1, *counts}:
                 found[f"{name}.{leaf}" if name else leaf] = child
     return found
+
+
+def why_stacked(model: nn.Module, layer: str) -> str:
+    """The end of a sentence that says why a layer of an expert is not there, or nothing."""
+    for name, reason in left_stacked(model).items():
+        if layer.startswith(f"{name}."):
+            return f", for {name} cannot be taken apart: {reason}"
+    return ""
 
 
 def left_beside(model: nn.Module, quantised: Collection[str]) -> set[str]:
@@ -116,10 +126,17 @@ def together_(model: nn.Module) -> nn.Module:
 
     Experts whose layers differ, or are of kinds without grouped products, stay as they are.
     """
-    for name, module in list(model.named_modules()):
-        if isinstance(module, ExpertLinears) and name:
-            settle_(model, name)
+    # Names alone, so that what is replaced is released.
+    for name in [name for name, module in model.named_modules() if isinstance(module, ExpertLinears) and name]:
+        settle_(model, name)
     return model
+
+
+def release_(model: nn.Module) -> None:
+    """Let go of the float weights of experts that are apart and of which some layers are quantised."""
+    for module in model.modules():
+        if isinstance(module, ExpertLinears) and not _is_float(module):
+            module.__dict__.pop(_BEFORE, None)
 
 
 def settle_(model: nn.Module, name: str) -> None:
@@ -184,10 +201,9 @@ def _linear(weight: Tensor) -> nn.Linear:
 def _as_before(linears: ExpertLinears) -> nn.Module | None:
     """The module that was taken apart, with the weights that its layers now have; None if any is quantised."""
     before: nn.Module | None = linears.__dict__.get(_BEFORE)
-    layers = [linears.layers(expert) for expert in range(linears.experts)]
-    if before is None or any(type(layer) is not nn.Linear for each in layers for layer in each):
+    if before is None or not _is_float(linears):
         return None
-    parts = [[cast(Tensor, layer.weight) for layer in each] for each in layers]
+    parts = [[cast(Tensor, layer.weight) for layer in linears.layers(e)] for e in range(linears.experts)]
     old = {before.get_parameter(name).untyped_storage().data_ptr() for name in _STACKED}
     if any(weight.untyped_storage().data_ptr() not in old for each in parts for weight in each):
         gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in parts])
@@ -195,6 +211,10 @@ def _as_before(linears: ExpertLinears) -> nn.Module | None:
         for name, tensor in zip(_STACKED, (gate_up, down), strict=True):
             setattr(before, name, nn.Parameter(tensor, requires_grad=False))
     return before
+
+
+def _is_float(linears: ExpertLinears) -> bool:
+    return all(type(layer) is nn.Linear for expert in range(linears.experts) for layer in linears.layers(expert))
 
 
 def _projections(model: nn.Module, name: str) -> Projections:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from epiloq.formats.architecture import distinct, has_no_use_for, model_config, renamed, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts import FormatError
-from epiloq.mixtures import left_beside, named_layers, together_
+from epiloq.mixtures import left_beside, named_layers, release_, together_, why_stacked
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
 
@@ -141,6 +141,7 @@ def _fill(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
         )
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.train(linear.training))
+    release_(model)
     for name, tensor in checkpoint.tensors():
         layer_name, _, part = name.rpartition(".")
         if layer_name in layers:
@@ -187,7 +188,7 @@ def _checked(model: nn.Module, targets: Mapping[str, Tensor], checkpoint: Checkp
         if name not in expected and has_no_use_for(model, name):
             continue
         if name not in expected:
-            raise FormatError(f"{where}: not a tensor of this model")
+            raise FormatError(f"{where}: not a tensor of this model{why_stacked(model, name)}")
         dtypes, wanted = expected[name]
         if dtype not in dtypes or shape != wanted:
             raise FormatError(f"{where}: expected {' or '.join(dtypes)} {wanted}, got {dtype} {shape}")

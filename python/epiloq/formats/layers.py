@@ -14,6 +14,7 @@ from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, readers
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
+from epiloq.mixtures import why_stacked
 
 _Found = TypeVar("_Found")
 
@@ -94,7 +95,8 @@ class Layers:
         checkpoint = self.checkpoint
         for layer in self.readers:
             if layer not in self.linears:
-                raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model")
+                why = why_stacked(self.model, layer)
+                raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model{why}")
         targets = self.model.state_dict(keep_vars=True)
         wanted = {name for name in targets if name.removesuffix(".weight") not in self.readers}
         seen = set()
@@ -106,7 +108,8 @@ class Layers:
             if name not in targets:
                 if has_no_use_for(self.model, name) or self._empty_bias(layer, part):
                     continue
-                raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model")
+                why = why_stacked(self.model, name)
+                raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model{why}")
             target = targets[name]
             if not entry.fits(target):
                 raise FormatError(

@@ -16,7 +16,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
-from epiloq.mixtures import left_beside, together_
+from epiloq.mixtures import left_beside, settle_, together_
 from epiloq.quantize.grid import QuantizedWeight
 
 
@@ -74,6 +74,7 @@ def fill(layers: Layers) -> None:
     for name in layers.readers:
         parent, _, leaf = name.rpartition(".")
         setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
+        settle_(layers.model, parent.rpartition(".")[0])
 
 
 def save(

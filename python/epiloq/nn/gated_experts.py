@@ -83,11 +83,14 @@ class GatedExperts(nn.Module):
     @torch.no_grad()
     def from_linears(cls, linears: ExpertLinears) -> GatedExperts | None:
         """The same experts, run together; None unless all of their layers are of one kind that can be."""
-        found = [linears.layers(expert) for expert in range(linears.experts)]
-        kind = Kind.of(found[0][0])
-        if kind is None or any(Kind.of(layer) != kind for layers in found for layer in layers):
+        first: Any = linears.layers(0)[0]
+        kind = Kind.of(first)
+        # The last one first: it is float still whenever this is asked while layer after layer is quantised.
+        if kind is None or Kind.of(linears.layers(linears.experts - 1)[-1]) != kind:
             return None
-        first: Any = found[0][0]
+        found = [linears.layers(expert) for expert in range(linears.experts)]
+        if any(Kind.of(layer) != kind for layers in found for layer in layers):
+            return None
         device = first.weight.device
         module = cls(
             kind,

@@ -15,7 +15,7 @@ from epiloq.formats.layouts import FormatError
 from epiloq.formats.readers import BIAS, Reader, readers
 from epiloq.formats.safetensors_file import DTYPES, Entry
 from epiloq.integrations.transformers.names import check
-from epiloq.mixtures import together_
+from epiloq.mixtures import settle_, together_, why_stacked
 
 
 class StoredLinear(nn.Module):
@@ -90,7 +90,8 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
         found = None
     if not isinstance(found, nn.Linear):
         is_what = "nothing of that name" if found is None else type(found).__name__
-        raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}")
+        why = why_stacked(model, name)
+        raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}{why}")
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
@@ -102,8 +103,9 @@ def open_layers(model: Any) -> None:
 
     Raises FormatError, which names the layer.
     """
-    for name, module in list(model.named_modules()):
-        if isinstance(module, StoredLinear):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, module.opened())
+    # Names alone, so that what is replaced is released.
+    for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
+        settle_(model, parent.rpartition(".")[0])
     together_(model)
