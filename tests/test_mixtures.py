@@ -130,14 +130,15 @@ def test_a_refused_call_changes_nothing(seed: int) -> None:
 
 
 def test_a_router_that_is_a_linear_layer(seed: int) -> None:
-    """Jamba's, in whatever family, and the gate of a shared expert."""
+    """Jamba's and, one module further in, Granite's, and the gate of a shared expert; nothing else."""
     model = qwen3()
     block = model.model.layers[1].mlp
     block.router, block.shared_expert_gate = nn.Linear(128, 4), nn.Linear(128, 1)
-    block.other = nn.Linear(128, 8)
+    block.other, block.inside = nn.Linear(128, 8), nn.Sequential(nn.Linear(128, 4), nn.Linear(4, 1))
     epiloq.quantize_(model, "fp8-block")
-    assert type(block.router) is nn.Linear and type(block.shared_expert_gate) is nn.Linear
-    assert isinstance(block.other, Fp8BlockLinear)
+    routers = (block.router, block.shared_expert_gate, block.inside[0])
+    assert all(type(router) is nn.Linear for router in routers)
+    assert isinstance(block.other, Fp8BlockLinear) and isinstance(block.inside[1], Fp8BlockLinear)
 
 
 def test_experts_that_stay_are_named(seed: int) -> None:

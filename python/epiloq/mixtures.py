@@ -67,14 +67,16 @@ def left_stacked(model: nn.Module) -> dict[str, str]:
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that weigh experts: beside them, with a row for each expert, or one for the shared expert."""
+    """Modules by name that weigh experts: beside them, or in what is, with a row for each; or one for a shared one."""
     found = {}
     for name, module in model.named_modules():
         counts = {count for child in module.children() if (count := _count(child))}
-        for leaf, child in module.named_children() if counts else ():
-            weight = getattr(child, "weight", None)
-            if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in {1, *counts}:
-                found[f"{name}.{leaf}" if name else leaf] = child
+        beside = [(leaf, child) for leaf, child in module.named_children() if counts and not _count(child)]
+        for leaf, child in beside:
+            for inner, layer in child.named_modules(prefix=f"{name}.{leaf}" if name else leaf):
+                weight, rows = getattr(layer, "weight", None), {1, *counts} if layer is child else counts
+                if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in rows:
+                    found[inner] = layer
     return found
 
 
