@@ -132,7 +132,7 @@ def test_as_layer_by_layer(tokens: int, kind: str, seed: int, device: str) -> No
     arguments = [t.to(device) for t in routed(tokens, 136, dtype)]
     one, other = apart(*arguments), whole(*arguments)
     assert one.shape == other.shape == (tokens, 136)
-    assert (one - other).norm() <= 2e-2 * one.norm()
+    assert (one - other).norm() <= (2e-2 if dtype == torch.float32 else 6e-2) * one.norm()
 
 
 def test_float_experts_are_a_plain_loop(seed: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import nn
 
 import epiloq
 from epiloq import mixtures
+from epiloq.formats import model as models
+from epiloq.formats.checkpoint import Checkpoint
 from epiloq.nn import (
     ExpertLinears,
     Fp8BlockExperts,
@@ -27,7 +30,8 @@ from epiloq.nn import (
     Int8Linear,
     WeightOnlyLinear,
 )
-from tiny_mixtures import deepseek, error, gpt_oss, logits, mixtral, qwen3
+from epiloq.quantize.job import Settings, perform, prepare
+from tiny_mixtures import deepseek, error, gpt_oss, granite, logits, mixtral, qwen3
 
 NAMES = {
     "qwen3": (qwen3, ["model.layers.1.mlp.experts"], ("gate_proj", "up_proj", "down_proj")),
@@ -174,6 +178,20 @@ def test_a_gate_of_ones_own(seed: int) -> None:
     kind = type(model.model.layers[1].mlp.experts)
     model.model.layers[1].mlp.experts.__class__ = type("Own", (kind,), {"_apply_gate": lambda self, x: x})
     assert list(mixtures.left_stacked(model).values()) == ["gated in a way of their own"]
+
+
+@pytest.mark.parametrize("layout", ["epiloq", "deepseek-fp8"])
+def test_experts_that_files_stack(layout: str, seed: int, tmp_path: Path) -> None:
+    """epiloq's own format has a matrix each all the same; in others they stay, and the report says so."""
+    granite().save_pretrained(tmp_path / "model")
+    settings = Settings(tmp_path / "model", tmp_path / "out", "fp8-block", "rtn", layout)
+    report = perform(prepare(settings))
+    model, _ = models.load(Checkpoint(tmp_path / "out"))
+    experts = model.get_submodule("model.layers.1.block_sparse_moe.experts")
+    assert isinstance(experts, GatedExperts) == (layout == "epiloq")
+    why = {f"model.layers.{n}.block_sparse_moe.experts": "stacked in files; format epiloq has them" for n in range(2)}
+    assert report["float_experts"] == ({} if layout == "epiloq" else why)
+    assert error(logits(model), logits(models.load_float(Checkpoint(tmp_path / "model")))) < 0.6
 
 
 def test_models_without_experts(seed: int) -> None:

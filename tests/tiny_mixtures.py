@@ -51,6 +51,12 @@ def deepseek(dtype: torch.dtype = torch.float32) -> Any:
     return _filled(transformers.DeepseekV3ForCausalLM(config), dtype)
 
 
+def granite() -> Any:
+    """Files stack the experts too."""
+    own = {"intermediate_size": 64, "num_local_experts": 4, "num_key_value_heads": 1}
+    return _filled(transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**_COMMON | own)), torch.float32)
+
+
 def gpt_oss() -> Any:
     """Experts with biases, transposed and interleaved."""
     own = {"intermediate_size": 64, "num_local_experts": 4, "num_key_value_heads": 1, "head_dim": 64}
