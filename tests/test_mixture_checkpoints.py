@@ -85,7 +85,6 @@ def test_published_layers_agree(fp8: Path) -> None:
     for name, (arguments, output) in called_with(exact, [*layers, EXPERTS]).items():
         with torch.no_grad():
             assert 1e-4 < error(model.get_submodule(name)(*arguments), output) < 0.06, name
-    # The rest is as it is in the files.
     assert torch.equal(model.model.layers[1].mlp.gate.weight, exact.model.layers[1].mlp.gate.weight)
     assert error(logits(model), logits(exact)) < 0.5
 
@@ -184,7 +183,7 @@ def test_quantised_to_deepseek(family: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "experts in floating point" not in result.output
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
-    # The layout that its hub has: every tensor by its old name, the quantised ones with a scale.
+    # The layout that its hub has.
     assert {name.removesuffix("_scale_inv") for name in after} == before.keys()
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     router = stored.replace("experts", "gate")
