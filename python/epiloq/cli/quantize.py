@@ -55,6 +55,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
     if kept:
         lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
+    lines += [f"experts in floating point: {name}: {reason}" for name, reason in report["float_experts"].items()]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -13,6 +13,7 @@ from epiloq.formats.layouts import FormatError
 from epiloq.formats.model import Target
 from epiloq.formats.table import FORMATS, Format, blank
 from epiloq.formats.weights import Weight
+from epiloq.mixtures import left_beside
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ def perform(
     checkpoint = layers.checkpoint
     with written_whole(conversion.output) as aside:
         writer = Writer(aside, largest_shard)
-        target = Target(conversion.layout, layers.quantization, layers.dtype, writer)
+        target = Target(conversion.layout, layers.quantization, layers.dtype, writer, checkpoint)
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
         for name in checkpoint.names():
             layer = by_part.get(name)
             if layer is None:
-                writer.add(name, checkpoint.tensor(name))
+                writer.add(checkpoint.stored_name(name), checkpoint.tensor(name))
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
                 try:
@@ -98,7 +99,7 @@ def perform(
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()
-        target.close(checkpoint.config, layers.linears)
+        target.close(layers.linears.keys() | left_beside(layers.model, target.quantised))
         carry_over(checkpoint.folder, aside)
     return {
         "input": str(checkpoint.folder),

@@ -14,6 +14,8 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
+from epiloq.mixtures import reason_against, stacked
+from epiloq.nn import ExpertLinears
 from epiloq.quantize.grid import Grid
 from epiloq.quantize.targets import TARGETS
 
@@ -158,10 +160,22 @@ def _bytes_before(layers: Layers) -> int:
     return rest + sum(rows * columns for rows, columns in map(layers.shape, layers.readers)) * layers.dtype.itemsize
 
 
+def _float_experts(layers: Layers) -> dict[str, str]:
+    """Experts in floating point by the name of their module, and why."""
+    why = "in floating point in the files"
+    alone = {
+        name: why
+        for name, module in layers.model.named_modules()
+        if isinstance(module, ExpertLinears) and any(n.startswith(f"{name}.") for n in layers.unquantised)
+    }
+    return alone | {name: reason_against(module) or why for name, module in stacked(layers.model).items()}
+
+
 def _not_quantised(layers: Layers) -> dict[str, Any]:
     entries = layers.checkpoint.entries
     return {
         "linear": layers.unquantised,
+        "experts": _float_experts(layers),
         "tensors": len(layers.rest),
         "bytes": sum(entries[name].nbytes for name in layers.rest),
         "largest": sorted(layers.rest, key=lambda name: -entries[name].nbytes)[:3],

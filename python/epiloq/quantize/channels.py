@@ -82,7 +82,9 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:
-    return last_inputs({"": layer}, run)[""].detach().reshape(-1, layer.in_features).clone()
+    # Other values of a producer may lead tokens to other experts, and none to this one.
+    found = last_inputs({"": layer}, run).get("", layer.weight.new_empty(0, layer.in_features))
+    return found.detach().reshape(-1, layer.in_features).clone()
 
 
 def alike(values: Tensor, channels: Tensor | None, reduce: str) -> Tensor:

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.demo.perplexity import perplexity
+from epiloq.formats import epiloq_modules
+from epiloq.formats.architecture import renamed
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import Quantization
 from epiloq.formats.model import load, load_float, save
 from epiloq.formats.table import FORMATS
+from epiloq.mixtures import reason_against, stacked, take_apart_
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms import ALGORITHMS
@@ -102,6 +105,12 @@ class Job:
         """Where the run keeps what is not finished."""
         return self.settings.output.with_name(f".{self.settings.output.name}.partial")
 
+    @property
+    def float_experts(self) -> dict[str, str]:
+        """Experts by name that stay in floating point, and why."""
+        found = stacked(self.model).items()
+        return {name: reason_against(module) or "stacked in files; format epiloq has them" for name, module in found}
+
     def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
         """Of the text to evaluate on, if there is any."""
         if not self.evaluation:
@@ -120,6 +129,7 @@ class Job:
             "error_of": tally.error_of,
             "layer_errors": tally.errors,
             "input_errors": tally.input_errors,
+            "float_experts": self.float_experts,
             "scales": tally.histogram,
             "bytes_before": _weight_bytes(settings.model),
             "bytes_after": _weight_bytes(whole),
@@ -150,7 +160,9 @@ def prepare(settings: Settings) -> Job:
         raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
     source = Checkpoint(settings.model)
     texts, evaluation = _texts(settings, target.static or ALGORITHMS[settings.algorithm].needs_inputs)
-    model = load_float(source)
+    model = renamed(load_float(source), source)
+    if layout.name == epiloq_modules.METHOD:
+        take_apart_(model)
     if evaluation:
         check_generates(model, settings.model)
     dtype = next(model.parameters()).dtype
