@@ -66,6 +66,15 @@ class Layers:
         """``(N, K)``."""
         return self.linears[layer].out_features, self.linears[layer].in_features
 
+    def ordered(self, layer: str) -> bool:
+        """Whether a quantised layer's groups are in activation order; gptq's files may say that they are not."""
+        part = self.parts[layer].get("g_idx")
+        if part is None:
+            return "weight_perm" in self.parts[layer]
+        index, quantization = self.checkpoint.tensor(part), self.readers[layer].quantization
+        length = quantization.grid.length(len(index)) if quantization is not None else len(index)
+        return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
+
     def weight(self, layer: str) -> Weight:
         """What a quantised layer's tensors stand for. Raises FormatError, naming file and layer, if they disagree."""
         return self._named(layer, lambda tensors: self.readers[layer].from_tensors(tensors, self.shape(layer)))

@@ -58,12 +58,13 @@ class Format:
             self.to_tensors(blank(quantization, shape), quantization, dtype)
 
 
-def blank(quantization: Quantization, shape: tuple[int, int]) -> QuantizedWeight:
-    """A weight of ones on a grid."""
+def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
+    """A weight of ones on a grid, its groups perhaps in activation order."""
     grid, (rows, columns) = quantization.grid, shape
     groups = -(-columns // grid.length(columns))
     zero = None if grid.symmetric else torch.ones(rows, groups, dtype=torch.int32)
-    return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid)
+    perm = torch.arange(columns) if ordered else None
+    return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid, perm)
 
 
 def _half(dtype: torch.dtype, activations: str | None) -> torch.dtype:
