@@ -16,6 +16,7 @@ from epiloq.formats.layouts import FormatError, Quantization, require
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.quantize.grid import Grid
 
 BIAS = "bias"
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -97,18 +98,24 @@ def reader(config: Mapping[str, Any]) -> Reader:
             frozenset({"qweight", "qzeros", "scales", "g_idx"}),
         )
     if method == "awq":
-        said = awq.parse(config)
-        return Reader(
-            said,
-            "qweight",
-            lambda t, shape: awq.from_tensors(t, said.grid, shape),
-            frozenset({"qweight", "qzeros", "scales"}),
-        )
+        return _awq_reader(*awq.parse(config))
     if method == deepseek_fp8.METHOD:
         deepseek_fp8.parse(config)
         parts = frozenset({"weight", deepseek_fp8.SCALE})
         return Reader(None, deepseek_fp8.SCALE, _from_blocks, parts, module=("Fp8BlockLinear", {}))
     raise FormatError(f"quantization_config: quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
+
+
+def _awq_reader(grid: Grid, version: str) -> Reader:
+    with_offsets = version == "gemv_fast"
+    options = {"bits": awq.BITS, "group_size": grid.group_size, "zeros": "offset"}
+    return Reader(
+        None if with_offsets else Quantization(grid),
+        "qweight",
+        lambda t, shape: awq.from_tensors(t, grid, version, shape),
+        frozenset({"qweight", "qzeros", "scales"}),
+        module=("WeightOnlyLinear", options) if with_offsets else ("", {}),
+    )
 
 
 def readers(checkpoint: Checkpoint) -> dict[str, Reader]:

@@ -103,12 +103,7 @@ def _gptq_config(quantization: Quantization | None, written: Written) -> dict[st
 
 
 def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    value = _weights_only("awq", weight, quantization)
-    if value.bits != awq.BITS:
-        raise FormatError(f"awq: cannot say {value.bits} bits, only 4 bits")
-    if value.perm is not None:
-        raise FormatError("awq: cannot say groups in activation order (act-order)")
-    return awq.to_tensors(value)
+    return awq.to_tensors(_weights_only("awq", weight, quantization))
 
 
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
