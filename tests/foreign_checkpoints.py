@@ -188,6 +188,12 @@ def fp8_static(linear: nn.Linear) -> Layer:
     return {"weight": q, "weight_scale": scale, "input_scale": inputs}, q.float() * scale.float()
 
 
+def fp8_blocks(linear: nn.Linear) -> Layer:
+    """The same with a scale for each block, as DeepSeek-V3 has them, in the model's type."""
+    tensors, weight = deepseek_fp8(linear)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, weight
+
+
 def deepseek_fp8(linear: nn.Linear) -> Layer:
     """DeepSeek-V3's blocks of 128 x 128."""
     q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
@@ -213,6 +219,8 @@ _TOKENS = _CHANNELS | {"strategy": "token", "dynamic": True, "observer": None}
 _TENSOR = _CHANNELS | {"strategy": "tensor", "symmetric": False}
 _FP8_CHANNELS, _FP8_TOKENS = _CHANNELS | {"type": "float"}, _TOKENS | {"type": "float"}
 _FP8_TENSOR = _FP8_CHANNELS | {"strategy": "tensor"}
+_FP8_BLOCKS = _FP8_CHANNELS | {"strategy": "block", "block_structure": [128, 128]}
+_FP8_GROUPS = _FP8_TOKENS | {"strategy": "group", "group_size": 128}
 
 
 def _ct(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
@@ -269,11 +277,14 @@ TOOLS: dict[str, tuple[Callable[[nn.Linear], Layer], dict[str, Any]]] = {
     "static float-quantized": (fp8_static, _ct("float-quantized", _FP8_TENSOR, _FP8_TENSOR)),
     "fp8": (deepseek_fp8, _DEEPSEEK),
 }
+FP8_BLOCKS = "float-quantized in blocks"
+"""Which is read of any sizes, but written only of inputs that fill groups of 128."""
+_ALL = TOOLS | {FP8_BLOCKS: (fp8_blocks, _ct("float-quantized", _FP8_BLOCKS, _FP8_GROUPS))}
 
 
 def write(folder: Path, model: Any, tool: str, shards: int = 2) -> Any:
     """Quantise `model` as `tool` would into a new `folder`; then it has the weights that the folder stands for."""
-    pack, config = TOOLS[tool]
+    pack, config = _ALL[tool]
     head = model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     tied = model.all_tied_weights_keys

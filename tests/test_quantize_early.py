@@ -51,6 +51,10 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "a format without words for activations": (("--scheme", "w8a8-int8", "--format", "gptq"), "activations"),
     "a format without words for float8": (("--scheme", "fp8-token", "--format", "awq"), "can be written as"),
     "sizes that the format has no word for": (("--scheme", "w4a16-g128"), "multiple of 128"),
+    "sizes that blocks do not fill": (
+        ("--scheme", "fp8-block", "--format", "compressed-tensors"),
+        "in_features: expected a multiple of 128, got 64",
+    ),
     "a text that is not there": ((*W4, "--calibration", "absent.txt"), "nothing there"),
     "layers that are not dynamic anyway": ((*W4, "--keep-dynamic", "auto"), "no static scales"),
     "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "none is like '*.wide_proj'"),

@@ -37,7 +37,7 @@ FORMATS_OF = {
     "w4a8-block": ["epiloq"],
     "fp8": ["compressed-tensors", "epiloq"],
     "fp8-token": ["compressed-tensors", "epiloq"],
-    "fp8-block": ["deepseek-fp8", "epiloq"],
+    "fp8-block": ["deepseek-fp8", "compressed-tensors", "epiloq"],
     "w8a16": ["compressed-tensors", "gptq", "epiloq"],
     "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],
@@ -62,7 +62,9 @@ def test_the_table_of_schemes_is_whole() -> None:
 @pytest.mark.parametrize(("scheme", "layout"), [(scheme, f) for scheme in CODED for f in FORMATS_OF[scheme]])
 def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme: str, layout: str) -> None:
     options = ("--scheme", scheme, "--json", tmp_path / "r.json")
-    result = quantize(teacher, tmp_path / "out", *options, *(("--format", layout) if layout == "epiloq" else ()))
+    result = quantize(
+        teacher, tmp_path / "out", *options, *(() if layout == FORMATS_OF[scheme][0] else ("--format", layout))
+    )
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["algorithm"], report["layout"]) == ("rtn", layout)
@@ -163,7 +165,7 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
     [
         (("--scheme", "fp8-token", "--format", "gptq"), "fp8-token can be written as compressed-tensors, epiloq"),
         (("--scheme", "w8a16", "--format", "awq"), "can be written as compressed-tensors, gptq, epiloq"),
-        (("--scheme", "fp8-block", "--format", "compressed-tensors"), "can be written as deepseek-fp8, epiloq"),
+        (("--scheme", "fp8-block", "--format", "gptq"), "can be written as deepseek-fp8, compressed-tensors, epiloq"),
         (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),
         (("--scheme", "fp8", "--blocks", "model.norm"), "ModuleList"),
         (("--scheme", "fp8", "--keep-dynamic", "auto"), "has no static scales"),

@@ -83,7 +83,7 @@ def quantize(
         typer.Option(
             "--format",
             metavar="F",
-            help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq: the first that can say the scheme.",
+            help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq: the first that can say the scheme.",
             show_default=False,
         ),
     ] = None,

@@ -89,7 +89,7 @@ def perform(
         writer = Writer(aside, largest_shard)
         target = Target(conversion.layout, layers.quantization, layers.dtype, writer)
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
-        for name in checkpoint.names():
+        for name in (name for name in checkpoint.names() if name not in layers.unused):
             layer = by_part.get(name)
             if layer is None:
                 writer.add(name, checkpoint.tensor(name))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from epiloq.formats.architecture import skeleton
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.readers import BIAS, Reader, readers
+from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 
@@ -31,6 +31,8 @@ class Layers:
         self.readers: dict[str, Reader] = {} if checkpoint.quantization is None else readers(checkpoint)
         self.model = skeleton(checkpoint, "meta") if model is None else model
         self.linears = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        self.unused = frozenset(cache_scales(checkpoint))
+        """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
         """Names of a quantised layer's tensors by their last parts, the bias left out."""
         self._compare()
@@ -58,8 +60,8 @@ class Layers:
 
     @property
     def rest(self) -> list[str]:
-        """Tensors that belong to no quantised layer, or are its bias, one file after the other."""
-        taken = {name for parts in self.parts.values() for name in parts.values()}
+        """The model's tensors that belong to no quantised layer, or are its bias, one file after the other."""
+        taken = {name for parts in self.parts.values() for name in parts.values()} | self.unused
         return [name for name in self.checkpoint.names() if name not in taken]
 
     def shape(self, layer: str) -> tuple[int, int]:
@@ -113,6 +115,8 @@ class Layers:
             layer, _, part = name.rpartition(".")
             if layer in self.readers and part != BIAS:
                 self._part(layer, part, name)
+                continue
+            if name in self.unused:
                 continue
             if name not in targets:
                 if any(re.search(pattern, name) for pattern in ignored) or self._empty_bias(layer, part):

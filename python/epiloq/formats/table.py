@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +51,6 @@ class Format:
     scale_dtype: Callable[[torch.dtype, str | None], torch.dtype]
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
     config: Callable[[Quantization | None, Written], dict[str, Any]]
-
-    def check(self, quantization: Quantization, shapes: Collection[tuple[int, int]], dtype: torch.dtype) -> None:
-        """Raise FormatError unless layers of these shapes ``[N, K]`` can be written: it is tried with blank ones."""
-        for shape in sorted(set(shapes)):
-            self.to_tensors(blank(quantization, shape), quantization, dtype)
 
 
 def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
@@ -107,7 +102,9 @@ def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtyp
 
 
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(weight, ModuleWeight) and weight.module == compressed_tensors_fp8.MODULE:
+    if isinstance(weight, BlockWeight) or (
+        isinstance(weight, ModuleWeight) and weight.module == compressed_tensors_fp8.ROWS
+    ):
         return compressed_tensors_fp8.to_tensors(weight)
     value, described = on_grid(weight, "compressed-tensors"), _grid_of(quantization)
     # Its reader multiplies in the scale's type, then rounds to the model's.
@@ -118,8 +115,8 @@ def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: tor
 def _compressed_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
     if quantization is not None:
         return compressed_tensors.config(quantization, written.ignored)
-    (options,) = (group.options for group in epiloq_modules.groups_of(written.quantised))  # Others were refused.
-    return compressed_tensors_fp8.config(options, written.ignored)
+    (group,) = epiloq_modules.groups_of(written.quantised)  # Others were refused.
+    return compressed_tensors_fp8.config(group.module, group.options, written.ignored)
 
 
 def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -147,7 +144,9 @@ def _grid_of(quantization: Quantization | None) -> Quantization:
     return quantization
 
 
+# In order of preference.
 _TABLE = (
+    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
     Format("compressed-tensors", _as_model, _to_compressed, _compressed_config),
     Format("gptq", _half, _to_gptq, _gptq_config),
     Format(
@@ -156,7 +155,6 @@ _TABLE = (
         _to_awq,
         lambda quantization, written: awq.config(_grid_of(quantization).grid, written.ignored),
     ),
-    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
     Format("epiloq", _as_model, _to_epiloq, _epiloq_config),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}

@@ -15,6 +15,11 @@ from epiloq.packed_weight import PackedWeight
 from epiloq.quantize.grid import QuantizedWeight
 
 
+def blocks_of(shape: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks a weight ``[N, K]`` has along either dimension."""
+    return -(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)
+
+
 @dataclass(frozen=True)
 class BlockWeight:
     """``W = scale * q``: q float8_e4m3fn ``[N, K]``, scale ``[ceil(N / 128), ceil(K / 128)]`` of any float type."""

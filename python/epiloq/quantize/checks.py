@@ -60,10 +60,10 @@ def check_model(settings: Settings, source: Checkpoint) -> int:
     blocks = find_blocks(outline, takes, settings.blocks)
     layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
     _check_layers(settings, source, layers)
-    layout, quantization = FORMATS[settings.layout], TARGETS[settings.scheme].quantization(settings.symmetric)
-    if quantization is not None:
-        shapes = {(layer.out_features, layer.in_features) for layer in layers.values()}
-        layout.check(quantization, shapes, next(outline.parameters()).dtype)
+    layout, target = FORMATS[settings.layout], TARGETS[settings.scheme]
+    for shape in sorted({(layer.out_features, layer.in_features) for layer in layers.values()}):
+        weight, quantization = target.blank(shape, settings.symmetric), target.quantization(settings.symmetric)
+        layout.to_tensors(weight, quantization, next(outline.parameters()).dtype)
     pattern = settings.keep_dynamic
     if pattern is not None and pattern != AUTO and not any(fnmatchcase(name, pattern) for name in layers):
         raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layers' names, but none is like {pattern!r}")
