@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra cli")
 pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
@@ -21,12 +21,14 @@ from command_line import WIDE, logits, quantize, run, teacher_and_text, text
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
+from epiloq.nn import WeightOnlyLinear
 from epiloq.quantize import Grid, store
 from epiloq.quantize.algorithms import ALGORITHMS
 from epiloq.quantize.calibrate import calibrate
 from epiloq.quantize.outputs import choose, refusals, schemes
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
+from tiny_teacher import save
 
 CODED = [name for name, target in TARGETS.items() if not isinstance(target.base, Grid)]
 FORMATS_OF = {
@@ -78,6 +80,21 @@ def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme:
     assert result.exit_code == 0, result.output
     method = {"deepseek-fp8": "fp8"}.get(layout, layout)
     assert json.loads((tmp_path / "e.json").read_text())["quantization"] == method
+
+
+def test_layers_outside_the_blocks_stay(seed: int, tmp_path: Path) -> None:
+    """Whatever the scheme; `quantize_` takes those too, but for the head."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 256}
+    config = transformers.OPTConfig(word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False, **sizes)
+    save(tmp_path / "model", transformers.OPTForCausalLM(config))
+    outside = ["model.decoder.project_in", "model.decoder.project_out"]
+    for scheme in ("fp8-token", "w8a8-block", "w8a16"):
+        options = ("--scheme", scheme, "--algorithm", "rtn", "--format", "epiloq")
+        result = run("quantize", tmp_path / "model", "--output", tmp_path / scheme, *options)
+        assert result.exit_code == 0, result.output
+        assert Layers(Checkpoint(tmp_path / scheme)).unquantised == ["lm_head", *outside]
+    taken = epiloq.quantize_(models.load_float(Checkpoint(tmp_path / "model")), "w8a16")
+    assert all(isinstance(taken.get_submodule(name), WeightOnlyLinear) for name in outside)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g64", "w8a8-int8", "w8a8-int8-static"])
