@@ -140,7 +140,8 @@ def test_every_algorithm_for_every_scheme(teacher: Path, tmp_path: Path, scheme:
     model, quantization = models.load(Checkpoint(tmp_path / "out"))
     exact = logits(models.load_float(Checkpoint(teacher)))
     assert quantization is None
-    assert 0 < float((logits(model) - exact).norm() / exact.norm()) < (0.2 if scheme == "w4a8-block" else 0.1)
+    # Random weights: 0.12 to 0.19 at four bits, 0.05 to 0.07 in FP8. A wrong model is off by more than 1.
+    assert 0 < float((logits(model) - exact).norm() / exact.norm()) < (0.5 if scheme == "w4a8-block" else 0.25)
     norm = "model.layers.0.input_layernorm.weight"
     moved = not torch.equal(model.get_parameter(norm), models.load_float(Checkpoint(teacher)).get_parameter(norm))
     assert moved or "smoothquant" not in algorithm
