@@ -84,7 +84,7 @@ def quantize(
         typer.Option(
             "--format",
             metavar="F",
-            help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq: the first that can say the scheme.",
+            help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq: the first that can say the scheme.",
             show_default=False,
         ),
     ] = None,
@@ -123,7 +123,9 @@ def quantize(
         typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Turn a model directory into a smaller one, its linear layers quantised.
+    """Turn a model directory into a smaller one, the linear layers of its repeated blocks quantised.
+
+    Embeddings, the output head and what else is outside the blocks stay as they are, whatever the scheme.
 
     Run the same command again to go on with a run that was interrupted.
 

@@ -21,7 +21,7 @@ from epiloq import nn as modules
 from epiloq.formats.architecture import distinct, model_config
 from epiloq.formats.checkpoint import LARGEST_SHARD, Writer, written_whole
 from epiloq.formats.layouts import Activations, FormatError, Quantization
-from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
+from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
 from epiloq.mixtures import named_layers
 from epiloq.packed_weight import BITS
 from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
@@ -111,7 +111,7 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
 def _weight_only(module: modules.WeightOnlyLinear, options: Options) -> Weight:
     described = _weight_only_described(options)
     if described is None:
-        return _as_it_is(lambda module: module.weight.dequantize())(module, options)
+        return OffsetWeight.of(module.weight)
     q, scale, zero = module.weight.unpack()
     return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.weight.perm)
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from epiloq.formats import epiloq_modules
 from epiloq.formats.convert import refusal
 from epiloq.formats.layers import Layers
@@ -96,7 +94,7 @@ def _said(layers: Layers, name: str) -> dict[str, Any]:
         module, options = reader.module
         words = _WORDS[module](options)
     keys = ("weights", "bits", "group_size", "symmetric", "activations")
-    return {**dict(zip(keys, words, strict=True)), "act_order": _ordered(layers, name)}
+    return {**dict(zip(keys, words, strict=True)), "act_order": layers.ordered(name)}
 
 
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
@@ -118,16 +116,6 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         None,
     ),
 }
-
-
-def _ordered(layers: Layers, name: str) -> bool:
-    """Whether a layer's groups are in activation order; gptq's files may say that they are not."""
-    part = layers.parts[name].get("g_idx")
-    if part is None:
-        return "weight_perm" in layers.parts[name]
-    index, quantization = layers.checkpoint.tensor(part), layers.readers[name].quantization
-    length = quantization.grid.length(len(index)) if quantization is not None else len(index)
-    return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
 
 
 def _version(found: Mapping[str, Any]) -> str | int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from epiloq.formats.architecture import has_no_use_for, names_in
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.readers import BIAS, Reader, readers
+from epiloq.formats.names import Names
+from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.safetensors_file import DTYPES, Entry
 from epiloq.integrations.transformers.names import check
 from epiloq.mixtures import settle_, together_, why_stacked
@@ -81,6 +83,15 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         found[own] = reader
     check(model, checkpoint)
     return found
+
+
+def stored_scales(model: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Tensors of a quantised key-value cache by their names in `model`: it has no use for them, but may be saved."""
+    names, found = Names(model), cache_scales(checkpoint)
+    kept = {names.of(name): checkpoint.tensor(name).clone() for name in found}
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*known, *(re.escape(name) for name in kept)}
+    return kept
 
 
 def _linear(model: Any, name: str, origin: str) -> nn.Linear:
