@@ -5,13 +5,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "core/host_rows.h"
 
 namespace epiloq::ops::conv2d_int8 {
 namespace {
 
-constexpr int kWidth = 256;         // outputs that a loop should have at least
+constexpr int kWidth = 256;         // outputs that a loop should have at least,
+constexpr int kMultiple = 64;       // and a multiple of these,
+constexpr int kMaxWidth = 2048;     // unless they become so many
 constexpr float kDoubt = 0x1p-22f;  // three roundings of 2^-24 each, and some
 
 struct Channels {
@@ -65,12 +68,17 @@ EPILOQ_CLONES void restore(std::int32_t const* acc, Channels c, int count, Finis
   }
 }
 
+int pixels_at_once(int co) {
+  int const some = kMultiple / std::gcd(co, kMultiple), width = some * co;
+  return width > kMaxWidth ? std::max(1, kWidth / co) : some * static_cast<int>(ceil_div(kWidth, width));
+}
+
 }  // namespace
 
 Finisher::Finisher(Finish const& f, int co, DType out_dtype, void* out, std::int64_t out_pixel)
     : finish_(f),
       co_(co),
-      pixels_(out_pixel == co ? std::max(1, kWidth / co) : 1),
+      pixels_(out_pixel == co ? pixels_at_once(co) : 1),
       dtype_(out_dtype),
       out_(out),
       out_pixel_(out_pixel),

@@ -30,28 +30,31 @@ class Finisher {
 // Channels that are summed side by side.
 inline constexpr int kLanes = 16;
 
-// Rows of the image as float32, padded, with the pixels that a tap meets one after the other next to each other: a
-// stride's phases are apart. A pixel is its channels; of depthwise convolutions the input of kLanes output channels, and
-// such blocks are apart too. There is `slack` after each row.
+// Rows of the image as float32, padded. Of depthwise convolutions kLanes channels of a pixel are together (as output
+// channels have them), then the pixels that a tap meets one after the other: a stride's phases and the blocks of channels
+// are apart. Other rows keep their order.
 class TapRows {
  public:
+  // So many pixels more than there are may be read.
   TapRows(Problem const& problem, int slack);
 
   // For a row of the output, counted over all images: where each tap, [kh, kw], meets that row's first pixel. Until the
   // next call.
   std::vector<float const*> const& of(std::int64_t row);
-  // Values from one pixel, and from one block, to the next.
-  [[nodiscard]] int pixel() const { return pixel_; }
+  // Values from a pixel that a tap meets to the next, and from a block of channels to the next.
+  [[nodiscard]] std::int64_t step() const { return step_; }
   [[nodiscard]] std::int64_t block() const { return block_; }
 
  private:
   void fill(std::int8_t const* from, float* to) const;
 
   Problem const& problem_;
-  int pixel_, blocks_, width_;    // width: pixels of a phase
-  std::vector<int> phases_;       // the strides' remainders that taps have
+  bool depthwise_;
+  int apart_;                     // what phases are counted by
+  int pixel_, width_;             // values of a pixel in a block, pixels of a phase
+  std::vector<int> phases_;       // those that taps meet
   std::vector<std::int64_t> at_;  // of each kw, in a row
-  std::int64_t phase_, block_, size_;
+  std::int64_t step_, block_, size_;
   std::vector<float> rows_;  // the last is all padding
   std::vector<std::int64_t> held_;
   std::vector<float const*> taps_;

@@ -20,6 +20,7 @@ constexpr int kPixelsOfSmallStrip = 24;  // where channels are many
 struct Block {
   float const* const* x;  // of each tap, the first pixel of the row
   std::int64_t offset;    // from there
+  std::int64_t step;      // and from there to the next
   int taps, channels;     // channels: 0 of depthwise convolutions, whose lanes have their own
   float const* weight;    // [taps, channels or 1, kLanes]
   std::int32_t* acc;      // [pixels, lanes]
@@ -44,19 +45,18 @@ template <class Width, bool kDepthwise>
   using Unaligned = typename Width::Unaligned;
   using Integers = typename Width::Integers;
   constexpr int kFloats = sizeof(Vector) / sizeof(float);
-  int const step = kDepthwise ? kLanes : s.channels;
   for (int first = 0; first < s.pixels; first += kPixels) {
     for (int lane = 0; lane < kLanes; lane += 2 * kFloats) {
       Vector total[kPixels][2] = {};
       float const* w = s.weight + lane;
       for (int tap = 0; tap < s.taps; ++tap) {
-        float const* x = s.x[tap] + s.offset + static_cast<std::int64_t>(first) * step + (kDepthwise ? lane : 0);
+        float const* x = s.x[tap] + s.offset + first * s.step + (kDepthwise ? lane : 0);
         for (int c = 0; c < (kDepthwise ? 1 : s.channels); ++c, w += kLanes, ++x) {
           Vector const left = *reinterpret_cast<Unaligned const*>(w);
           Vector const right = *reinterpret_cast<Unaligned const*>(w + kFloats);
 #pragma GCC unroll 6
           for (int pixel = 0; pixel < kPixels; ++pixel) {
-            float const* const at = x + pixel * step;
+            float const* const at = x + pixel * s.step;
             if constexpr (kDepthwise) {
               total[pixel][0] += *reinterpret_cast<Unaligned const*>(at) * left;
               total[pixel][1] += *reinterpret_cast<Unaligned const*>(at + kFloats) * right;
@@ -120,7 +120,7 @@ void direct_on_host(Problem const& p, std::int64_t first, std::int64_t last) {
     for (int q = 0; q < s.q; q += strip) {
       int const pixels = std::min(strip, s.q - q), rounded = (pixels + kPixels - 1) / kPixels * kPixels;
       for (int b = 0; b < blocks; ++b) {
-        sum_block({x, (depthwise ? b * rows.block() : 0) + static_cast<std::int64_t>(q) * rows.pixel(), taps, depthwise ? 0 : s.ci,
+        sum_block({x, (depthwise ? b * rows.block() : 0) + q * rows.step(), rows.step(), taps, depthwise ? 0 : s.ci,
                    weight.data() + static_cast<std::int64_t>(b) * terms * kLanes, acc.data() + b * kLanes, rounded,
                    lanes});
       }

@@ -28,19 +28,19 @@ EPILOQ_CLONES void widen_blocks(std::int8_t const* from, std::int64_t step, int 
 
 TapRows::TapRows(Problem const& problem, int slack) : problem_(problem) {
   conv2d::Shape const& s = problem.shape;
-  bool const depthwise = s.groups > 1;
-  pixel_ = depthwise ? kLanes : s.ci;
-  blocks_ = depthwise ? static_cast<int>(ceil_div(s.co, kLanes)) : 1;
-  width_ = s.q + (s.kw - 1) * s.dilation_w / s.stride_w;
-  phase_ = static_cast<std::int64_t>(width_) * pixel_;
+  depthwise_ = s.groups > 1;
+  apart_ = depthwise_ ? s.stride_w : 1;
+  pixel_ = depthwise_ ? kLanes : s.ci;
+  width_ = (s.q - 1) * s.stride_w / apart_ + (s.kw - 1) * s.dilation_w / apart_ + 1;
   for (int j = 0; j < s.kw; ++j) {
-    int const column = j * s.dilation_w;
-    auto const found = std::find(phases_.begin(), phases_.end(), column % s.stride_w);
-    at_.push_back((found - phases_.begin()) * phase_ + static_cast<std::int64_t>(column / s.stride_w) * pixel_);
-    if (found == phases_.end()) phases_.push_back(column % s.stride_w);
+    int const column = j * s.dilation_w, phase = column % apart_;
+    auto const found = std::find(phases_.begin(), phases_.end(), phase);
+    at_.push_back(((found - phases_.begin()) * width_ + column / apart_) * pixel_);
+    if (found == phases_.end()) phases_.push_back(phase);
   }
-  block_ = static_cast<std::int64_t>(phases_.size()) * phase_;
-  size_ = blocks_ * block_ + slack;
+  step_ = std::int64_t{pixel_} * (depthwise_ || s.q == 1 ? 1 : s.stride_w);
+  block_ = static_cast<std::int64_t>(phases_.size()) * width_ * pixel_;
+  size_ = (depthwise_ ? ceil_div(s.co, kLanes) : 1) * block_ + slack * step_;
   // Rows as far apart as these meet different places.
   int const rows = std::min(s.h, (s.kh - 1) * s.dilation_h + 1);
   rows_.assign(static_cast<std::size_t>((rows + 1) * size_), static_cast<float>(problem.input_zero));
@@ -69,25 +69,24 @@ std::vector<float const*> const& TapRows::of(std::int64_t row) {
 // The places of padding hold it from the beginning.
 void TapRows::fill(std::int8_t const* from, float* to) const {
   conv2d::Shape const& s = problem_.shape;
-  std::int64_t const step = s.stride_w * s.x_pixel;
+  std::int64_t const step = apart_ * s.x_pixel;
+  int const channels = depthwise_ ? s.co : s.ci, copies = channels / s.ci;
+  int const whole = depthwise_ && copies == 1 ? s.ci / kLanes : 0;
   for (int const phase : phases_) {
-    int const first = std::min(round_up_quotient(s.left - phase, s.stride_w), width_);
-    int const count = std::clamp(round_up_quotient(s.w + s.left - phase, s.stride_w), first, width_) - first;
-    std::int8_t const* const x = from + (static_cast<std::int64_t>(first) * s.stride_w + phase - s.left) * s.x_pixel;
-    float* const at = to + static_cast<std::int64_t>(first) * pixel_;
-    bool const blocks = s.groups > 1 && s.co == s.ci;
-    int const whole = blocks ? s.ci / kLanes : 0;
-    if (blocks) widen_blocks(x, step, count, whole, at, block_);
-    if (s.groups == 1 && step == s.ci) {
-      widen(x, static_cast<std::int64_t>(count) * s.ci, at);
+    int const first = std::min(round_up_quotient(s.left - phase, apart_), width_);
+    int const count = std::clamp(round_up_quotient(s.w + s.left - phase, apart_), first, width_) - first;
+    std::int8_t const* const x = from + (std::int64_t{first} * apart_ + phase - s.left) * s.x_pixel;
+    float* const at = to + std::int64_t{first} * pixel_;
+    if (!depthwise_ && step == s.ci) {
+      widen(x, std::int64_t{count} * s.ci, at);
     } else {
-      int const channels = s.groups > 1 ? s.co : s.ci, copies = channels / s.ci;
+      widen_blocks(x, step, count, whole, at, block_);
       for (int n = whole * kLanes; n < channels; ++n) {
         float* const lane = at + n / pixel_ * block_ + n % pixel_;
-        for (int i = 0; i < count; ++i) lane[static_cast<std::int64_t>(i) * pixel_] = x[i * step + n / copies];
+        for (std::int64_t i = 0; i < count; ++i) lane[i * pixel_] = x[i * step + n / copies];
       }
     }
-    to += phase_;
+    to += std::int64_t{width_} * pixel_;
   }
 }
 
