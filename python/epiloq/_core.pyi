@@ -252,6 +252,7 @@ def quantize_blockwise_int8(
 def check_quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
+def lookup_int8(out: Tensor, x: Tensor, table: Tensor) -> None: ...
 def online_quant_mm(
     out: Tensor,
     x: Tensor,
