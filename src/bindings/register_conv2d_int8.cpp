@@ -45,12 +45,11 @@ void register_conv2d_int8(py::module_& module) {
          });
   define("check_conv2d_int8", "kernel",
          [](Conv2dInt8 const& call, TensorArg const&, std::optional<Range> const&) { return has_host_kernel(call); });
-  define("conv2d_int8_rows", "rows",
-         [](Conv2dInt8 const& call, TensorArg const&, std::optional<Range> const& rows) {
-           py::gil_scoped_release const released;
-           auto const [first, last] = rows.value_or(Range{0, call.out.size(0) * call.out.size(1)});
-           conv2d_int8_rows(call, first, last);
-         });
+  define("conv2d_int8_rows", "rows", [](Conv2dInt8 const& call, TensorArg const&, std::optional<Range> const& rows) {
+    py::gil_scoped_release const released;
+    auto const [first, last] = rows.value_or(Range{0, call.out.size(0) * call.out.size(1)});
+    conv2d_int8_rows(call, first, last);
+  });
   module.def(
       "finish_conv2d_int8",
       [](TensorArg const& out, TensorArg const& acc, TensorArg const& scale, Optional const& bias,

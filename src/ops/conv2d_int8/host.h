@@ -27,12 +27,15 @@ class Finisher {
   std::vector<std::int32_t> correction_;
 };
 
-// Channels that are summed side by side.
+// Channels that are summed side by side, in memory that no vector's boundary crosses.
 inline constexpr int kLanes = 16;
+struct alignas(64) Line {
+  float value[kLanes];
+};
 
 // Rows of the image as float32, padded. Of depthwise convolutions kLanes channels of a pixel are together (as output
-// channels have them), then the pixels that a tap meets one after the other: a stride's phases and the blocks of channels
-// are apart. Other rows keep their order.
+// channels have them), then the pixels that a tap meets one after the other: a stride's phases and the blocks of
+// channels are apart. Other rows keep their order.
 class TapRows {
  public:
   // So many pixels more than there are may be read.
@@ -55,7 +58,7 @@ class TapRows {
   std::vector<int> phases_;       // those that taps meet
   std::vector<std::int64_t> at_;  // of each kw, in a row
   std::int64_t step_, block_, size_;
-  std::vector<float> rows_;  // the last is all padding
+  std::vector<Line> rows_;  // the last is all padding
   std::vector<std::int64_t> held_;
   std::vector<float const*> taps_;
 };

@@ -1,5 +1,5 @@
-// int8 convolutions that add up few products, on the CPU: some pixels at a time for each weight that is read, in float32,
-// which holds every partial sum.
+// int8 convolutions that add up few products, on the CPU: some pixels at a time for each weight that is read, in
+// float32, which holds every partial sum.
 
 #include <algorithm>
 
@@ -12,9 +12,9 @@
 namespace epiloq::ops::conv2d_int8 {
 namespace {
 
-constexpr int kPixels = 6;               // with two vectors each, 12 of 16 registers
-constexpr int kSumBytes = 1 << 14;       // of a strip's sums, which the first-level cache keeps
-constexpr int kPixelsOfSmallStrip = 24;  // where channels are many
+constexpr int kPixels = 6, kVectors = 2;  // 12 sums for 16 registers
+constexpr int kSumBytes = 1 << 14;        // of a strip's sums, which the first-level cache keeps
+constexpr int kPixelsOfSmallStrip = 24;   // where channels are many
 
 // kLanes output channels of some pixels side by side.
 struct Block {
@@ -46,32 +46,32 @@ template <class Width, bool kDepthwise>
   using Integers = typename Width::Integers;
   constexpr int kFloats = sizeof(Vector) / sizeof(float);
   for (int first = 0; first < s.pixels; first += kPixels) {
-    for (int lane = 0; lane < kLanes; lane += 2 * kFloats) {
-      Vector total[kPixels][2] = {};
+    for (int lane = 0; lane < kLanes; lane += kVectors * kFloats) {
+      Vector total[kPixels][kVectors] = {};
       float const* w = s.weight + lane;
       for (int tap = 0; tap < s.taps; ++tap) {
         float const* x = s.x[tap] + s.offset + first * s.step + (kDepthwise ? lane : 0);
         for (int c = 0; c < (kDepthwise ? 1 : s.channels); ++c, w += kLanes, ++x) {
-          Vector const left = *reinterpret_cast<Unaligned const*>(w);
-          Vector const right = *reinterpret_cast<Unaligned const*>(w + kFloats);
+          Vector weight[kVectors];
+          for (int v = 0; v < kVectors; ++v) weight[v] = *reinterpret_cast<Unaligned const*>(w + v * kFloats);
 #pragma GCC unroll 6
           for (int pixel = 0; pixel < kPixels; ++pixel) {
             float const* const at = x + pixel * s.step;
-            if constexpr (kDepthwise) {
-              total[pixel][0] += *reinterpret_cast<Unaligned const*>(at) * left;
-              total[pixel][1] += *reinterpret_cast<Unaligned const*>(at + kFloats) * right;
-            } else {
-              total[pixel][0] += *at * left;
-              total[pixel][1] += *at * right;
+            for (int v = 0; v < kVectors; ++v) {
+              if constexpr (kDepthwise) {
+                total[pixel][v] += *reinterpret_cast<Unaligned const*>(at + v * kFloats) * weight[v];
+              } else {
+                total[pixel][v] += *at * weight[v];
+              }
             }
           }
         }
       }
       std::int32_t* const acc = s.acc + static_cast<std::int64_t>(first) * s.lanes + lane;
       for (int pixel = 0; pixel < kPixels; ++pixel) {
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<Integers*>(acc + pixel * s.lanes + half * kFloats) =
-              __builtin_convertvector(total[pixel][half], Integers);
+        for (int v = 0; v < kVectors; ++v) {
+          *reinterpret_cast<Integers*>(acc + pixel * s.lanes + v * kFloats) =
+              __builtin_convertvector(total[pixel][v], Integers);
         }
       }
     }
@@ -88,12 +88,10 @@ EPILOQ_TARGET("default")
 void sum_block(Block const& s) { s.channels == 0 ? sum<Four, true>(s) : sum<Four, false>(s); }
 
 // [co / kLanes, terms, kLanes] of the weight [co, terms].
-std::vector<float> blocks_of_weight(Problem const& p, int terms) {
-  std::int64_t const blocks = ceil_div(p.shape.co, kLanes);
-  std::vector<float> weight(static_cast<std::size_t>(blocks * terms * kLanes));
+std::vector<Line> blocks_of_weight(Problem const& p, int terms) {
+  std::vector<Line> weight(static_cast<std::size_t>(ceil_div(p.shape.co, kLanes) * terms));
   for (std::int64_t n = 0; n < p.shape.co; ++n) {
-    float* const lane = weight.data() + n / kLanes * terms * kLanes + n % kLanes;
-    for (int k = 0; k < terms; ++k) lane[k * kLanes] = p.weight[n * terms + k];
+    for (int k = 0; k < terms; ++k) weight[n / kLanes * terms + k].value[n % kLanes] = p.weight[n * terms + k];
   }
   return weight;
 }
@@ -110,7 +108,7 @@ void direct_on_host(Problem const& p, std::int64_t first, std::int64_t last) {
   bool const depthwise = s.groups > 1;
   int const taps = s.kh * s.kw, terms = taps * (s.ci / s.groups), blocks = static_cast<int>(ceil_div(s.co, kLanes));
   int const lanes = blocks * kLanes;
-  std::vector<float> const weight = blocks_of_weight(p, terms);
+  std::vector<Line> const weight = blocks_of_weight(p, terms);
   Finisher finisher(p.finish, s.co, p.out_dtype, p.out, s.out_pixel);
   TapRows rows(p, kPixels);
   int const strip = std::max(kPixelsOfSmallStrip, kSumBytes / (lanes * 4) / kPixels * kPixels);
@@ -121,8 +119,7 @@ void direct_on_host(Problem const& p, std::int64_t first, std::int64_t last) {
       int const pixels = std::min(strip, s.q - q), rounded = (pixels + kPixels - 1) / kPixels * kPixels;
       for (int b = 0; b < blocks; ++b) {
         sum_block({x, (depthwise ? b * rows.block() : 0) + q * rows.step(), rows.step(), taps, depthwise ? 0 : s.ci,
-                   weight.data() + static_cast<std::int64_t>(b) * terms * kLanes, acc.data() + b * kLanes, rounded,
-                   lanes});
+                   weight[static_cast<std::size_t>(b) * terms].value, acc.data() + b * kLanes, rounded, lanes});
       }
       if (lanes != s.co) {
         for (std::int64_t i = 1; i < pixels; ++i) std::copy_n(&acc[i * lanes], s.co, &acc[i * s.co]);

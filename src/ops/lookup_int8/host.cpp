@@ -1,5 +1,5 @@
-// Table lookups on the CPU: 64 at a time where permutations of 128 bytes are an instruction, which compilers do not make
-// of a loop.
+// Table lookups on the CPU: 64 at a time where permutations of 128 bytes are an instruction, which compilers do not
+// make of a loop.
 
 #include "ops/lookup_int8/host.h"
 
