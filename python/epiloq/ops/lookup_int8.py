@@ -28,7 +28,8 @@ def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tenso
         return _run(x, table, out=out)
     expect_tensors("lookup_int8", {"x": x, "table": table}, {"out": out}, writes=out is not None)
     if out is None:
-        return torch.ops.epiloq.lookup_int8(x, table)
+        result: Tensor = torch.ops.epiloq.lookup_int8(x, table)
+        return result
     torch.ops.epiloq.lookup_int8_out(x, table, out=out)
     return out
 

@@ -13,9 +13,9 @@ from torch.fx import Node, symbolic_trace
 def fold_batch_norm_(model: nn.Module) -> list[str]:
     """Multiply every ``nn.BatchNorm2d`` that alone reads a ``nn.Conv2d`` into it; the norm becomes ``nn.Identity``.
 
-    An ``nn.PixelShuffle`` may be between them. In place, computed in float64. Which norm reads which convolution is what ``torch.fx.symbolic_trace`` finds. Left as
-    they are: norms without running statistics, layers that are called twice, and convolutions whose weight or output
-    something else uses as well.
+    An ``nn.PixelShuffle`` may lie between them. In place, computed in float64. Which norm reads which convolution is
+    what ``torch.fx.symbolic_trace`` finds. Left as they are: norms without running statistics, layers that are called
+    twice, and convolutions whose weight or output something else uses as well.
 
     Returns the names of the norms that were folded.
 

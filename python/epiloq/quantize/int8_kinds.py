@@ -16,7 +16,17 @@ from torch.nn import functional
 POINTWISE = frozenset(
     {
         *(torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.clamp, torch.clip, torch.abs, torch.neg, torch.exp),
-        *(torch.mul, torch.add, torch.sub, torch.div, torch.square, torch.sqrt, torch.pow, torch.maximum, torch.minimum),
+        *(
+            torch.mul,
+            torch.add,
+            torch.sub,
+            torch.div,
+            torch.square,
+            torch.sqrt,
+            torch.pow,
+            torch.maximum,
+            torch.minimum,
+        ),
         *(operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow),
         *(functional.relu, functional.relu_, functional.relu6, functional.hardtanh, functional.hardswish),
         *(functional.hardsigmoid, functional.silu, functional.gelu, functional.elu, functional.leaky_relu),
@@ -53,7 +63,9 @@ _NEAREST = Move(grows=True, carrier=torch.uint8, allowed=_is_nearest)
 # float16 holds every int8; torch has no other exact pooling on CUDA.
 _MAX_POOL = Move(carrier=torch.float16, allowed=_gives_values_alone)
 MOVES: dict[object, Move] = {
-    **dict.fromkeys((torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze), _ANY),
+    **dict.fromkeys(
+        (torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze), _ANY
+    ),
     **dict.fromkeys((torch.cat, torch.concat), _MORE),
     **dict.fromkeys((functional.pixel_shuffle, functional.pixel_unshuffle, functional.channel_shuffle), _ANY),
     **dict.fromkeys(("reshape", "view", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"), _ANY),

@@ -102,7 +102,8 @@ class Plan:
 
     def _input_grid(self, chain: Chain, output: Quantizer) -> Quantizer:
         """Over the range of a chain's input, less its ends where the result is one."""
-        places = torch.linspace(*self._ranges[chain.source].tolist(), _PLACES)
+        ends = self._ranges[chain.source]
+        places = torch.linspace(float(ends[0]), float(ends[1]), _PLACES)
         results = quantized(chain.of(self._model, places), output)
         first, last = (results != results[0]).nonzero(), (results != results[-1]).nonzero()
         if len(first):
