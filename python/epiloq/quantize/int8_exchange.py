@@ -30,7 +30,7 @@ class _LayersAsLeaves(Tracer):
 
 
 def exchange_int8(
-    model: nn.Module, *, calibrate: Callable[[nn.Module], object] | None = None, observer: str = "min-max"
+    model: nn.Module, *, calibrate: Callable[[nn.Module], object] | None = None, observer: str = "percentile"
 ) -> GraphModule:
     """The model with its `Int8Conv2d` layers linked: activations folded into them, int8 from one to the next.
 
