@@ -10,6 +10,7 @@ from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.gated_experts import GatedExperts
 from epiloq.nn.int8_conv2d import Int8Conv2d
 from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn.int8_table import Int8Quantize, Int8Table
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
 from epiloq.nn.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
@@ -24,6 +25,8 @@ __all__ = [
     "Int8Conv2d",
     "Int8Experts",
     "Int8Linear",
+    "Int8Quantize",
+    "Int8Table",
     "OnlineQuantLinear",
     "WeightOnlyConv2d",
     "WeightOnlyLinear",
