@@ -24,7 +24,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 def llama() -> Any:
     """Tied embeddings, no biases."""
     config = transformers.LlamaConfig(
-        intermediate_size=160, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=64, **SIZES
+        intermediate_size=192, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=64, **SIZES
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -47,7 +47,7 @@ def gpt_neox() -> Any:
 
 def opt() -> Any:
     """Biases everywhere, tied embeddings."""
-    config = transformers.OPTConfig(ffn_dim=96, word_embed_proj_dim=64, max_position_embeddings=64, **SIZES)
+    config = transformers.OPTConfig(ffn_dim=128, word_embed_proj_dim=64, max_position_embeddings=64, **SIZES)
     return with_biases(transformers.OPTForCausalLM(config).eval())
 
 
@@ -127,6 +127,28 @@ def awq(linear: nn.Linear) -> Layer:
     }, made.weight
 
 
+def awq_gemv(linear: nn.Linear) -> Layer:
+    """AutoAWQ's gemv layout: along the input channels, parameters of groups of 32 for a multiple of 32 groups."""
+    made = Integers.random(linear.out_features, linear.in_features, 32)
+    zero, scale = (nn.functional.pad(values, (0, -values.shape[1] % 32)) for values in (made.zero, made.scale))
+    return {"qweight": words(made.q.numpy()), "qzeros": words(zero.numpy()), "scales": scale}, made.weight
+
+
+def awq_gemv_fast(linear: nn.Linear) -> Layer:
+    """AutoAWQ's gemv_fast layout: tiles of 4 x 64, and real offsets in the place of zero points."""
+    made = Integers.random(linear.out_features, linear.in_features, 32)
+    offset = -(made.scale.float() * made.zero).half()
+    # Pairs of columns by eights, then evens before odds in eight fields.
+    pairs = [8 * eighth + 2 * pair + e for pair in range(4) for eighth in range(4) for e in range(2)]
+    order = [32 * half + pairs[8 * (i // 8) + AWQ_ORDER[i % 8]] for half in range(2) for i in range(32)]
+    tiles = made.q.numpy().reshape(linear.out_features // 4, 4, -1, 64)[..., order].transpose(0, 2, 1, 3)
+    fields = tiles.reshape(linear.out_features // 4, -1, 4).astype(np.uint16)
+    packed = (fields << np.arange(0, 16, 4, dtype=np.uint16)).sum(-1).astype(np.uint16).view(np.int16)
+    scales, zeros = (nn.functional.pad(v.T, (0, 0, 0, -v.shape[1] % 32)).contiguous() for v in (made.scale, offset))
+    spread, shift = made.scale.float()[:, made.groups], offset.float()[:, made.groups]
+    return {"qweight": torch.from_numpy(packed), "qzeros": zeros, "scales": scales}, spread * made.q + shift
+
+
 def compressed_tensors(linear: nn.Linear) -> Layer:
     """llm-compressor's pack-quantized: signed values and zero points, stored with 8 added."""
     made = Integers.random(linear.out_features, linear.in_features, 32, dtype=torch.bfloat16)
@@ -166,6 +188,12 @@ def fp8_static(linear: nn.Linear) -> Layer:
     return {"weight": q, "weight_scale": scale, "input_scale": inputs}, q.float() * scale.float()
 
 
+def fp8_blocks(linear: nn.Linear) -> Layer:
+    """The same with a scale for each block, as DeepSeek-V3 has them, in the model's type."""
+    tensors, weight = deepseek_fp8(linear)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, weight
+
+
 def deepseek_fp8(linear: nn.Linear) -> Layer:
     """DeepSeek-V3's blocks of 128 x 128."""
     q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
@@ -191,6 +219,8 @@ _TOKENS = _CHANNELS | {"strategy": "token", "dynamic": True, "observer": None}
 _TENSOR = _CHANNELS | {"strategy": "tensor", "symmetric": False}
 _FP8_CHANNELS, _FP8_TOKENS = _CHANNELS | {"type": "float"}, _TOKENS | {"type": "float"}
 _FP8_TENSOR = _FP8_CHANNELS | {"strategy": "tensor"}
+_FP8_BLOCKS = _FP8_CHANNELS | {"strategy": "block", "block_structure": [128, 128]}
+_FP8_GROUPS = _FP8_TOKENS | {"strategy": "group", "group_size": 128}
 
 
 def _ct(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
@@ -238,6 +268,8 @@ TOOLS: dict[str, tuple[Callable[[nn.Linear], Layer], dict[str, Any]]] = {
     "gptq": (gptq, _AUTO_GPTQ | {"desc_act": False}),
     "gptq in activation order": (lambda linear: gptq(linear, act_order=True), _AUTO_GPTQ),
     "awq": (awq, _AUTO_AWQ),
+    "awq gemv": (awq_gemv, _AUTO_AWQ | {"version": "gemv"}),
+    "awq gemv_fast": (awq_gemv_fast, _AUTO_AWQ | {"version": "GEMV_FAST"}),
     "pack-quantized": (compressed_tensors, _ct("pack-quantized", _GROUPS, None)),
     "int-quantized": (int_quantized, _ct("int-quantized", _CHANNELS, _TOKENS)),
     "static int-quantized": (int_static, _ct("int-quantized", _CHANNELS, _TENSOR)),
@@ -245,11 +277,14 @@ TOOLS: dict[str, tuple[Callable[[nn.Linear], Layer], dict[str, Any]]] = {
     "static float-quantized": (fp8_static, _ct("float-quantized", _FP8_TENSOR, _FP8_TENSOR)),
     "fp8": (deepseek_fp8, _DEEPSEEK),
 }
+FP8_BLOCKS = "float-quantized in blocks"
+"""Which is read of any sizes, but written only of inputs that fill groups of 128."""
+_ALL = TOOLS | {FP8_BLOCKS: (fp8_blocks, _ct("float-quantized", _FP8_BLOCKS, _FP8_GROUPS))}
 
 
 def write(folder: Path, model: Any, tool: str, shards: int = 2) -> Any:
     """Quantise `model` as `tool` would into a new `folder`; then it has the weights that the folder stands for."""
-    pack, config = TOOLS[tool]
+    pack, config = _ALL[tool]
     head = model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     tied = model.all_tied_weights_keys

@@ -30,6 +30,9 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
     yield from weight_only_products(x.half(), n, out)
     yield from convolutions(m, n, device)
+    q, table = torch.zeros(m, k, dtype=torch.int8, device=device), torch.zeros(256, dtype=torch.int8, device=device)
+    yield OPS.lookup_int8, (q, table), {}
+    yield OPS.lookup_int8_out, (q, table), {"out": torch.zeros_like(q)}
 
 
 def int8_products(m: int, n: int, k: int, device: str, out: Tensor) -> Calls:

@@ -27,7 +27,7 @@ def written(
     checkpoint = Checkpoint(teacher)
     model = models.load_float(checkpoint)
     takes = default_filter(model)
-    target = Target(FORMATS[layout], quantization, torch.float32, Writer(folder))
+    target = Target(FORMATS[layout], quantization, torch.float32, Writer(folder), checkpoint)
     grid = replace(quantization.grid, scale_dtype=torch.float16)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, module in linears.items():
@@ -36,7 +36,7 @@ def written(
     for name, tensor in checkpoint.tensors():
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
-    target.close(checkpoint.config, linears)
+    target.close(linears)
     carry_over(teacher, folder)
     return folder
 

@@ -108,7 +108,7 @@ def test_the_model_ends_as_its_quantised_weights(seed: int, family: str, algorit
     fresh = copy.deepcopy(model)
     fresh.load_state_dict(before)
     exact, got = logits(fresh, windows), logits(model, windows)
-    assert ((got - exact).norm() / exact.norm()) < 0.25  # Sharp attention; a wrong model is off by more than 1.
+    assert ((got - exact).norm() / exact.norm()) < 0.5  # Sharp attention; a wrong model is off by more than 1.
 
 
 def loss(model: nn.Module, original: nn.Module, windows: list[Tensor]) -> float:

@@ -184,10 +184,10 @@ def test_stacked_rows_of_their_own(seed: int) -> None:
 
 
 def test_errors() -> None:
-    weight, h = torch.randn(6, 64), torch.eye(64).add_(torch.arange(64.0).diag())
     for grid in (Float8Grid(group_size=32), OffsetGrid(4, 32)):
+        value = rtn(torch.randn(6, 64), grid)
         with pytest.raises(ValueError, match="layer's order"):
-            gptq(weight, h, grid, static_groups=False)
+            grid.kept(value.q, value.parameters, torch.arange(64).flip(0))
     for grid in GRIDS.values():
         with pytest.raises(ValueError, match="finite"):
             rtn(torch.tensor([[1.0, torch.inf]]), grid)

@@ -235,7 +235,8 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "change", "said"),
     [
-        ("weights", {"strategy": "block", "block_structure": [128, 128]}, r"weights: .*\(channel or tensor\).*block"),
+        ("weights", {"strategy": "block", "block_structure": [64, 128]}, r"weights: .*or block\).*\[64, 128\]"),
+        ("weights", {"strategy": "block", "block_structure": [128, 128]}, r"input_activations: .*\(group\).*'token'"),
         ("weights", {"num_bits": 4}, "weights: expected symmetric FP8"),
         ("weights", {"symmetric": False}, "weights: expected symmetric FP8"),
         ("input_activations", {"type": "int"}, r"input_activations: expected symmetric FP8 .*'int'"),
@@ -247,7 +248,7 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
     ],
 )
 def test_configurations_that_no_layer_runs(part: str, change: Any, said: str) -> None:
-    config = compressed_tensors_fp8.config({"activation": "token", "weight": "channel"}, ["lm_head"])
+    config = compressed_tensors_fp8.config("Fp8Linear", {"activation": "token", "weight": "channel"}, ["lm_head"])
     group = config["config_groups"]["group_0"]
     config["config_groups"]["group_0"] = group | {
         part: {**group[part], **change} if isinstance(change, dict) else change
@@ -268,7 +269,7 @@ def test_the_former_name_of_the_layout(ours: Path, tmp_path: Path) -> None:
 
 
 def test_several_groups_are_refused() -> None:
-    config = compressed_tensors_fp8.config({"activation": "token", "weight": "channel"}, ["lm_head"])
+    config = compressed_tensors_fp8.config("Fp8Linear", {"activation": "token", "weight": "channel"}, ["lm_head"])
     config["config_groups"]["group_1"] = {
         **config["config_groups"]["group_0"],
         "targets": ["model.layers.0.mlp.up_proj"],
@@ -280,16 +281,16 @@ def test_several_groups_are_refused() -> None:
 def test_what_is_left_out_is_as_the_package_has_it() -> None:
     pytest.importorskip("compressed_tensors")
     schemas = pytest.importorskip("compressed_tensors.quantization")
-    for activation, weight in KINDS:
-        options = {"activation": activation, "weight": weight}
-        config = compressed_tensors_fp8.config(options, ["lm_head"])
-        assert compressed_tensors_fp8.parse(config) == options
+    rows = [("Fp8Linear", {"activation": activation, "weight": weight}) for activation, weight in KINDS]
+    for module, options in [*rows, ("Fp8BlockLinear", {})]:
+        config = compressed_tensors_fp8.config(module, options, ["lm_head"])
+        assert compressed_tensors_fp8.parse(config) == (module, options)
         group = schemas.QuantizationConfig.model_validate(config).config_groups["group_0"].model_dump(mode="json")
         for part in ("weights", "input_activations"):
             usual = schemas.QuantizationArgs(type="float").model_dump(mode="json")
-            said = {key: value for key, value in group[part].items() if value != usual[key] or key == "type"}
+            said = {key: value for key, value in group[part].items() if value != usual.get(key) or key == "type"}
             config["config_groups"]["group_0"][part] = said
-        assert compressed_tensors_fp8.parse(config) == options
+        assert compressed_tensors_fp8.parse(config) == (module, options)
 
 
 def test_conversions_that_are_refused(ours: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import epiloq
+from conv_arguments import assert_same, int8_arguments
 from epiloq import _core
 from epiloq.ops.conv2d import Geometry, geometry
-from test_conv2d_kernels import assert_same, int8_arguments
 
 NAME = "conv2d_int8"
 # Of the rows in src/ops/conv2d_int8/configs.h: the columns of a stage and the channels that are copied at a time.

@@ -13,7 +13,7 @@ import epiloq
 from blockwise_reference import RawWeight, assert_close, make_weight
 from reference import poisoned, ulp
 
-ROWS = {"sm80": 8, "sm90": 10}
+ROWS = {"sm75": 6, "sm80": 8, "sm90": 10}
 SIZES_M = (1, 7, 9, 16, 17, 32, 33, 64, 65, 100, 128, 200, 256, 300, 513, 2050)
 SIZES_N = (16, 100, 2560, 2576, 4096, 4100, 8192, 8208, 16384)
 
@@ -29,12 +29,14 @@ def test_every_row_is_reached(arch: str) -> None:
         kernel(m, n, 4096, 64, 8, arch).replace("of 64", "of 128") for m, n in itertools.product(SIZES_M, SIZES_N)
     }
     assert len(kernels) == ROWS[arch], sorted(kernels)
-    assert all(name.startswith(("sm80 mma.sync w8a8", "sm90 wgmma w8a8")) for name in kernels)
+    families = {"sm75": ("sm75 mma.sync w8a8",), "sm80": ("sm80 mma.sync w8a8",)}
+    assert all(name.startswith(families.get(arch, ("sm80 mma.sync w8a8", "sm90 wgmma w8a8"))) for name in kernels)
 
 
 def test_what_has_no_fused_kernel_is_staged_and_says_so() -> None:
-    assert kernel(64, 64, 64, 48, 8, "sm90").startswith("staged")
-    assert kernel(64, 64, 64, 128, 8, "sm75").startswith("staged")
+    for arch in ROWS:
+        assert kernel(64, 64, 64, 48, 8, arch).startswith("staged")
+        assert not any(kernel(64, 64, 64, group, 8, arch).startswith("staged") for group in (32, 64, 128))
     with pytest.raises(ValueError, match="arch"):
         epiloq.explain("online_quant_mm", m=1, n=1, k=1, arch="sm91")
 
@@ -44,9 +46,12 @@ def test_explain_takes_the_calls_own_arguments(seed: int) -> None:
     for arguments in ((x, weight.prepared()), (x, weight.q, weight.scale, weight.offset)):
         group = {} if len(arguments) == 2 else {"group_size": 32}
         assert epiloq.explain("online_quant_mm", *arguments, **group).startswith("cpu")
-        with epiloq.config(arch="sm80"):
-            assert epiloq.explain("online_quant_mm", *arguments, **group).startswith("sm80 mma.sync w8a8 blocks of 32")
-            assert epiloq.explain("online_quant_mm", *arguments, **group, staged=True).startswith("staged")
+        for arch in ("sm75", "sm80"):
+            with epiloq.config(arch=arch):
+                answer = epiloq.explain("online_quant_mm", *arguments, **group)
+                assert answer.startswith(f"{arch} mma.sync w8a8 blocks of 32")
+                assert epiloq.explain("online_quant_mm", *arguments, **group, staged=True).startswith("staged")
+                assert epiloq.supports("online_quant_mm", *arguments, **group) == (True, answer)
     assert epiloq.supports("online_quant_mm", x) == (
         False,
         "epiloq.online_quant_mm: missing a required argument: 'w_q'",
@@ -94,23 +99,73 @@ def test_every_kernel(seed: int, arch: str, group: int, bits: int) -> None:
         assert_close(out[rows][:, columns], x[rows], chosen, bias[columns])
 
 
-def term_magnitude(x: Tensor, weight: RawWeight) -> Tensor:
-    return x.double().abs() @ weight.prepared().dequantize(torch.float64).abs().t()
+def integers(m: int, k: int, group: int) -> Tensor:
+    """float32 that blocks take as they are: from -128 to 127 in each, so that the scale is 1 and the offset 0."""
+    x = torch.randint(-128, 128, (m, k))
+    for first in range(0, k, group):
+        x[:, first], x[:, min(first + group, k) - 1] = -128, 127
+    return x.float()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ROWS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_exact(seed: int, arch: str, group: int, bits: int) -> None:
+    """Every kernel's and the staged pipeline's, with sums of at most 2^23."""
+    if arch not in epiloq._core.built_archs():
+        pytest.skip(f"built without {arch}")
+    for m, n in shapes_of_every_kernel(group, bits, arch):
+        k = (500, 130, 34)[m % 3]
+        x, weight = integers(m, k, group), make_weight(n, k, group, bits=bits, offset=False)
+        weight = replace(weight, scale=torch.ones_like(weight.scale))
+        expected = (x @ weight.q.float().t()).cuda()
+        with epiloq.config(arch=arch):
+            for staged in (False, True):
+                prepared = weight.prepared().to("cuda")
+                assert torch.equal(epiloq.online_quant_mm(x.cuda(), prepared, staged=staged), expected), (m, n, k)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_fused_and_staged_agree(seed: int, group: int, bits: int) -> None:
+def test_sm75_has_the_bits_of_sm80(seed: int, group: int, bits: int) -> None:
+    """Where one team adds up all of K, the same roundings follow one another."""
+    if not {"sm75", "sm80"} <= set(epiloq._core.built_archs()):
+        pytest.skip("built without sm75 or sm80")
+    for m, n, k in ((300, 520, 2048), (200, 100, 1000), (1030, 2600, 300)):
+        x = torch.randn(m, k, device="cuda").half()
+        weight = make_weight(n, k, group, bits=bits, device="cuda").prepared()
+        results = []
+        for arch in ("sm75", "sm80"):
+            assert "teams 1" in kernel(m, n, k, group, bits, arch)
+            with epiloq.config(arch=arch):
+                results.append(epiloq.online_quant_mm(x, weight, bias=x[0, :1].expand(n).contiguous(), clamp=(-9, 9)))
+        assert torch.equal(*results)
+
+
+def term_magnitude(x: Tensor, weight: RawWeight) -> Tensor:
+    return x.double().abs() @ weight.prepared().dequantize(torch.float64).abs().t()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ROWS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_fused_and_staged_agree(seed: int, group: int, bits: int, arch: str) -> None:
     """Equal integers, so that only the float32 roundings of the sums differ."""
+    if arch not in epiloq._core.built_archs():
+        pytest.skip(f"built without {arch}")
     for m, n, k in ((1, 300, 4096), (40, 520, 1000), (300, 520, 2048)):
         x = torch.randn(m, k, device="cuda")
         weight = make_weight(n, k, group, bits=bits, device="cuda")
-        fused = epiloq.online_quant_mm(x, weight.prepared())
-        staged = epiloq.online_quant_mm(x, weight.prepared(), staged=True)
+        with epiloq.config(arch=arch):
+            fused = epiloq.online_quant_mm(x, weight.prepared())
+            staged = epiloq.online_quant_mm(x, weight.prepared(), staged=True)
+            again = epiloq.online_quant_mm(x, weight.prepared())
         limit = ulp(staged.double(), torch.float32) + 2.0**-20 * term_magnitude(x, weight)
         assert ((fused.double() - staged.double()).abs() <= limit).all()
-        assert torch.equal(fused, epiloq.online_quant_mm(x, weight.prepared())), "the same call twice"
+        assert torch.equal(fused, again), "the same call twice"
 
 
 @pytest.mark.gpu
@@ -143,10 +198,13 @@ def test_graph_capture_and_streams(seed: int, m: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("arch", ["auto", "sm75"])
 @pytest.mark.parametrize("m", [4, 48, 160])
 @pytest.mark.parametrize("group", [64, 128])
-def test_a_chain_of_dependent_launches(seed: int, m: int, group: int) -> None:
+def test_a_chain_of_dependent_launches(seed: int, m: int, group: int, arch: str) -> None:
     """Kernels that overlap must see what those before them wrote: activations, and weights written just before."""
+    if arch != "auto" and arch not in epiloq._core.built_archs():
+        pytest.skip(f"built without {arch}")
     weights = [make_weight(512, 512, group, device="cuda", offset=False).prepared() for _ in range(4)]
     x0 = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
     scratch = make_weight(512, 512, group, device="cuda", offset=False).prepared()
@@ -164,9 +222,10 @@ def test_a_chain_of_dependent_launches(seed: int, m: int, group: int) -> None:
                 torch.cuda.synchronize()
         return x
 
-    expected = chain(True)
-    for _ in range(10):
-        assert torch.equal(chain(False), expected)
+    with epiloq.config(arch=arch):
+        expected = chain(True)
+        for _ in range(10):
+            assert torch.equal(chain(False), expected)
 
 
 @pytest.mark.gpu

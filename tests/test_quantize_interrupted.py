@@ -68,7 +68,8 @@ def check_it_goes_on(teacher: Path, output: Path, whole: dict[str, torch.Tensor]
 
 POINTS: dict[str, tuple[Any, str]] = {
     "opening the checkpoint": (jobs, "Checkpoint"),
-    "cutting the text": (jobs, "windows"),
+    "checking the model": (jobs, "check_model"),
+    "cutting the text": (jobs, "read_windows"),
     "loading": (jobs, "load_float"),
     "opening the store": (jobs, "Store"),
     "measuring": (jobs, "perplexity"),

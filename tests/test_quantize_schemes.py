@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("typer", reason="the command line needs the extra cli")
 pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
@@ -21,12 +21,14 @@ from command_line import WIDE, logits, quantize, run, teacher_and_text, text
 from epiloq.formats import model as models
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
+from epiloq.nn import WeightOnlyLinear
 from epiloq.quantize import Grid, store
 from epiloq.quantize.algorithms import ALGORITHMS
 from epiloq.quantize.calibrate import calibrate
 from epiloq.quantize.outputs import choose, refusals, schemes
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
+from tiny_teacher import save
 
 CODED = [name for name, target in TARGETS.items() if not isinstance(target.base, Grid)]
 FORMATS_OF = {
@@ -37,7 +39,7 @@ FORMATS_OF = {
     "w4a8-block": ["epiloq"],
     "fp8": ["compressed-tensors", "epiloq"],
     "fp8-token": ["compressed-tensors", "epiloq"],
-    "fp8-block": ["deepseek-fp8", "epiloq"],
+    "fp8-block": ["deepseek-fp8", "compressed-tensors", "epiloq"],
     "w8a16": ["compressed-tensors", "gptq", "epiloq"],
     "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],
@@ -62,7 +64,9 @@ def test_the_table_of_schemes_is_whole() -> None:
 @pytest.mark.parametrize(("scheme", "layout"), [(scheme, f) for scheme in CODED for f in FORMATS_OF[scheme]])
 def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme: str, layout: str) -> None:
     options = ("--scheme", scheme, "--json", tmp_path / "r.json")
-    result = quantize(teacher, tmp_path / "out", *options, *(("--format", layout) if layout == "epiloq" else ()))
+    result = quantize(
+        teacher, tmp_path / "out", *options, *(() if layout == FORMATS_OF[scheme][0] else ("--format", layout))
+    )
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["algorithm"], report["layout"]) == ("rtn", layout)
@@ -76,6 +80,21 @@ def test_quantize_rounds_as_quantize_does(teacher: Path, tmp_path: Path, scheme:
     assert result.exit_code == 0, result.output
     method = {"deepseek-fp8": "fp8"}.get(layout, layout)
     assert json.loads((tmp_path / "e.json").read_text())["quantization"] == method
+
+
+def test_layers_outside_the_blocks_stay(seed: int, tmp_path: Path) -> None:
+    """Whatever the scheme; `quantize_` takes those too, but for the head."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 256}
+    config = transformers.OPTConfig(word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False, **sizes)
+    save(tmp_path / "model", transformers.OPTForCausalLM(config))
+    outside = ["model.decoder.project_in", "model.decoder.project_out"]
+    for scheme in ("fp8-token", "w8a8-block", "w8a16"):
+        options = ("--scheme", scheme, "--algorithm", "rtn", "--format", "epiloq")
+        result = run("quantize", tmp_path / "model", "--output", tmp_path / scheme, *options)
+        assert result.exit_code == 0, result.output
+        assert Layers(Checkpoint(tmp_path / scheme)).unquantised == ["lm_head", *outside]
+    taken = epiloq.quantize_(models.load_float(Checkpoint(tmp_path / "model")), "w8a16")
+    assert all(isinstance(taken.get_submodule(name), WeightOnlyLinear) for name in outside)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g64", "w8a8-int8", "w8a8-int8-static"])
@@ -121,7 +140,8 @@ def test_every_algorithm_for_every_scheme(teacher: Path, tmp_path: Path, scheme:
     model, quantization = models.load(Checkpoint(tmp_path / "out"))
     exact = logits(models.load_float(Checkpoint(teacher)))
     assert quantization is None
-    assert 0 < float((logits(model) - exact).norm() / exact.norm()) < (0.2 if scheme == "w4a8-block" else 0.1)
+    # Random weights: 0.12 to 0.19 at four bits, 0.05 to 0.07 in FP8. A wrong model is off by more than 1.
+    assert 0 < float((logits(model) - exact).norm() / exact.norm()) < (0.5 if scheme == "w4a8-block" else 0.25)
     norm = "model.layers.0.input_layernorm.weight"
     moved = not torch.equal(model.get_parameter(norm), models.load_float(Checkpoint(teacher)).get_parameter(norm))
     assert moved or "smoothquant" not in algorithm
@@ -163,7 +183,7 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
     [
         (("--scheme", "fp8-token", "--format", "gptq"), "fp8-token can be written as compressed-tensors, epiloq"),
         (("--scheme", "w8a16", "--format", "awq"), "can be written as compressed-tensors, gptq, epiloq"),
-        (("--scheme", "fp8-block", "--format", "compressed-tensors"), "can be written as deepseek-fp8, epiloq"),
+        (("--scheme", "fp8-block", "--format", "gptq"), "can be written as deepseek-fp8, compressed-tensors, epiloq"),
         (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),
         (("--scheme", "fp8", "--blocks", "model.norm"), "ModuleList"),
         (("--scheme", "fp8", "--keep-dynamic", "auto"), "has no static scales"),

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.quantize import fold_, search_smooth_scale, smooth_scale, smoothquant_
+from epiloq.quantize.algorithms import ALGORITHMS
+from epiloq.quantize.calibrate import calibrate
+from epiloq.quantize.inputs import observe
+from epiloq.quantize.smoothquant import INT8, foldings
 
 
 class Block(nn.Module):
@@ -151,6 +155,39 @@ def test_errors(seed: int) -> None:
         smoothquant_(model, lambda m: m(torch.randn(2, 16)), alpha=-0.1)
     with pytest.raises(ValueError, match="producer"):
         fold_(nn.LayerNorm(8), [nn.Linear(16, 4)], torch.ones(16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 2.0**-8])
+def test_sixteen_bits_hide_no_folding(seed: int, dtype: torch.dtype, size: float) -> None:
+    """Halved, small float16 numbers are rounded; folding what was found still changes ranges alone."""
+    model = nn.Sequential(Block(48, 64), Block(48, 64), Residual(48)).to(dtype)
+    with torch.no_grad():
+        for module in with_outliers(model).modules():
+            if isinstance(module, nn.Linear):
+                module.weight.mul_(size)
+    tensors = {name: (id(value), value.data_ptr(), value.clone()) for name, value in model.named_parameters()}
+    x = torch.randn(4, 64, 48, dtype=dtype)
+    found = foldings(model, observe(model, lambda m: m(x)), lambda module, name: True)
+    assert [folding.producer for folding in found] == [
+        f"{i}.{name}" for i in (0, 1) for name in ("norm", "mlp_norm", "up")
+    ]
+    for name, value in model.named_parameters():
+        assert tensors[name][:2] == (id(value), value.data_ptr()) and torch.equal(value, tensors[name][2]), name
+    assert all(value.dtype == dtype for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_calibrating_folds_alike_in_every_type(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `calibrate`, whose probe is a block's recorded call with its mask and its embedded positions."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = with_outliers(transformers.LlamaForCausalLM(config)).to(dtype)
+    names, folded = {module: name.rpartition(".")[2] for name, module in model.named_modules()}, []
+    monkeypatch.setattr("epiloq.quantize.calibrate.fold_", lambda producer, *_: folded.append(names[producer]))
+    list(calibrate(model, [torch.randint(0, 64, (1, 20))], INT8, ALGORITHMS["smoothquant"]))
+    assert folded == 2 * ["input_layernorm", "post_attention_layernorm", "up_proj", "v_proj"]
 
 
 def test_a_transformers_model(seed: int) -> None:

@@ -101,6 +101,10 @@ def test_fp8_blocks(seed: int, tmp_path: Path, dtype: torch.dtype) -> None:
         ("gptq in activation order", "qwen2"),
         ("awq", "qwen2"),
         ("awq", "llama"),
+        ("awq gemv", "opt"),
+        ("awq gemv", "qwen2"),
+        ("awq gemv_fast", "opt"),
+        ("awq gemv_fast", "llama"),
         ("pack-quantized", "opt"),
         ("pack-quantized", "qwen2"),
         ("int-quantized", "gpt_neox"),
@@ -119,9 +123,10 @@ def test_directories_of_other_tools(seed: int, tmp_path: Path, tool: str, model:
     assert {type(layer) for layer in layers(found).values()} == {kind}
     for name, layer in layers(found).items():
         assert torch.equal(dequantised(layer), exact.get_parameter(f"{name}.weight")), name
-    # Activations in 8 bits err, those of a scale that nobody measured without bounds; weights alone do not.
+    # Activations in 8 bits err (over random weights by 0.013, in FP8 by up to 0.1), those of a scale nobody measured
+    # without bounds; weights alone do not.
     error = (logits(found) - logits(exact)).norm() / logits(exact).norm()
-    bounds = {"int-quantized": 0.05, "float-quantized": 0.15, "fp8": 0.15}
+    bounds = {"int-quantized": 0.05, "float-quantized": 0.3, "fp8": 0.3}
     assert error < (torch.inf if "static" in tool else bounds.get(tool, 1e-5))
     found.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(opened(tmp_path / "again")), logits(found))

@@ -50,8 +50,8 @@ struct OnlineQuantProblem {
 EPILOQ_API void check(OnlineQuantMm const& call);
 EPILOQ_API void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream);
 
-// Whether a device has no fused kernel for a group size, so that only the staged pipeline serves.
-EPILOQ_API bool needs_staging(std::int64_t group_size, int device_index);
+// Whether there is no fused kernel for a group size, so that only the staged pipeline serves.
+EPILOQ_API bool needs_staging(std::int64_t group_size);
 
 // Which kernel serves a problem, in words; the tables are the same in every build.
 EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count);

@@ -53,6 +53,23 @@ def check_conv2d_int8(
     dilation: Sequence[int],
     groups: int,
     kernel: tuple[int, int] | None = None,
+) -> bool: ...
+def conv2d_int8_rows(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    input_zero: int,
+    output_zero: int,
+    lo: float,
+    hi: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    rows: tuple[int, int] | None = None,
 ) -> None: ...
 def explain_conv2d_int8(
     out: Tensor,
@@ -253,6 +270,7 @@ def quantize_blockwise_int8(
 def check_quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
+def lookup_int8(out: Tensor, x: Tensor, table: Tensor) -> None: ...
 def online_quant_mm(
     out: Tensor,
     x: Tensor,
@@ -283,7 +301,7 @@ def check_online_quant_mm(
     hi: float,
     staged: bool,
 ) -> None: ...
-def online_quant_mm_needs_staging(group_size: int, device_index: int) -> bool: ...
+def online_quant_mm_needs_staging(group_size: int) -> bool: ...
 def explain_online_quant_mm(
     out: Tensor,
     x: Tensor,

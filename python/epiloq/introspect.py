@@ -13,6 +13,7 @@ from epiloq.ops.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import groupwise_mm
+from epiloq.ops.lookup_int8 import explain as explain_lookup_int8
 from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
 from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
@@ -29,6 +30,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "conv2d_weight_only": explain_conv2d_weight_only,
     "grouped_mm": partial(explain_groupwise, grouped_mm),
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),
+    "lookup_int8": explain_lookup_int8,
     "online_quant_mm": explain_online_quant_mm,
     "quantize_blockwise_int8": explain_quantize_blockwise_int8,
     "quantize_fp8": explain_quantize_fp8,

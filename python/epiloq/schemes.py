@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
+from epiloq.mixtures import apart, left_stacked, routers, settle_
 from epiloq.nn import (
     Fp8BlockLinear,
     Fp8Linear,
@@ -17,7 +20,7 @@ from epiloq.nn import (
     WeightOnlyConv2d,
     WeightOnlyLinear,
 )
-from epiloq.quantize.observers import OBSERVERS, input_quantizers
+from epiloq.quantize.observers import OBSERVERS, Observer, input_quantizers
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -162,7 +165,8 @@ def quantize_(
         included. Without it a layer is taken if its type is exactly that, except an output head (called "lm_head",
         given by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``) and
         the feed-forward layers directly in a ``torch.nn.TransformerEncoderLayer``, whose fused path reads their
-        float weights (to take those, call ``torch.backends.mha.set_fastpath_enabled(False)`` as well).
+        float weights (to take those, call ``torch.backends.mha.set_fastpath_enabled(False)`` as well), and routers
+        of experts.
     calibrate
         ``calibrate(model)`` runs the float model on sample inputs, while the smallest and largest input of every
         chosen layer are recorded. Static schemes need it, the others do not call it. It runs under
@@ -174,6 +178,11 @@ def quantize_(
 
     For convolutions, ``epiloq.quantize.batch_norm.fold_batch_norm_(model)`` before and
     ``epiloq.quantize.int8_exchange.exchange_int8(model)`` after take what lies between the layers into them.
+
+    The stacked experts of a model in transformers count as linear layers, one for each matrix of each expert
+    (``model.layers.0.mlp.experts.7.gate_proj``), and run as ``nn.GatedExperts`` where all of a layer's are quantised by
+    "fp8-block", "fp8-token", "fp8" (by the token, then) or "w8a8-int8", else one by one in ``nn.ExpertLinears``. A
+    warning names experts of other structures, which stay in floating point.
 
     Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
     else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not
@@ -194,6 +203,22 @@ def quantize_(
             f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
+    with apart(model) if chosen.layer is nn.Linear else nullcontext():
+        _convert(model, chosen, filter_fn, calibrate, OBSERVERS[observer])
+    left = left_stacked(model) if chosen.layer is nn.Linear and filter_fn is None else {}
+    for name, reason in left.items():
+        warnings.warn(f"quantize_: {name}: its experts stay in floating point: {reason}", stacklevel=2)
+    return model
+
+
+def _convert(
+    model: nn.Module,
+    chosen: Scheme,
+    filter_fn: Filter | None,
+    calibrate: Callable[[nn.Module], object] | None,
+    observer: Callable[[], Observer],
+) -> None:
+    """`quantize_`, of a model whose experts are taken apart."""
     groups = _choose(model, filter_fn, chosen)
     inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
@@ -201,7 +226,7 @@ def quantize_(
         inputs = input_quantizers(
             {names[0]: model.get_submodule(names[0]) for names in groups},
             lambda: calibrate(model),
-            OBSERVERS[observer],
+            observer,
             symmetric=symmetric,
         )
     for names, seen in zip(groups, inputs, strict=True):
@@ -209,7 +234,8 @@ def quantize_(
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
-    return model
+        # As soon as a layer's experts are complete, their float weights are released.
+        settle_(model, names[0].rpartition(".")[0].rpartition(".")[0])
 
 
 def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[list[str]]:
@@ -249,6 +275,7 @@ def default_filter(model: nn.Module) -> Filter:
     embedded = {_identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     encoders = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
     left_out = {id(child) for encoder in encoders for child in encoder.children()}
+    left_out |= {id(router) for router in routers(model).values()}
     output_embeddings = getattr(model, "get_output_embeddings", None)
     if output_embeddings is not None:
         left_out.add(id(output_embeddings()))

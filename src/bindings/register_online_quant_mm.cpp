@@ -31,7 +31,7 @@ void register_online_quant_mm(py::module_& module) {
       py::arg("x_values"), py::arg("x_parameters"), py::arg("products") = py::none(), py::arg("sums") = py::none());
   ask("check_online_quant_mm", [](OnlineQuantMm const& call) { check(call); });
   ask("explain_online_quant_mm", [](OnlineQuantMm const& call) { return explain(call); });
-  module.def("online_quant_mm_needs_staging", &needs_staging, py::arg("group_size"), py::arg("device_index"));
+  module.def("online_quant_mm_needs_staging", &needs_staging, py::arg("group_size"));
   module.def(
       "explain_online_quant_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t group_size, int bits, std::string const& arch,

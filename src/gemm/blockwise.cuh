@@ -1,11 +1,12 @@
 #pragma once
 
 // int8 products of blocks along K that each have a scale and an offset, de-quantised and added up in float32 registers
-// inside the main loop, for SM80 and newer.
+// inside the main loop, by mma.sync. How stages are filled and multiplied is their machine's matter:
+// blockwise_sm75.cuh, blockwise_sm80.cuh.
 //
 // A block of threads owns a tile of D. Its teams of warps share K between them: each has a ring of stages of 128
-// values of K of its own, filled by cp.async, and at the end their sums meet in shared memory in a fixed order. For few
-// tokens a team is one warp and needs no barrier; for many there is one team.
+// values of K of its own, and at the end their sums meet in shared memory in a fixed order. For few tokens a team is
+// one warp and needs no barrier; for many there is one team.
 //
 // Integers become floats for nothing: an int32 sum starts at the bits of 1.5 * 2^23 instead of 0, and as its magnitude
 // stays below 2^22 its bits are then those of the float 1.5 * 2^23 + sum. fma(., s, -1.5 * 2^23 s) gives s * sum with
@@ -14,10 +15,11 @@
 // 4-bit weights stay 4 bits in shared memory. A nibble in the upper half of a byte is an int8 16 times its value, and
 // the 1/16 goes into A's scales.
 
+#include "core/async_copy.cuh"
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
-#include "gemm/blockwise_copies.cuh"
 #include "gemm/blockwise_finish.cuh"
+#include "gemm/blockwise_layout.h"
 #include "gemm/blockwise_problem.h"
 #include "gemm/config.h"
 #include "gemm/matrix_loads.cuh"
@@ -26,18 +28,6 @@ namespace epiloq::gemm {
 
 constexpr int kFloatBits = 0x4b400000;  // of 1.5 * 2^23
 constexpr float kFloatOf = 12582912.f;
-struct Sums4 {
-  int x[4];
-};
-
-__device__ __forceinline__ Sums4 mma_s8(unsigned const (&a)[4], unsigned const (&b)[2], Sums4 c) {
-  Sums4 d;
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]),
-        "r"(c.x[3]));
-  return d;
-}
 
 // The nearest float with 22 bits (Veltkamp's splitting).
 __device__ __forceinline__ float round_to_22_bits(float x) {
@@ -47,10 +37,11 @@ __device__ __forceinline__ float round_to_22_bits(float x) {
 
 // Integers rather than a BlockwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__
 // template.
-template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kTeams_, int kStages, int kGroup, int kBits>
+template <class Machine, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kTeams_, int kStages_, int kGroup,
+          int kBits>
 struct Blockwise {
-  static constexpr int kStep = 128;  // values of K a stage
-  static constexpr int kTeams = kTeams_;
+  static constexpr int kStep = kBlockwiseStep;
+  static constexpr int kTeams = kTeams_, kStages = kStages_;
   static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
   static constexpr int kTeamThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kThreads = kTeams * kTeamThreads;
@@ -58,14 +49,16 @@ struct Blockwise {
   static constexpr int kGroups = kStep / kGroup;  // blocks a stage
   static constexpr int kDepth = kGroup / 32;      // products along K, a block
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;
-  static constexpr int kBytesB = kStep * kBits / 8;  // a row of B, a stage
   static constexpr int kKinds = kParameterKinds;
 
+  using A = BlockwiseOperand<kTeamThreads, kTileM, kStep, kGroups>;
+  using B = BlockwiseOperand<kTeamThreads, kTileN, kStep * kBits / 8, kGroups>;
+
   // A stage: A's values, B's values, A's parameters, B's parameters.
-  static constexpr int kB = kTileM * kStep;
-  static constexpr int kParametersA = kB + kTileN * kBytesB;
-  static constexpr int kParametersB = kParametersA + kGroups * kKinds * kTileM * 4;
-  static constexpr int kStageBytes = kParametersB + kGroups * kKinds * kTileN * 4;
+  static constexpr int kB = A::kValueBytes;
+  static constexpr int kParametersA = kB + B::kValueBytes;
+  static constexpr int kParametersB = kParametersA + A::kParameterBytes;
+  static constexpr int kStageBytes = kParametersB + B::kParameterBytes;
   static constexpr int kSharedBytes =
       BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kTeams, kStages}.shared_bytes(kGroup, kBits);
 
@@ -73,20 +66,6 @@ struct Blockwise {
   static_assert(kTeams * kStages * kStageBytes <= kSharedBytes && Finish::kSharedBytes <= kSharedBytes);
 
   using Sums = float[kRows][kColumns][4];
-
-  using ValuesA = ValueCopies<kTeamThreads, kTileM, kStep>;
-  using ValuesB = ValueCopies<kTeamThreads, kTileN, kBytesB>;
-  using ParametersA = ParameterCopies<kTeamThreads, kTileM, kGroups>;
-  using ParametersB = ParameterCopies<kTeamThreads, kTileN, kGroups>;
-
-  static __device__ void copy_a(unsigned stage, BlockwiseProblem const& p, int first, int step, int thread) {
-    ValuesA::copy(stage, p.a, p.k, first, p.m, step, thread);
-    ParametersA::copy(stage + kParametersA, p.a_parameters, kKinds, p.kinds, first, p.padded_m, step, thread);
-  }
-  static __device__ void copy_b(unsigned stage, BlockwiseProblem const& p, int first, int step, int thread) {
-    ValuesB::copy(stage + kB, p.b, p.k / 8 * kBits, first, p.n, step, thread);
-    ParametersB::copy(stage + kParametersB, p.b_parameters, p.kinds, p.kinds, first, p.padded_n, step, thread);
-  }
 
   static __device__ void wait_for_team(int team) {
     if constexpr (kTeams == 1) {
@@ -108,8 +87,8 @@ struct Blockwise {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         unsigned r[4];
-        int const column = first_column + lane / 16 * 8 + lane % 8;
-        load_matrices(r, values + ValuesB::place(column, 2 * (block * kDepth + d) + lane / 8 % 2));
+        auto const [column, chunk] = place_of_b(lane, block * kDepth + d);
+        load_matrices(r, values + B::place(first_column + column, chunk));
         b[d][0] = {r[0], r[1]};
         b[d][1] = {r[2], r[3]};
       }
@@ -120,9 +99,8 @@ struct Blockwise {
 #pragma unroll
       for (int d = 0; d < kDepth; d += 2) {
         unsigned r[4];
-        int const column = first_column + lane / 16 * 8 + lane % 8;
-        int const chunk = block * kDepth + d + (kDepth == 1 ? 0 : lane / 8 % 2);
-        load_matrices(r, values + ValuesB::place(column, chunk));
+        auto const [column, chunk] = place_of_b4(lane, block * kDepth + d, kDepth == 1);
+        load_matrices(r, values + B::place(first_column + column, chunk));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -140,7 +118,7 @@ struct Blockwise {
 
   // A row's parameters. scale * (1.5 * 2^23 + sum) + shift = scale * sum.
   static __device__ RowParameters row_parameters(float const* parameters, int block, int row) {
-    float const* const of_block = parameters + block * kKinds * kTileM + row;
+    float const* const of_block = parameters + A::parameters_of(block, 0) + row;
     float const scale = round_to_22_bits(of_block[0]) * (kBits == 4 ? 0.0625f : 1.f);
     return {scale, -kFloatOf * scale, of_block[kTileM]};
   }
@@ -154,15 +132,15 @@ struct Blockwise {
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        int const chunk = 2 * (block * kDepth + d) + lane / 16;
-        load_matrices(a[d][r], stage + ValuesA::place(first_row + 16 * r + lane % 16, chunk));
+        auto const [row, chunk] = place_of_a(lane, block * kDepth + d);
+        load_matrices(a[d][r], stage + A::place(first_row + 16 * r + row, chunk));
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         of_row[r][h] = row_parameters(parameters_a, block, first_row + 16 * r + 8 * h + lane / 4);
       }
     }
-    float const* const of_block = parameters_b + block * kKinds * kTileN + first_column + 2 * (lane % 4);
+    float const* const of_block = parameters_b + B::parameters_of(block, 0) + first_column + 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       Fragment b[kDepth][2];
@@ -173,14 +151,14 @@ struct Blockwise {
         auto const total_b = *reinterpret_cast<float2 const*>(of_block + 8 * (j + c) + kTileN);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          Sums4 product{kFloatBits, kFloatBits, kFloatBits, kFloatBits};
+          int product[4] = {kFloatBits, kFloatBits, kFloatBits, kFloatBits};
 #pragma unroll
-          for (int d = 0; d < kDepth; ++d) product = mma_s8(a[d][r], b[d][c].x, product);
+          for (int d = 0; d < kDepth; ++d) Machine::multiply(product, a[d][r], b[d][c].x);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             RowParameters const& row = of_row[r][i / 2];
             float& sum = sums[r][j + c][i];
-            float const scaled = fmaf(__int_as_float(product.x[i]), row.scale, row.shift);
+            float const scaled = fmaf(__int_as_float(product[i]), row.scale, row.shift);
             sum = fmaf(scaled, i % 2 == 0 ? scale_b.x : scale_b.y, sum);
             sum = fmaf(row.offset, i % 2 == 0 ? total_b.x : total_b.y, sum);
           }
@@ -192,8 +170,8 @@ struct Blockwise {
   // Weights with offsets: scale_a sum(q_a) offset_b onto the sums.
   static __device__ void add_offsets(Sums& sums, float const* parameters_a, float const* parameters_b, int block,
                                      int first_row, int first_column, int lane) {
-    float const* const rows = parameters_a + (block * kKinds + 2) * kTileM + first_row + lane / 4;
-    float const* const columns = parameters_b + (block * kKinds + 2) * kTileN + first_column + 2 * (lane % 4);
+    float const* const rows = parameters_a + A::parameters_of(block, 2) + first_row + lane / 4;
+    float const* const columns = parameters_b + B::parameters_of(block, 2) + first_column + 2 * (lane % 4);
     float sum_a[kRows][2];
 #pragma unroll
     for (int r = 0; r < 2 * kRows; ++r) sum_a[r / 2][r % 2] = rows[8 * r];
@@ -210,48 +188,37 @@ struct Blockwise {
     }
   }
 
+  // Of a thread: its team, its tile, and the steps along K of its team.
+  struct Work {
+    BlockwiseProblem const& p;
+    int team, thread, first_m, first_n, steps;
+
+    __device__ A a() const { return {p.a, p.k, first_m, p.m, p.a_parameters, kKinds, p.kinds, p.padded_m}; }
+    __device__ B b() const {
+      return {p.b, p.k / 8 * kBits, first_n, p.n, p.b_parameters, p.kinds, p.kinds, p.padded_n};
+    }
+    __device__ int step(int i) const { return team + i * kTeams; }
+  };
+
   static __device__ void run(BlockwiseProblem const& p, unsigned char* shared) {
     int const team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, lane = threadIdx.x % 32;
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
     unsigned char* const ring = shared + team * kStages * kStageBytes;
-    SharedAddress const ring_address = shared_address(ring);
-    int const steps = (p.k / kStep - team + kTeams - 1) / kTeams;  // of this team
-    auto const step_of = [team](int i) { return team + i * kTeams; };
-
-    // Weights lie ready before the quantising kernel has run: it waited for whoever wrote them before it let this
-    // kernel start.
-    for (int i = 0; i < kStages - 1 && i < steps; ++i) {
-      copy_b(ring_address + i * kStageBytes, p, first_n, step_of(i), thread);
-    }
-    wait_for_previous_kernel();
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (i < steps) copy_a(ring_address + i * kStageBytes, p, first_m, step_of(i), thread);
-      commit_copies();
-    }
+    int const steps = (p.k / kStep - team + kTeams - 1) / kTeams;
+    typename Machine::template Pipeline<Blockwise> pipeline({p, team, thread, first_m, first_n, steps}, ring);
 
     int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
     Sums sums = {};
-    int filled = kStages - 1, read = 0;
     for (int i = 0; i < steps; ++i) {
-      wait_for_copies<kStages - 2>();
-      wait_for_team(team);
-      if (i + kStages - 1 < steps) {
-        unsigned const stage = ring_address + filled * kStageBytes;
-        copy_b(stage, p, first_n, step_of(i + kStages - 1), thread);
-        copy_a(stage, p, first_m, step_of(i + kStages - 1), thread);
-      }
-      commit_copies();
-      filled = filled + 1 == kStages ? 0 : filled + 1;
-      auto const* const parameters_a = reinterpret_cast<float const*>(ring + read * kStageBytes + kParametersA);
-      auto const* const parameters_b = reinterpret_cast<float const*>(ring + read * kStageBytes + kParametersB);
+      int const stage = pipeline.begin(i);
+      auto const* const parameters_a = reinterpret_cast<float const*>(ring + stage + kParametersA);
+      auto const* const parameters_b = reinterpret_cast<float const*>(ring + stage + kParametersB);
 #pragma unroll 1
       for (int block = 0; block < kGroups; ++block) {
-        multiply(sums, ring_address + read * kStageBytes, parameters_a, parameters_b, block, first_row, first_column,
-                 lane);
+        multiply(sums, pipeline.ring + stage, parameters_a, parameters_b, block, first_row, first_column, lane);
         if (p.kinds == kKinds) add_offsets(sums, parameters_a, parameters_b, block, first_row, first_column, lane);
       }
-      read = read + 1 == kStages ? 0 : read + 1;
+      pipeline.end();
     }
     __syncthreads();
     auto* const all_sums = reinterpret_cast<float*>(shared);
@@ -279,10 +246,10 @@ __global__ __launch_bounds__(K::kThreads,
   K::run(p, shared);
 }
 
-template <BlockwiseConfig kConfig, int kGroup, int kBits>
+template <class Machine, BlockwiseConfig kConfig, int kGroup, int kBits>
 struct BlockwiseGemm {
-  using K = Blockwise<kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.teams, kConfig.stages,
-                      kGroup, kBits>;
+  using K = Blockwise<Machine, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.teams,
+                      kConfig.stages, kGroup, kBits>;
 
   static void launch(BlockwiseProblem const& p, int device, Stream stream) {
     auto* const kernel = blockwise_kernel<K>;

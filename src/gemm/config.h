@@ -69,12 +69,12 @@ struct SkinnyConfig {
   int unroll;  // steps of 64 bytes of K in flight a warp
 };
 
-// SM80, products of blocks with their own scales (blockwise.cuh).
+// SM75 and SM80, products of blocks with their own scales (blockwise.cuh).
 struct BlockwiseConfig {
   int warp_m, warp_n;    // of D, a warp: multiples of 16
   int warps_m, warps_n;  // a team
   int teams;             // that share K
-  int stages;            // of 128 values of K, a team
+  int stages;            // of 128 values of K, a team; one on SM75, which keeps the next in registers
 
   constexpr int tile_m() const { return warp_m * warps_m; }
   constexpr int tile_n() const { return warp_n * warps_n; }

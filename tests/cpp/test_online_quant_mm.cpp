@@ -77,7 +77,9 @@ void choices_are_functions_of_numbers() {
   CHECK(explain_online_quant_mm({1, 4096, 4096, 128, 4}, Arch::kSm80, 108).starts_with("sm80 mma.sync w4a8"));
   CHECK(explain_online_quant_mm({1024, 4096, 4096, 128, 8}, Arch::kSm90, 132).starts_with("sm90 wgmma w8a8"));
   CHECK(explain_online_quant_mm({1024, 4096, 4096, 64, 8}, Arch::kSm90, 132).starts_with("sm80 mma.sync w8a8"));
-  CHECK(explain_online_quant_mm({64, 64, 64, 128, 8}, Arch::kSm75, 40).starts_with("staged"));
+  CHECK(explain_online_quant_mm({1, 4096, 4096, 128, 4}, Arch::kSm75, 40).starts_with("sm75 mma.sync w4a8"));
+  CHECK(explain_online_quant_mm({64, 64, 64, 48, 8}, Arch::kSm75, 40).starts_with("staged"));
+  CHECK(needs_staging(48) && !needs_staging(32));
   CHECK_THROWS(InvalidArgument, explain_online_quant_mm({1, 1, 1, 128, 8}, Arch::kAuto, 0), "arch");
 }
 

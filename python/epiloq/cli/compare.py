@@ -86,7 +86,7 @@ def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.comparison import answers
     from epiloq.formats.model import load
-    from epiloq.quantize.job import check_generates
+    from epiloq.quantize.checks import check_generates
     from epiloq.quantize.text import load_tokenizer, read_texts, windows
 
     parts = windows(load_tokenizer(a), read_texts(text), length)[: -(-tokens // length)]

@@ -14,7 +14,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A quantised model directory.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make. It must not exist.")],
     layout: Annotated[
-        str, typer.Option("--format", metavar="F", help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq.")
+        str, typer.Option("--format", metavar="F", help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq.")
     ],
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to FILE.", show_default=False)

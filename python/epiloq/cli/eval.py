@@ -22,7 +22,7 @@ def measure(folder: Path, text: Path, tokens: int, length: int, device: str, sta
     from epiloq.demo.perplexity import perplexity
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.model import load
-    from epiloq.quantize.job import check_generates
+    from epiloq.quantize.checks import check_generates
     from epiloq.quantize.text import load_tokenizer, read_texts, windows
 
     checkpoint = Checkpoint(folder)

@@ -82,6 +82,10 @@ def show(facts: dict[str, Any], console: Console) -> None:
         f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {rest['tensors']} tensors ({shortened(rest['largest'])}); "
         f"linear layers: {shortened(rest['linear']) or 'none'}"
     )
+    for name, reason in list(rest["experts"].items())[:NAMED]:
+        say(f"Experts in floating point: {name}: {reason}")
+    if len(rest["experts"]) > NAMED:
+        say(f"Experts in floating point: {len(rest['experts']) - NAMED} more layers")
     for name, reason in facts["formats"].items():
         say(f"  {name}: {'can say it' if reason is None else f'no: {reason}'}")
     for reason in facts.get("wrong", {}).values():

@@ -55,6 +55,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
     if kept:
         lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
+    lines += [f"experts in floating point: {name}: {reason}" for name, reason in report["float_experts"].items()]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -83,7 +84,7 @@ def quantize(
         typer.Option(
             "--format",
             metavar="F",
-            help="compressed-tensors, gptq, awq, deepseek-fp8 or epiloq: the first that can say the scheme.",
+            help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq: the first that can say the scheme.",
             show_default=False,
         ),
     ] = None,
@@ -122,7 +123,9 @@ def quantize(
         typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Turn a model directory into a smaller one, its linear layers quantised.
+    """Turn a model directory into a smaller one, the linear layers of its repeated blocks quantised.
+
+    Embeddings, the output head and what else is outside the blocks stay as they are, whatever the scheme.
 
     Run the same command again to go on with a run that was interrupted.
 

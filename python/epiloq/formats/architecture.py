@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
+from epiloq.formats.names import Names
+from epiloq.mixtures import stacked, take_apart_
 
 
 def architecture(checkpoint: Checkpoint) -> Any:
@@ -31,7 +34,8 @@ def architecture(checkpoint: Checkpoint) -> Any:
 def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
     """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values.
 
-    On "meta" it has none, and takes no memory.
+    On "meta" it has none, and takes no memory. Experts of which the files hold a matrix each are apart, and the
+    checkpoint's tensors have the model's names from now on.
     """
     from transformers import AutoConfig
 
@@ -39,7 +43,36 @@ def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with _default_dtype(config.dtype or torch.float32), torch.device(device):
-        return architecture(checkpoint)(config).eval()  # type: ignore[no-any-return]
+        model: nn.Module = architecture(checkpoint)(config).eval()
+    return renamed(model, checkpoint)
+
+
+def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
+    """A model of transformers, its experts apart where a checkpoint has them so, whose tensors get the model's names.
+
+    Raises FormatError where two tensors would have the same.
+    """
+    if hasattr(model, "base_model_prefix"):
+        names = names_in(model, checkpoint)
+        if not checkpoint.stored:
+            checkpoint.rename(names.by_stored(checkpoint.files))
+    return model
+
+
+def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
+    """What tensors of files are called in a model of transformers, its experts apart where a checkpoint has them so."""
+    names = Names(model)
+    if not stacked(model):
+        return names
+    # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.
+    matrices = {names.of(name).rsplit(".", 3)[0] for name in checkpoint.files}
+    return Names(model) if take_apart_(model, lambda name: name in matrices) else names
+
+
+def has_no_use_for(model: nn.Module, name: str) -> bool:
+    """Whether a tensor in files is of something that a model of transformers leaves aside, like further predictions."""
+    patterns: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 @contextmanager

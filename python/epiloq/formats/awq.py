@@ -16,7 +16,6 @@ from epiloq.formats.layouts import (
     Codes,
     Expected,
     FormatError,
-    Quantization,
     agrees,
     divides,
     full,
@@ -24,9 +23,10 @@ from epiloq.formats.layouts import (
     require,
     sizes,
 )
+from epiloq.formats.weights import OffsetWeight, Weight, on_grid
 from epiloq.formats.words import pack, unpack
 from epiloq.packed_weight import PackedWeight, pack_weight
-from epiloq.quantize.grid import Grid, QuantizedWeight
+from epiloq.quantize.grid import Grid
 
 BITS = 4
 PER_WORD = 8
@@ -90,20 +90,31 @@ def from_packed(packed: PackedWeight, *, version: str = "gemm") -> dict[str, Ten
     return _layout(version).write(packed)
 
 
-def to_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """As `from_packed` of ``gemm``, of a calibrated weight; scales are written in float16."""
-    if weight.bits != BITS or weight.perm is not None:
-        raise FormatError("awq: expected 4 bits and groups in the order of the channels")
-    rows, columns = weight.q.shape
-    _groups(rows, columns, weight.group_size)
-    tensors = _gemm_words(Codes.of(weight))
+def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
+    """A layer's tensors in a directory: of integers on a grid, scales in float16; in ``gemv_fast`` of real offsets."""
+    layout = _layout(version)
+    if layout.words is None:
+        if not isinstance(weight, OffsetWeight):
+            raise FormatError(f"awq: version: {version} has real offsets, which this weight has not")
+        return from_packed(weight.packed, version=version)
+    value = on_grid(weight, "awq")
+    if value.bits != BITS:
+        raise FormatError(f"awq: cannot say {value.bits} bits, only {BITS} bits")
+    if value.perm is not None:
+        raise FormatError("awq: cannot say groups in activation order (act-order)")
+    rows, columns = value.q.shape
+    _groups(rows, columns, value.group_size)
+    tensors = layout.words(Codes.of(value))
     return tensors | {"scales": tensors["scales"].to(torch.float16)}
 
 
-def from_tensors(tensors: Mapping[str, Tensor], grid: Grid, shape: tuple[int, int]) -> QuantizedWeight:
+def from_tensors(tensors: Mapping[str, Tensor], grid: Grid, version: str, shape: tuple[int, int]) -> Weight:
     """The inverse of `to_tensors` for a layer ``[N, K]``. Raises FormatError for tensors that disagree with it."""
-    require(tensors, _gemm_expected(*shape, grid.group_size))
-    return _gemm_codes(tensors, grid.group_size, shape).quantized(grid)
+    layout = _layout(version)
+    require(tensors, layout.expected(*shape, grid.group_size))
+    if layout.codes is None:
+        return OffsetWeight.of(layout.read(tensors, grid.group_size, shape))
+    return layout.codes(tensors, grid.group_size, shape).quantized(grid)
 
 
 def padded_groups(columns: int, group_size: int) -> int:
@@ -130,24 +141,30 @@ def config(grid: Grid, ignore: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def parse(found: Mapping[str, Any]) -> Quantization:
-    """What a ``quantization_config`` says. Raises FormatError for what epiloq does not read."""
+def parse(found: Mapping[str, Any]) -> tuple[Grid, str]:
+    """What a ``quantization_config`` says, and the version. Raises FormatError for what epiloq does not read."""
     size = found.get("group_size", found.get("q_group_size"))
     if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
         raise FormatError("awq: quantization_config: expected 4 bits and a group_size")
-    if str(found.get("version", "gemm")).lower() != "gemm":
-        raise FormatError(f"awq: version: expected gemm, got {found['version']!r}")
-    return Quantization(Grid(BITS, size, symmetric=False))
+    version = str(found.get("version", "gemm")).lower()
+    _layout(version)
+    return Grid(BITS, size, symmetric=False), version
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """One version: the layer's shape from that of qweight, the tensors expected of it, reading and writing them."""
+    """One version: the layer's shape from that of qweight, the tensors expected of it, reading and writing them.
+
+    codes, words
+        Of a version with integer zero points, how a layer's integers are read and written.
+    """
 
     shape: Callable[[int, int], tuple[int, int]]
     expected: Callable[[int, int, int], Expected]
     read: Callable[[Mapping[str, Tensor], int, tuple[int, int]], PackedWeight]
     write: Callable[[PackedWeight], dict[str, Tensor]]
+    codes: Callable[[Mapping[str, Tensor], int, tuple[int, int]], Codes] | None = None
+    words: Callable[[Codes], dict[str, Tensor]] | None = None
 
 
 def _groups(rows: int, columns: int, group_size: int) -> int:
@@ -190,18 +207,18 @@ def _gemv_expected(rows: int, columns: int, group_size: int) -> Expected:
     }
 
 
-def _gemv_read(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> PackedWeight:
+def _gemv_codes(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> Codes:
     columns = shape[1]
     groups = columns // full(group_size, columns)
     q, scales = unpack(tensors["qweight"], BITS, columns), tensors["scales"]
     zero = unpack(tensors["qzeros"], BITS, scales.shape[1])[:, :groups].int()
-    return Codes(q, scales[:, :groups], zero, None, BITS, group_size).packed()
+    return Codes(q, scales[:, :groups], zero, None, BITS, group_size)
 
 
-def _gemv_write(packed: PackedWeight) -> dict[str, Tensor]:
-    codes = Codes.of_packed(packed, "awq gemv")
-    divides("in_features", packed.k, PER_WORD, "awq")
-    missing = padded_groups(packed.k, packed.group_size) - codes.scale.shape[1]
+def _gemv_words(codes: Codes) -> dict[str, Tensor]:
+    columns = codes.q.shape[1]
+    divides("in_features", columns, PER_WORD, "awq")
+    missing = padded_groups(columns, codes.group_size) - codes.scale.shape[1]
     scales, zero = (torch.nn.functional.pad(t, (0, missing)) for t in (codes.scale, codes.zero))
     return {"qweight": pack(codes.q, BITS), "qzeros": pack(zero, BITS), "scales": scales}
 
@@ -243,14 +260,28 @@ def _fast_write(packed: PackedWeight) -> dict[str, Tensor]:
     return {"qweight": words.to(torch.int16).reshape(-1, packed.k), "qzeros": qzeros, "scales": scales}
 
 
+def _integers(
+    name: str,
+    shape: Callable[[int, int], tuple[int, int]],
+    expected: Callable[[int, int, int], Expected],
+    codes: Callable[[Mapping[str, Tensor], int, tuple[int, int]], Codes],
+    words: Callable[[Codes], dict[str, Tensor]],
+) -> _Layout:
+    return _Layout(
+        shape,
+        expected,
+        lambda tensors, group_size, shape: codes(tensors, group_size, shape).packed(),
+        lambda packed: words(Codes.of_packed(packed, f"awq {name}")),
+        codes,
+        words,
+    )
+
+
 _LAYOUTS = {
-    "gemm": _Layout(
-        lambda columns, words: (words * PER_WORD, columns),
-        _gemm_expected,
-        lambda tensors, group_size, shape: _gemm_codes(tensors, group_size, shape).packed(),
-        lambda packed: _gemm_words(Codes.of_packed(packed, "awq gemm")),
+    "gemm": _integers(
+        "gemm", lambda columns, words: (words * PER_WORD, columns), _gemm_expected, _gemm_codes, _gemm_words
     ),
-    "gemv": _Layout(lambda rows, words: (rows, words * PER_WORD), _gemv_expected, _gemv_read, _gemv_write),
+    "gemv": _integers("gemv", lambda rows, words: (rows, words * PER_WORD), _gemv_expected, _gemv_codes, _gemv_words),
     "gemv_fast": _Layout(lambda tiles, columns: (tiles * INTERLEAVE, columns), _fast_expected, _fast_read, _fast_write),
 }
 

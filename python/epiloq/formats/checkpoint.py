@@ -37,6 +37,8 @@ class Checkpoint:
         self.config = _read_json(folder / "config.json")
         self.entries: dict[str, Entry] = {}
         self.files = self._weight_map()
+        self.stored: dict[str, str] = {}
+        """Names in the files by the names used here, where they differ."""
         self._opened: dict[str, Any] = {}
 
     @property
@@ -60,7 +62,33 @@ class Checkpoint:
         file = self.files[name]
         if file not in self._opened:
             self._opened[file] = _opened(self.folder / file)
-        return self._opened[file].get_tensor(name)  # type: ignore[no-any-return]
+        return self._opened[file].get_tensor(self.stored.get(name, name))  # type: ignore[no-any-return]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call every tensor by another name from now on, given by its name in the files.
+
+        Raises FormatError where two would have the same.
+        """
+        taken: dict[str, str] = {}
+        for old, new in names.items():
+            if new in taken:
+                raise FormatError(f"{self.where(old)}: stands for {new}, as does {taken[new]}")
+            taken[new] = old
+        self.entries = {names[old]: entry for old, entry in self.entries.items()}
+        self.files = {names[old]: file for old, file in self.files.items()}
+        self.stored = {new: old for old, new in names.items() if new != old}
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a tensor, or would call another one of its layer."""
+        if name in self.files:
+            return self.stored.get(name, name)
+        layer, _, part = name.rpartition(".")
+        return f"{self.stored_layer(layer)}.{part}" if layer else name
+
+    def stored_layer(self, layer: str) -> str:
+        """What the files call a layer, told by its weight."""
+        name = f"{layer}.weight"
+        return self.stored.get(name, name).removesuffix(".weight")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, one file after the other."""
@@ -69,7 +97,7 @@ class Checkpoint:
     def where(self, name: str) -> str:
         """File and name of a tensor (or of a layer, by one of its tensors), for messages."""
         file = self.files.get(name) or next((f for n, f in self.files.items() if n.startswith(f"{name}.")), "")
-        return f"{self.folder / file}: {name}"
+        return f"{self.folder / file}: {self.stored_name(name)}"
 
     def _weight_map(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():

@@ -8,6 +8,7 @@ Its reader multiplies in the scale's type, so scales of weights alone are writte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def document(layout: str, groups: Sequence[Mapping[str, Any]], ignore: Sequence[
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": {**group, "format": layout} for index, group in enumerate(groups)},
+        "config_groups": {f"group_{i}": {**deepcopy(group), "format": layout} for i, group in enumerate(groups)},
         "ignore": list(ignore),
     }
 

@@ -13,11 +13,12 @@ from epiloq.formats.layouts import FormatError
 from epiloq.formats.model import Target
 from epiloq.formats.table import FORMATS, Format, blank
 from epiloq.formats.weights import Weight
+from epiloq.mixtures import left_beside
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that was found possible as far as headers tell. Nothing was written yet."""
+    """A conversion that was found possible as far as headers and orders tell. Nothing was written yet."""
 
     layers: Layers
     layout: Format
@@ -48,7 +49,7 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 
 def refusal(layers: Layers, layout: Format) -> str | None:
-    """Why a format cannot say a checkpoint's layers, as far as sizes and kinds tell; None if it can."""
+    """Why a format cannot say a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
     kinds = {reader.quantization or repr(reader.module) for reader in layers.readers.values()}
     if layers.quantization is None and len(kinds) > 1:
         if layout.name != "epiloq":
@@ -56,7 +57,7 @@ def refusal(layers: Layers, layout: Format) -> str | None:
         return None
     tried = set()
     for name, reader in layers.readers.items():
-        key = (reader.quantization, repr(reader.module), layers.shape(name))
+        key = (reader.quantization, repr(reader.module), layers.shape(name), layers.ordered(name))
         if key in tried:
             continue
         tried.add(key)
@@ -70,7 +71,9 @@ def refusal(layers: Layers, layout: Format) -> str | None:
 def _sample(layers: Layers, name: str) -> Weight:
     """A weight like a layer's, without reading it where that can be."""
     reader, shape = layers.readers[name], layers.shape(name)
-    return layers.weight(name) if reader.quantization is None else blank(reader.quantization, shape)
+    if reader.quantization is None:
+        return layers.weight(name)
+    return blank(reader.quantization, shape, layers.ordered(name))
 
 
 def perform(
@@ -85,12 +88,12 @@ def perform(
     checkpoint = layers.checkpoint
     with written_whole(conversion.output) as aside:
         writer = Writer(aside, largest_shard)
-        target = Target(conversion.layout, layers.quantization, layers.dtype, writer)
+        target = Target(conversion.layout, layers.quantization, layers.dtype, writer, checkpoint)
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
-        for name in checkpoint.names():
+        for name in (name for name in checkpoint.names() if name not in layers.unused):
             layer = by_part.get(name)
             if layer is None:
-                writer.add(name, checkpoint.tensor(name))
+                writer.add(checkpoint.stored_name(name), checkpoint.tensor(name))
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
                 try:
@@ -98,7 +101,7 @@ def perform(
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()
-        target.close(checkpoint.config, layers.linears)
+        target.close(layers.linears.keys() | left_beside(layers.model, target.quantised))
         carry_over(checkpoint.folder, aside)
     return {
         "input": str(checkpoint.folder),

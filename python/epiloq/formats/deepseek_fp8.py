@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import distinct, model_config, skeleton
+from epiloq.formats.architecture import distinct, has_no_use_for, model_config, renamed, skeleton
 from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts import FormatError
-from epiloq.nn import Fp8BlockLinear
+from epiloq.mixtures import left_beside, named_layers, release_, together_, why_stacked
+from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
 
 METHOD = "fp8"
@@ -40,7 +41,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 
 def config(not_converted: Collection[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of a model in which the named linear layers stay in floating point."""
+    """The ``quantization_config`` of a model in which the named layers, routers among them, stay in floating point."""
     return {
         "quant_method": METHOD,
         "fmt": "e4m3",
@@ -70,16 +71,17 @@ def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> 
 
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
     """As `save`, without a rename; `source` is the config.json to begin with."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Fp8BlockLinear)}
+    layers = {name: module for name, module in named_layers(model) if isinstance(module, Fp8BlockLinear)}
     if not layers:
         raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")
     _check_others(model)
     warn_of({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    left = {*linears, *left_beside(model, layers)}
     writer = Writer(folder, largest_shard)
     for name, tensor in distinct(model).items():
         writer.add(name, tensor)
-    writer.close({**source, "quantization_config": config(linears)})
+    writer.close({**source, "quantization_config": config(left)})
 
 
 def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -94,8 +96,8 @@ def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _check_others(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("epiloq.nn") and not isinstance(module, Fp8BlockLinear):
+    for name, module in named_layers(model):
+        if type(module).__module__.startswith("epiloq.nn") and not isinstance(module, (Fp8BlockLinear, ExpertLinears)):
             raise FormatError(f"deepseek_fp8: {name}: expected Fp8BlockLinear, got {type(module).__name__}")
 
 
@@ -115,10 +117,18 @@ def load(folder: Path) -> nn.Module:
 def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     """Fill any `model` whose tensors a checkpoint names, in place, and return it.
 
-    Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``. All is checked before anything changes.
-    Raises FormatError as `load` does.
+    Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``, experts ``GatedExperts``. All is checked
+    before anything changes. Raises FormatError as `load` does.
     """
     check_config(checkpoint)
+    try:
+        return _fill(renamed(model, checkpoint), checkpoint)
+    finally:
+        together_(model)
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
+    """`read`, into a model whose experts are apart."""
     targets = model.state_dict(keep_vars=True)
     layers = _checked(model, targets, checkpoint)
     for name, linear in layers.items():
@@ -131,11 +141,12 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
         )
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.train(linear.training))
+    release_(model)
     for name, tensor in checkpoint.tensors():
         layer_name, _, part = name.rpartition(".")
         if layer_name in layers:
             model.get_submodule(layer_name).load_state_dict({part: tensor}, strict=False)
-        else:
+        elif not has_no_use_for(model, name):
             targets[name].copy_(tensor)
     return model
 
@@ -173,9 +184,11 @@ def _checked(model: nn.Module, targets: Mapping[str, Tensor], checkpoint: Checkp
             blocks = [-(-module.out_features // BLOCK), -(-module.in_features // BLOCK)]
             expected[f"{name}.{SCALE}"] = (_SCALES, blocks)
     for name, (dtype, shape) in headers.items():
-        where = f"{checkpoint.folder / checkpoint.files[name]}: {name}"
+        where = checkpoint.where(name)
+        if name not in expected and has_no_use_for(model, name):
+            continue
         if name not in expected:
-            raise FormatError(f"{where}: not a tensor of this model")
+            raise FormatError(f"{where}: not a tensor of this model{why_stacked(model, name)}")
         dtypes, wanted = expected[name]
         if dtype not in dtypes or shape != wanted:
             raise FormatError(f"{where}: expected {' or '.join(dtypes)} {wanted}, got {dtype} {shape}")

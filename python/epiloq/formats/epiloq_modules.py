@@ -21,7 +21,8 @@ from epiloq import nn as modules
 from epiloq.formats.architecture import distinct, model_config
 from epiloq.formats.checkpoint import LARGEST_SHARD, Writer, written_whole
 from epiloq.formats.layouts import Activations, FormatError, Quantization
-from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
+from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
+from epiloq.mixtures import named_layers
 from epiloq.packed_weight import BITS
 from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.schemes import SCHEMES
@@ -110,7 +111,7 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
 def _weight_only(module: modules.WeightOnlyLinear, options: Options) -> Weight:
     described = _weight_only_described(options)
     if described is None:
-        return _as_it_is(lambda module: module.weight.dequantize())(module, options)
+        return OffsetWeight.of(module.weight)
     q, scale, zero = module.weight.unpack()
     return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.weight.perm)
 
@@ -223,11 +224,11 @@ def groups_of(layers: Mapping[str, tuple[str, Options]]) -> list[Group]:
 def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
     """A model's quantised layers by name. Raises FormatError for a module that the format has no word for, or none."""
     found: dict[str, tuple[str, Options]] = {}
-    for name, module in model.named_modules():
+    for name, module in named_layers(model):
         kind = KINDS.get(type(module).__name__)
         if kind is not None and type(module) is kind.module:
             found[name] = kind.module.__name__, {option: value(module) for option, value in kind.options.items()}
-        elif type(module).__module__.startswith(modules.__name__):
+        elif type(module).__module__.startswith(modules.__name__) and not isinstance(module, modules.ExpertLinears):
             raise FormatError(f"epiloq: {name}: expected one of {', '.join(KINDS)}, got {type(module).__name__}")
     if not found:
         raise FormatError("epiloq: model: expected quantised layers, found none")

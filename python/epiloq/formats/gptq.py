@@ -24,6 +24,7 @@ from epiloq.formats.layouts import (
     require,
     sizes,
 )
+from epiloq.formats.weights import Weight
 from epiloq.formats.words import BITS, pack, period, unpack, words_of
 from epiloq.packed_weight import PackedWeight
 from epiloq.quantize.grid import Grid, QuantizedWeight
@@ -75,8 +76,10 @@ def from_packed(packed: PackedWeight, *, checkpoint_format: str = "gptq") -> dic
     return _write(Codes.of_packed(packed, "gptq"), checkpoint_format)
 
 
-def to_tensors(weight: QuantizedWeight, version: str) -> dict[str, Tensor]:
+def to_tensors(weight: Weight, version: str) -> dict[str, Tensor]:
     """As `from_packed`, of a calibrated weight; scales are written in float16."""
+    if not isinstance(weight, QuantizedWeight):
+        raise FormatError("gptq: expected integers on a grid")
     tensors = _write(Codes.of(weight), version)
     return tensors | {"scales": tensors["scales"].to(torch.float16)}
 

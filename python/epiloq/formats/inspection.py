@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from epiloq.formats import epiloq_modules
 from epiloq.formats.convert import refusal
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
+from epiloq.mixtures import reason_against, stacked
+from epiloq.nn import ExpertLinears
 from epiloq.quantize.grid import Grid
 from epiloq.quantize.targets import TARGETS
 
@@ -94,7 +94,7 @@ def _said(layers: Layers, name: str) -> dict[str, Any]:
         module, options = reader.module
         words = _WORDS[module](options)
     keys = ("weights", "bits", "group_size", "symmetric", "activations")
-    return {**dict(zip(keys, words, strict=True)), "act_order": _ordered(layers, name)}
+    return {**dict(zip(keys, words, strict=True)), "act_order": layers.ordered(name)}
 
 
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
@@ -116,16 +116,6 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         None,
     ),
 }
-
-
-def _ordered(layers: Layers, name: str) -> bool:
-    """Whether a layer's groups are in activation order; gptq's files may say that they are not."""
-    part = layers.parts[name].get("g_idx")
-    if part is None:
-        return "weight_perm" in layers.parts[name]
-    index, quantization = layers.checkpoint.tensor(part), layers.readers[name].quantization
-    length = quantization.grid.length(len(index)) if quantization is not None else len(index)
-    return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
 
 
 def _version(found: Mapping[str, Any]) -> str | int | None:
@@ -158,10 +148,22 @@ def _bytes_before(layers: Layers) -> int:
     return rest + sum(rows * columns for rows, columns in map(layers.shape, layers.readers)) * layers.dtype.itemsize
 
 
+def _float_experts(layers: Layers) -> dict[str, str]:
+    """Experts in floating point by the name of their module, and why."""
+    why = "in floating point in the files"
+    alone = {
+        name: why
+        for name, module in layers.model.named_modules()
+        if isinstance(module, ExpertLinears) and any(n.startswith(f"{name}.") for n in layers.unquantised)
+    }
+    return alone | {name: reason_against(module) or why for name, module in stacked(layers.model).items()}
+
+
 def _not_quantised(layers: Layers) -> dict[str, Any]:
     entries = layers.checkpoint.entries
     return {
         "linear": layers.unquantised,
+        "experts": _float_experts(layers),
         "tensors": len(layers.rest),
         "bytes": sum(entries[name].nbytes for name in layers.rest),
         "largest": sorted(layers.rest, key=lambda name: -entries[name].nbytes)[:3],

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import skeleton
+from epiloq.formats.architecture import has_no_use_for, renamed, skeleton
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError, Quantization
-from epiloq.formats.readers import BIAS, Reader, readers
+from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
+from epiloq.mixtures import why_stacked
 
 _Found = TypeVar("_Found")
 
@@ -28,9 +28,12 @@ class Layers:
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module | None = None) -> None:
         self.checkpoint = checkpoint
-        self.readers: dict[str, Reader] = {} if checkpoint.quantization is None else readers(checkpoint)
-        self.model = skeleton(checkpoint, "meta") if model is None else model
+        self.model = skeleton(checkpoint, "meta") if model is None else renamed(model, checkpoint)
+        found = {} if checkpoint.quantization is None else readers(checkpoint)
+        self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
         self.linears = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        self.unused = frozenset(cache_scales(checkpoint))
+        """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
         """Names of a quantised layer's tensors by their last parts, the bias left out."""
         self._compare()
@@ -58,13 +61,22 @@ class Layers:
 
     @property
     def rest(self) -> list[str]:
-        """Tensors that belong to no quantised layer, or are its bias, one file after the other."""
-        taken = {name for parts in self.parts.values() for name in parts.values()}
+        """The model's tensors that belong to no quantised layer, or are its bias, one file after the other."""
+        taken = {name for parts in self.parts.values() for name in parts.values()} | self.unused
         return [name for name in self.checkpoint.names() if name not in taken]
 
     def shape(self, layer: str) -> tuple[int, int]:
         """``(N, K)``."""
         return self.linears[layer].out_features, self.linears[layer].in_features
+
+    def ordered(self, layer: str) -> bool:
+        """Whether a quantised layer's groups are in activation order; gptq's files may say that they are not."""
+        part = self.parts[layer].get("g_idx")
+        if part is None:
+            return "weight_perm" in self.parts[layer]
+        index, quantization = self.checkpoint.tensor(part), self.readers[layer].quantization
+        length = quantization.grid.length(len(index)) if quantization is not None else len(index)
+        return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
 
     def weight(self, layer: str) -> Weight:
         """What a quantised layer's tensors stand for. Raises FormatError, naming file and layer, if they disagree."""
@@ -94,21 +106,23 @@ class Layers:
         checkpoint = self.checkpoint
         for layer in self.readers:
             if layer not in self.linears:
-                raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model")
+                why = why_stacked(self.model, layer)
+                raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model{why}")
         targets = self.model.state_dict(keep_vars=True)
         wanted = {name for name in targets if name.removesuffix(".weight") not in self.readers}
-        # Of earlier versions of a model, which transformers leaves aside too.
-        ignored: list[str] = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or []
         seen = set()
         for name, entry in checkpoint.entries.items():
             layer, _, part = name.rpartition(".")
             if layer in self.readers and part != BIAS:
                 self._part(layer, part, name)
                 continue
+            if name in self.unused:
+                continue
             if name not in targets:
-                if any(re.search(pattern, name) for pattern in ignored) or self._empty_bias(layer, part):
+                if has_no_use_for(self.model, name) or self._empty_bias(layer, part):
                     continue
-                raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model")
+                why = why_stacked(self.model, name)
+                raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model{why}")
             target = targets[name]
             if not entry.fits(target):
                 raise FormatError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
+from epiloq.mixtures import left_beside, settle_, together_
 from epiloq.quantize.grid import QuantizedWeight
 
 
@@ -57,7 +58,7 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
         return deepseek_fp8.read(skeleton(checkpoint), checkpoint), None
     layers = Layers(checkpoint, skeleton(checkpoint))
     fill(layers)
-    return layers.model, layers.quantization
+    return together_(layers.model), layers.quantization
 
 
 @torch.no_grad()
@@ -73,6 +74,7 @@ def fill(layers: Layers) -> None:
     for name in layers.readers:
         parent, _, leaf = name.rpartition(".")
         setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
+        settle_(layers.model, parent.rpartition(".")[0])
 
 
 def save(
@@ -88,21 +90,33 @@ def save(
 
     `quantization` is None where it is not to integers on a grid. Raises FormatError for what the format cannot say.
     """
-    target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard))
+    target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard), source)
     for name, weight in weights:
         target.layer(name, weight, None if quantization is None else quantization.of(name))
     for name, tensor in distinct(model).items():
         if name.removesuffix(".weight") not in target.quantised:
-            target.writer.add(name, tensor)
-    target.close(source.config, (name for name, module in model.named_modules() if isinstance(module, nn.Linear)))
+            target.writer.add(source.stored_name(name), tensor)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    target.close(linears | left_beside(model, target.quantised))
     carry_over(source.folder, folder)
 
 
 class Target:
-    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot say."""
+    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot say.
 
-    def __init__(self, layout: Format, quantization: Quantization | None, dtype: torch.dtype, writer: Writer) -> None:
+    Tensors are named as in the files that the model comes from, `source`, which know its names for them.
+    """
+
+    def __init__(
+        self,
+        layout: Format,
+        quantization: Quantization | None,
+        dtype: torch.dtype,
+        writer: Writer,
+        source: Checkpoint,
+    ) -> None:
         self.layout, self.quantization, self.dtype, self.writer = layout, quantization, dtype, writer
+        self.source = source
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self.blocks: dict[str, tuple[int, ...]] = {}
         self.act_order = False
@@ -110,14 +124,14 @@ class Target:
     def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
         """Write a quantised layer's tensors, all but its bias, given how this layer is quantised."""
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
-            self.writer.add(f"{name}.{part}", tensor)
+            self.writer.add(f"{self.source.stored_layer(name)}.{part}", tensor)
         self.quantised[name] = epiloq_modules.described(weight, described)
         if isinstance(weight, BlockWeight):
             self.blocks[name] = tuple(weight.q.shape)
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
-    def close(self, config: Mapping[str, Any], linears: Iterable[str]) -> None:
-        """Finish, given the original's config.json and the names of all linear layers."""
-        ignored = sorted(set(linears) - self.quantised.keys())
+    def close(self, linears: Collection[str]) -> None:
+        """Finish, given the names of all linear layers, and of what else stays in floating point."""
+        ignored = sorted(map(self.source.stored_layer, set(linears) - self.quantised.keys()))
         said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order, self.blocks))
-        self.writer.close({**config, "quantization_config": said})
+        self.writer.close({**self.source.config, "quantization_config": said})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +15,12 @@ from epiloq.formats import awq, compressed_tensors, compressed_tensors_fp8, deep
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError, Quantization, require
 from epiloq.formats.table import METHODS
-from epiloq.formats.weights import BlockWeight, Weight
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.formats.weights import BlockWeight, Weight, blocks_of
+from epiloq.quantize.grid import Grid
 
 BIAS = "bias"
+# Of compressed-tensors.
+_OF_CACHES = ("k_scale", "k_zero_point", "v_scale", "v_zero_point")
 Tensors: TypeAlias = Mapping[str, Tensor]
 Shape: TypeAlias = tuple[int, int]
 
@@ -72,13 +75,13 @@ def reader(config: Mapping[str, Any]) -> Reader:
     """
     method = config.get("quant_method")
     if method == "compressed-tensors" and compressed_tensors_fp8.knows(config):
-        options = compressed_tensors_fp8.parse(config)
+        module, options = compressed_tensors_fp8.parse(config)
         return Reader(
             None,
             "weight_scale",
-            lambda t, shape: compressed_tensors_fp8.from_tensors(t, options, shape),
-            compressed_tensors_fp8.parts(options),
-            module=(compressed_tensors_fp8.MODULE, options),
+            lambda t, shape: compressed_tensors_fp8.from_tensors(t, module, options, shape),
+            compressed_tensors_fp8.parts(module, options),
+            module=(module, options),
         )
     if method == "compressed-tensors":
         found = compressed_tensors.parse(config)
@@ -97,13 +100,7 @@ def reader(config: Mapping[str, Any]) -> Reader:
             frozenset({"qweight", "qzeros", "scales", "g_idx"}),
         )
     if method == "awq":
-        said = awq.parse(config)
-        return Reader(
-            said,
-            "qweight",
-            lambda t, shape: awq.from_tensors(t, said.grid, shape),
-            frozenset({"qweight", "qzeros", "scales"}),
-        )
+        return _awq_reader(*awq.parse(config))
     if method == deepseek_fp8.METHOD:
         deepseek_fp8.parse(config)
         parts = frozenset({"weight", deepseek_fp8.SCALE})
@@ -111,9 +108,29 @@ def reader(config: Mapping[str, Any]) -> Reader:
     raise FormatError(f"quantization_config: quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
 
 
+def _awq_reader(grid: Grid, version: str) -> Reader:
+    with_offsets = version == "gemv_fast"
+    options = {"bits": awq.BITS, "group_size": grid.group_size, "zeros": "offset"}
+    return Reader(
+        None if with_offsets else Quantization(grid),
+        "qweight",
+        lambda t, shape: awq.from_tensors(t, grid, version, shape),
+        frozenset({"qweight", "qzeros", "scales"}),
+        module=("WeightOnlyLinear", options) if with_offsets else ("", {}),
+    )
+
+
+def cache_scales(checkpoint: Checkpoint) -> list[str]:
+    """Names of tensors that belong to a quantised key-value cache, which epiloq has none of."""
+    if (checkpoint.quantization or {}).get("kv_cache_scheme") is None:
+        return []
+    return [name for name in checkpoint.names() if name.rpartition(".")[2] in _OF_CACHES]
+
+
 def readers(checkpoint: Checkpoint) -> dict[str, Reader]:
     """How each quantised layer of a checkpoint is read, by name; layers that are alike share theirs.
 
+    Warns of a key-value cache that is quantised too: keys and values stay as they are, and its scales are not used.
     Raises FormatError for a configuration that epiloq does not read, or no quantised layers.
     """
     found = checkpoint.quantization or {}
@@ -128,6 +145,11 @@ def readers(checkpoint: Checkpoint) -> dict[str, Reader]:
         shared = reader(found)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+    if found.get("kv_cache_scheme") is not None:
+        warnings.warn(
+            f"{checkpoint.folder}: the key-value cache stays in the model's type, and its scales are not used",
+            stacklevel=3,
+        )
     end = f".{shared.marker}"
     names = [name.removesuffix(end) for name in checkpoint.files if name.endswith(end)]
     layers = {name: _one_layer(shared, name) for name in names}
@@ -152,8 +174,7 @@ def _one_layer(shared: Reader, name: str) -> Reader:
 
 
 def _from_blocks(tensors: Tensors, shape: Shape) -> Weight:
-    blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-    require(tensors, {"weight": (torch.float8_e4m3fn, shape), deepseek_fp8.SCALE: (None, blocks)})
+    require(tensors, {"weight": (torch.float8_e4m3fn, shape), deepseek_fp8.SCALE: (None, blocks_of(shape))})
     return BlockWeight(tensors["weight"], tensors[deepseek_fp8.SCALE])
 
 

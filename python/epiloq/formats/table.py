@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,18 +52,14 @@ class Format:
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
     config: Callable[[Quantization | None, Written], dict[str, Any]]
 
-    def check(self, quantization: Quantization, shapes: Collection[tuple[int, int]], dtype: torch.dtype) -> None:
-        """Raise FormatError unless layers of these shapes ``[N, K]`` can be written: it is tried with blank ones."""
-        for shape in sorted(set(shapes)):
-            self.to_tensors(blank(quantization, shape), quantization, dtype)
 
-
-def blank(quantization: Quantization, shape: tuple[int, int]) -> QuantizedWeight:
-    """A weight of ones on a grid."""
+def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
+    """A weight of ones on a grid, its groups perhaps in activation order."""
     grid, (rows, columns) = quantization.grid, shape
     groups = -(-columns // grid.length(columns))
     zero = None if grid.symmetric else torch.ones(rows, groups, dtype=torch.int32)
-    return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid)
+    perm = torch.arange(columns) if ordered else None
+    return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid, perm)
 
 
 def _half(dtype: torch.dtype, activations: str | None) -> torch.dtype:
@@ -102,16 +98,13 @@ def _gptq_config(quantization: Quantization | None, written: Written) -> dict[st
 
 
 def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    value = _weights_only("awq", weight, quantization)
-    if value.bits != awq.BITS:
-        raise FormatError(f"awq: cannot say {value.bits} bits, only 4 bits")
-    if value.perm is not None:
-        raise FormatError("awq: cannot say groups in activation order (act-order)")
-    return awq.to_tensors(value)
+    return awq.to_tensors(_weights_only("awq", weight, quantization))
 
 
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(weight, ModuleWeight) and weight.module == compressed_tensors_fp8.MODULE:
+    if isinstance(weight, BlockWeight) or (
+        isinstance(weight, ModuleWeight) and weight.module == compressed_tensors_fp8.ROWS
+    ):
         return compressed_tensors_fp8.to_tensors(weight)
     value, described = on_grid(weight, "compressed-tensors"), _grid_of(quantization)
     # Its reader multiplies in the scale's type, then rounds to the model's.
@@ -122,8 +115,8 @@ def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: tor
 def _compressed_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
     if quantization is not None:
         return compressed_tensors.config(quantization, written.ignored)
-    (options,) = (group.options for group in epiloq_modules.groups_of(written.quantised))  # Others were refused.
-    return compressed_tensors_fp8.config(options, written.ignored)
+    (group,) = epiloq_modules.groups_of(written.quantised)  # Others were refused.
+    return compressed_tensors_fp8.config(group.module, group.options, written.ignored)
 
 
 def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -151,7 +144,9 @@ def _grid_of(quantization: Quantization | None) -> Quantization:
     return quantization
 
 
+# In order of preference.
 _TABLE = (
+    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
     Format("compressed-tensors", _as_model, _to_compressed, _compressed_config),
     Format("gptq", _half, _to_gptq, _gptq_config),
     Format(
@@ -160,7 +155,6 @@ _TABLE = (
         _to_awq,
         lambda quantization, written: awq.config(_grid_of(quantization).grid, written.ignored),
     ),
-    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
     Format("epiloq", _as_model, _to_epiloq, _epiloq_config),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from epiloq.formats.layouts import FormatError
 from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.packed_weight import PackedWeight
 from epiloq.quantize.grid import QuantizedWeight
+
+
+def blocks_of(shape: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks a weight ``[N, K]`` has along either dimension."""
+    return -(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,20 @@ class ModuleWeight:
     def described(self) -> str:
         """What it is, in words."""
         return f"{self.module}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
+@dataclass(frozen=True)
+class OffsetWeight(ModuleWeight):
+    """Integers with a real offset for each group, ``W = scale * q + offset``, which `nn.WeightOnlyLinear` runs."""
+
+    packed: PackedWeight
+
+    @classmethod
+    def of(cls, packed: PackedWeight) -> OffsetWeight:
+        """The weight of a layer that was packed with offsets."""
+        options = {"bits": packed.bits, "group_size": packed.group_size, "zeros": "offset"}
+        state = {f"weight_{name}": tensor for name, tensor in packed.state_dict().items()}
+        return cls("WeightOnlyLinear", options, state, packed.dequantize, packed)
 
 
 Weight: TypeAlias = QuantizedWeight | BlockWeight | ModuleWeight

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from epiloq.nn.expert_linears import ExpertLinears
 from epiloq.nn.experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
+from epiloq.nn.gated_experts import GatedExperts
 from epiloq.nn.int8_conv2d import Int8Conv2d
 from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn.int8_table import Int8Quantize, Int8Table
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
 from epiloq.nn.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
 __all__ = [
+    "ExpertLinears",
     "Fp8BlockExperts",
     "Fp8BlockLinear",
     "Fp8Experts",
     "Fp8Linear",
+    "GatedExperts",
     "Int8Conv2d",
     "Int8Experts",
     "Int8Linear",
+    "Int8Quantize",
+    "Int8Table",
     "OnlineQuantLinear",
     "WeightOnlyConv2d",
     "WeightOnlyLinear",

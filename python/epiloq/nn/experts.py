@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ class Experts(PreparedLinear):
     `masked_m`, int32 ``[E]``, how many of each expert's rows count. On a GPU neither is read back. `y` is contiguous,
     in the dtype of `x` (float32, float16 or bfloat16), and holds anything in rows that belong to no expert.
     """
+
+    SCALE: ClassVar[str]
+    """The buffer of the weights' scales."""
+    ROWS_PER_SCALE: ClassVar[int]
+    """Neighbouring output features that share them."""
+    GATED: ClassVar[Mapping[str, Any]]
+    """How ``epiloq.silu_and_mul_quant`` makes inputs for it."""
 
     def __init__(
         self, experts: int, in_features: int, out_features: int, *, device: torch.device | str | None = None
@@ -61,9 +69,27 @@ class Experts(PreparedLinear):
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         """Quantise one expert's float ``[N, K]`` into the buffers."""
 
-    def _rows(self, x: Tensor) -> Tensor:
+    @abstractmethod
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[.., R, K]`` in WEIGHT_DTYPE, padded, and their scales; each row's by itself."""
+
+    @abstractmethod
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        """``[.., R, N']`` of quantised rows, padded as the weight is."""
+
+    def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
         self._check_width(x)
-        return x if x.stride(-1) == 1 else x.contiguous()
+        q, scale = self.quantise(x if x.stride(-1) == 1 else x.contiguous())
+        y = self.multiply(q, scale, x.dtype, offs=offs, masked_m=masked_m)
+        return y[..., : self.out_features].contiguous()
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -72,24 +98,29 @@ class Experts(PreparedLinear):
 class RowExperts(Experts):
     """`Experts` with a scale for each token and one for each output feature of each expert; the base of two kinds."""
 
+    SCALE, ROWS_PER_SCALE = "weight_scale", 1
+
     weight_scale: Tensor
 
     def _hold_scales(self, device: torch.device | str | None) -> None:
         shape = (self.experts, self.out_features)
         self._hold("weight_scale", shape, (1, N_MULTIPLE), torch.float32, device)
 
-    @abstractmethod
-    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` ``[.., R, K]`` in WEIGHT_DTYPE, its rows padded, and a scale a row ``[.., R, 1]``."""
-
     def _fill_expert(self, expert: int, values: Tensor) -> None:
-        q, scale = self._quantise(values)
+        q, scale = self.quantise(values)
         self.weight[expert, : self.out_features] = q
         self.weight_scale[expert, : self.out_features] = scale.flatten()
 
-    def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
-        q, scale = self._quantise(self._rows(x))
-        y = epiloq.grouped_mm(
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        return epiloq.grouped_mm(
             q,
             self.weight.mT,
             scale,
@@ -97,9 +128,8 @@ class RowExperts(Experts):
             offs=offs,
             masked_m=masked_m,
             recipe=(1, 1, -1),
-            out_dtype=x.dtype,
+            out_dtype=out_dtype,
         )
-        return y[..., : self.out_features].contiguous()
 
 
 class Int8Experts(RowExperts):
@@ -114,8 +144,9 @@ class Int8Experts(RowExperts):
     """
 
     WEIGHT_DTYPE = torch.int8
+    GATED: ClassVar[Mapping[str, Any]] = {"dtype": torch.int8}
 
-    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
         return q, scale
 
@@ -132,6 +163,7 @@ class Fp8Experts(RowExperts):
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
+    GATED: ClassVar[Mapping[str, Any]] = {"dtype": torch.float8_e4m3fn}
 
-    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,8 @@ class Fp8BlockExperts(Experts):
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
+    SCALE, ROWS_PER_SCALE = "weight_scale_inv", FP8_BLOCK
+    GATED: ClassVar[Mapping[str, Any]] = {"dtype": WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
 
     weight_scale_inv: Tensor
 
@@ -34,10 +39,17 @@ class Fp8BlockExperts(Experts):
         self.weight[expert, : self.out_features] = q
         self.weight_scale_inv[expert] = scale
 
-    def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
-        rows = self._rows(x)
-        q, scale = epiloq.quantize_fp8(rows, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
-        y = epiloq.grouped_mm(
-            q, self.weight.mT, scale, self.weight_scale_inv.mT, offs=offs, masked_m=masked_m, out_dtype=x.dtype
-        )
-        return y[..., : self.out_features].contiguous()
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return epiloq.quantize_fp8(x, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
+
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        weight, weight_scale = self.weight.mT, self.weight_scale_inv.mT
+        return epiloq.grouped_mm(q, weight, scale, weight_scale, offs=offs, masked_m=masked_m, out_dtype=out_dtype)

@@ -157,10 +157,14 @@ class Int8Conv2d(QuantizedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_image(x)
-        pixels = x.permute(0, 2, 3, 1).contiguous()
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
         if x.dtype != torch.int8:
-            pixels, *_ = epiloq.quantize_int8(pixels, scale=self.input_scale, azp=self.input_zero_point)
+            # In the order of x's memory: a quarter as many bytes are left to be put in another.
+            by_pixels = x.is_contiguous(memory_format=torch.channels_last)
+            rows = x.permute(0, 2, 3, 1) if by_pixels else x.contiguous()
+            x, *_ = epiloq.quantize_int8(rows, scale=self.input_scale, azp=self.input_zero_point)
+            x = x.permute(0, 3, 1, 2) if by_pixels else x
+        pixels = x.permute(0, 2, 3, 1).contiguous()
         if self.output_scale is not None:
             out_dtype = torch.int8
         parameters = Int8Parameters(self.scale, self.shift, self.correction, *self._numbers)

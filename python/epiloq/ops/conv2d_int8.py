@@ -203,7 +203,10 @@ def _run_on_cpu(
     hi: float,
     *where: Any,
 ) -> None:
-    _core.check_conv2d_int8(out, x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where)
+    arguments = (out, x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where)
+    if _core.check_conv2d_int8(*arguments):
+        _core.conv2d_int8_rows(*arguments)
+        return
     if out.numel() == 0:
         return
     rows_of_out = out.flatten(0, 1)
@@ -236,7 +239,8 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
     x, weight, where, p, out = _bound(name, *args, **kwargs)
     if x.is_cuda or _core.forced_arch() != "auto":
         return _core.explain_conv2d_int8(out, x, weight, *p, *where)
-    _core.check_conv2d_int8(out, x, weight, *p, *where)
+    if _core.check_conv2d_int8(out, x, weight, *p, *where):
+        return "cpu, one pass over the image" + (", depthwise" if where.groups > 1 else ", few input channels")
     if where.groups > 1:
         return "cpu, torch's float convolution of integers, exact"
     return "cpu, patches of the image, then " + int_mm_in_words()

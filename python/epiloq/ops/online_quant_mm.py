@@ -153,7 +153,7 @@ def _run(
     x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
     x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, round_up(m, N_MULTIPLE)))
     products = sums = None
-    if staged or _core.online_quant_mm_needs_staging(group_size, x.device.index):
+    if staged or _core.online_quant_mm_needs_staging(group_size):
         staged = True
         products, sums = (out.new_empty((m, n), dtype=dtype) for dtype in (torch.int32, torch.float32))
         if bits == 4:

@@ -13,9 +13,9 @@ from torch.fx import Node, symbolic_trace
 def fold_batch_norm_(model: nn.Module) -> list[str]:
     """Multiply every ``nn.BatchNorm2d`` that alone reads a ``nn.Conv2d`` into it; the norm becomes ``nn.Identity``.
 
-    In place, computed in float64. Which norm reads which convolution is what ``torch.fx.symbolic_trace`` finds. Left as
-    they are: norms without running statistics, layers that are called twice, and convolutions whose weight or output
-    something else uses as well.
+    An ``nn.PixelShuffle`` may lie between them. In place, computed in float64. Which norm reads which convolution is
+    what ``torch.fx.symbolic_trace`` finds. Left as they are: norms without running statistics, layers that are called
+    twice, and convolutions whose weight or output something else uses as well.
 
     Returns the names of the norms that were folded.
 
@@ -31,14 +31,16 @@ def fold_batch_norm_(model: nn.Module) -> list[str]:
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     folded = []
     for node in graph.nodes:
-        source = node.args[0] if node.op == "call_module" and node.args else None
-        if not isinstance(source, Node) or source.op != "call_module" or len(source.users) != 1:
+        source, places = _only_module(node), 1
+        if source is not None and isinstance(shuffle := _module(model, source), nn.PixelShuffle):
+            source, places = _only_module(source), shuffle.upscale_factor**2
+        if source is None:
             continue
         norm, conv = _module(model, node), _module(model, source)
         if type(norm) is not nn.BatchNorm2d or type(conv) is not nn.Conv2d or norm.running_mean is None:
             continue
         if calls[id(norm)] == 1 and calls[id(conv)] == 1 and holders[id(conv.weight)] == 1:
-            _fold(conv, norm)
+            _fold(conv, norm, places)
             parent, _, leaf = str(node.target).rpartition(".")
             setattr(model.get_submodule(parent), leaf, nn.Identity())
             folded.append(str(node.target))
@@ -49,16 +51,24 @@ def _module(model: nn.Module, node: Node) -> nn.Module:
     return model.get_submodule(str(node.target))
 
 
-def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
+def _only_module(node: Node) -> Node | None:
+    """The module that a module node alone reads."""
+    source = node.args[0] if node.op == "call_module" and node.args else None
+    return source if isinstance(source, Node) and source.op == "call_module" and len(source.users) == 1 else None
+
+
+def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d, places: int) -> None:
+    """`places`: channels of the convolution for each of the norm."""
     assert norm.running_mean is not None and norm.running_var is not None
     gain = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.affine:
         gain = gain * norm.weight.double()
     shift = -norm.running_mean.double() * gain
-    if conv.bias is not None:
-        shift += conv.bias.double() * gain
     if norm.affine:
         shift += norm.bias.double()
+    gain, shift = (values.repeat_interleave(places) for values in (gain, shift))
+    if conv.bias is not None:
+        shift += conv.bias.double() * gain
     weight = conv.weight.double() * gain.view(-1, 1, 1, 1)
     conv.weight.copy_(weight)
     conv.bias = nn.Parameter(shift.to(conv.weight.dtype), requires_grad=conv.weight.requires_grad)

@@ -204,8 +204,10 @@ class _Work:
         self, layers: dict[str, nn.Linear], statistics: InputStatistics
     ) -> tuple[dict[str, Calibrated], dict[str, float]]:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
+        device = next(iter(layers.values())).weight.device
         try:
-            hessian = statistics.hessian
+            # An expert that no token reached is rounded as if all channels were alike.
+            hessian = statistics.hessian if statistics.tokens else torch.eye(len(statistics.amax), device=device)
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         weight = torch.cat([layer.weight.float() for layer in layers.values()])

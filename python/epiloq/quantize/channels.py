@@ -81,8 +81,24 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
             tensor.copy_(value)
 
 
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """Its float16 tensors are float32 meanwhile, in which powers of two are exact; then they are what they were."""
+    narrow = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == torch.float16]
+    before = [tensor.data for tensor in narrow]
+    try:
+        for tensor in narrow:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, value in zip(narrow, before, strict=True):
+            tensor.data = value
+
+
 def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:
-    return last_inputs({"": layer}, run)[""].detach().reshape(-1, layer.in_features).clone()
+    # Other values of a producer may lead tokens to other experts, and none to this one.
+    found = last_inputs({"": layer}, run).get("", layer.weight.new_empty(0, layer.in_features))
+    return found.detach().reshape(-1, layer.in_features).clone()
 
 
 def alike(values: Tensor, channels: Tensor | None, reduce: str) -> Tensor:

@@ -31,6 +31,7 @@ class Float8Grid:
     rows: int = 1
     group_size: int = -1
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    reorders: ClassVar[bool] = False
 
     def length(self, channels: int) -> int:
         """Input channels in a full group of a layer with so many of them."""
@@ -68,6 +69,7 @@ class OffsetGrid:
     symmetric: bool = False
     rows: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.int8
+    reorders: ClassVar[bool] = False
 
     def length(self, channels: int) -> int:
         """Input channels in a full block, however many a layer has."""

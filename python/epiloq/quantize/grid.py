@@ -36,6 +36,7 @@ class Grid:
     symmetric: bool = False
     scale_dtype: torch.dtype = torch.float32
     rows: ClassVar[int] = 1
+    reorders: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:

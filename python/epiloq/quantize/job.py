@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -18,28 +18,26 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.demo.perplexity import perplexity
+from epiloq.formats import epiloq_modules
+from epiloq.formats.architecture import renamed
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import Quantization
 from epiloq.formats.model import load, load_float, save
 from epiloq.formats.table import FORMATS
+from epiloq.mixtures import reason_against, stacked, take_apart_
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms import ALGORITHMS
-from epiloq.quantize.blocks import find_blocks, linears_of
 from epiloq.quantize.calibrate import Block, calibrate
+from epiloq.quantize.checks import EVALUATED_LENGTH, check_model, check_request, read_windows
 from epiloq.quantize.codebooks import Calibrated
-from epiloq.quantize.outputs import choose
 from epiloq.quantize.rounding import Codebook
 from epiloq.quantize.smoothquant import ALPHA
 from epiloq.quantize.static import Static
-from epiloq.quantize.store import Store
+from epiloq.quantize.store import Store, check_resumable
 from epiloq.quantize.tally import Tally
 from epiloq.quantize.targets import TARGETS, Target
-from epiloq.quantize.text import SEED, load_tokenizer, read_texts, sample, windows
-from epiloq.schemes import default_filter
-
-# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
-EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
+from epiloq.quantize.text import SEED
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,8 @@ class Job:
         Windows of tokens to calibrate and to evaluate on; they share none.
     quantization
         What formats of integers have words for; None for another grid.
+    identity
+        What a run must have in common with one that it goes on with, but for the grid.
     seconds
         That opening took.
     """
@@ -89,6 +89,7 @@ class Job:
     evaluation: list[Tensor]
     grid: Codebook[Calibrated]
     quantization: Quantization | None
+    identity: dict[str, Any]
     blocks: int
     seconds: float
 
@@ -100,7 +101,13 @@ class Job:
     @property
     def aside(self) -> Path:
         """Where the run keeps what is not finished."""
-        return self.settings.output.with_name(f".{self.settings.output.name}.partial")
+        return _aside(self.settings)
+
+    @property
+    def float_experts(self) -> dict[str, str]:
+        """Experts by name that stay in floating point, and why."""
+        found = stacked(self.model).items()
+        return {name: reason_against(module) or "stacked in files; format epiloq has them" for name, module in found}
 
     def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
         """Of the text to evaluate on, if there is any."""
@@ -120,6 +127,7 @@ class Job:
             "error_of": tally.error_of,
             "layer_errors": tally.errors,
             "input_errors": tally.input_errors,
+            "float_experts": self.float_experts,
             "scales": tally.histogram,
             "bytes_before": _weight_bytes(settings.model),
             "bytes_after": _weight_bytes(whole),
@@ -141,46 +149,27 @@ class Job:
 
 
 def prepare(settings: Settings) -> Job:
-    """Load what a run needs and check all that can be. Raises ValueError, with nothing on the disk touched."""
+    """Check all that can be, then load the model. Raises ValueError, with nothing on the disk touched."""
     start, target = time.perf_counter(), TARGETS[settings.scheme]
-    layout = FORMATS[choose(settings.scheme, settings.layout, settings.symmetric)]
-    if settings.output.exists() or settings.output.is_symlink():
-        raise ValueError(f"{settings.output} exists already: choose another output, or move it away")
-    if settings.keep_dynamic is not None and not target.static:
-        raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
+    check_request(settings)
     source = Checkpoint(settings.model)
-    texts, evaluation = _texts(settings, target.static or ALGORITHMS[settings.algorithm].needs_inputs)
-    model = load_float(source)
-    if evaluation:
-        check_generates(model, settings.model)
-    dtype = next(model.parameters()).dtype
-    wish = settings.symmetric, layout.scale_dtype(dtype, target.activations)
+    blocks = check_model(settings, source)
+    texts, evaluation = read_windows(settings, source)
+    identity = _identity(settings, source, texts)
+    check_resumable(_aside(settings), identity)
+    model = renamed(load_float(source), source)
+    layout = FORMATS[settings.layout]
+    if layout.name == epiloq_modules.METHOD:
+        take_apart_(model)
+    wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
     grid, quantization = target.grid(*wish), target.quantization(*wish)
-    takes = default_filter(model)
-    blocks = find_blocks(model, takes, settings.blocks)
-    layers = [layer for name, block in blocks.items() for layer in linears_of(block, name, takes).values()]
-    if quantization is not None:
-        layout.check(quantization, {(layer.out_features, layer.in_features) for layer in layers}, dtype)
     seconds = time.perf_counter() - start
-    return Job(settings, source, model, texts, evaluation, grid, quantization, len(blocks), seconds)
+    return Job(settings, source, model, texts, evaluation, grid, quantization, identity, blocks, seconds)
 
 
-def _texts(settings: Settings, calibrated: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Windows to calibrate and to evaluate on, as far as they are asked for."""
-    texts: list[Tensor] = []
-    evaluation: list[Tensor] = []
-    if calibrated:
-        if settings.calibration is None:
-            raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
-        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
-        texts = sample(found, settings.count, settings.seed)
-    if settings.evaluation is not None:
-        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), EVALUATED_LENGTH)
-        evaluation = found[: EVALUATED_TOKENS // EVALUATED_LENGTH]
-        seen = {tuple(window.flatten().tolist()) for window in texts}
-        if any(tuple(window.flatten().tolist()) in seen for window in evaluation):
-            raise ValueError(f"{settings.evaluation}: expected text that calibration does not see, found some of it")
-    return texts, evaluation
+def _aside(settings: Settings) -> Path:
+    """Where a run keeps what is not finished."""
+    return settings.output.with_name(f".{settings.output.name}.partial")
 
 
 def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
@@ -191,7 +180,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
     tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
-    store = Store(job.aside, _identity(job), job.grid)
+    store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
     before = job.perplexity(job.model, tally, "evaluate before")
     with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):
@@ -232,13 +221,6 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
     )
 
 
-def check_generates(model: nn.Module, folder: Path) -> None:
-    """Raise ValueError unless the model is a causal language model, which perplexity is measured of."""
-    can_generate = getattr(model, "can_generate", None)
-    if can_generate is None or not can_generate():
-        raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
-
-
 def _environment(settings: Settings) -> dict[str, str]:
     """Versions and the machine, for a reader."""
     processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -260,19 +242,18 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _identity(job: Job) -> dict[str, Any]:
-    """Whatever decides the values of a finished block."""
-    settings, digest = job.settings, hashlib.sha256()
-    for window in job.texts:
+def _identity(settings: Settings, source: Checkpoint, texts: Sequence[Tensor]) -> dict[str, Any]:
+    """Whatever decides the values of a finished block, but for the grid."""
+    digest = hashlib.sha256()
+    for window in texts:
         digest.update(window.numpy().tobytes() + b"|")
-    files = sorted({"config.json", *job.source.files.values()})
+    files = sorted({"config.json", *source.files.values()})
     stats = {file: (settings.model / file).stat() for file in files}
     return {
         "epiloq": epiloq.__version__,
         "model": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
         "scheme": settings.scheme,
         "algorithm": settings.algorithm,
-        "grid": repr(job.grid),
         "alpha": settings.alpha,
         "keep_dynamic": settings.keep_dynamic,
         "blocks": settings.blocks,

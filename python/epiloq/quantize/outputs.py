@@ -6,7 +6,6 @@ import torch
 
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.table import FORMATS
-from epiloq.quantize.rounding import rtn
 from epiloq.quantize.targets import TARGETS
 from epiloq.schemes import SCHEMES, Scheme, available
 
@@ -23,8 +22,7 @@ def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
     """For each format, in order of preference, why it cannot say a scheme's layers; None if it can."""
     target = TARGETS[scheme]
     quantization = target.quantization(symmetric)
-    # Scales that every format holds.
-    weight = target.said(rtn(torch.ones(CONVENIENT, CONVENIENT), target.grid(symmetric, torch.float16)))
+    weight = target.blank((CONVENIENT, CONVENIENT), symmetric)
 
     def reason(name: str) -> str | None:
         try:

@@ -54,6 +54,10 @@ class Codebook(Protocol[_Kept]):
     def dtype(self) -> torch.dtype:
         """The type of q."""
 
+    @property
+    def reorders(self) -> bool:
+        """Whether `kept` has a word for columns in another order than the layer's, a `perm`."""
+
     def length(self, channels: int) -> int:
         """Input channels in a full group of a layer with so many of them."""
 

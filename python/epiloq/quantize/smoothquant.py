@@ -8,13 +8,14 @@ out what an int8 scale per token has to span.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from epiloq.quantize.channels import alike, channel_map, restored
+from epiloq.quantize.channels import alike, channel_map, restored, widened
 from epiloq.quantize.codebooks import Calibrated
 from epiloq.quantize.grid import Grid
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
@@ -169,18 +170,25 @@ class Folding(NamedTuple):
 def foldings(model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]) -> list[Folding]:
     """What of a run can be folded exactly: the candidates that were seen, and linear layers that attention sums over.
 
-    Those are left out of which no consumer is wanted, as ``takes(module, name)`` says.
+    Those are left out of which no consumer is wanted, as ``takes(module, name)`` says. A float16 model is held in
+    float32 as well meanwhile, for in float16 halving rounds what is below 2^-13, and most weights have some of that.
     """
-    before = outputs(model, seen)
+    wanted = {name for name in seen.amax if takes(model.get_submodule(name), name)}
     found = []
-    for producer, names in seen.feeds.items():
-        folding = Folding(producer, tuple(names))
-        wanted = any(takes(consumer, name) for consumer, name in zip(linears(model, names), names, strict=True))
-        if wanted and _foldable(model, seen, before, folding):
-            found.append(folding)
-    folded = {name for folding in found for name in folding.consumers}
-    alone = [name for name in seen.amax if name not in folded and takes(model.get_submodule(name), name)]
-    return found + [f for name in alone if (f := _mapped(model, seen, before, name)) is not None]
+    with widened(model):
+        wide = replace(seen, probe=tree_map(_widened, seen.probe))
+        before = outputs(model, wide)
+        for producer, names in seen.feeds.items():
+            folding = Folding(producer, tuple(names))
+            if wanted.intersection(names) and _foldable(model, wide, before, folding):
+                found.append(folding)
+        folded = {name for folding in found for name in folding.consumers}
+        alone = [name for name in seen.amax if name in wanted - folded]
+        return found + [f for name in alone if (f := _mapped(model, wide, before, name)) is not None]
+
+
+def _widened(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
 
 
 def _mapped(model: nn.Module, seen: Observed, before: list[Tensor], name: str) -> Folding | None:
@@ -201,10 +209,7 @@ def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
 
 
 def _foldable(model: nn.Module, seen: Observed, before: list[Tensor], folding: Folding) -> bool:
-    """Whether folding powers of two leaves every output bit as it was, for they are exact in floating point.
-
-    In float16 weights below 2^-13 are not, once halved, and something that could be folded may be missed.
-    """
+    """Whether folding powers of two leaves every output bit as it was, for they are exact in floating point."""
     producer, consumers = model.get_submodule(folding.producer), linears(model, folding.consumers)
     weight = consumers[0].weight
     numbers = torch.arange(weight.shape[1], device=weight.device) if folding.channels is None else folding.channels

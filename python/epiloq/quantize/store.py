@@ -30,19 +30,11 @@ class Store:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], grid: Codebook[Calibrated]) -> None:
         self.folder, self.grid = folder, grid
-        wanted = json.loads(json.dumps(settings))
+        check_resumable(folder, settings)
         file = folder / SETTINGS
-        if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-            if differing:
-                raise ValueError(
-                    f"{folder} holds a run that was interrupted, with other settings ({', '.join(differing)}): finish "
-                    "it with those, or delete it"
-                )
-        else:
+        if not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(wanted, indent=2) + "\n")
+            write_text(file, json.dumps(settings, indent=2) + "\n")
 
     def write(self, block: Block) -> None:
         """Keep a finished block."""
@@ -89,6 +81,20 @@ class Store:
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where a directory was made with others than some of the settings."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        return
+    wanted, found = json.loads(json.dumps(settings)), json.loads(file.read_text(encoding="utf-8"))
+    differing = sorted(key for key in wanted if wanted[key] != found.get(key))
+    if differing:
+        raise ValueError(
+            f"{folder} holds a run that was interrupted, with other settings ({', '.join(differing)}): finish it with "
+            "those, or delete it"
+        )
 
 
 def _parts(weight: Calibrated) -> dict[str, Tensor | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epiloq.block_quant_weight import pack_pairs
 from epiloq.formats.layouts import Activations, Quantization
+from epiloq.formats.table import blank
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.nn import Fp8BlockLinear, OnlineQuantLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK
@@ -55,6 +56,16 @@ class Target:
         """What formats of integers have words for; None for another grid."""
         grid = self.grid(symmetric, scale_dtype)
         return Quantization(grid, self.activations) if isinstance(grid, Grid) else None
+
+    def blank(self, shape: tuple[int, int], symmetric: bool = False) -> Weight:
+        """A weight ``[N, K]`` of this kind, to try on a format; one that is no integers on a grid has no values."""
+        if isinstance(self.base, Grid):
+            return blank(Quantization(replace(self.base, symmetric=self.base.symmetric or symmetric)), shape)
+        (rows, columns), grid = shape, self.base
+        stacks = 1 if grid.rows == -1 else -(-rows // grid.rows)
+        scale = torch.empty(stacks, -(-columns // grid.length(columns)), device="meta")
+        offset = scale if isinstance(grid, OffsetGrid) and not grid.symmetric else None
+        return self.said(CodedWeight(torch.empty(shape, dtype=grid.dtype, device="meta"), scale, offset, grid))
 
     def said(self, weight: Calibrated) -> Weight:
         """A weight on its grid, as formats exchange it."""

@@ -1,6 +1,7 @@
 #include "epiloq/conv2d_int8.h"
 
 #include "core/checks.h"
+#include "ops/conv2d_int8/host.h"
 #include "ops/conv2d_int8/launch.h"
 #include "ops/conv2d_int8/select.h"
 
@@ -80,6 +81,19 @@ void conv2d_int8(Conv2dInt8 const& call, Stream stream) {
   conv::Choice const choice = conv::choose(problem, conv::target_of(call.x.device), call.kernel);
   conv::launch(choice, problem, call.x.device.index, stream);
 }
+
+void conv2d_int8_rows(Conv2dInt8 const& call, std::int64_t first, std::int64_t last) {
+  conv::Problem const problem = checked(call);
+  if (call.x.device.type != Device::Type::kCpu || !conv::has_direct_kernel(problem.shape)) {
+    throw Unsupported("epiloq.conv2d_int8: x: expected few channels of a group, on a CPU, got " + describe(call.x));
+  }
+  std::int64_t const rows = std::int64_t{problem.shape.batch} * problem.shape.p;
+  if (first < 0 || last > rows)
+    Checker("conv2d_int8", Device{}).fail("rows", "expected 0 to ", rows, ", got ", first, " to ", last);
+  if (!is_empty(problem)) conv::direct_on_host(problem, first, last);
+}
+
+bool has_host_kernel(Conv2dInt8 const& call) { return conv::has_direct_kernel(checked(call).shape); }
 
 std::string explain(Conv2dInt8 const& call) {
   conv::Problem const problem = checked(call);

@@ -41,6 +41,20 @@ inline constexpr std::array kRules{
     Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
 
+// SM75: one stage in shared memory (blockwise_sm75.cuh). Reasoned from a T4's bytes in flight and the 64 bytes a clock
+// of its shared memory, never timed on one.
+inline constexpr std::array kSm75Tiles{
+    BlockwiseConfig{16, 16, 1, 1, 4, 1},  // 0: few tokens: warps stream weights on their own
+    BlockwiseConfig{16, 32, 1, 1, 4, 1},  // 1
+    BlockwiseConfig{32, 32, 1, 1, 4, 1},  // 2
+    BlockwiseConfig{32, 32, 2, 1, 2, 1},  // 3
+    BlockwiseConfig{32, 32, 2, 2, 1, 1},  // 4: up to three blocks an SM
+    BlockwiseConfig{32, 48, 2, 2, 1, 1},  // 5: two, which read fewer bytes a product
+};
+inline constexpr std::array kSm75Rules{
+    Rule{16, 2560, 0}, Rule{16, kAny, 1}, Rule{32, kAny, 2}, Rule{64, kAny, 3}, Rule{256, 2560, 4}, Rule{kAny, kAny, 5},
+};
+
 // SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the time that a tile takes beside the others'.
 // Reasoned from instructions, not yet measured.
 inline constexpr int kSm90Group = 128;

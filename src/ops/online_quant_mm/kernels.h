@@ -5,6 +5,9 @@
 namespace epiloq::ops::online_quant_mm {
 
 template <int kRow, int kGroup, int kBits>
+void launch_sm75(gemm::BlockwiseProblem const& problem, int device, Stream stream);
+
+template <int kRow, int kGroup, int kBits>
 void launch_sm80(gemm::BlockwiseProblem const& problem, int device, Stream stream);
 
 template <int kRow, int kBits>

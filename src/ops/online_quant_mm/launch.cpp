@@ -16,44 +16,62 @@ namespace epiloq::ops::online_quant_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
-constexpr bool kFused = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
-
-#if EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90
-// A row of the table: one tile's kernels, by group size and bits.
-struct Variants {
-  gemm::BlockwiseLaunch by_group_and_bits[kGroups.size()][2];
+// Families' kernels, by row of their table, group size and bits; null where this build lacks them.
+struct Sm75 {
+  static constexpr std::size_t kRows = kSm75Tiles.size();
+  template <int kRow, int kGroup, int kBits>
+  static constexpr gemm::BlockwiseLaunch launch() {
+    if constexpr (EPILOQ_HAS_SM75) return &launch_sm75<kRow, kGroup, kBits>;
+    return nullptr;
+  }
+};
+struct Sm80 {
+  static constexpr bool kBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
+  static constexpr std::size_t kRows = kTiles.size();
+  template <int kRow, int kGroup, int kBits>
+  static constexpr gemm::BlockwiseLaunch launch() {
+    if constexpr (kBuilt) return &launch_sm80<kRow, kGroup, kBits>;
+    return nullptr;
+  }
+};
+struct Sm90 {
+  static constexpr std::size_t kRows = kSm90Tiles.size();
+  template <int kRow, int kGroup, int kBits>
+  static constexpr gemm::BlockwiseLaunch launch() {
+    if constexpr (EPILOQ_HAS_SM90 && kGroup == kSm90Group) return &launch_sm90<kRow, kBits>;
+    return nullptr;
+  }
 };
 
-template <std::size_t... kRows>
-gemm::BlockwiseLaunch find_sm80(int row, int group, int bits, std::index_sequence<kRows...>) {
-  static constexpr Variants kTable[] = {{{{&launch_sm80<kRows, 32, 4>, &launch_sm80<kRows, 32, 8>},
-                                          {&launch_sm80<kRows, 64, 4>, &launch_sm80<kRows, 64, 8>},
-                                          {&launch_sm80<kRows, 128, 4>, &launch_sm80<kRows, 128, 8>}}}...};
-  auto const place = std::ranges::find(kGroups, group) - kGroups.begin();
-  return kTable[row].by_group_and_bits[place][bits == 8];
+template <class F, std::size_t... kRows>
+gemm::BlockwiseLaunch kernel_of(int row, OnlineQuantProblem const& p, std::index_sequence<kRows...>) {
+  static constexpr gemm::BlockwiseLaunch kTable[][kGroups.size()][2] = {
+      {{F::template launch<kRows, 32, 4>(), F::template launch<kRows, 32, 8>()},
+       {F::template launch<kRows, 64, 4>(), F::template launch<kRows, 64, 8>()},
+       {F::template launch<kRows, 128, 4>(), F::template launch<kRows, 128, 8>()}}...};
+  return kTable[row][std::ranges::find(kGroups, p.group_size) - kGroups.begin()][p.bits == 8];
 }
 
-void launch_row_of_sm80(int row, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream) {
-  int const group = static_cast<int>(problem.group_size);
-  find_sm80(row, group, problem.bits, std::make_index_sequence<kTiles.size()>{})(work.gemm, device, stream);
-}
-#else
-void launch_row_of_sm80(int, OnlineQuantProblem const&, Work const&, int, Stream) {}
-#endif
-
-#if EPILOQ_HAS_SM90
-template <std::size_t... kRows>
-gemm::BlockwiseLaunch find_sm90(int row, int bits, std::index_sequence<kRows...>) {
-  static constexpr gemm::BlockwiseLaunch kTable[][2] = {{&launch_sm90<kRows, 4>, &launch_sm90<kRows, 8>}...};
-  return kTable[row][bits == 8];
+template <class F>
+gemm::BlockwiseLaunch kernel_of(int row, OnlineQuantProblem const& p) {
+  gemm::BlockwiseLaunch const kernel = kernel_of<F>(row, p, std::make_index_sequence<F::kRows>{});
+  if (kernel == nullptr) throw Unsupported("epiloq.online_quant_mm: this build lacks the kernel; see EPILOQ_ARCHS");
+  return kernel;
 }
 
-void launch_row_of_sm90(int row, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream) {
-  find_sm90(row, problem.bits, std::make_index_sequence<kSm90Tiles.size()>{})(work.gemm, device, stream);
+gemm::BlockwiseLaunch kernel_of(Choice const& choice, OnlineQuantProblem const& problem) {
+  switch (choice.family) {
+    case Family::kSm75:
+      return kernel_of<Sm75>(choice.row, problem);
+    case Family::kSm80:
+      return kernel_of<Sm80>(choice.row, problem);
+    case Family::kSm90:
+      return kernel_of<Sm90>(choice.row, problem);
+    case Family::kStaged:
+      break;
+  }
+  return nullptr;
 }
-#else
-void launch_row_of_sm90(int, OnlineQuantProblem const&, Work const&, int, Stream) {}
-#endif
 
 }  // namespace
 
@@ -61,23 +79,18 @@ Target target_of_device(int device) {
   DeviceProperties const& properties = device_properties(device);
   int const capability = properties.compute_capability;
   Arch const forced = forced_arch();
-  Arch arch = Arch::kSm75;  // the staged pipeline, which is built for all
-  if (kFused && capability >= 80 && forced != Arch::kSm75) arch = Arch::kSm80;
+  Arch arch = Arch::kSm75;
+  if (Sm80::kBuilt && capability >= 80 && forced != Arch::kSm75) arch = Arch::kSm80;
   if (EPILOQ_HAS_SM90 && capability == 90 && (forced == Arch::kAuto || forced == Arch::kSm90)) arch = Arch::kSm90;
   return {arch, properties.sm_count, properties.shared_memory_per_block};
 }
 
 void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream) {
+  gemm::BlockwiseLaunch const kernel = kernel_of(choice, problem);
   DeviceGuard const guard(device);
   quantize_blockwise_int8::launch(work.quantise, work.gemm.dtype, device, stream);
-  switch (choice.family) {
-    case Family::kStaged:
-      return launch_staged(work, device, stream);
-    case Family::kSm90:
-      return launch_row_of_sm90(choice.row, problem, work, device, stream);
-    case Family::kSm80:
-      return launch_row_of_sm80(choice.row, problem, work, device, stream);
-  }
+  if (kernel == nullptr) return launch_staged(work, device, stream);
+  kernel(work.gemm, device, stream);
 }
 #else
 Target target_of_device(int device) {

@@ -115,9 +115,7 @@ online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
 
 void check(OnlineQuantMm const& call) { checked(call); }
 
-bool needs_staging(std::int64_t group_size, int device_index) {
-  return !online::has_fused_kernel(group_size, online::target_of_device(device_index));
-}
+bool needs_staging(std::int64_t group_size) { return !online::has_fused_kernel(group_size); }
 
 void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream) {
   Sizes const sizes = checked(call);
@@ -128,8 +126,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   if (sizes.x.rows == 0 || sizes.n == 0) return;
   online::Choice const choice = choose(call, sizes);
   if (choice.family == online::Family::kStaged && !call.staged) {
-    throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size on this device, and " +
-                      std::string("staged is false"));
+    throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size, and staged is false");
   }
   online::Work work{};
   work.quantise.rows = static_cast<int>(sizes.x.rows);

@@ -10,19 +10,30 @@ namespace epiloq::ops::online_quant_mm {
 namespace {
 
 // The last rule takes any problem, and every tile is named by some rule.
-constexpr bool complete() {
-  if (kRules.back().m_max != kAny || kRules.back().n_max != kAny) return false;
-  for (int tile = 0; tile < static_cast<int>(kTiles.size()); ++tile) {
-    bool named = false;
-    for (Rule const& rule : kRules) named |= rule.tile == tile;
-    if (!named) return false;
+template <class Tiles, class Rules>
+constexpr bool complete(Tiles const& tiles, Rules const& rules) {
+  if (rules.back().m_max != kAny || rules.back().n_max != kAny) return false;
+  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
+    if (std::ranges::count(rules, tile, &Rule::tile) == 0) return false;
   }
   return true;
 }
-static_assert(complete());
+static_assert(complete(kTiles, kRules) && complete(kSm75Tiles, kSm75Rules));
 
-// Consumer cards of SM86 and SM89 give a block 99 KiB.
-static_assert(kTiles[kRules.back().tile].shared_bytes(kGroups.front(), 8) <= 99 * 1024);
+// Consumer cards of SM86 and SM89 give a block 99 KiB, those of SM75 64 KiB.
+constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
+static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
+static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
+
+// The first rule that takes the problem and whose tile fits the device.
+template <class Tiles, class Rules>
+Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
+  for (Rule const& rule : rules) {
+    bool const fits = tiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
+    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return {family, rule.tile};
+  }
+  return {Family::kStaged, 0};
+}
 
 // The tile with which the busiest SM is done first.
 Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
@@ -35,20 +46,15 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
 
 }  // namespace
 
-bool has_fused_kernel(std::int64_t group_size, Target const& t) {
-  return t.arch != Arch::kSm75 && std::ranges::count(kGroups, group_size) > 0;
-}
+bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGroups, group_size) > 0; }
 
 Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
-  if (!has_fused_kernel(p.group_size, t)) return {Family::kStaged, 0};
+  if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
+  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
   int const min_tokens = p.n >= kSm90WideRows ? kSm90MinTokensWide : kSm90MinTokens;
   if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && p.m >= min_tokens) return sm90_choice(p, t);
-  for (Rule const& rule : kRules) {
-    bool const fits = kTiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
-    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return {Family::kSm80, rule.tile};
-  }
-  return {Family::kStaged, 0};
+  return mma_choice(Family::kSm80, kTiles, kRules, p, t);
 }
 
 std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
@@ -57,15 +63,16 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
     text << "staged: quantise, then a dp4a product and a pass over float32 sums for each block of " << p.group_size;
     return text.str();
   }
-  bool const sm90 = choice.family == Family::kSm90;
-  text << (sm90 ? "sm90 wgmma w" : "sm80 mma.sync w") << p.bits << "a8 blocks of " << p.group_size << ' ';
-  if (sm90) {
-    text << "swap 128x" << kSm90Tiles[choice.row].tokens << "x128 persistent";
+  std::ostringstream operands;
+  operands << " w" << p.bits << "a8 blocks of " << p.group_size << ' ';
+  if (choice.family == Family::kSm90) {
+    text << "sm90 wgmma" << operands.str() << "swap 128x" << kSm90Tiles[choice.row].tokens << "x128 persistent";
     return text.str();
   }
-  BlockwiseConfig const& c = kTiles[choice.row];
-  text << c.tile_m() << 'x' << c.tile_n() << "x128 warp " << c.warp_m << 'x' << c.warp_n << " teams " << c.teams
-       << " stages " << c.stages;
+  bool const sm75 = choice.family == Family::kSm75;
+  BlockwiseConfig const& c = sm75 ? kSm75Tiles[choice.row] : kTiles[choice.row];
+  text << (sm75 ? "sm75" : "sm80") << " mma.sync" << operands.str() << c.tile_m() << 'x' << c.tile_n() << "x128 warp "
+       << c.warp_m << 'x' << c.warp_n << " teams " << c.teams << " stages " << c.stages;
   return text.str();
 }
 

@@ -9,7 +9,7 @@
 
 namespace epiloq::ops::online_quant_mm {
 
-enum class Family { kStaged, kSm80, kSm90 };
+enum class Family { kStaged, kSm75, kSm80, kSm90 };
 
 struct Choice {
   Family family;
@@ -17,7 +17,7 @@ struct Choice {
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);
-bool has_fused_kernel(std::int64_t group_size, Target const& target);
+bool has_fused_kernel(std::int64_t group_size);
 std::string describe(Choice const& choice, OnlineQuantProblem const& problem);
 
 // What an architecture's first card has, for answers without a device.

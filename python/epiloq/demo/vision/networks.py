@@ -103,7 +103,7 @@ def quantise(network: nn.Module, variant: Variant, samples: Sequence[Tensor]) ->
         whole = quantised(variant.linears, _any, quantised(variant.otherwise, _any, whole))
         errors = output_errors(network, whole, samples[0].dtype, lambda: network(samples[0]))
     if any(isinstance(layer, epiloq.nn.Int8Conv2d) for layer in whole.modules()):
-        whole = exchange_int8(whole)
+        whole = exchange_int8(whole, calibrate=run)
     return Quantised(whole, errors, exceptions)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats import epiloq_modules, gptq
+from epiloq.formats import awq, epiloq_modules, gptq
 from epiloq.formats.layouts import FormatError, Quantization
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS, METHODS
@@ -17,17 +17,23 @@ from epiloq.quantize.grid import QuantizedWeight
 
 Say = Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
 
+_Parse = Callable[[Mapping[str, Any]], tuple[object, str]]
+_VERSIONED: dict[str, tuple[_Parse, Callable[[Weight, str], dict[str, Tensor]]]] = {
+    "awq": (awq.parse, awq.to_tensors),
+    "gptq": (gptq.parse, gptq.to_tensors),
+}
+
 
 def in_format(config: Mapping[str, Any]) -> Say:
     """How the format that a ``quantization_config`` names says a weight, in the version that it names."""
-    if config["quant_method"] != "gptq":
-        return FORMATS[METHODS[config["quant_method"]]].to_tensors
-    _, version = gptq.parse(config)
+    method = config["quant_method"]
+    if method not in _VERSIONED:
+        return FORMATS[METHODS[method]].to_tensors
+    parse, to_tensors = _VERSIONED[method]
+    _, version = parse(config)
 
     def say(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        if not isinstance(weight, QuantizedWeight):
-            raise FormatError("gptq: expected integers on a grid")
-        return gptq.to_tensors(weight, version)
+        return to_tensors(weight, version)
 
     return say
 

@@ -12,10 +12,12 @@ from transformers.quantizers.base import HfQuantizer
 from epiloq.formats import epiloq_modules
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
+from epiloq.formats.names import without_stacking
 from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import in_format, tensors_of
-from epiloq.integrations.transformers.stored import open_layers, store_layers
+from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
+from epiloq.mixtures import named_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 from epiloq.schemes import SCHEMES, available, default_filter, quantize_
 
@@ -34,6 +36,8 @@ class EpiloqQuantizer(HfQuantizer):
     def __init__(self, quantization_config: EpiloqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.readers: dict[str, Reader] = {}
+        self.scales: dict[str, Tensor] = {}
+        """Of a quantised key-value cache, which is not run."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
@@ -61,7 +65,8 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
-            self.readers = store_layers(model, Checkpoint(Path(checkpoint_files[0]).parent))
+            checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+            self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -78,6 +83,11 @@ class EpiloqQuantizer(HfQuantizer):
 
         return quantize_(model, self.quantization_config.scheme, takes)
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> Any:
+        """What transformers changes as it loads, without stacking experts that are apart."""
+        kept = without_stacking(weight_conversions, model)
+        return super().update_weight_conversions(kept, model)  # type: ignore[no-untyped-call]
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
         said, state = self.quantization_config.to_dict(), model.state_dict()
@@ -87,8 +97,9 @@ class EpiloqQuantizer(HfQuantizer):
             model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
             return state, {}
         say = in_format(said)
-        for name in layers:
-            module = model.get_submodule(name)
+        for name, module in named_layers(model, None):
+            if name not in layers:
+                continue
             for key in module.state_dict().keys() - {BIAS}:
                 del state[f"{name}.{key}"]
             try:
@@ -98,7 +109,7 @@ class EpiloqQuantizer(HfQuantizer):
             except ValueError as error:
                 raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
-        return state, {}
+        return state | self.scales, {}
 
     def is_serializable(self) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats.architecture import has_no_use_for, names_in
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.readers import BIAS, Reader, readers
+from epiloq.formats.names import Names
+from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.safetensors_file import DTYPES, Entry
-from epiloq.integrations.transformers.names import Names, check
+from epiloq.integrations.transformers.names import check
+from epiloq.mixtures import settle_, together_, why_stacked
 
 
 class StoredLinear(nn.Module):
@@ -53,11 +57,13 @@ class StoredLinear(nn.Module):
 def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     """Put a `StoredLinear` in the place of each quantised layer of `model`, which is on the device "meta".
 
+    Experts of which the files hold a matrix each are apart from then on.
+
     Gives the layers' readers by their names in the model. Raises FormatError, which names the file and the tensor: a
     configuration that epiloq does not read, a quantised layer that the model lacks, a tensor that the files lack, one
     that is not known, or one of another shape or type.
     """
-    known, names, found = readers(checkpoint), Names(model), dict[str, Reader]()
+    known, names, found = readers(checkpoint), names_in(model, checkpoint), dict[str, Reader]()
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
@@ -66,7 +72,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         own = names.of(f"{layer}.weight").removesuffix(".weight")
         # epiloq's own format names the model's layers, the others those of the files.
         reader = known.get(layer) or known.get(own)
-        if reader is None:
+        if reader is None or has_no_use_for(model, own):
             continue
         linear = _linear(model, own, checkpoint.where(layer))
         for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
@@ -79,6 +85,15 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     return found
 
 
+def stored_scales(model: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Tensors of a quantised key-value cache by their names in `model`: it has no use for them, but may be saved."""
+    names, found = Names(model), cache_scales(checkpoint)
+    kept = {names.of(name): checkpoint.tensor(name).clone() for name in found}
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*known, *(re.escape(name) for name in kept)}
+    return kept
+
+
 def _linear(model: Any, name: str, origin: str) -> nn.Linear:
     try:
         found = model.get_submodule(name)
@@ -86,7 +101,8 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
         found = None
     if not isinstance(found, nn.Linear):
         is_what = "nothing of that name" if found is None else type(found).__name__
-        raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}")
+        why = why_stacked(model, name)
+        raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}{why}")
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
@@ -94,8 +110,13 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
 
 
 def open_layers(model: Any) -> None:
-    """Put the modules that run them in the place of all stored layers. Raises FormatError, which names the layer."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, StoredLinear):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, module.opened())
+    """Put the modules that run them in the place of all stored layers, and experts together.
+
+    Raises FormatError, which names the layer.
+    """
+    # Names alone, so that what is replaced is released.
+    for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
+        settle_(model, parent.rpartition(".")[0])
+    together_(model)

@@ -1,0 +1,68 @@
+"""What tensors of files are called in a model of transformers, which has names of its own for some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from epiloq.nn import ExpertLinears
+
+
+class Names:
+    """What the tensors of files are called in a model."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        transforms = without_stacking(get_model_conversion_mapping(model), model)
+        self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self.prefix, self.state = model.base_model_prefix, model.state_dict()
+
+    def of(self, name: str) -> str:
+        """The name in the model of a tensor that becomes one tensor there."""
+        from transformers.core_model_loading import rename_source_key
+
+        return rename_source_key(name, self.renamings, [], self.prefix, self.state)[0]
+
+    def targets(self, name: str) -> tuple[list[str], bool]:
+        """The names in the model of what a tensor becomes, or becomes part of, and whether it is merely renamed."""
+        from transformers.core_model_loading import rename_source_key
+
+        found, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.state)
+        if pattern is None:
+            # As transformers does: a renaming that leads nowhere was not meant for this name.
+            return [found if found in self.state else name], True
+        converter = next(each for each in self.converters if pattern in each.source_patterns)
+        first, *others = converter.target_patterns
+        return [found, *(found.replace(first, other) for other in others)], False
+
+    def by_stored(self, stored: Iterable[str]) -> dict[str, str]:
+        """Names in the model by those of files; tensors of a quantised layer go with its weight, others keep theirs."""
+        found = {}
+        for name in stored:
+            layer, _, part = name.rpartition(".")
+            weight, whole = self.of(f"{layer}.weight"), self.of(name)
+            if whole in self.state:
+                found[name] = whole
+            else:
+                found[name] = f"{weight.removesuffix('weight')}{part}" if weight in self.state else name
+        return found
+
+
+def without_stacking(transforms: list[Any], model: nn.Module) -> list[Any]:
+    """Of transformers' changes to what it loads, those that do not stack matrices of experts that are apart."""
+    from transformers.core_model_loading import WeightConverter
+
+    apart = [(name, m.projections) for name, m in model.named_modules() if isinstance(m, ExpertLinears)]
+    names = [f"{name}.0.{projection}.weight" for name, projections in apart for projection in projections]
+
+    def stacks(transform: Any) -> bool:
+        return isinstance(transform, WeightConverter) and any(
+            transform.rename_source_key(name)[1] is not None for name in names
+        )
+
+    return [transform for transform in transforms if not stacks(transform)]

@@ -1,0 +1,85 @@
+"""ExpertLinears: the experts of a layer as one linear layer for each matrix, and how rows find their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class Projections(NamedTuple):
+    """The names of an expert's three matrices, as checkpoints have them."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which expert takes which token: T tokens, top_k experts each.
+
+    order
+        int64 ``[T top_k]``: positions among ``top_k_index.flatten()``, sorted by expert.
+    ends
+        int32 ``[E]``: the ends of the experts' rows in that order, as ``epiloq.grouped_mm`` takes them.
+    """
+
+    order: Tensor
+    ends: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, experts: int) -> Routing:
+        """Of the numbers ``[T, top_k]`` of each token's experts. Nothing is read back to the host."""
+        expert, order = top_k_index.flatten().sort(stable=True)
+        numbers = torch.arange(experts, device=expert.device, dtype=expert.dtype)
+        return cls(order, torch.searchsorted(expert, numbers, right=True, out_int32=True), top_k_index.shape[1])
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row, sorted by expert."""
+        return self.order.div(self.top_k, rounding_mode="floor")
+
+    def combined(self, y: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Rows ``[T top_k, H]``, sorted by expert, as each token's weighted sum ``[T, H]``, in fp32 and in order."""
+        back = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(self.order), device=y.device))
+        each = y[back].view(*top_k_weights.shape, y.shape[-1])
+        return (each.float() * top_k_weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+class ExpertLinears(nn.Module):
+    """A layer's experts, each matrix a layer of its own: ``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j.
+
+    It is called as the experts of transformers are, with ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]``
+    and ``top_k_weights`` ``[T, top_k]``, and gives ``[T, H]``. Its layers are named as checkpoints name them,
+    ``7.gate_proj`` (or as `experts` has it, gate, up and down in this order), and may be of any kind, quantised or
+    not. Each call reads on the host how many rows each expert has; ``GatedExperts`` does not.
+    """
+
+    def __init__(self, experts: Sequence[Mapping[str, nn.Module]], act_fn: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.projections = len(experts), Projections(*experts[0])
+        for number, layers in enumerate(experts):
+            self.add_module(str(number), nn.ModuleDict(layers))
+        self.act_fn = act_fn
+
+    def layers(self, expert: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """An expert's gate, up and down layers."""
+        found = cast(nn.ModuleDict, self.get_submodule(str(expert)))
+        gate, up, down = (found[name] for name in self.projections)
+        return gate, up, down
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        routing = Routing.of(top_k_index, self.experts)
+        ends = routing.ends.tolist()
+        rows, parts = hidden_states[routing.tokens], []
+        for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            if begin < end:
+                gate, up, down = self.layers(expert)
+                x = rows[begin:end]
+                parts.append(down(self.act_fn(gate(x)) * up(x)))
+        return routing.combined(torch.cat(parts) if parts else rows, top_k_weights)

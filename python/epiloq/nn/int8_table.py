@@ -1,0 +1,68 @@
+"""Steps between int8 layers: into a grid, and from one grid to another through any function of one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import epiloq
+from epiloq.nn.kept_dtypes import KeptDtypes
+from epiloq.prepared_int8_weight import Quantizer
+
+
+class Int8Quantize(KeptDtypes):
+    """``q = clamp(round(x / scale) + zero_point, -128, 127)`` of a floating-point x; see ``epiloq.quantize_int8``.
+
+    Four-dimensional results are in channels_last memory. Buffers: scale float32 [1], zero_point int32 [1].
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, output: Quantizer, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([output[0]], dtype=torch.float32, device=device))
+        self.register_buffer("zero_point", torch.tensor([output[1]], dtype=torch.int32, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1).contiguous() if x.ndim == 4 else x.contiguous()
+        q, *_ = epiloq.quantize_int8(rows, scale=self.scale, azp=self.zero_point)
+        return q.permute(0, 3, 1, 2) if x.ndim == 4 else q
+
+
+class Int8Table(KeptDtypes):
+    """``table[q + 128]`` of an int8 q: a function of one value between two grids. Buffer: table int8 [256]."""
+
+    table: Tensor
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(-128, 128, dtype=torch.int8, device=device))
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[[Tensor], Tensor],
+        *,
+        input: Quantizer,
+        output: Quantizer,
+        device: torch.device | str | None = None,
+    ) -> Int8Table:
+        """Of what quantising ``function`` of each de-quantised value gives, computed in float32.
+
+        `input` and `output` are (scale, zero point). The function is one of each element by itself.
+        """
+        layer = cls(device)
+        layer.table.copy_(quantized(function((torch.arange(-128, 128) - input[1]) * input[0]), output))
+        return layer
+
+    def forward(self, q: Tensor) -> Tensor:
+        return epiloq.lookup_int8(q, self.table)
+
+
+def quantized(values: Tensor, grid: Quantizer) -> Tensor:
+    """float32 ``[n]`` on a grid (scale, zero point), on the CPU."""
+    scale, zero = torch.tensor([grid[0]]), torch.tensor([grid[1]], dtype=torch.int32)
+    return epiloq.quantize_int8(values.float(), scale=scale, azp=zero)[0]

@@ -1,0 +1,65 @@
+"""Functions of one int8 value, as tables."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, register_product
+
+
+def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``table[x + 128]``: any function of an int8 tensor, such as an activation between two grids, exactly.
+
+    Args:
+        x: int8, of one dimension or more. It is copied unless its memory is dense, in any order of dimensions.
+        table: int8 ``[256]``, the values at -128 to 127.
+        out: int8 of x's shape, rows dense, apart from x and the table; written and returned.
+
+    Returns:
+        int8 of x's shape, in its memory order where that is dense.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+    """
+    if direct((x, table), (out,)):
+        return _run(x, table, out=out)
+    expect_tensors("lookup_int8", {"x": x, "table": table}, {"out": out}, writes=out is not None)
+    if out is None:
+        result: Tensor = torch.ops.epiloq.lookup_int8(x, table)
+        return result
+    torch.ops.epiloq.lookup_int8_out(x, table, out=out)
+    return out
+
+
+def _run(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+    result = torch.empty_like(x) if out is None else out
+    order = sorted(range(result.ndim), key=result.stride, reverse=True)
+    to, rows = result.permute(order), x.permute(order).contiguous() if x.ndim == result.ndim else x
+    if x.is_cuda:
+        _expect(x, table, result)
+        to.copy_(table.index_select(0, rows.flatten().int() + 128).view(to.shape))
+    else:
+        _core.lookup_int8(to, rows, table)
+    return result
+
+
+def _expect(x: Tensor, table: Tensor, out: Tensor) -> None:
+    """On CUDA, where torch computes."""
+    for name, tensor, shape in (("x", x, x.shape), ("table", table, (256,)), ("out", out, x.shape)):
+        if tensor.dtype != torch.int8 or tensor.shape != shape or tensor.device != x.device:
+            raise ValueError(
+                f"epiloq.lookup_int8: {name}: expected torch.int8 {list(shape)} on {x.device},"
+                f" got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
+
+
+def explain(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> str:
+    """`epiloq.explain` for `lookup_int8`."""
+    _run(x[:0], table, out=None if out is None else out[:0])
+    return "torch.index_select" if x.is_cuda else "cpu, one pass"
+
+
+register_product("lookup_int8", "Tensor x, Tensor table", _run, lambda x, table: torch.empty_like(x))

@@ -1,0 +1,130 @@
+"""What ``epiloq quantize`` can be refused for before it reads a model's weights: most of what can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from epiloq.formats import epiloq_modules
+from epiloq.formats.architecture import skeleton
+from epiloq.formats.checkpoint import Checkpoint
+from epiloq.formats.layouts import FormatError
+from epiloq.formats.table import FORMATS
+from epiloq.mixtures import take_apart_
+from epiloq.quantize.algorithms import ALGORITHMS
+from epiloq.quantize.blocks import find_blocks, linears_of
+from epiloq.quantize.outputs import choose
+from epiloq.quantize.static import AUTO
+from epiloq.quantize.targets import TARGETS
+from epiloq.quantize.text import load_tokenizer, read_texts, sample, windows
+from epiloq.schemes import SCHEMES, default_filter
+
+if TYPE_CHECKING:
+    from epiloq.quantize.job import Settings
+
+# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
+EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
+
+
+def check_request(settings: Settings) -> None:
+    """Raise ValueError for settings that fit no model, or an output that cannot be made."""
+    choose(settings.scheme, settings.layout, settings.symmetric)
+    output, target = settings.output, TARGETS[settings.scheme]
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"{output} exists already: choose another output, or move it away")
+    nearest = next(folder for folder in output.absolute().parents if folder.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{output}: expected a place in a folder, but {nearest} is a file")
+    if settings.keep_dynamic is not None and not target.static:
+        raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
+    if not 0 <= settings.alpha <= 1:
+        raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
+    if needs_text(settings) and settings.calibration is None:
+        raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
+
+
+def check_model(settings: Settings, source: Checkpoint) -> int:
+    """How many blocks a model has, after comparing the request with its outline, which has no values.
+
+    Raises ValueError: a model that is quantised already, that has no perplexity though it is asked for, no blocks or
+    layers to quantise, layers that the scheme or the format cannot take, or names that it does not have.
+    """
+    if source.quantization is not None:
+        raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
+    outline = skeleton(source, "meta")
+    if settings.layout == epiloq_modules.METHOD:  # It has a matrix an expert, even where the model's files stack them.
+        take_apart_(outline)
+    if settings.evaluation is not None:
+        check_generates(outline, settings.model)
+    takes = default_filter(outline)
+    blocks = find_blocks(outline, takes, settings.blocks)
+    layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
+    _check_layers(settings, source, layers)
+    layout, target = FORMATS[settings.layout], TARGETS[settings.scheme]
+    for shape in sorted({(layer.out_features, layer.in_features) for layer in layers.values()}):
+        weight, quantization = target.blank(shape, settings.symmetric), target.quantization(settings.symmetric)
+        layout.to_tensors(weight, quantization, next(outline.parameters()).dtype)
+    pattern = settings.keep_dynamic
+    if pattern is not None and pattern != AUTO and not any(fnmatchcase(name, pattern) for name in layers):
+        raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layers' names, but none is like {pattern!r}")
+    return len(blocks)
+
+
+def _check_layers(settings: Settings, source: Checkpoint, layers: dict[str, nn.Linear]) -> None:
+    scheme = SCHEMES[settings.scheme]
+    for name, layer in layers.items():
+        entry = source.entries.get(f"{name}.weight")
+        if entry is not None and entry.shape != layer.weight.shape:
+            raise FormatError(
+                f"{source.where(f'{name}.weight')}: config.json disagrees with the tensors: "
+                f"expected {list(layer.weight.shape)}, got {list(entry.shape)}"
+            )
+        try:
+            scheme.module.check_convertible(layer, **scheme.options)
+        except ValueError as error:
+            raise ValueError(f"{settings.model}: {name}: {error}") from error
+
+
+def check_generates(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError unless the model is a causal language model, which perplexity is measured of."""
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+
+
+def needs_text(settings: Settings) -> bool:
+    """Whether a run looks at what the model computes."""
+    return TARGETS[settings.scheme].static or ALGORITHMS[settings.algorithm].needs_inputs
+
+
+def read_windows(settings: Settings, source: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
+    """Windows to calibrate and to evaluate on, as far as they are asked for.
+
+    Raises ValueError: no text, no tokenizer, windows longer than the model has positions, or text for both.
+    """
+    texts: list[Tensor] = []
+    evaluation: list[Tensor] = []
+    if needs_text(settings) and settings.calibration is not None:
+        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
+        texts = sample(found, settings.count, settings.seed)
+        _check_positions(source, texts)
+    if settings.evaluation is not None:
+        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), EVALUATED_LENGTH)
+        evaluation = found[: EVALUATED_TOKENS // EVALUATED_LENGTH]
+        seen = {tuple(window.flatten().tolist()) for window in texts}
+        if any(tuple(window.flatten().tolist()) in seen for window in evaluation):
+            raise ValueError(f"{settings.evaluation}: expected text that calibration does not see, found some of it")
+    return texts, evaluation
+
+
+def _check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
+    positions, longest = source.config.get("max_position_embeddings"), max(text.shape[1] for text in texts)
+    if isinstance(positions, int) and longest > positions:
+        raise ValueError(
+            f"{source.folder}: expected windows of at most {positions} tokens, for which the model has positions, "
+            f"got {longest} (--length)"
+        )

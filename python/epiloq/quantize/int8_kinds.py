@@ -1,0 +1,114 @@
+"""What the steps of a traced network do to int8: tables of kinds, which are functions, names of methods and modules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional
+
+# Functions of each element by itself, given one tensor (and numbers).
+POINTWISE = frozenset(
+    {
+        *(torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.clamp, torch.clip, torch.abs, torch.neg, torch.exp),
+        *(
+            torch.mul,
+            torch.add,
+            torch.sub,
+            torch.div,
+            torch.square,
+            torch.sqrt,
+            torch.pow,
+            torch.maximum,
+            torch.minimum,
+        ),
+        *(operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow),
+        *(functional.relu, functional.relu_, functional.relu6, functional.hardtanh, functional.hardswish),
+        *(functional.hardsigmoid, functional.silu, functional.gelu, functional.elu, functional.leaky_relu),
+        *(functional.softplus, functional.mish, functional.sigmoid, functional.tanh, functional.logsigmoid),
+        *("relu", "relu_", "sigmoid", "tanh", "clamp", "clamp_", "clip", "abs", "neg", "exp", "mul", "add", "sub"),
+        *("div", "square", "sqrt", "pow"),
+        *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.SiLU, nn.GELU),
+        *(nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Mish),
+    }
+)
+# Steps that go.
+NOTHING = frozenset({nn.Identity, nn.Dropout, nn.Dropout2d})
+
+
+@dataclass(frozen=True)
+class Move:
+    """A step whose results are values of its first argument, or of that list's tensors, on their grid."""
+
+    grows: bool = False  # to more values than came: floats are better quantised before
+    carrier: torch.dtype | None = None  # the format that torch has it for: uint8 by its bits, others by value
+    allowed: Callable[[dict[str, Any]], bool] = lambda options: True
+
+
+def _is_nearest(options: dict[str, Any]) -> bool:
+    return options.get("mode", "nearest") in ("nearest", "nearest-exact")
+
+
+def _gives_values_alone(options: dict[str, Any]) -> bool:
+    return not options.get("return_indices", False)
+
+
+_ANY, _MORE = Move(), Move(grows=True)
+_NEAREST = Move(grows=True, carrier=torch.uint8, allowed=_is_nearest)
+# float16 holds every int8; torch has no other exact pooling on CUDA.
+_MAX_POOL = Move(carrier=torch.float16, allowed=_gives_values_alone)
+MOVES: dict[object, Move] = {
+    **dict.fromkeys(
+        (torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze), _ANY
+    ),
+    **dict.fromkeys((torch.cat, torch.concat), _MORE),
+    **dict.fromkeys((functional.pixel_shuffle, functional.pixel_unshuffle, functional.channel_shuffle), _ANY),
+    **dict.fromkeys(("reshape", "view", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"), _ANY),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle), _ANY),
+    operator.getitem: _ANY,
+    **dict.fromkeys((functional.interpolate, nn.Upsample), _NEAREST),
+    **dict.fromkeys((functional.max_pool2d, torch.max_pool2d, nn.MaxPool2d), _MAX_POOL),
+}
+
+
+def module_of(model: GraphModule, node: Node) -> nn.Module | None:
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def kind(model: GraphModule, node: Node) -> object:
+    """What the tables know a node by."""
+    module = module_of(model, node)
+    if module is not None:
+        return type(module)
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
+def move(model: GraphModule, node: Node) -> Move | None:
+    """The rule of a node that moves values."""
+    rule, module = MOVES.get(kind(model, node)), module_of(model, node)
+    options = node.kwargs if module is None else vars(module)
+    return rule if rule is not None and moved(node) and rule.allowed(dict(options)) else None
+
+
+def moved(node: Node) -> list[Node]:
+    """The tensors whose values a move hands on."""
+    first = node.args[0] if node.args else None
+    given = list(first) if isinstance(first, (list, tuple)) else [first]
+    return [value for value in given if isinstance(value, Node)] if all(isinstance(v, Node) for v in given) else []
+
+
+def pointwise(model: GraphModule, node: Node) -> Node | None:
+    """The one tensor that a pointwise node is a function of."""
+    return node.all_input_nodes[0] if kind(model, node) in POINTWISE and len(node.all_input_nodes) == 1 else None
+
+
+def is_about_size(node: Node) -> bool:
+    """Whether a node looks at a tensor's size alone."""
+    return (node.op == "call_method" and node.target in ("size", "dim")) or (
+        node.target is getattr and node.args[1] in ("shape", "ndim")
+    )
