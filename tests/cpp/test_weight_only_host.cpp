@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "check.h"
-#include "core/host_rows.h"
 #include "ops/weight_only_mm/host_few.h"
 #include "ops/weight_only_mm/host_many.h"
 

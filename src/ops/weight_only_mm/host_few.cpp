@@ -4,7 +4,6 @@
 
 #include <array>
 
-#include "core/host_rows.h"
 #include "ops/weight_only_mm/host.h"
 
 namespace epiloq::ops::weight_only_mm {

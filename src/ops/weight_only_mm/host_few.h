@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/host_rows.h"
 #include "core/host_vectors.h"
 #include "ops/weight_only_mm/layout.h"
 
