@@ -1,0 +1,100 @@
+// float8's kernels of the CPU in every width of vectors, whichever this machine's registers have.
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "check.h"
+#include "core/host_float8.h"
+
+namespace epiloq {
+namespace {
+
+template <class Format>
+float value_of(int code) {
+  int const mantissa = code & ((1 << Format::kMantissaBits) - 1), exponent = (code & 0x7f) >> Format::kMantissaBits;
+  float const sign = code & 0x80 ? -1.f : 1.f;
+  if (Format::kMantissaBits == 3 && (code & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+  if (Format::kMantissaBits == 2 && exponent == 31) {
+    return mantissa == 0 ? sign * std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
+  }
+  int const least = 1 - Format::kBias - Format::kMantissaBits;
+  int const whole = exponent == 0 ? mantissa : mantissa + (1 << Format::kMantissaBits);
+  return sign * std::ldexp(static_cast<float>(whole), exponent == 0 ? least : least + exponent - 1);
+}
+
+bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+ScaledFloat8 matrix(std::vector<std::uint8_t> const& codes, int rows, int columns) {
+  return {codes.data(), rows, columns, columns, false, nullptr, rows, columns, 0, 0};
+}
+
+// Every code, in a row whose end is no whole vector.
+template <class Format, int kLanes>
+void test_values() {
+  constexpr int kCodes = 256, kColumns = kCodes + 5;
+  std::vector<std::uint8_t> codes(kColumns);
+  for (int i = 0; i < kColumns; ++i) codes[i] = static_cast<std::uint8_t>(i);
+  std::vector<float> out(kColumns + 1, 7.f);
+  WidenFloat8<Format, kLanes>::rows(matrix(codes, 1, kColumns), 0, 1, out.data(), kColumns);
+  for (int i = 0; i < kColumns; ++i) CHECK(same(out[i], value_of<Format>(codes[i])));
+  CHECK_EQUAL(out[kColumns], 7.f);
+}
+
+// Small integers, exactly, in rows of normal codes and of all finite ones.
+template <class Format, int kLanes, int kTokens>
+void test_products(int rows, int columns, int smallest) {
+  int const padded = (columns + 4 * kLanes - 1) / (4 * kLanes) * 4 * kLanes, piece = 4 * kLanes;
+  constexpr int kEnd = Format::kMantissaBits == 3 ? 0x7f : 0x7c;
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows) * columns);
+  auto random = test::generator();
+  for (auto& code : codes) {
+    int const size = smallest + static_cast<int>(random() % (kEnd - smallest));
+    code = static_cast<std::uint8_t>(size | (random() & 0x80));
+  }
+  std::vector<float> x(static_cast<std::size_t>(kTokens) * padded, 0.f), out(kTokens * rows, 7.f);
+  for (int m = 0; m < kTokens; ++m) {
+    for (int i = 0; i < columns; ++i) {
+      x[m * padded + i / piece * piece + i % 4 * kLanes + i % piece / 4] = static_cast<float>((i * 7 + m) % 5 - 2);
+    }
+  }
+  Float8Tokens const tokens{x.data(), padded, kTokens, out.data(), rows};
+  MultiplyFloat8<Format, kLanes, kTokens>::rows(matrix(codes, rows, columns), 0, rows, tokens);
+  for (int m = 0; m < kTokens; ++m) {
+    for (int r = 0; r < rows; ++r) {
+      double sum = 0, size = 0;
+      for (int i = 0; i < columns; ++i) {
+        double const term = value_of<Format>(codes[r * columns + i]) * double((i * 7 + m) % 5 - 2);
+        sum += term, size += std::fabs(term);
+      }
+      CHECK(std::fabs(out[m * rows + r] - sum) <= 1e-6 * size);
+    }
+  }
+}
+
+template <class Format, int kLanes>
+void test_all() {
+  test_values<Format, kLanes>();
+  for (int smallest : {0, 1 << Format::kMantissaBits}) {
+    for (int rows : {1, 3, 4, 9}) {
+      for (int columns : {1, 16, 63, 64, 65, 300}) {
+        test_products<Format, kLanes, 1>(rows, columns, smallest);
+        test_products<Format, kLanes, 2>(rows, columns, smallest);
+        test_products<Format, kLanes, 4>(rows, columns, smallest);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace epiloq
+
+int main() {
+  epiloq::test_all<epiloq::E4M3, 4>();
+  epiloq::test_all<epiloq::E4M3, 8>();
+  epiloq::test_all<epiloq::E4M3, 16>();
+  epiloq::test_all<epiloq::E5M2, 4>();
+  epiloq::test_all<epiloq::E5M2, 8>();
+  epiloq::test_all<epiloq::E5M2, 16>();
+  return test::failures != 0;
+}
