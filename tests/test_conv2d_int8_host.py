@@ -78,28 +78,23 @@ def test_strips_of_a_row(seed: int, width: int) -> None:
         assert is_direct(p) and torch.equal(run(p).double(), p.requantized())
 
 
-def test_parts_of_the_output(seed: int) -> None:
-    """Any rows by themselves, over images; the others stay as they were."""
-    p = int8_problem((3, 9, 8, 24), 24, (3, 3), Place((2, 1), (1, 1, 1, 1), groups=24))
-    whole = run(p)
+def test_threads(seed: int) -> None:
+    """Rows shared among any number of threads, over images, are those of one."""
+    p = int8_problem((3, 23, 40, 72), 72, (3, 3), Place((2, 1), (1, 1, 1, 1), groups=72))
     w = PreparedInt8Weight.prepare(
         p.weight, p.weight_scale, p.bias, input=(p.input_scale, p.input_zero), output=(p.output_scale, p.output_zero)
     )
     given = w.parameters("conv2d_int8", to_int8=True, clamp=None)
     where = (p.place.stride, p.place.padding, p.place.dilation, p.place.groups)
-    rows = whole.shape[0] * whole.shape[1]
-    for first, last in ((0, rows), (4, 11), (rows - 1, rows), (3, 3)):
-        out = torch.full_like(whole, 99)
-        _core.conv2d_int8_rows(out, p.x, w.q, *given, *where, rows=(first, last))
-        expected = torch.full_like(whole, 99)
-        expected.flatten(0, 1)[first:last] = whole.flatten(0, 1)[first:last]
+    expected = run(p)
+    assert torch.equal(expected.double(), p.requantized())
+    for threads in (0, 1, 2, 3, 100):
+        out = torch.full_like(expected, 99)
+        _core.conv2d_int8_on_host(out, p.x, w.q, *given, *where, threads=threads)
         assert torch.equal(out, expected)
-    for first, last in ((-1, 3), (0, rows + 1)):
-        with pytest.raises(ValueError, match=r"conv2d_int8: rows: expected 0 to "):
-            _core.conv2d_int8_rows(out, p.x, w.q, *given, *where, rows=(first, last))
     with pytest.raises(NotImplementedError, match=r"conv2d_int8: x: expected few channels of a group"):
-        dense = torch.zeros(24, 3, 3, 24, dtype=torch.int8)
-        _core.conv2d_int8_rows(out, p.x, dense, *given, *where[:3], 1, rows=(0, rows))
+        dense = torch.zeros(72, 3, 3, 72, dtype=torch.int8)
+        _core.conv2d_int8_on_host(out, p.x, dense, *given, *where[:3], 1)
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(32, 32), (7, 7), (3, 1)])

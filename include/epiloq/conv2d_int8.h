@@ -52,9 +52,9 @@ EPILOQ_API void check(Conv2dInt8 const& call);
 // Launches on `stream` of the operands' device. Never allocates, never synchronises.
 EPILOQ_API void conv2d_int8(Conv2dInt8 const& call, Stream stream);
 
-// Rows `first` to `last` of out [B P, Q, Co], on the CPU and in the caller's thread, where `has_host_kernel`: others
-// may compute other rows meanwhile. Throws Unsupported for other convolutions.
-EPILOQ_API void conv2d_int8_rows(Conv2dInt8 const& call, std::int64_t first, std::int64_t last);
+// On the CPU, where `has_host_kernel`, on at most `threads` threads (epiloq/threads.h). Throws Unsupported for other
+// convolutions.
+EPILOQ_API void conv2d_int8_on_host(Conv2dInt8 const& call, int threads);
 // Depthwise convolutions, and ones of up to 4 input channels.
 EPILOQ_API bool has_host_kernel(Conv2dInt8 const& call);
 

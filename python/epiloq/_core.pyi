@@ -54,7 +54,7 @@ def check_conv2d_int8(
     groups: int,
     kernel: tuple[int, int] | None = None,
 ) -> bool: ...
-def conv2d_int8_rows(
+def conv2d_int8_on_host(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -69,7 +69,7 @@ def conv2d_int8_rows(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    rows: tuple[int, int] | None = None,
+    threads: int = 1,
 ) -> None: ...
 def explain_conv2d_int8(
     out: Tensor,

@@ -6,15 +6,15 @@ namespace epiloq::bindings {
 
 void register_conv2d_int8(py::module_& module) {
   using Optional = std::optional<TensorArg>;
-  using Range = std::pair<std::int64_t, std::int64_t>;
-  // `last`: the name of the last argument, two numbers that `action` gets as they are.
-  auto const define = [&module](char const* name, char const* last, auto action) {
+  using Kernel = std::optional<std::pair<int, int>>;
+  // `last`: the last argument and what it is by default; `action` gets it as it is.
+  auto const define = [&module]<class Last>(char const* name, char const* last, Last none, auto action) {
     module.def(
         name,
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& weight, TensorArg const& scale,
                  Optional const& bias, Optional const& correction, int input_zero, int output_zero, float lo, float hi,
                  Pair const& stride, Sides const& padding, Pair const& dilation, std::int64_t groups,
-                 std::optional<Range> const& numbers) {
+                 Last const& given) {
           Conv2dInt8 const call{out.view,
                                 x.view,
                                 weight.view,
@@ -26,29 +26,26 @@ void register_conv2d_int8(py::module_& module) {
                                 lo,
                                 hi,
                                 {stride, padding, dilation, groups}};
-          return action(call, x, numbers);
+          return action(call, x, given);
         },
         py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("bias"), py::arg("correction"),
         py::arg("input_zero"), py::arg("output_zero"), py::arg("lo"), py::arg("hi"), py::arg("stride"),
-        py::arg("padding"), py::arg("dilation"), py::arg("groups"), py::arg(last) = py::none());
+        py::arg("padding"), py::arg("dilation"), py::arg("groups"), py::arg(last) = none);
   };
-  auto const by = [](Conv2dInt8 call, std::optional<Range> const& kernel) {
-    if (kernel) call.kernel = {static_cast<int>(kernel->first), static_cast<int>(kernel->second)};
+  auto const by = [](Conv2dInt8 call, Kernel const& kernel) {
+    if (kernel) call.kernel = {kernel->first, kernel->second};
     return call;
   };
-  define("conv2d_int8", "kernel", [by](Conv2dInt8 const& call, TensorArg const& x, std::optional<Range> const& kernel) {
+  define("conv2d_int8", "kernel", Kernel{}, [by](Conv2dInt8 const& call, TensorArg const& x, Kernel const& kernel) {
     conv2d_int8(by(call, kernel), current_stream(x));
   });
-  define("explain_conv2d_int8", "kernel",
-         [by](Conv2dInt8 const& call, TensorArg const&, std::optional<Range> const& kernel) {
-           return explain(by(call, kernel));
-         });
-  define("check_conv2d_int8", "kernel",
-         [](Conv2dInt8 const& call, TensorArg const&, std::optional<Range> const&) { return has_host_kernel(call); });
-  define("conv2d_int8_rows", "rows", [](Conv2dInt8 const& call, TensorArg const&, std::optional<Range> const& rows) {
+  define("explain_conv2d_int8", "kernel", Kernel{},
+         [by](Conv2dInt8 const& call, TensorArg const&, Kernel const& kernel) { return explain(by(call, kernel)); });
+  define("check_conv2d_int8", "kernel", Kernel{},
+         [](Conv2dInt8 const& call, TensorArg const&, Kernel const&) { return has_host_kernel(call); });
+  define("conv2d_int8_on_host", "threads", 1, [](Conv2dInt8 const& call, TensorArg const&, int threads) {
     py::gil_scoped_release const released;
-    auto const [first, last] = rows.value_or(Range{0, call.out.size(0) * call.out.size(1)});
-    conv2d_int8_rows(call, first, last);
+    conv2d_int8_on_host(call, threads);
   });
   module.def(
       "finish_conv2d_int8",

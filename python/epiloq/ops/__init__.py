@@ -1,5 +1,6 @@
 """The operations, one file each."""
 
+from epiloq._threads import lend_threads
 from epiloq.ops.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
@@ -35,3 +36,5 @@ __all__ = [
     "silu_and_mul_quant",
     "weight_only_mm",
 ]
+
+lend_threads()

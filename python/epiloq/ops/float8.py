@@ -7,7 +7,6 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import without_autocast
-from epiloq._threads import lend_threads
 
 # Rows that take the kernel which widens weights in registers; more of them repay a weight in memory.
 _FEW = 8
@@ -44,6 +43,3 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None, scale_rows: 
             blocks = None if scale is None else scale[first // scale_rows : -(-(first + rows) // scale_rows)]
             torch.mm(x, to_float32(weight[part], blocks, scale_rows).t(), out=out[:, part])
     return out
-
-
-lend_threads()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
-from epiloq._threads import lend_threads
 from epiloq.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
@@ -176,4 +175,3 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"
 _ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float lo, float hi"
 register_product(_NAME, _ARGUMENTS, _run, _fake)
-lend_threads()

@@ -1,6 +1,9 @@
 #include "epiloq/conv2d_int8.h"
 
+#include <algorithm>
+
 #include "core/checks.h"
+#include "core/threads.h"
 #include "ops/conv2d_int8/host.h"
 #include "ops/conv2d_int8/launch.h"
 #include "ops/conv2d_int8/select.h"
@@ -82,15 +85,17 @@ void conv2d_int8(Conv2dInt8 const& call, Stream stream) {
   conv::launch(choice, problem, call.x.device.index, stream);
 }
 
-void conv2d_int8_rows(Conv2dInt8 const& call, std::int64_t first, std::int64_t last) {
+void conv2d_int8_on_host(Conv2dInt8 const& call, int threads) {
+  constexpr std::int64_t kWorth = 1 << 17;  // products: waking a thread, which takes a few microseconds
   conv::Problem const problem = checked(call);
-  if (call.x.device.type != Device::Type::kCpu || !conv::has_direct_kernel(problem.shape)) {
+  ops::conv2d::Shape const& s = problem.shape;
+  if (call.x.device.type != Device::Type::kCpu || !conv::has_direct_kernel(s)) {
     throw Unsupported("epiloq.conv2d_int8: x: expected few channels of a group, on a CPU, got " + describe(call.x));
   }
-  std::int64_t const rows = std::int64_t{problem.shape.batch} * problem.shape.p;
-  if (first < 0 || last > rows)
-    Checker("conv2d_int8", Device{}).fail("rows", "expected 0 to ", rows, ", got ", first, " to ", last);
-  if (!is_empty(problem)) conv::direct_on_host(problem, first, last);
+  if (is_empty(problem)) return;
+  std::int64_t const rows = std::int64_t{s.batch} * s.p, products = rows * s.q * s.co * s.kh * s.kw * (s.ci / s.groups);
+  share(static_cast<int>(rows), static_cast<int>(std::clamp<std::int64_t>(products / kWorth, 1, std::max(threads, 1))),
+        [&](int first, int last) { conv::direct_on_host(problem, first, last); });
 }
 
 bool has_host_kernel(Conv2dInt8 const& call) { return conv::has_direct_kernel(checked(call).shape); }
