@@ -109,7 +109,7 @@ void in_order(float const* x, std::int64_t columns, int lanes, float* out) {
 }  // namespace
 
 void widen(TensorView const& out, HostFloat8 const& matrix, int threads) {
-  Checker const check("widen", matrix.values.device);
+  Checker const check("widen_float8", Device{});
   ScaledFloat8 const w = checked(check, matrix);
   Matrix const target = floats(check, "out", out, w.rows, w.columns);
   Widen const rows = w.is_e5m2 ? Of<E5M2>::widen() : Of<E4M3>::widen();
@@ -118,7 +118,7 @@ void widen(TensorView const& out, HostFloat8 const& matrix, int threads) {
 }
 
 void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads) {
-  Checker const check("multiply", matrix.values.device);
+  Checker const check("multiply_float8", Device{});
   ScaledFloat8 const w = checked(check, matrix);
   int const lanes = lanes_here();
   std::int64_t const m = x.rank == 2 ? x.size(0) : 0, padded = (w.columns + 4 * lanes - 1) / (4 * lanes) * 4 * lanes;

@@ -15,7 +15,7 @@ constexpr std::int64_t kWorth = 1 << 16;
 
 int threads_for(Problem const& p, int threads) {
   std::int64_t const work = static_cast<std::int64_t>(p.weight.n) * p.weight.k * p.m;
-  return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, threads));
+  return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, std::max(threads, 1)));
 }
 
 // sums [m] become a slab's columns of D.
