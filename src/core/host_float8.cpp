@@ -5,48 +5,22 @@
 #include <vector>
 
 #include "core/checks.h"
-#include "core/host_rows.h"
+#include "core/host_versions.h"
 #include "core/threads.h"
 #include "epiloq/host_float8.h"
 
 namespace epiloq {
 namespace {
 
-using Widen = void (*)(ScaledFloat8 const&, std::int64_t first, std::int64_t last, float* out, std::int64_t stride);
-using Multiply = void (*)(ScaledFloat8 const&, std::int64_t first, std::int64_t last, Float8Tokens const&);
-
-// By instruction set.
-template <template <int kLanes> class Kernel, class... Arguments>
-struct Versions {
-  using Function = void (*)(Arguments...);
-  static void plain(Arguments... arguments) { Kernel<4>::rows(arguments...); }
-#ifdef EPILOQ_HAS_CLONES
-  [[gnu::target("arch=x86-64-v3")]] static void v3(Arguments... arguments) { Kernel<8>::rows(arguments...); }
-  [[gnu::target("arch=x86-64-v4")]] static void v4(Arguments... arguments) { Kernel<16>::rows(arguments...); }
-#endif
-};
-
-int lanes_here() {
-#ifdef EPILOQ_HAS_CLONES
-  if (__builtin_cpu_supports("x86-64-v4")) return 16;
-  if (__builtin_cpu_supports("x86-64-v3")) return 8;
-#endif
-  return 4;
-}
-
-template <class Function, class V>
-Function chosen() {
-#ifdef EPILOQ_HAS_CLONES
-  if (lanes_here() == 16) return V::v4;
-  if (lanes_here() == 8) return V::v3;
-#endif
-  return V::plain;
-}
+template <template <int kLanes> class Kernel>
+using Widens = Versions<Kernel, ScaledFloat8 const&, std::int64_t, std::int64_t, float*, std::int64_t>;
+template <template <int kLanes> class Kernel>
+using Multiplies = Versions<Kernel, ScaledFloat8 const&, std::int64_t, std::int64_t, Float8Tokens const&>;
 
 template <class Format>
 struct Of {
   template <int kLanes>
-  using Widens = WidenFloat8<Format, kLanes>;
+  using Widen = WidenFloat8<Format, kLanes>;
   template <int kLanes>
   using By1 = MultiplyFloat8<Format, kLanes, 1>;
   template <int kLanes>
@@ -54,15 +28,9 @@ struct Of {
   template <int kLanes>
   using By4 = MultiplyFloat8<Format, kLanes, 4>;
 
-  static Widen widen() {
-    return chosen<Widen, Versions<Widens, ScaledFloat8 const&, std::int64_t, std::int64_t, float*, std::int64_t>>();
-  }
-  template <template <int> class Kernel>
-  static Multiply version() {
-    return chosen<Multiply, Versions<Kernel, ScaledFloat8 const&, std::int64_t, std::int64_t, Float8Tokens const&>>();
-  }
-  static Multiply multiply(int tokens) {
-    return tokens == 1 ? version<By1>() : tokens == 2 ? version<By2>() : version<By4>();
+  static auto widen() { return Widens<Widen>::here(); }
+  static auto multiply(int tokens) {
+    return tokens == 1 ? Multiplies<By1>::here() : tokens == 2 ? Multiplies<By2>::here() : Multiplies<By4>::here();
   }
 };
 
@@ -112,7 +80,7 @@ void widen(TensorView const& out, HostFloat8 const& matrix, int threads) {
   Checker const check("widen_float8", Device{});
   ScaledFloat8 const w = checked(check, matrix);
   Matrix const target = floats(check, "out", out, w.rows, w.columns);
-  Widen const rows = w.is_e5m2 ? Of<E5M2>::widen() : Of<E4M3>::widen();
+  auto const rows = w.is_e5m2 ? Of<E5M2>::widen() : Of<E4M3>::widen();
   share(static_cast<int>(w.rows), threads_for(w.rows * w.columns, threads),
         [&](int first, int last) { rows(w, first, last, out.as<float>(), target.stride); });
 }
@@ -126,7 +94,7 @@ void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matr
   std::vector<float> tokens;
   for (std::int64_t first = 0; first < m; first += kFloat8Sums) {
     int const count = static_cast<int>(std::min<std::int64_t>(kFloat8Sums, m - first)), block = count == 3 ? 4 : count;
-    Multiply const rows = w.is_e5m2 ? Of<E5M2>::multiply(block) : Of<E4M3>::multiply(block);
+    auto const rows = w.is_e5m2 ? Of<E5M2>::multiply(block) : Of<E4M3>::multiply(block);
     tokens.assign(block * padded, 0.f);
     for (int i = 0; i < count; ++i) {
       in_order(x.as<float>() + (first + i) * source.stride, w.columns, lanes, tokens.data() + i * padded);

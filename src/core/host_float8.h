@@ -93,7 +93,7 @@ struct WidenFloat8 {
   }
 
   // `count` values under one scale.
-  [[gnu::always_inline]] static void run(std::uint8_t const* from, std::int64_t count, float scale, float* to) {
+  [[gnu::always_inline]] static void under(std::uint8_t const* from, std::int64_t count, float scale, float* to) {
     Floats x;
     std::int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
@@ -107,12 +107,12 @@ struct WidenFloat8 {
     std::memcpy(to + i, &x, (count - i) * sizeof(float));
   }
 
-  [[gnu::always_inline]] static void rows(ScaledFloat8 const& w, std::int64_t first, std::int64_t last, float* out,
-                                          std::int64_t stride) {
+  [[gnu::always_inline]] static void run(ScaledFloat8 const& w, std::int64_t first, std::int64_t last, float* out,
+                                         std::int64_t stride) {
     for (std::int64_t row = first; row < last; ++row) {
       for (std::int64_t column = 0; column < w.columns; column += w.scale_columns) {
-        run(w.values + row * w.stride + column, std::min(w.scale_columns, w.columns - column), w.scale_at(row, column),
-            out + row * stride + column);
+        under(w.values + row * w.stride + column, std::min(w.scale_columns, w.columns - column),
+              w.scale_at(row, column), out + row * stride + column);
       }
     }
   }
@@ -185,8 +185,8 @@ struct MultiplyFloat8 {
     return values[0];
   }
 
-  [[gnu::always_inline]] static void rows(ScaledFloat8 const& w, std::int64_t first, std::int64_t last,
-                                          Float8Tokens const& tokens) {
+  [[gnu::always_inline]] static void run(ScaledFloat8 const& w, std::int64_t first, std::int64_t last,
+                                         Float8Tokens const& tokens) {
     for (std::int64_t row = first; row < last; row += kRows) {
       Floats sums[kRows][kTokens] = {};
       for (std::int64_t column = 0; column < w.columns; column += w.scale_columns) {

@@ -36,7 +36,7 @@ void test_values() {
   std::vector<std::uint8_t> codes(kColumns);
   for (int i = 0; i < kColumns; ++i) codes[i] = static_cast<std::uint8_t>(i);
   std::vector<float> out(kColumns + 1, 7.f);
-  WidenFloat8<Format, kLanes>::rows(matrix(codes, 1, kColumns), 0, 1, out.data(), kColumns);
+  WidenFloat8<Format, kLanes>::run(matrix(codes, 1, kColumns), 0, 1, out.data(), kColumns);
   for (int i = 0; i < kColumns; ++i) CHECK(same(out[i], value_of<Format>(codes[i])));
   CHECK_EQUAL(out[kColumns], 7.f);
 }
@@ -59,7 +59,7 @@ void test_products(int rows, int columns, int smallest) {
     }
   }
   Float8Tokens const tokens{x.data(), padded, kTokens, out.data(), rows};
-  MultiplyFloat8<Format, kLanes, kTokens>::rows(matrix(codes, rows, columns), 0, rows, tokens);
+  MultiplyFloat8<Format, kLanes, kTokens>::run(matrix(codes, rows, columns), 0, rows, tokens);
   for (int m = 0; m < kTokens; ++m) {
     for (int r = 0; r < rows; ++r) {
       double sum = 0, size = 0;

@@ -58,7 +58,7 @@ struct Operands {
   }
 };
 
-template <int kBits, bool kHalves, int kTokens, int kLanesOf, template <int, bool, int> class Row>
+template <int kBits, bool kHalves, int kTokens, int kLanesOf, template <int, bool, int> class Values>
 void few() {
   Operands const o(kBits, kHalves ? 32 : 64, kTokens);
   std::vector<int> const groups = o.groups(kGrain);
@@ -72,14 +72,14 @@ void few() {
       }
     }
   }
-  Few<kBits, kHalves, kTokens, kLanesOf, 4, Row>::multiply_slab({.q = o.q.data(),
-                                                                 .x = x[0].values,
-                                                                 .tiles = Operands::kK / depth(kBits),
-                                                                 .groups = groups.data(),
-                                                                 .scale = o.scale.data(),
-                                                                 .zero = o.zero.data(),
-                                                                 .offset = o.offset.data()},
-                                                                sums.data());
+  Few<kBits, Values<kBits, kHalves, kLanesOf>, kTokens, kLanesOf>::run({.q = o.q.data(),
+                                                                        .x = x[0].values,
+                                                                        .tiles = Operands::kK / depth(kBits),
+                                                                        .groups = groups.data(),
+                                                                        .scale = o.scale.data(),
+                                                                        .zero = o.zero.data(),
+                                                                        .offset = o.offset.data()},
+                                                                       sums.data());
   o.check_sums(sums.data(), false);
 }
 
@@ -101,17 +101,17 @@ void many() {
       Operands const o(bits, 32, tokens);
       std::vector<int> const groups = o.groups(1);
       std::vector<Line> sums(tokens);
-      Many<kLanesOf>::multiply_slab({.q = o.q.data(),
-                                     .bits = bits,
-                                     .k = Operands::kK,
-                                     .groups = groups.data(),
-                                     .scale = o.scale.data(),
-                                     .zero = o.zero.data(),
-                                     .offset = o.offset.data(),
-                                     .x = o.x.data(),
-                                     .m = tokens,
-                                     .stride = Operands::kK},
-                                    sums.data());
+      Many<kLanesOf>::run({.q = o.q.data(),
+                           .bits = bits,
+                           .k = Operands::kK,
+                           .groups = groups.data(),
+                           .scale = o.scale.data(),
+                           .zero = o.zero.data(),
+                           .offset = o.offset.data(),
+                           .x = o.x.data(),
+                           .m = tokens,
+                           .stride = Operands::kK},
+                          sums.data());
       o.check_sums(sums.data(), true);
     }
   }

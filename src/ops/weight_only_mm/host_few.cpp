@@ -4,6 +4,7 @@
 
 #include <array>
 
+#include "core/host_versions.h"
 #include "ops/weight_only_mm/host.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -43,36 +44,19 @@ void in_order(int bits, float const* row, int padded_k, int block, Line* out) {
   }
 }
 
-using Multiply = void (*)(Piece const&, Line* out);
+using Multiply = void (*)(Piece, Line* out);
 
-// By instruction set: lanes and registers.
 template <int kBits, bool kHalves, int kTokens>
-struct Versions {
-  static void plain(Piece const& p, Line* out) { Few<kBits, kHalves, kTokens, 4, 4, Computed>::multiply_slab(p, out); }
-#ifdef EPILOQ_HAS_CLONES
-  [[gnu::target("arch=x86-64-v3")]] static void v3(Piece const& p, Line* out) {
-    Few<kBits, kHalves, kTokens, 8, 4, Computed>::multiply_slab(p, out);
-  }
-  [[gnu::target("arch=x86-64-v4")]] static void v4(Piece const& p, Line* out) {
-    if constexpr (kBits == 4) return Few<kBits, kHalves, kTokens, 16, 8, LookedUp>::multiply_slab(p, out);
-    if constexpr (kBits == 8) return Few<kBits, kHalves, kTokens, 16, 8, Computed>::multiply_slab(p, out);
-  }
-#endif
-
-  static Multiply chosen() {
-#ifdef EPILOQ_HAS_CLONES
-    if (__builtin_cpu_supports("x86-64-v4")) return v4;
-    if (__builtin_cpu_supports("x86-64-v3")) return v3;
-#endif
-    return plain;
-  }
+struct Of {
+  template <int kLanes>
+  using Kernel = Few<kBits, Row<kBits, kHalves, kLanes>, kTokens, kLanes>;
+  static Multiply here() { return Versions<Kernel, Piece, Line*>::here(); }
 };
 
 // In the order of kBlocks.
 template <int kBits, bool kHalves>
 std::array<Multiply, kBlocks.size()> by_tokens() {
-  return {Versions<kBits, kHalves, 1>::chosen(), Versions<kBits, kHalves, 2>::chosen(),
-          Versions<kBits, kHalves, 4>::chosen()};
+  return {Of<kBits, kHalves, 1>::here(), Of<kBits, kHalves, 2>::here(), Of<kBits, kHalves, 4>::here()};
 }
 
 Multiply multiply_of(Weight const& w, int block) {

@@ -84,14 +84,20 @@ struct LookedUp {
     }
   }
 };
+
+template <int kBits, bool kHalves, int kLanes>
+using Row =
+    std::conditional_t<kBits == 4 && kLanes == 16, LookedUp<kBits, kHalves, kLanes>, Computed<kBits, kHalves, kLanes>>;
+#else
+template <int kBits, bool kHalves, int kLanes>
+using Row = Computed<kBits, kHalves, kLanes>;
 #endif
 
-template <int kBits_, bool kHalves_, int kTokens_, int kLanes_, int kSums_, template <int, bool, int> class Row_>
+template <int kBits, class Values, int kTokens, int kLanes>
 struct Few {
-  // kSums: of a pair of rows by a token, which registers hold.
-  static constexpr int kBits = kBits_, kTokens = kTokens_, kLanes = kLanes_, kAtOnce = kSums_ / kTokens;
+  static constexpr int kSums = kLanes == 16 ? 8 : 4;  // of a pair of rows by a token, which registers hold
+  static constexpr int kAtOnce = kSums / kTokens;
   static constexpr int kSteps = steps(kBits), kGrains = depth(kBits) / kGrain;
-  using Row = Row_<kBits, kHalves_, kLanes>;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
 
@@ -107,7 +113,7 @@ struct Few {
     for (int tile = 0; tile < p.tiles; ++tile, q += kPairs * kRowBytes, x += depth(kBits) * kTokens) {
 #pragma GCC unroll 8
       for (int g = 0; g < kAtOnce; ++g) {
-        Row low_row, high_row;
+        Values low_row, high_row;
         low_row.prepare(p, p.groups + tile * kGrains, parameter_of(first + g));
         high_row.prepare(p, p.groups + tile * kGrains, parameter_of(first + g + kPairs));
 #pragma GCC unroll 4
@@ -154,7 +160,7 @@ struct Few {
   }
 
   // out [tokens]
-  [[gnu::always_inline]] static void multiply_slab(Piece p, Line* out) {
+  [[gnu::always_inline]] static void run(Piece p, Line* out) {
     constexpr int kTiles = kPiece / depth(kBits);
     Floats sums[kTokens * kSlab] = {};
     for (int left = p.tiles; left > 0; left -= kTiles) {

@@ -125,7 +125,7 @@ struct Many {
   }
 
   // sums [m]: added to.
-  [[gnu::always_inline]] static void multiply_slab(SlabByTokens const& s, Line* sums) {
+  [[gnu::always_inline]] static void run(SlabByTokens const& s, Line* sums) {
     Codes codes[kColumns];
     Line columns[kColumns];
     for (int first = 0; first < s.k; first += kColumns) {
