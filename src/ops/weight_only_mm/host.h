@@ -14,8 +14,8 @@ inline std::int64_t slab_bytes(Weight const& w) {
   return static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
 }
 
-// A slab's parameters as float32, with zeros for one group more, which is that of all columns past K: not even an
-// infinity meets a zero there.
+// A slab's parameters as float32, with zeros for one group more, which is that of columns past K, but for those that
+// share a step with columns before it.
 struct SlabParameters {
   std::vector<float> scale, zero, offset;
 
