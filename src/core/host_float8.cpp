@@ -81,8 +81,8 @@ void widen(TensorView const& out, HostFloat8 const& matrix, int threads) {
   ScaledFloat8 const w = checked(check, matrix);
   Matrix const target = floats(check, "out", out, w.rows, w.columns);
   auto const rows = w.is_e5m2 ? Of<E5M2>::widen() : Of<E4M3>::widen();
-  share(static_cast<int>(w.rows), threads_for(w.rows * w.columns, threads),
-        [&](int first, int last) { rows(w, first, last, out.as<float>(), target.stride); });
+  share(w.rows, threads_for(w.rows * w.columns, threads),
+        [&](std::int64_t first, std::int64_t last) { rows(w, first, last, out.as<float>(), target.stride); });
 }
 
 void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads) {
@@ -100,8 +100,8 @@ void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matr
       in_order(x.as<float>() + (first + i) * source.stride, w.columns, lanes, tokens.data() + i * padded);
     }
     Float8Tokens const some{tokens.data(), padded, count, out.as<float>() + first * target.stride, target.stride};
-    share(static_cast<int>(w.rows), threads_for(w.rows * w.columns, threads),
-          [&](int begin, int end) { rows(w, begin, end, some); });
+    share(w.rows, threads_for(w.rows * w.columns, threads),
+          [&](std::int64_t begin, std::int64_t end) { rows(w, begin, end, some); });
   }
 }
 

@@ -94,8 +94,8 @@ void conv2d_int8_on_host(Conv2dInt8 const& call, int threads) {
   }
   if (is_empty(problem)) return;
   std::int64_t const rows = std::int64_t{s.batch} * s.p, products = rows * s.q * s.co * s.kh * s.kw * (s.ci / s.groups);
-  share(static_cast<int>(rows), static_cast<int>(std::clamp<std::int64_t>(products / kWorth, 1, std::max(threads, 1))),
-        [&](int first, int last) { conv::direct_on_host(problem, first, last); });
+  share(rows, static_cast<int>(std::clamp<std::int64_t>(products / kWorth, 1, std::max(threads, 1))),
+        [&](std::int64_t first, std::int64_t last) { conv::direct_on_host(problem, first, last); });
 }
 
 bool has_host_kernel(Conv2dInt8 const& call) { return conv::has_direct_kernel(checked(call).shape); }

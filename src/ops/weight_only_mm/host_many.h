@@ -74,7 +74,7 @@ struct Many {
   template <int kBits>
   [[gnu::always_inline]] static void unpack(SlabByTokens const& s, int first, int end, Codes* out) {
     constexpr int kTileBytes = weight_only_mm::kLanes * sizeof(Bytes);
-    std::uint8_t const* q = s.q + first / depth(kBits) * kTileBytes;
+    std::uint8_t const* q = s.q + static_cast<std::int64_t>(first / depth(kBits)) * kTileBytes;
     for (; first < end; first += depth(kBits), q += kTileBytes, out += depth(kBits)) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < 4; ++lane) {
@@ -96,7 +96,8 @@ struct Many {
 
   // Two and three bits.
   static void unpack_by_place(SlabByTokens const& s, int first, int end, Codes* out) {
-    std::uint8_t const* q = s.q + first / depth(s.bits) * weight_only_mm::kLanes * lane_bytes(s.bits);
+    int const tile_bytes = weight_only_mm::kLanes * lane_bytes(s.bits);
+    std::uint8_t const* q = s.q + static_cast<std::int64_t>(first / depth(s.bits)) * tile_bytes;
     for (; first < end; first += depth(s.bits), out += depth(s.bits)) {
       for (int lane = 0; lane < weight_only_mm::kLanes; ++lane, q += lane_bytes(s.bits)) {
         for (int i = 0; i < lane_values(s.bits); ++i) {
