@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "core/host_vectors.h"
 #include "ops/conv2d_int8/kernels.h"
 
 namespace epiloq::ops::conv2d_int8 {
@@ -27,11 +28,8 @@ class Finisher {
   std::vector<std::int32_t> correction_;
 };
 
-// Channels that are summed side by side, in memory that no vector's boundary crosses.
+// Channels that are summed side by side: a Line of them.
 inline constexpr int kLanes = 16;
-struct alignas(64) Line {
-  float value[kLanes];
-};
 
 // Rows of the image as float32, padded. Of depthwise convolutions kLanes channels of a pixel are together (as output
 // channels have them), then the pixels that a tap meets one after the other: a stride's phases and the blocks of

@@ -91,7 +91,7 @@ void sum_block(Block const& s) { s.channels == 0 ? sum<Four, true>(s) : sum<Four
 std::vector<Line> blocks_of_weight(Problem const& p, int terms) {
   std::vector<Line> weight(static_cast<std::size_t>(ceil_div(p.shape.co, kLanes) * terms));
   for (std::int64_t n = 0; n < p.shape.co; ++n) {
-    for (int k = 0; k < terms; ++k) weight[n / kLanes * terms + k].value[n % kLanes] = p.weight[n * terms + k];
+    for (int k = 0; k < terms; ++k) weight[n / kLanes * terms + k].values[n % kLanes] = p.weight[n * terms + k];
   }
   return weight;
 }
@@ -119,7 +119,7 @@ void direct_on_host(Problem const& p, std::int64_t first, std::int64_t last) {
       int const pixels = std::min(strip, s.q - q), rounded = (pixels + kPixels - 1) / kPixels * kPixels;
       for (int b = 0; b < blocks; ++b) {
         sum_block({x, (depthwise ? b * rows.block() : 0) + q * rows.step(), rows.step(), taps, depthwise ? 0 : s.ci,
-                   weight[static_cast<std::size_t>(b) * terms].value, acc.data() + b * kLanes, rounded, lanes});
+                   weight[static_cast<std::size_t>(b) * terms].values, acc.data() + b * kLanes, rounded, lanes});
       }
       if (lanes != s.co) {
         for (std::int64_t i = 1; i < pixels; ++i) std::copy_n(&acc[i * lanes], s.co, &acc[i * s.co]);

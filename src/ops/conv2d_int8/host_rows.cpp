@@ -44,9 +44,9 @@ TapRows::TapRows(Problem const& problem, int slack) : problem_(problem) {
   size_ = ceil_div((depthwise_ ? ceil_div(s.co, kLanes) : 1) * block_ + slack * step_, kLanes) * kLanes;
   // Rows as far apart as these meet different places.
   int const rows = std::min(s.h, (s.kh - 1) * s.dilation_h + 1);
-  Line zeros;
-  std::fill_n(zeros.value, kLanes, static_cast<float>(problem.input_zero));
-  rows_.assign(static_cast<std::size_t>((rows + 1) * size_ / kLanes), zeros);
+  Line padding;
+  std::fill_n(padding.values, kLanes, static_cast<float>(problem.input_zero));
+  rows_.assign(static_cast<std::size_t>((rows + 1) * size_ / kLanes), padding);
   held_.assign(rows, -1);
   taps_.resize(static_cast<std::size_t>(s.kh) * s.kw);
 }
@@ -59,7 +59,7 @@ std::vector<float const*> const& TapRows::of(std::int64_t row) {
     int const y = static_cast<int>(row % s.p) * s.stride_h + i * s.dilation_h - s.top;
     bool const inside = y >= 0 && y < s.h;
     int const place = inside ? y % places : places;
-    float* const at = rows_.data()->value + place * size_;
+    float* const at = rows_.data()->values + place * size_;
     if (inside && held_[place] != image * s.h + y) {
       fill(problem_.x + image * s.x_image + y * s.x_row, at);
       held_[place] = image * s.h + y;
