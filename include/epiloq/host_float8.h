@@ -14,11 +14,13 @@ struct HostFloat8 {
   std::int64_t scale_rows = 1, scale_columns = 128;
 };
 
+// On the CPU alone, on at most `threads` threads (epiloq/threads.h); out shares no memory with what is read.
+
 // out [R, C] float32, rows dense: the exact values, or these times their scales, rounded once.
-EPILOQ_API void widen(TensorView const& out, HostFloat8 const& matrix, int threads);
+EPILOQ_API void widen_float8(TensorView const& out, HostFloat8 const& matrix, int threads);
 
 // out [M, R] = x [M, C] times the matrix transposed, all float32 with rows dense but for the matrix, which is widened
 // in registers: for few rows of x, where reading it is what takes the time.
-EPILOQ_API void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads);
+EPILOQ_API void multiply_float8(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads);
 
 }  // namespace epiloq

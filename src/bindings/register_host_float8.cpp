@@ -19,7 +19,7 @@ void register_host_float8(py::module_& module) {
       [](TensorArg const& out, TensorArg const& values, Optional const& scale, std::int64_t scale_rows,
          std::int64_t scale_columns, int threads) {
         py::gil_scoped_release const released;
-        widen(out.view, matrix_of(values, scale, scale_rows, scale_columns), threads);
+        widen_float8(out.view, matrix_of(values, scale, scale_rows, scale_columns), threads);
       },
       py::arg("out"), py::arg("values"), py::arg("scale") = py::none(), py::arg("scale_rows") = 1,
       py::arg("scale_columns") = 128, py::arg("threads") = 1);
@@ -28,7 +28,7 @@ void register_host_float8(py::module_& module) {
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, Optional const& scale,
          std::int64_t scale_rows, std::int64_t scale_columns, int threads) {
         py::gil_scoped_release const released;
-        multiply(out.view, x.view, matrix_of(values, scale, scale_rows, scale_columns), threads);
+        multiply_float8(out.view, x.view, matrix_of(values, scale, scale_rows, scale_columns), threads);
       },
       py::arg("out"), py::arg("x"), py::arg("values"), py::arg("scale") = py::none(), py::arg("scale_rows") = 1,
       py::arg("scale_columns") = 128, py::arg("threads") = 1);

@@ -63,6 +63,11 @@ Matrix floats(Checker const& check, char const* name, TensorView const& view, st
   return matrix;
 }
 
+void check_apart(Checker const& check, TensorView const& out, HostFloat8 const& matrix) {
+  check.apart("out", out, "values", matrix.values);
+  if (matrix.scale) check.apart("out", out, "scale", *matrix.scale);
+}
+
 int threads_for(std::int64_t elements, int threads) {
   constexpr std::int64_t kWorth = 1 << 15;  // waking a thread, which takes a few microseconds
   return static_cast<int>(std::clamp<std::int64_t>(elements / kWorth, 1, std::max(threads, 1)));
@@ -76,21 +81,24 @@ void in_order(float const* x, std::int64_t columns, int lanes, float* out) {
 
 }  // namespace
 
-void widen(TensorView const& out, HostFloat8 const& matrix, int threads) {
+void widen_float8(TensorView const& out, HostFloat8 const& matrix, int threads) {
   Checker const check("widen_float8", Device{});
   ScaledFloat8 const w = checked(check, matrix);
   Matrix const target = floats(check, "out", out, w.rows, w.columns);
+  check_apart(check, out, matrix);
   auto const rows = w.is_e5m2 ? Of<E5M2>::widen() : Of<E4M3>::widen();
   share(w.rows, threads_for(w.rows * w.columns, threads),
         [&](std::int64_t first, std::int64_t last) { rows(w, first, last, out.as<float>(), target.stride); });
 }
 
-void multiply(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads) {
+void multiply_float8(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads) {
   Checker const check("multiply_float8", Device{});
   ScaledFloat8 const w = checked(check, matrix);
   int const lanes = lanes_here();
   std::int64_t const m = x.rank == 2 ? x.size(0) : 0, padded = (w.columns + 4 * lanes - 1) / (4 * lanes) * 4 * lanes;
   Matrix const source = floats(check, "x", x, m, w.columns), target = floats(check, "out", out, m, w.rows);
+  check_apart(check, out, matrix);
+  check.apart("out", out, "x", x);
   std::vector<float> tokens;
   for (std::int64_t first = 0; first < m; first += kFloat8Sums) {
     int const count = static_cast<int>(std::min<std::int64_t>(kFloat8Sums, m - first)), block = count == 3 ? 4 : count;

@@ -6,6 +6,8 @@
 
 #include "check.h"
 #include "core/host_float8.h"
+#include "epiloq/error.h"
+#include "epiloq/host_float8.h"
 
 namespace epiloq {
 namespace {
@@ -86,10 +88,27 @@ void test_all() {
   }
 }
 
+void test_refusals() {
+  std::vector<float> memory(64);
+  TensorView const out(memory.data(), DType::kFloat32, {}, {1, 4}), x(memory.data() + 32, DType::kFloat32, {}, {1, 8});
+  std::uint8_t codes[32] = {};
+  HostFloat8 const matrix{{codes, DType::kFloat8E4M3, {}, {4, 8}}};
+  HostFloat8 const elsewhere{{codes, DType::kFloat8E4M3, {Device::Type::kCuda, 0}, {4, 8}}};
+  HostFloat8 const inside{{memory.data(), DType::kFloat8E4M3, {}, {4, 8}}};
+  CHECK_THROWS(InvalidArgument, multiply_float8(out, x, elsewhere, 1), "values: expected a tensor on the CPU");
+  CHECK_THROWS(InvalidArgument, multiply_float8(out, x, inside, 1), "out: expected");
+  CHECK_THROWS(InvalidArgument, multiply_float8(out, {memory.data(), DType::kFloat32, {}, {1, 8}}, matrix, 1),
+               "out: expected");
+  memory[0] = 7;
+  multiply_float8(out, x, matrix, 0);
+  CHECK_EQUAL(memory[0], 0.f);
+}
+
 }  // namespace
 }  // namespace epiloq
 
 int main() {
+  epiloq::test_refusals();
   epiloq::test_all<epiloq::E4M3, 4>();
   epiloq::test_all<epiloq::E4M3, 8>();
   epiloq::test_all<epiloq::E4M3, 16>();
