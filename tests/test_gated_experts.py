@@ -65,8 +65,8 @@ def together(experts: ExpertLinears) -> GatedExperts:
 
 def routed(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs that leave the last expert without rows."""
-    index = torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(tokens)] or [torch.empty(0, TOP_K)])
-    return torch.randn(tokens, hidden).to(dtype), index.long(), torch.rand(tokens, TOP_K)
+    index = torch.rand(tokens, EXPERTS - 1).argsort(1)[:, :TOP_K]
+    return torch.randn(tokens, hidden).to(dtype), index, torch.rand(tokens, TOP_K)
 
 
 def rounded(x: Tensor, grid: tuple[float, int]) -> Tensor:
@@ -184,6 +184,38 @@ def test_state_that_does_not_fit(seed: int) -> None:
         whole.load_state_dict({**state, "1.down_proj.weight": state["1.down_proj.weight"][:, :31]})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*9.down_proj.weight"):
         whole.load_state_dict({**state, "9.down_proj.weight": state["1.down_proj.weight"]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_a_module_without_values(kind: str, seed: int) -> None:
+    """From "meta" by assigning or after `to_empty`, whose memory holds anything, where gate is padded too."""
+    whole, arguments = together(quantised(floats(150, 50), KINDS[kind][0])), routed(9, 150, torch.float32)
+    y = whole(*arguments)
+    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    assigned = copy.deepcopy(whole).to("meta")
+    assigned.load_state_dict(state, assign=True)
+    filled = copy.deepcopy(whole).to("meta").to_empty(device="cpu")
+    for buffer in filled.buffers():
+        buffer.view(torch.uint8).fill_(0x7E)
+    filled.load_state_dict(state)
+    for other in (assigned, filled):
+        assert torch.equal(other(*arguments), y)
+
+
+def test_arguments_that_do_not_fit(seed: int) -> None:
+    """Among them a width that padding would make that of the weights."""
+    whole = together(quantised(floats(64, 32), Int8Linear.from_linear))
+    x, index, weights = routed(4, 64, torch.float32)
+    for wrong in (x[:, :60], x.unsqueeze(0)):
+        with pytest.raises(ValueError, match=r"GatedExperts: hidden_states: expected shape \[T, 64\], got"):
+            whole(wrong, index, weights)
+    for argument, wrong_index, wrong_weights in (
+        ("top_k_index", index[:3], weights[:3]),
+        ("top_k_index", index.flatten(), weights),
+        ("top_k_weights", index, weights[:, :1]),
+    ):
+        with pytest.raises(ValueError, match=rf"GatedExperts: {argument}: expected .* of \[4, top_k\], got"):
+            whole(x, wrong_index, wrong_weights)
 
 
 def test_compiled(seed: int) -> None:

@@ -66,6 +66,19 @@ def test_apart_and_together(family: str, seed: int) -> None:
     assert torch.equal(stack[1, half:], parameters[f"{names[-1]}.gate_up_proj"][1, half:])
 
 
+def test_shared_by_two_layers(seed: int) -> None:
+    model = qwen3(num_hidden_layers=3)
+    one, other = (model.get_submodule(f"model.layers.{layer}.mlp") for layer in (1, 2))
+    other.experts = one.experts
+    before = logits(model)
+    with mixtures.apart(model):
+        assert isinstance(one.experts, ExpertLinears) and other.experts is one.experts
+    assert torch.equal(logits(model), before)
+    epiloq.quantize_(model, "w8a8-int8")
+    assert isinstance(one.experts, GatedExperts) and other.experts is one.experts
+    assert error(logits(model), before) < 0.1
+
+
 @pytest.mark.parametrize(
     ("scheme", "module", "bound"),
     [

@@ -177,8 +177,11 @@ def _parent(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+    """Replace a module under every name that it has: layers may share their experts."""
+    old = model.get_submodule(name)
+    for parent in list(model.modules()):
+        for leaf in [leaf for leaf, child in parent._modules.items() if child is old]:
+            setattr(parent, leaf, module)
 
 
 def _apart(module: nn.Module, projections: Projections) -> ExpertLinears:

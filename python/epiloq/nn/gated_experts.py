@@ -123,6 +123,7 @@ class GatedExperts(nn.Module):
                 yield f"{expert}.{projection}", layer
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        self._check(hidden_states, top_k_index, top_k_weights)
         routing = Routing.of(top_k_index, self.experts)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = _gathered(q, scale, routing.tokens, self.kind.experts.GATED.get("scale_layout") == "column")
@@ -135,6 +136,35 @@ class GatedExperts(nn.Module):
         # What pads each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.weight.shape[-1]], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(y[:, : self.hidden], top_k_weights)
+
+    def _check(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+        # Kernels see padded widths only, so that they would take some others too.
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden:
+            raise ValueError(
+                f"GatedExperts: hidden_states: expected shape [T, {self.hidden}], got {list(hidden_states.shape)}"
+            )
+        tokens = hidden_states.shape[0]
+        for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+            if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.shape[1] != top_k_index.shape[1]:
+                shapes = f"{list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+                raise ValueError(
+                    f"GatedExperts: {name}: expected top_k_index and top_k_weights of [{tokens}, top_k], got {shapes}"
+                )
+
+    def _materialise(self, device: torch.device) -> None:
+        """Zeros on a device in the place of tensors on "meta"."""
+        for experts in (self.gate_up, self.down):
+            for part in ("weight", experts.SCALE):
+                experts.register_buffer(part, torch.zeros_like(experts.get_buffer(part), device=device))
+
+    def _clear_padding(self) -> None:
+        """Zero what pads gate and up, of which nothing is in a state dict."""
+        shared = self.gate_up.ROWS_PER_SCALE
+        for begin in (0, self.up_begins):
+            padding = slice(begin + self.intermediate, begin + self.up_begins)
+            self.gate_up.weight[:, padding].zero_()
+            scales = slice(-(-padding.start // shared), padding.stop // shared)
+            self.gate_up.get_buffer(self.gate_up.SCALE)[:, scales] = 0
 
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
         """Where the tensors of one linear layer lie in memory, by the last part of their names."""
@@ -205,6 +235,12 @@ def _take(
 ) -> None:
     """Copy the matrices of a state dict to their places, and leave the stacked ones as they then are."""
     assert isinstance(module, GatedExperts)
+    if module.down.weight.is_meta and metadata.get("assign_to_params_buffers", False):
+        first = state.get(f"{prefix}0.{module.projections.gate}.weight")
+        if first is not None:
+            module._materialise(first.device)
+    # Values that were never set may be anything, after `to_empty`.
+    module._clear_padding()
     for expert in range(module.experts):
         for projection in module.projections:
             places, wanted = module._places(expert, projection), module._tensors(expert, projection)

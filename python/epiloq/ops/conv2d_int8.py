@@ -205,7 +205,7 @@ def _run_on_cpu(
 ) -> None:
     arguments = (out, x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where)
     if _core.check_conv2d_int8(*arguments):
-        _core.conv2d_int8_on_host(*arguments, torch.get_num_threads())
+        _core.conv2d_int8_on_host(*(*arguments, torch.get_num_threads()))
         return
     if out.numel() == 0:
         return

@@ -65,9 +65,13 @@ def check_model(settings: Settings, source: Checkpoint) -> int:
     layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
     _check_layers(settings, source, layers)
     layout, target = FORMATS[settings.layout], TARGETS[settings.scheme]
-    for shape in sorted({(layer.out_features, layer.in_features) for layer in layers.values()}):
+    shapes = {(layer.out_features, layer.in_features): name for name, layer in reversed(layers.items())}
+    for shape, name in sorted(shapes.items()):
         weight, quantization = target.blank(shape, settings.symmetric), target.quantization(settings.symmetric)
-        layout.to_tensors(weight, quantization, next(outline.parameters()).dtype)
+        try:
+            layout.to_tensors(weight, quantization, next(outline.parameters()).dtype)
+        except FormatError as error:
+            raise FormatError(f"{settings.model}: {name}: {error}") from error
     pattern = settings.keep_dynamic
     if pattern is not None and pattern != AUTO and not any(fnmatchcase(name, pattern) for name in layers):
         raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layers' names, but none is like {pattern!r}")
