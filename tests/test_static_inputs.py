@@ -102,6 +102,20 @@ def test_the_range_is_of_all_batches(seed: int) -> None:
     assert errors["a"] == errors["b"] and not errors["a"].kept_dynamic
 
 
+def test_layers_that_no_input_reaches(seed: int) -> None:
+    """An expert, say: dynamic where a layer may be, else refused with what helps."""
+    layers = {"experts.0": nn.Linear(16, 8), "experts.1": nn.Linear(16, 8)}
+    watch = InputWatch([[name] for name in layers], layers)
+    with watch.attached():
+        layers["experts.0"](torch.randn(9, 16))
+    for wish in (None, "experts.0"):
+        with pytest.raises(ValueError, match=r"experts\.1: expected inputs to fix scales by, saw none: give more text"):
+            frozen(watch, layers, Static(wish))
+    for wish in (AUTO, "*.1"):
+        grids, errors = frozen(watch, layers, Static(wish))
+        assert set(grids) == {"experts.0"} and errors["experts.1"].kept_dynamic
+
+
 def test_who_stays_dynamic(seed: int) -> None:
     layers = {f"{i}.{leaf}": nn.Linear(32, 16) for i in range(2) for leaf in ("up", "down")}
     even, outliers = torch.randn(300, 32), outlying(300, 32)

@@ -30,7 +30,8 @@ class Static:
 
     keep_dynamic
         Layers that get a scale for each token instead: a pattern of their names, as a shell matches file names;
-        `AUTO` for those whose error with one scale is above `LARGEST_ERROR`. None: no layer.
+        `AUTO` for those whose error with one scale is above `LARGEST_ERROR`, and those that no input reached, as an
+        expert may be. None: no layer.
     """
 
     keep_dynamic: str | None = None
@@ -120,13 +121,19 @@ class InputWatch:
     ) -> tuple[dict[str, InputGrid], dict[str, InputErrors]]:
         """Scales of the layers that become static, and every layer's errors.
 
-        Raises ValueError for an input that was never seen or is not finite.
+        Raises ValueError for an input that is not finite, or that was never seen and may not stay dynamic.
         """
         grids: dict[str, InputGrid] = {}
         errors: dict[str, InputErrors] = {}
         for first, names in self.groups.items():
             if first not in self.ends:
-                raise ValueError(f"calibrate: {', '.join(names)}: expected inputs to fix scales by, saw none")
+                if not wish.keeps(names, float("inf")):
+                    raise ValueError(
+                        f"calibrate: {', '.join(names)}: expected inputs to fix scales by, saw none: "
+                        f"give more text, or let such layers stay dynamic (--keep-dynamic {AUTO})"
+                    )
+                errors |= dict.fromkeys(names, InputErrors(0.0, 0.0, kept_dynamic=True))
+                continue
             try:
                 grid = input_grid(*self.ends[first])
             except ValueError as error:
