@@ -37,15 +37,16 @@ struct Conv2dWeightOnly {
   std::optional<TensorView> bias{};  // [Co], x's dtype
   float lo = -__builtin_inff(), hi = __builtin_inff();
   Conv2dGeometry geometry{};
+  int threads = 1;  // of a product on the CPU, at most
 };
 
 // Throws InvalidArgument where an argument does not fit. Works without CUDA.
 EPILOQ_API void check(Conv2dWeightOnly const& call);
 
 // A 1 x 1 kernel with unit strides and no padding is weight_only_mm of the pixels, which must then collapse into rows.
-// Launches (a product on the CPU: computes) and returns true; or does nothing and returns false where it is better, or
-// the only way, to de-quantise the weight for a dense convolution (on the CPU; with many pixels; what no kernel is made
-// for).
+// Launches (a product of few pixels on the CPU: computes) and returns true; or does nothing and returns false where it
+// is better, or the only way, to de-quantise the weight for a dense convolution (on the CPU; with many pixels; what no
+// kernel is made for).
 EPILOQ_API bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream);
 
 // Which kernel serves a call, in words.

@@ -119,6 +119,7 @@ def conv2d_weight_only(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    threads: int = 1,
 ) -> bool: ...
 def explain_conv2d_weight_only(
     out: Tensor,
@@ -141,6 +142,7 @@ def explain_conv2d_weight_only(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    threads: int = 1,
 ) -> str: ...
 def scaled_mm(
     out: Tensor,

@@ -104,7 +104,8 @@ def _run(
     sizes = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
     rows = target.permute(0, 2, 3, 1)
-    arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where)
+    threads = 1 if x.is_cuda else torch.get_num_threads()
+    arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where, threads)
     if _core.conv2d_weight_only(rows, pixels, *arguments):
         return target
     # (On the CPU a convolution is the faster of the two.)

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "ops/conv2d_weight_only/launch.h"
 #include "ops/conv2d_weight_only/select.h"
+#include "ops/weight_only_mm/host.h"
 #include "ops/weight_only_mm/weight.h"
 
 namespace epiloq {
@@ -102,7 +103,12 @@ std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
   bool const one_tap = !call.weight.depthwise && call.weight.kh == 1 && call.weight.kw == 1 && g.groups == 1;
   if (!one_tap || g.stride != std::array<std::int64_t, 2>{1, 1} || g.padding != std::array<std::int64_t, 4>{})
     return {};
-  return WeightOnlyMm{call.out, call.x, call.weight.rows, call.bias, call.lo, call.hi};
+  // On the CPU oneDNN multiplies many pixels faster, de-quantising included.
+  std::int64_t const pixels = call.x.size(0) * call.x.size(1) * call.x.size(2);
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto && pixels > wo::kFewTokens) return {};
+  WeightOnlyMm product{call.out, call.x, call.weight.rows, call.bias, call.lo, call.hi};
+  product.threads = call.threads;
+  return product;
 }
 
 }  // namespace

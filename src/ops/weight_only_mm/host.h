@@ -41,7 +41,7 @@ struct FewTokens {
 void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameters const& parameters, int slab,
                   Line* sums);
 
-// Any number of tokens and any weight: a slab is de-quantised, column by column, and all tokens multiplied by it.
+// Any number of tokens and any weight: a slab is de-quantised, column by column, and tokens multiplied by it.
 struct ManyTokens {
   std::vector<float> copy;  // of what is no float32
   std::vector<int> groups;
@@ -50,7 +50,8 @@ struct ManyTokens {
 
   ManyTokens(Problem const& problem, DType dtype, int threads);
 };
+// Of `count` tokens from `first` on.
 void multiply_many(Problem const& problem, ManyTokens const& tokens, SlabParameters const& parameters, int slab,
-                   Line* sums);
+                   int first, int count, Line* sums);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -7,6 +7,7 @@
 #include "ops/weight_only_mm/host.h"
 
 namespace epiloq::ops::weight_only_mm {
+
 ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
     : groups(groups_of(p.weight, 1)), x(static_cast<float const*>(p.x)), stride(p.stride_x) {
   if (dtype == DType::kFloat32) return;
@@ -19,10 +20,11 @@ ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
   x = copy.data(), stride = k;
 }
 
-void multiply_many(Problem const& p, ManyTokens const& tokens, SlabParameters const& parameters, int slab, Line* sums) {
+void multiply_many(Problem const& p, ManyTokens const& tokens, SlabParameters const& parameters, int slab, int first,
+                   int count, Line* sums) {
   static auto const multiply = Versions<Many, SlabByTokens const&, Line*>::here();
   Weight const& w = p.weight;
-  std::fill_n(sums, p.m, Line{});
+  std::fill_n(sums, count, Line{});
   multiply({.q = w.q + slab * slab_bytes(w),
             .bits = w.bits,
             .k = w.k,
@@ -30,11 +32,11 @@ void multiply_many(Problem const& p, ManyTokens const& tokens, SlabParameters co
             .scale = parameters.scale.data(),
             .zero = parameters.zero.data(),
             .offset = parameters.offset.data(),
-            .x = tokens.x,
-            .m = p.m,
+            .x = tokens.x + first * tokens.stride,
+            .m = count,
             .stride = tokens.stride},
            sums);
-  for (int m = 0; m < p.m; ++m) {
+  for (int m = 0; m < count; ++m) {
     Line const by_parameter = sums[m];
     for (int i = 0; i < kSlab; ++i) sums[m].values[i] = by_parameter.values[parameter_of(i)];
   }

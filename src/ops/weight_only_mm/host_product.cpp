@@ -1,4 +1,4 @@
-// Products on the CPU, a slab of weight rows at a time, slabs shared among threads.
+// Products on the CPU, a slab of weight rows by some tokens at a time, shared among threads.
 
 #include <algorithm>
 #include <cstring>
@@ -18,18 +18,24 @@ int threads_for(Problem const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, std::max(threads, 1)));
 }
 
-// sums [m] become a slab's columns of D.
-void finish(Problem const& p, DType dtype, int slab, Line* sums) {
+// Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
+int tokens_at_once(Problem const& p) {
+  constexpr int kCached = 1 << 17, kLeast = 96;  // values
+  return is_for_few(p) ? p.m : std::max(kLeast, kCached / std::max(p.weight.k, 1) / kLeast * kLeast);
+}
+
+// sums [count] of tokens from `token` on become a slab's columns of D.
+void finish(Problem const& p, DType dtype, int slab, int token, int count, Line* sums) {
   int const first = slab * kSlab, rows = std::min(kSlab, p.weight.n - first);
   float bias[kSlab] = {};
   if (p.bias != nullptr) read_row(p.bias, dtype, first, rows, bias);
-  for (int m = 0; m < p.m; ++m) {
+  for (int m = 0; m < count; ++m) {
     float* const row = sums[m].values;
     for (int i = 0; i < kSlab; ++i) {
       float const value = row[i] + bias[i];
       row[i] = value < p.lo ? p.lo : value > p.hi ? p.hi : value;
     }
-    write_row(row, rows, dtype, p.out, m * p.stride_out + first);
+    write_row(row, rows, dtype, p.out, (token + m) * p.stride_out + first);
   }
 }
 
@@ -65,19 +71,32 @@ std::string describe_on_host(Problem const& p) {
 
 void multiply_on_host(Problem const& p, DType dtype, int threads) {
   threads = threads_for(p, threads);
-  auto const by_slabs = [&](auto const& tokens, auto multiply) {
-    share((p.weight.n + kSlab - 1) / kSlab, threads, [&](int first, int last) {
+  std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p);
+  // multiply(parameters, slab, token, count, sums), slab after slab of the same tokens.
+  auto const by_slabs = [&](auto const& multiply) {
+    share(slabs * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
       SlabParameters parameters(p.weight);
-      std::vector<Line> sums(p.m + kFewTokens);
-      for (int slab = first; slab < last; ++slab) {
+      std::vector<Line> sums(at_once + kFewTokens);
+      for (std::int64_t i = first; i < last; ++i) {
+        int const slab = static_cast<int>(i % slabs), token = static_cast<int>(i / slabs * at_once);
+        int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
         parameters.read(p.weight, slab);
-        multiply(p, tokens, parameters, slab, sums.data());
-        finish(p, dtype, slab, sums.data());
+        multiply(parameters, slab, token, count, sums.data());
+        finish(p, dtype, slab, token, count, sums.data());
       }
     });
   };
-  if (is_for_few(p)) return by_slabs(FewTokens(p, dtype), multiply_few);
-  by_slabs(ManyTokens(p, dtype, threads), multiply_many);
+  if (is_for_few(p)) {
+    FewTokens const tokens(p, dtype);
+    by_slabs([&](auto const& parameters, int slab, int, int, Line* sums) {
+      multiply_few(p, tokens, parameters, slab, sums);
+    });
+  } else {
+    ManyTokens const tokens(p, dtype, threads);
+    by_slabs([&](auto const& parameters, int slab, int token, int count, Line* sums) {
+      multiply_many(p, tokens, parameters, slab, token, count, sums);
+    });
+  }
 }
 
 }  // namespace epiloq::ops::weight_only_mm
