@@ -17,7 +17,7 @@ INK = "#010203"
 FAINT = "#8888884d"
 FLOAT_COLOUR = "#8a8f98"
 # Mid-tones of distinct lightness: legible on white and on near-black, and to colour-blind readers.
-COLOURS = ("#1f9e89", "#e0812b", "#8a6fdf", "#d1495b", "#3d8bd4", "#a3a02f")
+COLOURS = ("#1f9e89", "#e0812b", "#8a6fdf", "#d1495b", "#3d8bd4", "#a3a02f", "#c05fa8", "#7a5230")
 # About as wide as a phone shows them, so that the text stays readable there.
 WIDTH_INCHES = 4.4
 STYLE: dict[Any, Any] = {
