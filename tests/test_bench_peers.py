@@ -58,7 +58,9 @@ def test_deep_gemm_gets_rows_of_experts_at_multiples_of_128(seed: int, deep_gemm
     call, out, rows = deep_gemm_peers.grouped(inputs)
     call()
     assert out.shape == (512, n) and rows[[0, 5, 135]].tolist() == [0, 128, 384]
-    assert torch.equal(out[rows], epiloq.grouped_mm(**inputs))
+    # A unit in the last place of bfloat16: other numbers of rows may be summed in another order.
+    expected = epiloq.grouped_mm(**inputs)
+    torch.testing.assert_close(out[rows], expected, rtol=2**-7, atol=1e-5 * float(expected.abs().max()))
     row, case = OPERATIONS["grouped_mm"], Case("grouped_mm", "e8_ragged", "", 9, 256, 256)
     assert row.peers["deep_gemm"](case, [row.inputs(case, generator)]).note == ""
 
