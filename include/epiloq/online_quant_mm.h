@@ -31,10 +31,11 @@ struct OnlineQuantMm {
   float lo = -std::numeric_limits<float>::infinity();
   float hi = std::numeric_limits<float>::infinity();
   bool staged = false;  // the reference on the GPU: quantise, an int32 product a block, accumulate, finish
+  int threads = 1;      // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
-// Where the quantised activations go, and for the staged pipeline each block's products and their sum. The caller
-// allocates; `launch` needs nothing else.
+// Where CUDA's kernels put the quantised activations, and for the staged pipeline each block's products and their sum.
+// The caller allocates; nothing else is needed.
 struct OnlineQuantWorkspace {
   TensorView values;                     // int8 [M, Kp]
   TensorView parameters;                 // float32 [Gp, 3, Mp], M rounded up to 4: scale, offset, scale sum(q)
@@ -49,6 +50,8 @@ struct OnlineQuantProblem {
 
 EPILOQ_API void check(OnlineQuantMm const& call);
 EPILOQ_API void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream);
+// On the CPU.
+EPILOQ_API void online_quant_mm(OnlineQuantMm const& call);
 
 // Whether there is no fused kernel for a group size, so that only the staged pipeline serves.
 EPILOQ_API bool needs_staging(std::int64_t group_size);

@@ -290,6 +290,20 @@ def online_quant_mm(
     products: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> None: ...
+def online_quant_mm_on_host(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    parameters: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    lo: float,
+    hi: float,
+    staged: bool,
+    threads: int,
+) -> None: ...
 def check_online_quant_mm(
     out: Tensor,
     x: Tensor,

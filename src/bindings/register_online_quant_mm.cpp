@@ -29,6 +29,16 @@ void register_online_quant_mm(py::module_& module) {
                         {x_values.view, x_parameters.view, view_of(products), view_of(sums)}, current_stream(x));
       },
       py::arg("x_values"), py::arg("x_parameters"), py::arg("products") = py::none(), py::arg("sums") = py::none());
+  define(
+      "online_quant_mm_on_host",
+      [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
+         Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
+         bool staged, int threads) {
+        py::gil_scoped_release const released;
+        online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
+                         lo, hi, staged, threads});
+      },
+      py::arg("threads"));
   ask("check_online_quant_mm", [](OnlineQuantMm const& call) { check(call); });
   ask("explain_online_quant_mm", [](OnlineQuantMm const& call) { return explain(call); });
   module.def("online_quant_mm_needs_staging", &needs_staging, py::arg("group_size"));

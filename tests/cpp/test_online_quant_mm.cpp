@@ -60,6 +60,32 @@ void refused(int line, Change change, std::initializer_list<std::string> parts) 
   test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
 }
 
+// Without Python: weights of scale * q about 0, whose blocks' sums say so.
+void a_product_on_the_cpu() {
+  auto random = test::generator();
+  std::normal_distribution<float> values(0.5F, 3.0F);
+  Operands o;
+  for (auto& value : o.x) value = values(random);
+  std::vector<double> exact(kM * kN);
+  for (int n = 0; n < kN; ++n) {
+    for (int k = 0; k < kK; ++k) {
+      int const block = k / kGroup, q = static_cast<int>(random() % 256) - 128;
+      o.values[n * 128 + k] = static_cast<std::int8_t>(q);
+      o.parameters[block * 2 * 20 + n] = 0.01F;
+      o.parameters[(block * 2 + 1) * 20 + n] += 0.01F * static_cast<float>(q);
+      for (int m = 0; m < kM; ++m) exact[m * kN + n] += 0.01 * q * o.x[m * kK + k];
+    }
+  }
+  std::fill(o.out.begin(), o.out.end(), NAN);
+  online_quant_mm(o.call);
+  double error = 0, size = 0;
+  for (int i = 0; i < kM * kN; ++i) error += std::pow(o.out[i] - exact[i], 2), size += exact[i] * exact[i];
+  CHECK(error < 0.02 * 0.02 * size);  // of 8-bit activations
+  CHECK(explain(o.call).starts_with("cpu"));
+  o.call.x.device = o.call.out.device = o.call.values.device = o.call.parameters.device = {Device::Type::kCuda, 0};
+  CHECK_THROWS(Unsupported, online_quant_mm(o.call), "x: expected a tensor on the CPU");
+}
+
 void misfits_are_named() {
   Operands const fitting;
   check(fitting.call);
@@ -87,6 +113,7 @@ void choices_are_functions_of_numbers() {
 
 int main() {
   blocks_come_back_to_within_half_a_step();
+  a_product_on_the_cpu();
   misfits_are_named();
   choices_are_functions_of_numbers();
   return test::failures != 0;

@@ -20,13 +20,9 @@ from epiloq.block_quant_weight import (
     widen,
 )
 from epiloq.ops.online_quant_weight import online_quant_weight
-from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8
-from epiloq.ops.scaled_mm import exact_int_mm
 
 _NAME = "online_quant_mm"
 _INFINITY = math.inf
-# Rows at a time on the CPU: a block's products stay in cache until they are added.
-_CPU_ROWS = 64
 
 
 def online_quant_mm(
@@ -146,8 +142,7 @@ def _run(
         out = _empty(x, values)
     call = (out, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if not x.is_cuda:
-        _core.check_online_quant_mm(*call, staged)
-        _run_on_cpu(*call)
+        _core.online_quant_mm_on_host(*call, staged, torch.get_num_threads())
         return out
     m, n = x.numel() // in_features, values.shape[0]
     x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
@@ -160,44 +155,6 @@ def _run(
             call = (out, x, widen(values), parameters, bias, in_features, group_size, 8, lo, hi)
     _core.online_quant_mm(*call, staged, x_values, x_parameters, products, sums)
     return out
-
-
-@torch.no_grad()
-def _run_on_cpu(
-    out: Tensor,
-    x: Tensor,
-    values: Tensor,
-    parameters: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    bits: int,
-    lo: float,
-    hi: float,
-) -> None:
-    if out.numel() == 0:
-        return
-    n = values.shape[0]
-    q_x, scale_x, offset_x, sum_x = quantize_blockwise_int8(x.reshape(out.numel() // n, in_features), group_size)
-    assert offset_x is not None
-    q_w = widen(values) if bits == 4 else values
-    blocks = scale_x.shape[1]
-    scale, total, *offset = parameters[:blocks, :, :n].unbind(1)
-    factors, others = [offset_x], [total]
-    if offset:
-        factors, others = [offset_x, scale_x * sum_x], [total, offset[0]]
-    with torch.autocast("cpu", enabled=False):
-        result = torch.cat(factors, 1) @ torch.cat(others, 0)
-    for i in range(blocks):
-        block = slice(i * group_size, min((i + 1) * group_size, in_features))
-        weight = q_w[:, block].contiguous() if result.shape[0] > _CPU_ROWS else q_w[:, block]
-        for first in range(0, result.shape[0], _CPU_ROWS):
-            rows = slice(first, first + _CPU_ROWS)
-            product = exact_int_mm(q_x[rows, block], weight.t()).to(torch.float32)
-            result[rows].addcmul_(product.mul_(scale[i]), scale_x[rows, i : i + 1])
-    if bias is not None:
-        result += bias.reshape(-1)
-    out.copy_(result.clamp_(lo, hi).view(out.shape))
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
@@ -215,10 +172,7 @@ def explain(*args: Any, **kwargs: Any) -> str:
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     meaning = (weight.in_features, weight.group_size, weight.bits, *_limits(call["clamp"]), call["staged"])
     described = (_empty(x, weight.values) if out is None else out, x, weight.values, weight.parameters, bias, *meaning)
-    if x.is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_online_quant_mm(*described)
-    _core.check_online_quant_mm(*described)
-    return "cpu, an exact int8 product a block"
+    return _core.explain_online_quant_mm(*described)
 
 
 def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in_features: int, *_: Any) -> Tensor:

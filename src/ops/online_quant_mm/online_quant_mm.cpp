@@ -99,16 +99,55 @@ OnlineQuantProblem problem_of(OnlineQuantMm const& call, Sizes const& sizes) {
 
 Target target_of(OnlineQuantMm const& call) {
   if (call.x.device.type == Device::Type::kCuda) return online::target_of_device(call.x.device.index);
-  Arch const forced = forced_arch();
-  if (forced == Arch::kAuto) {
-    throw Unsupported("epiloq.explain: the operands are on the CPU, where torch runs; force an arch to ask");
-  }
-  return online::nominal(forced);
+  return online::nominal(forced_arch());
 }
 
 online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
   return call.staged ? online::Choice{online::Family::kStaged, 0}
                      : online::choose(problem_of(call, sizes), target_of(call));
+}
+
+// What the call says, without a workspace.
+online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
+  online::Work work{};
+  work.quantise.rows = static_cast<int>(sizes.x.rows);
+  work.quantise.cols = static_cast<int>(call.in_features);
+  work.quantise.padded_cols = static_cast<int>(padded_k(call.in_features));
+  work.quantise.group = static_cast<int>(call.group_size);
+  work.quantise.stride_x = sizes.x.stride;
+  work.quantise.x = call.x.data;
+  gemm::BlockwiseProblem& p = work.gemm;
+  p.m = work.quantise.rows;
+  p.n = static_cast<int>(sizes.n);
+  p.k = work.quantise.padded_cols;
+  p.padded_m = static_cast<int>(round_up(sizes.x.rows, 4));
+  p.padded_n = static_cast<int>(round_up(sizes.n, 4));
+  p.kinds = static_cast<int>(call.parameters.size(1));
+  p.b = call.values.as<std::int8_t>();
+  p.b_parameters = call.parameters.as<float>();
+  p.bias = call.bias ? call.bias->data : nullptr;
+  p.out = call.out.data;
+  p.stride_out = sizes.out.stride;
+  p.dtype = call.x.dtype;
+  p.lo = call.lo;
+  p.hi = call.hi;
+  return work;
+}
+
+void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Work& work) {
+  int const padded_m = work.gemm.padded_m;
+  work.quantise.stride_q = work.quantise.padded_cols;
+  work.quantise.row_stride = 1;
+  work.quantise.block_stride = std::int64_t{3} * padded_m;
+  work.quantise.q = workspace.values.as<std::int8_t>();
+  work.quantise.scale = workspace.parameters.as<float>();
+  work.quantise.offset = work.quantise.scale + padded_m;
+  work.quantise.scaled_sum = work.quantise.offset + padded_m;
+  work.gemm.a = work.quantise.q;
+  work.gemm.a_parameters = work.quantise.scale;
+  if (!staged) return;
+  work.products = workspace.products->as<std::int32_t>();
+  work.sums = workspace.sums->as<float>();
 }
 
 }  // namespace
@@ -128,44 +167,18 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   if (choice.family == online::Family::kStaged && !call.staged) {
     throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size, and staged is false");
   }
-  online::Work work{};
-  work.quantise.rows = static_cast<int>(sizes.x.rows);
-  work.quantise.cols = static_cast<int>(call.in_features);
-  work.quantise.padded_cols = static_cast<int>(padded_k(call.in_features));
-  work.quantise.group = static_cast<int>(call.group_size);
-  work.quantise.stride_x = sizes.x.stride;
-  work.quantise.stride_q = padded_k(call.in_features);
-  std::int64_t const padded_m = round_up(sizes.x.rows, 4);
-  work.quantise.row_stride = 1;
-  work.quantise.block_stride = 3 * padded_m;
-  work.quantise.x = call.x.data;
-  work.quantise.q = workspace.values.as<std::int8_t>();
-  work.quantise.scale = workspace.parameters.as<float>();
-  work.quantise.offset = work.quantise.scale + padded_m;
-  work.quantise.scaled_sum = work.quantise.offset + padded_m;
-
-  gemm::BlockwiseProblem& p = work.gemm;
-  p.m = work.quantise.rows;
-  p.n = static_cast<int>(sizes.n);
-  p.k = work.quantise.padded_cols;
-  p.padded_m = static_cast<int>(padded_m);
-  p.padded_n = static_cast<int>(round_up(sizes.n, 4));
-  p.kinds = static_cast<int>(call.parameters.size(1));
-  p.a = work.quantise.q;
-  p.b = call.values.as<std::int8_t>();
-  p.a_parameters = work.quantise.scale;
-  p.b_parameters = call.parameters.as<float>();
-  p.bias = call.bias ? call.bias->data : nullptr;
-  p.out = call.out.data;
-  p.stride_out = sizes.out.stride;
-  p.dtype = call.x.dtype;
-  p.lo = call.lo;
-  p.hi = call.hi;
-  if (call.staged) {
-    work.products = workspace.products->as<std::int32_t>();
-    work.sums = workspace.sums->as<float>();
-  }
+  online::Work work = work_of(call, sizes);
+  lend(workspace, call.staged, work);
   online::launch(choice, problem_of(call, sizes), work, call.x.device.index, stream);
+}
+
+void online_quant_mm(OnlineQuantMm const& call) {
+  Sizes const sizes = checked(call);
+  if (call.x.device.type != Device::Type::kCpu) {
+    throw Unsupported("epiloq.online_quant_mm: x: expected a tensor on the CPU, got " + describe(call.x));
+  }
+  if (sizes.x.rows == 0 || sizes.n == 0) return;
+  online::run_on_host(problem_of(call, sizes), work_of(call, sizes), call.threads);
 }
 
 std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count) {
@@ -177,6 +190,7 @@ std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch
 std::string explain(OnlineQuantMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) return online::describe_on_host();
   return online::describe(choose(call, sizes), problem_of(call, sizes));
 }
 

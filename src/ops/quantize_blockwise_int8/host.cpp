@@ -56,11 +56,13 @@ void quantize_row(Problem const& p, int row, float const* x) {
 
 }  // namespace
 
+void quantize_row_on_host(Problem const& p, DType x, int row, std::vector<float>& scratch) {
+  quantize_row(p, row, as_float(p.x, x, row * p.stride_x, p.cols, scratch));
+}
+
 void run_on_host(Problem const& p, DType x) {
   std::vector<float> scratch;
-  for (int row = 0; row < p.rows; ++row) {
-    quantize_row(p, row, as_float(p.x, x, row * p.stride_x, p.cols, scratch));
-  }
+  for (int row = 0; row < p.rows; ++row) quantize_row_on_host(p, x, row, scratch);
 }
 
 }  // namespace epiloq::ops::quantize_blockwise_int8

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "epiloq/tensor.h"
 
 namespace epiloq::ops::quantize_blockwise_int8 {
@@ -19,5 +21,7 @@ struct Problem {
 
 void launch(Problem const& problem, DType x, int device, Stream stream);
 void run_on_host(Problem const& problem, DType x);
+// One row; `scratch` may be used.
+void quantize_row_on_host(Problem const& problem, DType x, int row, std::vector<float>& scratch);
 
 }  // namespace epiloq::ops::quantize_blockwise_int8

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/host_columns.h"
 #include "core/host_rows.h"
 #include "core/threads.h"
 #include "ops/weight_only_mm/host.h"
@@ -22,21 +23,6 @@ int threads_for(Problem const& p, int threads) {
 int tokens_at_once(Problem const& p) {
   constexpr int kCached = 1 << 17, kLeast = 96;  // values
   return is_for_few(p) ? p.m : std::max(kLeast, kCached / std::max(p.weight.k, 1) / kLeast * kLeast);
-}
-
-// sums [count] of tokens from `token` on become a slab's columns of D.
-void finish(Problem const& p, DType dtype, int slab, int token, int count, Line* sums) {
-  int const first = slab * kSlab, rows = std::min(kSlab, p.weight.n - first);
-  float bias[kSlab] = {};
-  if (p.bias != nullptr) read_row(p.bias, dtype, first, rows, bias);
-  for (int m = 0; m < count; ++m) {
-    float* const row = sums[m].values;
-    for (int i = 0; i < kSlab; ++i) {
-      float const value = row[i] + bias[i];
-      row[i] = value < p.lo ? p.lo : value > p.hi ? p.hi : value;
-    }
-    write_row(row, rows, dtype, p.out, (token + m) * p.stride_out + first);
-  }
 }
 
 }  // namespace
@@ -71,6 +57,7 @@ std::string describe_on_host(Problem const& p) {
 
 void multiply_on_host(Problem const& p, DType dtype, int threads) {
   threads = threads_for(p, threads);
+  Columns const out{p.bias, p.out, dtype, p.stride_out, p.lo, p.hi};
   std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p);
   // multiply(parameters, slab, token, count, sums), slab after slab of the same tokens.
   auto const by_slabs = [&](auto const& multiply) {
@@ -82,7 +69,7 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
         int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
         parameters.read(p.weight, slab);
         multiply(parameters, slab, token, count, sums.data());
-        finish(p, dtype, slab, token, count, sums.data());
+        write(out, token, count, slab * kSlab, std::min(kSlab, p.weight.n - slab * kSlab), sums.data());
       }
     });
   };

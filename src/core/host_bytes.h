@@ -1,0 +1,124 @@
+#pragma once
+
+// Products of bytes on the CPU: four unsigned ones of each of kLanes rows by four signed ones that all rows share,
+// added to 32 bits. An instruction where there is VNNI; elsewhere bytes 0 and 2, then 1 and 3, as pairs of 16 bits.
+
+#include <cstdint>
+#ifdef __x86_64__
+#include <immintrin.h>  // declares what the kernels below use by its name
+#endif
+
+#include "core/host_rows.h"
+#include "core/host_vectors.h"
+
+namespace epiloq {
+
+// The shared four as the kernels take them: a word, or two of pairs.
+template <int kWords>
+inline void bytes_in_order(std::int8_t const* from, std::int32_t* to) {
+  if constexpr (kWords == 1) {
+    std::memcpy(to, from, sizeof(*to));
+  } else {
+    std::int16_t const pairs[] = {from[0], from[2], from[1], from[3]};
+    std::memcpy(to, pairs, sizeof(pairs));
+  }
+}
+
+template <int kLanes>
+struct BytePairs {
+  using Ints = typename Vectors<kLanes>::Ints;
+  Ints even, odd;  // 16 bits each
+
+  [[gnu::always_inline]] void load(float const* words) {
+    Ints bytes;
+    epiloq::load(bytes, words);
+    even = bytes & 0x00ff00ff, odd = (bytes >> 8) & 0x00ff00ff;
+  }
+};
+
+struct PlainBytes {
+  static constexpr int kLanes = 4, kWords = 2;
+  static constexpr char const* kName = "the baseline's instructions";
+  using Ints = Vectors<kLanes>::Ints;
+  using Shorts = Vectors<2 * kLanes>::Shorts;
+
+  struct Rows : BytePairs<kLanes> {
+    // (A product of two bytes fits 16 bits, the sum of two such does not.)
+    [[gnu::always_inline]] static void add(Ints& sum, Ints const& bytes, std::int32_t x) {
+      Ints const products = (Ints)((Shorts)bytes * (Shorts)(x - Ints{}));
+      sum += (products << 16 >> 16) + (products >> 16);
+    }
+    [[gnu::always_inline]] void add(Ints& sum, std::int32_t const* x) const {
+      add(sum, this->even, x[0]), add(sum, this->odd, x[1]);
+    }
+  };
+};
+
+#ifdef EPILOQ_HAS_CLONES
+// (gcc warns of how instructions' own functions return vectors, which they do not, being instructions.)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+struct PairedBytes {
+  static constexpr int kLanes = 8, kWords = 2;
+  static constexpr char const* kName = "AVX2";
+  using Ints = Vectors<kLanes>::Ints;
+  using Shorts = Vectors<2 * kLanes>::Shorts;
+
+  struct Rows : BytePairs<kLanes> {
+    [[gnu::always_inline]] void add(Ints& sum, std::int32_t const* x) const {
+      sum += (Ints)__builtin_ia32_pmaddwd256((Shorts)this->even, (Shorts)(x[0] - Ints{}));
+      sum += (Ints)__builtin_ia32_pmaddwd256((Shorts)this->odd, (Shorts)(x[1] - Ints{}));
+    }
+  };
+};
+
+struct VnniBytes {
+  static constexpr int kLanes = 16, kWords = 1;
+  static constexpr char const* kName = "AVX-512 VNNI";
+  using Ints = Vectors<kLanes>::Ints;
+
+  struct Rows {
+    Ints bytes;
+    [[gnu::always_inline]] void load(float const* words) { epiloq::load(bytes, words); }
+    [[gnu::always_inline]] void add(Ints& sum, std::int32_t const* x) const {
+      sum = (Ints)__builtin_ia32_vpdpbusd_v16si(sum, bytes, *x - Ints{});
+    }
+  };
+};
+#pragma GCC diagnostic pop
+#endif
+
+// call(bytes) with what this machine has.
+template <class Call>
+auto with_bytes(Call const& call) {
+#ifdef EPILOQ_HAS_CLONES
+  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) return call(VnniBytes{});
+  if (__builtin_cpu_supports("x86-64-v3")) return call(PairedBytes{});
+#endif
+  return call(PlainBytes{});
+}
+
+// Kernel<Bytes>::run, compiled for the instructions that its bytes take.
+template <template <class Bytes> class Kernel, class... Arguments>
+struct ByteVersions {
+  using Function = void (*)(Arguments...);
+
+  static void plain(Arguments... arguments) { Kernel<PlainBytes>::run(arguments...); }
+  static Function of(PlainBytes) { return plain; }
+#ifdef EPILOQ_HAS_CLONES
+  [[gnu::target("arch=x86-64-v3")]] static void paired(Arguments... arguments) {
+    Kernel<PairedBytes>::run(arguments...);
+  }
+  [[gnu::target("arch=x86-64-v4,avx512vnni")]] static void vnni(Arguments... arguments) {
+    Kernel<VnniBytes>::run(arguments...);
+  }
+  static Function of(PairedBytes) { return paired; }
+  static Function of(VnniBytes) { return vnni; }
+#endif
+
+  static Function here() {
+    return with_bytes([](auto bytes) { return of(bytes); });
+  }
+};
+
+}  // namespace epiloq
