@@ -53,8 +53,8 @@ def test_this_cpu(seed: int) -> None:
     assert wrong_products() == []
 
 
-def test_slices_of_k(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fp32 product, which other CPUs use, at the longest K and with the largest sums of a slice."""
+def test_epiloqs_own_product(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which serves where oneDNN's saturates, also at the longest K and with the largest sums."""
     monkeypatch.setattr(sys.modules["epiloq.ops.scaled_mm"], "_int_mm_is_exact", lambda: False)
     assert wrong_products() == []
     for value_a, value_b in ((-128, -128), (-128, 127), (127, 127)):
@@ -63,17 +63,17 @@ def test_slices_of_k(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(
             exact_int_mm(a, weight.t()), torch.full((3, 2), value_a * value_b * 131071, dtype=torch.int32)
         )
-    assert "fp32" in epiloq.explain("scaled_mm", a, weight.t(), torch.ones(1), torch.ones(1))
+    assert epiloq.explain("scaled_mm", a, weight.t(), torch.ones(1), torch.ones(1)).startswith("cpu, int8 products")
 
 
 RUN = """
 import torch
 torch.set_num_threads(1)
 from test_cpu_exactness import reference, wrong_products
-from epiloq import explain
+from epiloq.ops.scaled_mm import int_mm_in_words
 a = torch.full((64, 64), 127, dtype=torch.int8)
 print("saturates" if not torch.equal(torch._int_mm(a, a), reference(a, a)) else "exact")
-print("fp32" if "fp32" in explain("scaled_mm", a, a.t(), torch.ones(1), torch.ones(1)) else "int8")
+print("epiloq" if "epiloq" in int_mm_in_words() else "torch")
 print(wrong_products())
 """
 
@@ -85,19 +85,16 @@ def test_older_instructions(isa: str) -> None:
     run = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
     onednn, ours, wrong = run.stdout.splitlines()
     assert wrong == "[]"
-    # Another architecture's oneDNN ignores the variable; then the product must be the int8 one.
-    assert (onednn, ours) in {("saturates", "fp32"), ("exact", "int8")}
+    # Another architecture's oneDNN ignores the variable; then it may serve.
+    assert (onednn, ours) in {("saturates", "epiloq"), ("exact", "torch")}
 
 
-def test_threads_do_not_change_a_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_change_a_bit(seed: int) -> None:
     p = make_problem(200, 300, 1500, bias=True, zero_point="token")
     x = torch.randn(200, 1500)
-    for exact in (True, False):
-        if not exact:
-            monkeypatch.setattr(sys.modules["epiloq.ops.scaled_mm"], "_int_mm_is_exact", lambda: False)
-        results = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            out = epiloq.scaled_mm_azp(p.a, p.b, p.scale_a, p.scale_b, p.azp_adj, p.azp, p.bias)
-            results.append((out, *epiloq.quantize_int8(x, symmetric=False)))
-        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        out = epiloq.scaled_mm_azp(p.a, p.b, p.scale_a, p.scale_b, p.azp_adj, p.azp, p.bias)
+        results.append((out, *epiloq.quantize_int8(x, symmetric=False)))
+    assert all(torch.equal(one, other) for one, *others in zip(*results, strict=True) for other in others)

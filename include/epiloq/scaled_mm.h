@@ -18,15 +18,16 @@ namespace epiloq {
 //   ScaledEpilogueAzp           azp_adj [N] = azp * column sums of B, multiplied ahead of time (static activations)
 //   ScaledEpilogueAzpPerToken   azp_adj [N] = column sums of B, and azp, one zero point a row of A
 struct ScaledMm {
-  TensorView out;      // [.., M, N] float16 or bfloat16, rows dense (`check` takes float32 too, for CPU callers)
-  TensorView a;        // [.., M, K] int8, or float8 (E4M3, E5M2), rows dense
-  TensorView b;        // [K, N] of a's kind, columns dense: transposed(weight [N, K])
-  TensorView scale_a;  // float32, one or M (a row of A each)
-  TensorView scale_b;  // float32, one or N (a column of B each)
+  TensorView out;                       // [.., M, N] float16 or bfloat16, rows dense (on the CPU float32 too)
+  TensorView a;                         // [.., M, K] int8, or float8 (E4M3, E5M2), rows dense
+  TensorView b;                         // [K, N] of a's kind, columns dense: transposed(weight [N, K])
+  TensorView scale_a;                   // float32, one or M (a row of A each)
+  TensorView scale_b;                   // float32, one or N (a column of B each)
   std::optional<TensorView> bias{};     // [N], out's dtype
   std::optional<TensorView> azp_adj{};  // [N] int32
   std::optional<TensorView> azp{};      // int32, one or M
   bool fast_accum = false;              // float8: leave sums to the tensor core, whose accumulator has about 14 bits
+  int threads = 1;                      // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
 // What the choice of a kernel depends on.
@@ -44,6 +45,8 @@ EPILOQ_API void check(ScaledMm const& call);
 
 // Launches on `stream` of the operands' device. Never allocates, never synchronises.
 EPILOQ_API void scaled_mm(ScaledMm const& call, Stream stream);
+// On the CPU, of int8 operands.
+EPILOQ_API void scaled_mm(ScaledMm const& call);
 
 // Which kernel serves a problem, in words; the tables are the same in every build.
 EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);

@@ -155,6 +155,17 @@ def scaled_mm(
     azp: Tensor | None = None,
     fast_accum: bool = False,
 ) -> None: ...
+def scaled_mm_on_host(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    azp_adj: Tensor | None,
+    azp: Tensor | None,
+    threads: int,
+) -> None: ...
 def check_scaled_mm(
     out: Tensor,
     a: Tensor,
@@ -249,6 +260,7 @@ def explain_groupwise_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...
+def multiply_int8(out: Tensor, a: Tensor, b: Tensor, threads: int = 1) -> None: ...
 def widen_float8(
     out: Tensor,
     values: Tensor,

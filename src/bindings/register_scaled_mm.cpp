@@ -29,6 +29,17 @@ void register_scaled_mm(py::module_& module) {
         py::arg("fast_accum") = false);
   };
   define("scaled_mm", [](ScaledMm const& call, TensorArg const& a) { scaled_mm(call, current_stream(a)); });
+  module.def(
+      "scaled_mm_on_host",
+      [](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
+         TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp, int threads) {
+        ScaledMm call = call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp, false);
+        call.threads = threads;
+        py::gil_scoped_release const released;
+        scaled_mm(call);
+      },
+      py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"), py::arg("bias"),
+      py::arg("azp_adj"), py::arg("azp"), py::arg("threads"));
   define("check_scaled_mm", [](ScaledMm const& call, TensorArg const&) { check(call); });
   define("explain_scaled_mm", [](ScaledMm const& call, TensorArg const&) { return explain(call); });
 

@@ -13,15 +13,23 @@
 
 namespace epiloq {
 
-// The shared four as the kernels take them: a word, or two of pairs.
+// The shared bytes as the kernels take them: fours as a word, or two of pairs; zeros fill up the last.
 template <int kWords>
-inline void bytes_in_order(std::int8_t const* from, std::int32_t* to) {
-  if constexpr (kWords == 1) {
-    std::memcpy(to, from, sizeof(*to));
-  } else {
-    std::int16_t const pairs[] = {from[0], from[2], from[1], from[3]};
-    std::memcpy(to, pairs, sizeof(pairs));
-  }
+inline void in_words(std::int8_t const* from, std::int64_t count, std::int32_t* to) {
+  auto const four = [&](std::int8_t const* bytes) {
+    if constexpr (kWords == 1) {
+      std::memcpy(to, bytes, sizeof(*to));
+    } else {
+      std::int16_t const pairs[] = {bytes[0], bytes[2], bytes[1], bytes[3]};
+      std::memcpy(to, pairs, sizeof(pairs));
+    }
+    to += kWords;
+  };
+  for (; count >= 4; count -= 4, from += 4) four(from);
+  if (count == 0) return;
+  std::int8_t last[4] = {};
+  std::memcpy(last, from, count);
+  four(last);
 }
 
 template <int kLanes>
@@ -29,7 +37,7 @@ struct BytePairs {
   using Ints = typename Vectors<kLanes>::Ints;
   Ints even, odd;  // 16 bits each
 
-  [[gnu::always_inline]] void load(float const* words) {
+  [[gnu::always_inline]] void load(std::int32_t const* words) {
     Ints bytes;
     epiloq::load(bytes, words);
     even = bytes & 0x00ff00ff, odd = (bytes >> 8) & 0x00ff00ff;
@@ -37,7 +45,7 @@ struct BytePairs {
 };
 
 struct PlainBytes {
-  static constexpr int kLanes = 4, kWords = 2;
+  static constexpr int kLanes = 4, kWords = 2, kRows = 16, kTokens = 2;
   static constexpr char const* kName = "the baseline's instructions";
   using Ints = Vectors<kLanes>::Ints;
   using Shorts = Vectors<2 * kLanes>::Shorts;
@@ -59,7 +67,7 @@ struct PlainBytes {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"
 struct PairedBytes {
-  static constexpr int kLanes = 8, kWords = 2;
+  static constexpr int kLanes = 8, kWords = 2, kRows = 16, kTokens = 4;
   static constexpr char const* kName = "AVX2";
   using Ints = Vectors<kLanes>::Ints;
   using Shorts = Vectors<2 * kLanes>::Shorts;
@@ -73,16 +81,18 @@ struct PairedBytes {
 };
 
 struct VnniBytes {
-  static constexpr int kLanes = 16, kWords = 1;
+  static constexpr int kLanes = 16, kWords = 1, kRows = 32, kTokens = 8;
   static constexpr char const* kName = "AVX-512 VNNI";
   using Ints = Vectors<kLanes>::Ints;
 
+  [[gnu::always_inline]] static void add(Ints& sum, Ints const& bytes, Ints const& x) {
+    sum = (Ints)__builtin_ia32_vpdpbusd_v16si(sum, bytes, x);
+  }
+
   struct Rows {
     Ints bytes;
-    [[gnu::always_inline]] void load(float const* words) { epiloq::load(bytes, words); }
-    [[gnu::always_inline]] void add(Ints& sum, std::int32_t const* x) const {
-      sum = (Ints)__builtin_ia32_vpdpbusd_v16si(sum, bytes, *x - Ints{});
-    }
+    [[gnu::always_inline]] void load(std::int32_t const* words) { epiloq::load(bytes, words); }
+    [[gnu::always_inline]] void add(Ints& sum, std::int32_t const* x) const { VnniBytes::add(sum, bytes, *x - Ints{}); }
   };
 };
 #pragma GCC diagnostic pop
@@ -96,6 +106,18 @@ auto with_bytes(Call const& call) {
   if (__builtin_cpu_supports("x86-64-v3")) return call(PairedBytes{});
 #endif
   return call(PlainBytes{});
+}
+
+// The same as numbers.
+struct BytesHere {
+  char const* name;
+  int words, rows;
+  void (*in_words)(std::int8_t const* from, std::int64_t count, std::int32_t* to);
+};
+inline BytesHere const& bytes_here() {
+  static BytesHere const here = with_bytes(
+      [](auto bytes) { return BytesHere{bytes.kName, bytes.kWords, bytes.kRows, &in_words<decltype(bytes)::kWords>}; });
+  return here;
 }
 
 // Kernel<Bytes>::run, compiled for the instructions that its bytes take.

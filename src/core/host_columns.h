@@ -2,7 +2,6 @@
 
 // What products of the CPU end with: a bias, limits, and one rounding to D's type.
 
-#include "core/host_vectors.h"
 #include "epiloq/tensor.h"
 
 namespace epiloq {
@@ -15,7 +14,7 @@ struct Columns {
   float lo, hi;  // NaN stays
 };
 
-// Up to 16 columns from `column` on of `count` rows from `row` on; sums are used up.
-void write(Columns const& to, int row, int count, int column, int columns, Line* sums);
+// `columns` columns from `column` on of `count` rows from `row` on; sums, `stride` apart, are used up.
+void write(Columns const& to, int row, int count, int column, int columns, float* sums, int stride);
 
 }  // namespace epiloq

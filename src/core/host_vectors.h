@@ -36,4 +36,16 @@ template <class V>
   out = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
+// The sum of each of 16 vectors of 16 lanes, in v[0]; the rest is used up.
+template <class V>
+[[gnu::always_inline]] inline void sums_of_lanes(V* v) {
+  for (int n = 8; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) {
+      V low, high;
+      zip_low(low, v[i], v[i + n]), zip_high(high, v[i], v[i + n]);
+      v[i] = low + high;
+    }
+  }
+}
+
 }  // namespace epiloq

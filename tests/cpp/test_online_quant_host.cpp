@@ -11,6 +11,8 @@ using namespace epiloq::ops::online_quant_mm;
 
 namespace {
 
+constexpr int kMostRows = 32, kPoison = 0x5a5a5a5a;
+
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 struct Operands {
@@ -18,7 +20,7 @@ struct Operands {
   int blocks = round_up(k, group) / group, padded = round_up(k, 128);
   std::vector<int> w = std::vector<int>(rows * k), x = std::vector<int>(tokens * k);
   std::vector<std::int8_t> values = std::vector<std::int8_t>(rows * padded * bits / 8);
-  std::vector<float> parameters = std::vector<float>(blocks * 3 * kSlab);
+  std::vector<float> parameters = std::vector<float>(blocks * 3 * kMostRows);
   std::vector<TokenBlock> token_blocks = std::vector<TokenBlock>(tokens * blocks);
 
   Operands(std::mt19937& random, int bits_, int k_, int group_, int rows_, int tokens_)
@@ -37,7 +39,7 @@ struct Operands {
     // Powers of two and small integers: every sum is exact, in any order.
     auto const power = [&] { return 1.F / static_cast<float>(1U << random() % 4); };
     auto const integer = [&] { return static_cast<float>(random() % 16) - 8.F; };
-    for (int i = 0; i < blocks * 3 * kSlab; ++i) parameters[i] = i / kSlab % 3 == 0 ? power() : integer();
+    for (int i = 0; i < blocks * 3 * kMostRows; ++i) parameters[i] = i / kMostRows % 3 == 0 ? power() : integer();
     for (int i = 0; i < tokens * blocks; ++i) {
       int sum = 0;
       int const m = i / blocks, first = i % blocks * group;
@@ -52,9 +54,9 @@ struct Operands {
       std::int64_t product = 0;
       for (int i = block * group; i < std::min((block + 1) * group, k); ++i) product += x[m * k + i] * w[row * k + i];
       TokenBlock const& token = token_blocks[m * blocks + block];
-      float const* const p = &parameters[block * 3 * kSlab + row];
-      total +=
-          static_cast<double>(product) * p[0] * token.scale + p[2 * kSlab] * token.scaled_sum + p[kSlab] * token.offset;
+      float const* const p = &parameters[block * 3 * kMostRows + row];
+      total += static_cast<double>(product) * p[0] * token.scale + p[2 * kMostRows] * token.scaled_sum +
+               p[kMostRows] * token.offset;
     }
     return total;
   }
@@ -62,37 +64,35 @@ struct Operands {
 
 template <class Bytes>
 void check_slab(Operands const& o) {
+  constexpr int kRows = Bytes::kRows;
+  int const rows = std::min(o.rows, kRows);
+  std::vector<float> parameters(o.blocks * 3 * kRows);
+  for (int i = 0; i < o.blocks * 3; ++i) std::copy_n(&o.parameters[i * kMostRows], kRows, &parameters[i * kRows]);
   SlabByTokens s{.values = o.values.data(),
                  .stride = o.padded * o.bits / 8,
-                 .rows = o.rows,
+                 .rows = rows,
                  .bits = o.bits,
                  .k = o.k,
                  .group = o.group,
                  .blocks = o.blocks,
-                 .parameters = o.parameters.data(),
+                 .parameters = parameters.data(),
                  .x = nullptr,
                  .tokens = o.token_blocks.data(),
                  .m = o.tokens,
                  .words = nullptr};
   std::vector<std::int32_t> x(o.tokens * o.blocks * s.group_words() * Bytes::kWords);
-  for (int m = 0; m < o.tokens; ++m) {
-    for (int block = 0; block < o.blocks; ++block) {
-      for (int word = 0; word < s.words_of(block); ++word) {
-        std::int8_t four[4] = {};
-        for (int i = 0; i < 4; ++i) {
-          int const at = word * 4 + i, column = block * o.group + at;
-          if (at < o.group && column < o.k) four[i] = static_cast<std::int8_t>(o.x[m * o.k + column]);
-        }
-        bytes_in_order<Bytes::kWords>(four, &x[((m * o.blocks + block) * s.group_words() + word) * Bytes::kWords]);
-      }
-    }
+  for (int i = 0; i < o.tokens * o.blocks; ++i) {
+    int const m = i / o.blocks, first = i % o.blocks * o.group, count = std::min(o.group, o.k - first);
+    std::vector<std::int8_t> const block(&o.x[m * o.k + first], &o.x[m * o.k + first] + count);
+    in_words<Bytes::kWords>(block.data(), count, &x[i * s.group_words() * Bytes::kWords]);
   }
-  std::vector<Line> words(workspace_lines(s)), sums(o.tokens);
-  for (auto& line : words) std::fill_n(line.values, kSlab, -1e30F);  // what nothing may read
+  std::vector<typename ByteSlab<Bytes>::Column> words(s.columns());
+  for (auto& column : words) std::fill_n(column.values, kRows, kPoison);  // what nothing may read
+  std::vector<float> sums(o.tokens * kRows);
   s.x = x.data(), s.words = words.data();
-  ByteVersions<MultiplySlab, SlabByTokens const&, Line*>::of(Bytes{})(s, sums.data());
+  ByteVersions<MultiplySlab, SlabByTokens const&, float*>::of(Bytes{})(s, sums.data());
   for (int m = 0; m < o.tokens; ++m) {
-    for (int row = 0; row < o.rows; ++row) CHECK_EQUAL(sums[m].values[row], static_cast<float>(o.exact(m, row)));
+    for (int row = 0; row < rows; ++row) CHECK_EQUAL(sums[m * kRows + row], static_cast<float>(o.exact(m, row)));
   }
 }
 
@@ -110,11 +110,11 @@ void sums_are_exact() {
   for (int bits : {4, 8}) {
     for (int group : groups) {
       for (int tokens = 1; tokens < 20; tokens += 3) {
-        int const k = 1 + static_cast<int>(random() % 500), rows = 1 + static_cast<int>(random() % kSlab);
+        int const k = 1 + static_cast<int>(random() % 500), rows = 1 + static_cast<int>(random() % kMostRows);
         every_machine(Operands(random, bits, k, group, rows, tokens));
       }
     }
-    every_machine(Operands(random, bits, 512, 128, kSlab, 8));
+    every_machine(Operands(random, bits, 512, 128, kMostRows, 8));
   }
 }
 
@@ -125,7 +125,7 @@ void the_longest_block() {
     Operands o(random, 8, (1 << 17) - 1, (1 << 17) - 1, 2, 1);
     o.token_blocks[0] = {1.F, 0.F, 0.F, -128 * x * o.k};
     for (int i = 0; i < o.k; ++i) o.x[i] = x, o.w[i] = o.values[i] = -128, o.w[o.k + i] = o.values[o.padded + i] = 127;
-    for (int kind = 0; kind < 3; ++kind) std::fill_n(&o.parameters[kind * kSlab], kSlab, kind == 0 ? 1.F : 0.F);
+    for (int kind = 0; kind < 3; ++kind) std::fill_n(&o.parameters[kind * kMostRows], kMostRows, kind == 0 ? 1.F : 0.F);
     every_machine(o);
   }
 }

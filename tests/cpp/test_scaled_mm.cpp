@@ -107,6 +107,42 @@ void epilogues_follow_their_formula(bool with_bias, bool with_zero_point) {
   CHECK(worst <= 4 * std::ldexp(1, -24));
 }
 
+// Bit for bit what the kernels' expression gives of exact sums, whatever is given.
+void products_on_the_cpu(bool with_bias, bool with_zero_point) {
+  auto random = test::generator();
+  std::vector<std::int32_t> acc(kM * kN);
+  std::vector<float> out(kM * kN, NAN), expected(kM * kN), bias(kN);
+  Operands o;
+  for (auto& value : o.a) value = static_cast<std::int8_t>(random());
+  for (auto& value : o.weight) value = static_cast<std::int8_t>(random());
+  std::uniform_real_distribution<float> scales(1e-4F, 1e-1F);
+  for (auto* values : {&o.scale_a, &o.scale_b, &bias}) {
+    for (auto& value : *values) value = scales(random);
+  }
+  for (auto& value : o.azp) value = static_cast<int>(random() % 256) - 128;
+  for (int n = 0; n < kN; ++n) {
+    for (int k = 0; k < kK; ++k) o.azp_adj[n] += o.weight[n * kK + k];
+    for (int m = 0; m < kM; ++m) {
+      for (int k = 0; k < kK; ++k) acc[m * kN + n] += o.a[m * kK + k] * o.weight[n * kK + k];
+    }
+  }
+  o.call.out = {out.data(), DType::kFloat32, {}, {kM, kN}};
+  if (with_bias) o.call.bias = TensorView(bias.data(), DType::kFloat32, {}, {kN});
+  if (with_zero_point) {
+    o.call.azp_adj = TensorView(o.azp_adj.data(), DType::kInt32, {}, {kN});
+    o.call.azp = TensorView(o.azp.data(), DType::kInt32, {}, {kM});
+  }
+  scaled_mm(o.call);
+  CHECK(explain(o.call).starts_with("cpu, int8 products"));
+  o.call.out.data = expected.data();
+  evaluate_epilogue({acc.data(), DType::kInt32, {}, {kM, kN}}, o.call);
+  CHECK(out == expected);
+  o.call.a.device = o.call.b.device = o.call.out.device = {Device::Type::kCuda, 0};
+  o.call.scale_a.device = o.call.scale_b.device = {Device::Type::kCuda, 0};
+  o.call.bias.reset(), o.call.azp_adj.reset(), o.call.azp.reset();
+  CHECK_THROWS(Unsupported, scaled_mm(o.call), "a: expected int8 on the CPU");
+}
+
 }  // namespace
 
 int main() {
@@ -114,7 +150,10 @@ int main() {
   misfits_are_named();
   every_problem_has_a_kernel();
   for (bool with_bias : {false, true}) {
-    for (bool with_zero_point : {false, true}) epilogues_follow_their_formula(with_bias, with_zero_point);
+    for (bool with_zero_point : {false, true}) {
+      epilogues_follow_their_formula(with_bias, with_zero_point);
+      products_on_the_cpu(with_bias, with_zero_point);
+    }
   }
   return test::failures != 0;
 }

@@ -163,29 +163,26 @@ def _run_on_cpu(
     azp: Tensor | None,
     fast_accum: bool,  # fp32 sums are what this device has
 ) -> None:
+    if a.dtype == torch.int8 and b.dtype == torch.int8:
+        _core.scaled_mm_on_host(out, a, b, scale_a, scale_b, bias, azp_adj, azp, torch.get_num_threads())
+        return
     _core.check_scaled_mm(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
     if out.numel() == 0:
         return
     rows = a.reshape(out.numel() // b.shape[1], b.shape[0])
-    acc = exact_int_mm(rows, b) if a.dtype == torch.int8 else product(to_float32(rows), b.t())
-    if azp_adj is not None:
-        acc -= azp_adj.reshape(-1) if azp is None else azp.reshape(-1, 1) * azp_adj.reshape(-1)
-    result = acc.to(torch.float32).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
+    result = product(to_float32(rows), b.t()).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
     if bias is not None:
         result.add_(bias.reshape(-1))
     out.copy_(result.view(out.shape))
 
 
 def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """int8 ``[M, K] @ [K, N]`` on the CPU as exact int32."""
+    """int8 ``[M, K] @ [K, N]`` on the CPU as exact int32: oneDNN's product of many rows, where it is exact."""
     # With K = 1 torch 2.13 misreads the strides of a column-major b.
     if a.shape[1] > 1 and _int_mm_is_exact():
         return torch._int_mm(a, b)
-    # fp32 sums of 1024 products of int8 stay within 2^24, up to where every integer is exact.
-    acc = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
-    with torch.autocast("cpu", enabled=False):
-        for k in range(0, a.shape[1], 1024):
-            acc += (a[:, k : k + 1024].to(torch.float32) @ b[k : k + 1024].to(torch.float32)).to(torch.int32)
+    acc = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.int32)
+    _core.multiply_int8(acc, a.contiguous(), b.t().contiguous(), torch.get_num_threads())
     return acc
 
 
@@ -199,7 +196,7 @@ def _int_mm_is_exact() -> bool:
 
 def int_mm_in_words() -> str:
     """What `exact_int_mm` uses here."""
-    return "torch._int_mm (oneDNN)" if _int_mm_is_exact() else "fp32 matmul in exact slices of K"
+    return "torch._int_mm (oneDNN)" if _int_mm_is_exact() else "epiloq's int8 products"
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
@@ -221,12 +218,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     out = given.pop("out")
     if out is None:
         out = _empty(name, given["a"], given["b"], out_dtype)
-    if given["a"].is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
-    _core.check_scaled_mm(out, **given)
-    if given["a"].dtype != torch.int8:
-        return "cpu fp32 matmul"
-    return f"cpu {int_mm_in_words()}"
+    return _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
 
 
 def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:

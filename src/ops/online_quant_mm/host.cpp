@@ -2,7 +2,6 @@
 // shared among threads.
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "core/host_columns.h"
@@ -16,31 +15,14 @@ namespace {
 // Tokens that go through a slab together: their sums and a piece of their values stay in the second cache.
 constexpr int kTokensAtOnce = 512;
 
-template <int kWords>
-void in_order(std::int8_t const* q, int k, int group, std::int32_t* out) {
-  for (int begin = 0; begin < k; begin += group) {
-    int const end = std::min(begin + group, k);
-    int i = begin;
-    for (; i + 4 <= end; i += 4, out += kWords) bytes_in_order<kWords>(q + i, out);
-    if (i == end) continue;
-    std::int8_t last[4] = {};
-    std::copy_n(q + i, end - i, last);
-    bytes_in_order<kWords>(last, out);
-    out += kWords;
-  }
-}
-
-int words_of_four() {
-  return with_bytes([](auto bytes) { return bytes.kWords; });
-}
-
 struct Tokens {
   std::vector<TokenBlock> blocks;  // [m, blocks]
   std::vector<std::int32_t> x;     // [m, words]
 
   Tokens(quantize_blockwise_int8::Problem const& p, DType dtype, int bits, int threads) {
-    auto* const to_words = with_bytes([](auto bytes) { return &in_order<decltype(bytes)::kWords>; });
-    std::int64_t const count = (p.cols + p.group - 1) / p.group, words = count * ((p.group + 3) / 4) * words_of_four();
+    std::int64_t const count = (p.cols + p.group - 1) / p.group;
+    std::int64_t const words_of_block = std::int64_t{p.group + 3} / 4 * bytes_here().words,
+                       words = count * words_of_block;
     blocks.resize(p.rows * count), x.resize(p.rows * words);
     share(p.rows, threads, [&](std::int64_t first, std::int64_t last) {
       std::vector<std::int8_t> q(p.cols);
@@ -52,7 +34,11 @@ struct Tokens {
           to[i].scaled_sum = to[i].scale * static_cast<float>(to[i].correction);
           to[i].correction *= -zero_of(bits);
         }
-        to_words(q.data(), p.cols, p.group, x.data() + row * words);
+        for (int i = 0; i < count; ++i) {
+          int const first = i * p.group;
+          bytes_here().in_words(q.data() + first, std::min(p.group, p.cols - first),
+                                x.data() + row * words + i * words_of_block);
+        }
       }
     });
   }
@@ -67,12 +53,12 @@ struct Tokens {
   }
 };
 
-// [blocks, 3, 16] of a slab, zeros where the weight has no offsets.
-void read_parameters(gemm::BlockwiseProblem const& p, int slab, int rows, int blocks, float* to) {
+// [blocks, 3, kRows] of rows from `first` on, zeros where the weight has no offsets.
+void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int blocks, float* to) {
   for (int block = 0; block < blocks; ++block) {
     for (int kind = 0; kind < p.kinds; ++kind) {
-      std::copy_n(p.b_parameters + (static_cast<std::int64_t>(block) * p.kinds + kind) * p.padded_n + slab * kSlab,
-                  rows, to + (block * 3 + kind) * kSlab);
+      std::copy_n(p.b_parameters + (static_cast<std::int64_t>(block) * p.kinds + kind) * p.padded_n + first, rows,
+                  to + (block * 3 + kind) * bytes_here().rows);
     }
   }
 }
@@ -84,35 +70,32 @@ int threads_for(gemm::BlockwiseProblem const& p, int threads) {
 
 }  // namespace
 
-std::string describe_on_host() {
-  return std::string("cpu, int8 products of 16 rows at a time, ") + with_bytes([](auto bytes) { return bytes.kName; });
-}
-
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads) {
-  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, Line*>::here();
+  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
   gemm::BlockwiseProblem const& p = work.gemm;
+  int const rows = bytes_here().rows;
   threads = threads_for(p, threads);
   Tokens const tokens(work.quantise, p.dtype, problem.bits, threads);
   SlabByTokens all{};
   all.stride = std::int64_t{p.k} * problem.bits / 8, all.bits = problem.bits;
   all.k = work.quantise.cols, all.group = work.quantise.group, all.blocks = (all.k + all.group - 1) / all.group;
-  std::int64_t const slabs = (p.n + kSlab - 1) / kSlab, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
-  std::int64_t const words = all.blocks * all.group_words() * words_of_four();
+  std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
+  std::int64_t const words = std::int64_t{all.blocks} * all.group_words() * bytes_here().words;
   Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};
   share(slabs * chunks, threads, [&](std::int64_t first, std::int64_t last) {
-    std::vector<float> parameters(static_cast<std::size_t>(all.blocks) * 3 * kSlab);
-    std::vector<Line> buffer(workspace_lines(all)), sums(std::min(p.m, kTokensAtOnce));
+    std::vector<float> parameters(std::size_t(all.blocks) * 3 * rows), sums(std::min(p.m, kTokensAtOnce) * rows);
+    std::vector<Line> columns(all.columns() * rows * sizeof(float) / sizeof(Line));
     for (std::int64_t i = first; i < last; ++i) {
-      int const slab = static_cast<int>(i % slabs), row = static_cast<int>(i / slabs) * kTokensAtOnce;
+      int const column = static_cast<int>(i % slabs) * rows, row = static_cast<int>(i / slabs) * kTokensAtOnce;
       SlabByTokens s = all;
-      s.rows = std::min(kSlab, p.n - slab * kSlab), s.m = std::min(kTokensAtOnce, p.m - row);
-      s.values = p.b + slab * kSlab * s.stride;
-      s.parameters = parameters.data(), s.words = buffer.data();
+      s.rows = std::min(rows, p.n - column), s.m = std::min(kTokensAtOnce, p.m - row);
+      s.values = p.b + column * s.stride;
+      s.parameters = parameters.data(), s.words = columns.data();
       s.x = tokens.x.data() + row * words, s.tokens = tokens.blocks.data() + std::int64_t{row} * s.blocks;
-      read_parameters(p, slab, s.rows, s.blocks, parameters.data());
-      std::fill_n(sums.begin(), s.m, Line{});
+      read_parameters(p, column, s.rows, s.blocks, parameters.data());
+      std::fill_n(sums.begin(), s.m * rows, 0.F);
       multiply(s, sums.data());
-      write(out, row, s.m, slab * kSlab, s.rows, sums.data());
+      write(out, row, s.m, column, s.rows, sums.data(), rows);
     }
   });
 }

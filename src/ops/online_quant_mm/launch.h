@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include "gemm/blockwise_problem.h"
 #include "ops/online_quant_mm/select.h"
 #include "ops/quantize_blockwise_int8/kernels.h"
@@ -29,6 +27,5 @@ void launch_staged(Work const& work, int device, Stream stream);
 
 // On the CPU; of `work` what the caller gives, and no workspace.
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads);
-std::string describe_on_host();
 
 }  // namespace epiloq::ops::online_quant_mm

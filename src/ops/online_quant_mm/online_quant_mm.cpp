@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/checks.h"
+#include "core/host_int8.h"
 #include "epiloq/device.h"
 #include "ops/online_quant_mm/launch.h"
 #include "ops/online_quant_mm/select.h"
@@ -190,7 +191,7 @@ std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch
 std::string explain(OnlineQuantMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
-  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) return online::describe_on_host();
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) return describe_int8();
   return online::describe(choose(call, sizes), problem_of(call, sizes));
 }
 

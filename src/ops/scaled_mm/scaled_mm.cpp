@@ -3,9 +3,11 @@
 #include <algorithm>
 
 #include "core/checks.h"
+#include "core/host_int8.h"
 #include "epilogue/eval.h"
 #include "epilogue/library.h"
 #include "gemm/problem.h"
+#include "ops/scaled_mm/host.h"
 #include "ops/scaled_mm/launch.h"
 #include "ops/scaled_mm/select.h"
 
@@ -139,12 +141,20 @@ Target target_of(ScaledMm const& call) {
   }
   if (call.a.device.type == Device::Type::kCuda)
     return ops::scaled_mm::target_of_device(call.a.device.index, is_float8(call));
-  Arch const forced = forced_arch();
-  if (forced == Arch::kAuto) {
-    throw Unsupported(
-        "epiloq.explain: the operands are on the CPU, where torch's int8 matmul runs; force an arch to ask");
-  }
-  return ops::scaled_mm::nominal(forced);
+  return ops::scaled_mm::nominal(forced_arch());
+}
+
+gemm::Problem arguments_of(ScaledMm const& call, Sizes const& sizes) {
+  return {static_cast<int>(sizes.a.rows),
+          static_cast<int>(sizes.weight.rows),
+          static_cast<int>(sizes.a.cols),
+          sizes.a.stride,
+          sizes.weight.stride,
+          sizes.out.stride,
+          call.a.data,
+          call.b.data,
+          call.out.data,
+          operands_of(call)};
 }
 
 template <class Epilogue, class Sum>
@@ -168,14 +178,18 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
     throw Unsupported("epiloq.scaled_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
   }
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
-  ScaledMmProblem const p = problem_of(call, sizes);
-  int const device = call.a.device.index;
-  gemm::Problem problem{static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k), sizes.a.stride,
-                        sizes.weight.stride,   sizes.out.stride,      call.a.data,           call.b.data,
-                        call.out.data,         operands_of(call)};
-  bool const has_zero_point = call.azp_adj.has_value();
-  ops::scaled_mm::launch(ops::scaled_mm::choose(p, target_of(call)), {call.a.dtype, call.b.dtype, call.out.dtype},
-                         has_zero_point, problem, device, stream);
+  ops::scaled_mm::launch(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)),
+                         {call.a.dtype, call.b.dtype, call.out.dtype}, call.azp_adj.has_value(),
+                         arguments_of(call, sizes), call.a.device.index, stream);
+}
+
+void scaled_mm(ScaledMm const& call) {
+  Sizes const sizes = checked(call);
+  if (call.a.device.type != Device::Type::kCpu || is_float8(call)) {
+    throw Unsupported("epiloq.scaled_mm: a: expected int8 on the CPU, got " + describe(call.a));
+  }
+  if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
+  ops::scaled_mm::run_on_host(arguments_of(call, sizes), call.out.dtype, call.azp_adj.has_value(), call.threads);
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count) {
@@ -198,6 +212,9 @@ std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_
 std::string explain(ScaledMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
+  if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
+    return is_float8(call) ? "cpu, float32 products" : describe_int8();
+  }
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)));
 }
 

@@ -143,13 +143,7 @@ struct Few {
   // The sum of each of 16 vectors.
   [[gnu::always_inline]] static void reduce(Floats* v, Line& out) {
     if constexpr (kLanes == kSlab) {
-      for (int n = kSlab / 2; n > 0; n /= 2) {
-        for (int i = 0; i < n; ++i) {
-          Floats low, high;
-          zip_low(low, v[i], v[i + n]), zip_high(high, v[i], v[i + n]);
-          v[i] = low + high;
-        }
-      }
+      sums_of_lanes(v);
       std::memcpy(&out, v, sizeof(*v));
     } else {
       for (int i = 0; i < kSlab; ++i) {

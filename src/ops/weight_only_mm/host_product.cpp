@@ -69,7 +69,7 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
         int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
         parameters.read(p.weight, slab);
         multiply(parameters, slab, token, count, sums.data());
-        write(out, token, count, slab * kSlab, std::min(kSlab, p.weight.n - slab * kSlab), sums.data());
+        write(out, token, count, slab * kSlab, std::min(kSlab, p.weight.n - slab * kSlab), sums.data()->values, kSlab);
       }
     });
   };

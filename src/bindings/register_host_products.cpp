@@ -1,5 +1,6 @@
 #include "bindings/register.h"
 #include "epiloq/host_float8.h"
+#include "epiloq/host_int8.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -13,7 +14,7 @@ HostFloat8 matrix_of(TensorArg const& values, Optional const& scale, std::int64_
 
 }  // namespace
 
-void register_host_float8(py::module_& module) {
+void register_host_products(py::module_& module) {
   module.def(
       "widen_float8",
       [](TensorArg const& out, TensorArg const& values, Optional const& scale, std::int64_t scale_rows,
@@ -32,6 +33,13 @@ void register_host_float8(py::module_& module) {
       },
       py::arg("out"), py::arg("x"), py::arg("values"), py::arg("scale") = py::none(), py::arg("scale_rows") = 1,
       py::arg("scale_columns") = 128, py::arg("threads") = 1);
+  module.def(
+      "multiply_int8",
+      [](TensorArg const& out, TensorArg const& a, TensorArg const& b, int threads) {
+        py::gil_scoped_release const released;
+        multiply_int8(out.view, a.view, b.view, threads);
+      },
+      py::arg("out"), py::arg("a"), py::arg("b"), py::arg("threads") = 1);
 }
 
 }  // namespace epiloq::bindings
