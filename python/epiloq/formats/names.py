@@ -53,12 +53,15 @@ class Names:
         return found
 
 
-def without_stacking(transforms: list[Any], model: nn.Module) -> list[Any]:
-    """Of transformers' changes to what it loads, those that do not stack matrices of experts that are apart."""
-    from transformers.core_model_loading import WeightConverter
+def apart(model: nn.Module) -> list[str]:
+    """The names of the weights of experts that are apart: those of each stack's first expert, as files name them."""
+    stacks = [(name, module.projections) for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
+    return [f"{name}.0.{projection}.weight" for name, projections in stacks for projection in projections]
 
-    apart = [(name, m.projections) for name, m in model.named_modules() if isinstance(m, ExpertLinears)]
-    names = [f"{name}.0.{projection}.weight" for name, projections in apart for projection in projections]
+
+def without_stacking(transforms: list[Any], names: list[str]) -> list[Any]:
+    """Of transformers' changes to what it loads, those that stack none of the tensors of these names."""
+    from transformers.core_model_loading import WeightConverter
 
     def stacks(transform: Any) -> bool:
         return isinstance(transform, WeightConverter) and any(

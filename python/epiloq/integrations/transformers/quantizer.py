@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from epiloq.formats import epiloq_modules
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
-from epiloq.formats.names import without_stacking
+from epiloq.formats.names import apart, without_stacking
 from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import in_format, tensors_of
@@ -38,6 +38,8 @@ class EpiloqQuantizer(HfQuantizer):
         self.readers: dict[str, Reader] = {}
         self.scales: dict[str, Tensor] = {}
         """Of a quantised key-value cache, which is not run."""
+        self.apart: list[str] = []
+        """Weights of experts that are apart, which transformers would stack."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
@@ -67,6 +69,7 @@ class EpiloqQuantizer(HfQuantizer):
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
             checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
             self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
+            self.apart = apart(model)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -83,10 +86,9 @@ class EpiloqQuantizer(HfQuantizer):
 
         return quantize_(model, self.quantization_config.scheme, takes)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> Any:
-        """What transformers changes as it loads, without stacking experts that are apart."""
-        kept = without_stacking(weight_conversions, model)
-        return super().update_weight_conversions(kept, model)  # type: ignore[no-untyped-call]
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
+        """What transformers changes as it loads, without stacking experts that are apart; newer ones name the model."""
+        return super().update_weight_conversions(without_stacking(weight_conversions, self.apart), *model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
