@@ -114,7 +114,7 @@ def test_against_float64(hidden: int, inner: int, dtype: torch.dtype, kind: str,
     y = found(x.to(device), index.to(device), weights.to(device))
     assert (y.shape, y.dtype) == (x.shape, dtype)
     reference = expected(apart, x, index, weights, grid)
-    # A value of FP8 that rounds the other way moves by a sixteenth; in 16 bits many do, for gate and up were rounded before.
+    # A value of FP8 that rounds the other way moves by a sixteenth; in 16 bits many do, for gate and up were rounded.
     bound = 6e-2 if dtype == torch.bfloat16 else 2e-2
     assert float((y.cpu().double() - reference).norm() / reference.norm()) < bound
 

@@ -72,7 +72,8 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
                      reinterpret_cast<std::uintptr_t>(rows.q) % kVector == 0;
   bool const by_row = rows.tile_cols >= rows.cols;
   unsigned const lanes = by_row ? 0 : rows.tile_cols / kVector;
-  bool const in_warp = by_row || (rows.tile_cols % kVector == 0 && std::has_single_bit(lanes) && lanes <= 32);
+  bool const in_warp =
+      by_row || (rows.tile_cols % kVector == 0 && std::has_single_bit(lanes) && lanes >= kFewestLanes && lanes <= 32);
   int const vectors = rows.cols / kVector;
   if (!whole || !in_warp || vectors > kVectors[kernels - 1] * kMaxThreads) return {0, whole_warps(rows.cols), 0};
   // Few rows want many threads each, for latency; many rows small blocks, of which an SM runs several.

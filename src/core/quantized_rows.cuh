@@ -22,6 +22,31 @@ __device__ __forceinline__ float sum_of_block(float value) {
   return sum_of_warp(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.f);
 }
 
+// The largest of `lanes` neighbours, a power of two from kVectors on: in lane l that of their vectors l % kVectors.
+// Each step leaves a lane half of the vectors, and so all take hardly more exchanges than one.
+template <int kVectors>
+__device__ __forceinline__ float largest_of_tiles(float (&amax)[kVectors], int lanes) {
+#pragma unroll
+  for (int half = kVectors / 2; half > 0; half /= 2) {
+    bool const upper = threadIdx.x & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      float const kept = upper ? amax[half + i] : amax[i], sent = upper ? amax[i] : amax[half + i];
+      amax[i] = larger(kept, __shfl_xor_sync(~0u, sent, half));
+    }
+  }
+  for (int offset = kVectors; offset < lanes; offset *= 2) {
+    amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], offset));
+  }
+  return amax[0];
+}
+
+// Of `lanes` neighbours.
+__device__ __forceinline__ Divisor from_lane(Divisor const& divisor, int lane, int lanes) {
+  float const scale = __shfl_sync(~0u, divisor.scale, lane, lanes);
+  return {scale, __shfl_sync(~0u, divisor.inverse, lane, lanes), has_inverse(scale)};
+}
+
 template <class Format>
 __device__ __forceinline__ Divisor measured(QuantizedRows const& p, int row, int tile, float amax, bool writes) {
   float const scale = scale_of(amax, Format::kMax, p.rule);
@@ -32,6 +57,7 @@ __device__ __forceinline__ Divisor measured(QuantizedRows const& p, int row, int
 // values[v] are the columns from (v * blockDim.x + threadIdx.x) * 8 on; past the row's end they are 0.
 template <class Format, int kVectors>
 __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, float (&values)[kVectors][kVector]) {
+  static_assert(kVectors <= kFewestLanes);
   int const column = threadIdx.x * kVector, step = blockDim.x * kVector;
   float amax[kVectors], of_row = 0.f;
 #pragma unroll
@@ -44,18 +70,22 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
   let_next_kernel_start();
   Divisor divisor{};
   bool const by_row = p.lanes == 0;
-  // Rows without columns have no groups, and so no scale to write.
-  if (by_row) divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0 && p.tiles > 0);
-  int const tile_bits = __ffs(p.tile_cols) - 1;  // a power of two, unless by row
+  if (by_row) {
+    // Rows without columns have no groups, and so no scale to write.
+    divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0 && p.tiles > 0);
+  } else {
+    // Of one of the thread's vectors; divisions take long.
+    int const v = threadIdx.x % kVectors, tile = (column + v * step) >> (__ffs(p.tile_cols) - 1);  // a power of two
+    bool const writes = (threadIdx.x & (p.lanes - 1)) < kVectors && tile < p.tiles;
+    divisor = measured<Format>(p, row, tile, largest_of_tiles(amax, p.lanes), writes);
+  }
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     int const c = column + v * step;
-    float const of_tile = by_row ? 0.f : largest_of(amax[v], p.lanes);
+    Divisor const of_vector = by_row ? divisor : from_lane(divisor, v, p.lanes);
     if (c < p.cols) {
-      int const tile = c >> tile_bits;
-      if (!by_row) divisor = measured<Format>(p, row, tile, of_tile, tile << tile_bits == c);
-      *reinterpret_cast<uint2*>(q + c) = quantize<Format, 1, true>(values[v], divisor);
+      *reinterpret_cast<uint2*>(q + c) = quantize<Format, 1, true>(values[v], of_vector);
     } else if (c < p.padded_cols) {
       *reinterpret_cast<uint2*>(q + c) = {};
     }

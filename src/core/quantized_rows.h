@@ -6,6 +6,8 @@
 
 namespace epiloq {
 
+inline constexpr int kFewestLanes = 4;  // that share a scale in a one-pass kernel
+
 // Rows that an operation computes in fp32 and writes as int8 or FP8 with the scales that it measured.
 struct QuantizedRows {
   int rows, cols, padded_cols;

@@ -60,15 +60,24 @@ __device__ __forceinline__ float largest_of(float magnitude, int lanes) {
   return magnitude;
 }
 
+// Of a whole warp; magnitudes order as their bits do, NaN last.
+__device__ __forceinline__ float largest_of_warp(float magnitude) {
+#if __CUDA_ARCH__ >= 800
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(magnitude)));
+#else
+  return largest_of(magnitude, 32);
+#endif
+}
+
 // The largest of a block of whole warps, in every thread. Ends with reads of shared memory: synchronise before the
 // next.
 __device__ __forceinline__ float largest_of_block(float magnitude) {
   __shared__ float of_warp[kMaxThreads / 32];
   int const thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
-  magnitude = largest_of(magnitude, 32);
+  magnitude = largest_of_warp(magnitude);
   if (thread % 32 == 0) of_warp[thread / 32] = magnitude;
   __syncthreads();
-  return largest_of(thread % 32 < warps ? of_warp[thread % 32] : 0.f, 32);
+  return largest_of_warp(thread % 32 < warps ? of_warp[thread % 32] : 0.f);
 }
 
 template <class T>

@@ -34,6 +34,11 @@ __device__ __forceinline__ int define(float x, Parameters p) {
   return static_cast<int>(fminf(fmaxf(rounded == rounded ? rounded : 0.f, -128.f), 127.f));
 }
 
+// Four signed bytes, onto a sum.
+__device__ __forceinline__ int add_bytes(unsigned bytes, int sum) {
+  return __dp4a(static_cast<int>(bytes), 0x01010101, sum);
+}
+
 // Over `lanes` neighbouring threads, a power of two.
 __device__ __forceinline__ int add_lanes(int sum, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -49,64 +54,95 @@ __device__ void store_parameters(Problem const& p, int row, int block, Parameter
 }
 
 template <class T>
-__device__ void load(T const* source, int valid, bool vectors, float (&x)[kVector]) {
-  Vector<T> values;
-  if (vectors && valid == kVector) {
-    values.load(source);
-  } else {
-    values.clear();
+__device__ void load(Vector<T>& values, T const* source, int valid, bool vectors) {
+  if (vectors && valid == kVector) return values.load(source);
+  values.clear();
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (i < valid) values.values[i] = source[i];
-    }
+  for (int i = 0; i < kVector; ++i) {
+    if (i < valid) values.values[i] = source[i];
   }
-  values.widen(x);
 }
 
-__device__ void store(std::int8_t* target, int room, bool vectors, int const (&q)[kVector]) {
+__device__ void store(std::int8_t* target, int room, bool vectors, uint2 bytes) {
   if (vectors && room >= kVector) {
-    *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
+    *reinterpret_cast<uint2*>(target) = bytes;
     return;
   }
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    if (i < room) target[i] = static_cast<std::int8_t>(q[i]);
+    if (i < room) target[i] = static_cast<std::int8_t>((i < 4 ? bytes.x : bytes.y) >> i % 4 * 8);
   }
 }
 
-// Blocks of 8 * lanes values, lanes a power of two up to 32: each value is read once.
+// The definition's values of the first `valid`, and zeros. Quotients of a measured scale are small.
+__device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int valid, Parameters p, Divisor const& divisor) {
+  int q[kVector];
+  if (divisor.in_range) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      q[i] = __float2int_rn(quotient<kExactSteps<float>, true>(__fsub_rn(x[i], p.offset), divisor));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) q[i] = define(x[i], p);
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) q[i] = i < valid ? q[i] : 0;
+  return {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
+}
+
 template <class T>
+__device__ __forceinline__ Range range_of(Vector<T> const& values, int valid) {
+  if (valid == kVector) return values.range();
+  Range range = empty();
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    float const x = static_cast<float>(values.values[i]);
+    if (i < valid) range = merge(range, {x, x});
+  }
+  return range;
+}
+
+// Blocks of 8 * kVectors * lanes values, lanes a power of two up to 32: each value is read once. A thread's vectors
+// follow one another, so that a scale is measured for more of them.
+template <class T, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
   wait_for_previous_kernel();
   int const row = blockIdx.x;
-  int const vectors = (p.padded_cols + p.group - 1) / p.group * lanes;
+  int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
   T const* const x_row = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q_row = p.q + row * p.stride_q;
   let_next_kernel_start();
   // Whole warps stay in the loop: they shuffle.
-  for (int first = blockIdx.y * blockDim.x; first < vectors; first += gridDim.y * blockDim.x) {
-    int const vector = first + threadIdx.x;
-    int const column = vector * kVector;
-    int const valid = max(0, min(kVector, p.cols - column));
-    float x[kVector];
-    load(x_row + column, valid, x_vectors, x);
+  for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
+    int const piece = first + threadIdx.x, column = piece * kVectors * kVector;
+    auto const valid = [&](int v) { return max(0, min(kVector, p.cols - column - v * kVector)); };
+    Vector<T> held[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) load(held[v], x_row + column + v * kVector, valid(v), x_vectors);
     Range range = empty();
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (i < valid) range = merge(range, {x[i], x[i]});
-    }
+    for (int v = 0; v < kVectors; ++v) range = merge(range, range_of(held[v], valid(v)));
     Parameters const parameters = measure(merge_lanes(range, lanes), p.offset == nullptr);
-    int q[kVector], sum = 0;
+    Divisor const divisor = divide_by(parameters.scale);
+    uint2 bytes[kVectors];
+    int sum = 0;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      q[i] = i < valid ? define(x[i], parameters) : 0;
-      sum += q[i];
+    for (int v = 0; v < kVectors; ++v) {
+      float x[kVector];
+      held[v].widen(x);
+      bytes[v] = quantize(x, valid(v), parameters, divisor);
+      sum = add_bytes(bytes[v].y, add_bytes(bytes[v].x, sum));
     }
     sum = add_lanes(sum, lanes);
-    if (vector >= vectors) continue;
-    store(q_row + column, p.padded_cols - column, q_vectors, q);
-    if (vector % lanes == 0) store_parameters(p, row, vector / lanes, parameters, sum);
+    if (piece >= pieces) continue;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      int const to = column + v * kVector;
+      store(q_row + to, p.padded_cols - to, q_vectors, bytes[v]);
+    }
+    if (piece % lanes == 0) store_parameters(p, row, piece / lanes, parameters, sum);
   }
 }
 
@@ -141,28 +177,36 @@ __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Probl
   }
 }
 
+char const* const kDoing = "launching epiloq.quantize_blockwise_int8";
+
+dim3 grid_of(Problem const& p, int pieces, int each) {
+  return dim3(p.rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
+}
+
+template <class T, int kVectors>
+void launch_lanes(Problem const& p, Stream stream) {
+  auto const on = [](void const* pointer, int bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; };
+  constexpr int kElements = 16 / sizeof(T);
+  bool const x_vectors = on(p.x, 16) && p.stride_x % kElements == 0;
+  bool const q_vectors = on(p.q, 8) && p.stride_q % kVector == 0;
+  int const lanes = p.group / (kVectors * kVector);
+  int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
+  int const threads = std::min(kBlockThreads, (pieces + 31) / 32 * 32);
+  cuda_check(launch_dependent(by_lanes<T, kVectors>, grid_of(p, pieces, threads), threads, 0, stream, p, lanes,
+                              x_vectors, q_vectors),
+             kDoing);
+}
+
 template <class T>
 void launch_typed(Problem const& p, Stream stream) {
-  auto const on = [](void const* pointer, int bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; };
-  int const lanes = p.group / kVector;
-  char const* const doing = "launching epiloq.quantize_blockwise_int8";
-  auto const grid = [&p](int pieces, int each) {
-    return dim3(p.rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
-  };
-  if (p.group % kVector == 0 && lanes <= 32 && std::has_single_bit(static_cast<unsigned>(lanes))) {
-    constexpr int kElements = 16 / sizeof(T);
-    bool const x_vectors = on(p.x, 16) && p.stride_x % kElements == 0;
-    bool const q_vectors = on(p.q, 8) && p.stride_q % 8 == 0;
-    int const vectors = (p.padded_cols + p.group - 1) / p.group * lanes;
-    int const threads = std::min(kBlockThreads, (vectors + 31) / 32 * 32);
-    cuda_check(
-        launch_dependent(by_lanes<T>, grid(vectors, threads), threads, 0, stream, p, lanes, x_vectors, q_vectors),
-        doing);
-  } else {
-    int const blocks = (p.cols + p.group - 1) / p.group;
-    int const warps = std::min(kBlockThreads / 32, blocks);
-    cuda_check(launch_dependent(by_warp<T>, grid(blocks, warps), warps * 32, 0, stream, p), doing);
-  }
+  constexpr int kMany = 2;
+  bool const in_warp = std::has_single_bit(static_cast<unsigned>(p.group)) && p.group >= kVector;
+  if (in_warp && p.group >= kMany * kVector && p.group <= 32 * kMany * kVector)
+    return launch_lanes<T, kMany>(p, stream);
+  if (in_warp && p.group == kVector) return launch_lanes<T, 1>(p, stream);
+  int const blocks = (p.cols + p.group - 1) / p.group;
+  int const warps = std::min(kBlockThreads / 32, blocks);
+  cuda_check(launch_dependent(by_warp<T>, grid_of(p, blocks, warps), warps * 32, 0, stream, p), kDoing);
 }
 
 }  // namespace

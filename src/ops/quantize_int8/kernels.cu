@@ -46,32 +46,43 @@ constexpr float kRound = 12582912.f;  // 1.5 * 2^23
 constexpr int kRoundBits = 0x4b400000;
 
 // The definition's values, unsaturated, without its divisions: below 512, x times 1 / scale is within 1e-4 of x / scale
-// (one rounding of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike. `is_small`
-// says that no quotient is larger.
-template <int kCount>
-__device__ __forceinline__ void quantize(float const (&x)[kCount], Parameters p, float inverse, bool is_small,
-                                         int (&q)[kCount]) {
+// (one rounding of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike.
+__device__ __forceinline__ void quantize_any(float const (&x)[kVector], Parameters p, float inverse,
+                                             int (&q)[kVector]) {
   int const shift = __float2int_rn(p.azp) - kRoundBits;
   bool certain = true;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < kVector; ++i) {
     float const with_bits = fmaf(x[i], inverse, kRound), whole = with_bits - kRound;
-    certain = certain && fabsf(fmaf(x[i], inverse, -whole)) < 0.4999f && (is_small || fabsf(whole) < 512.f);
+    certain = certain && fabsf(fmaf(x[i], inverse, -whole)) < 0.4999f && fabsf(whole) < 512.f;
     q[i] = __float_as_int(with_bits) + shift;
   }
   if (!certain) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) q[i] = define(x[i], p);
+    for (int i = 0; i < kVector; ++i) q[i] = define(x[i], p);
   }
+}
+
+// The same where no quotient is larger than 255: each is correctly rounded, without a look at it.
+template <int kSteps>
+__device__ __forceinline__ void quantize_small(float const (&x)[kVector], Parameters p, Divisor const& divisor,
+                                               int (&q)[kVector]) {
+  int const shift = __float2int_rn(p.azp) - kRoundBits;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) q[i] = __float_as_int(quotient<kSteps, true>(x[i], divisor) + kRound) + shift;
 }
 
 template <class T>
 __device__ __forceinline__ void store_quantized(std::int8_t* target, Vector<T> const& values, Parameters p,
-                                                float inverse, bool is_small) {
+                                                Divisor const& divisor, bool is_small) {
   float x[kVector];
   int q[kVector];
   values.widen(x);
-  quantize(x, p, inverse, is_small, q);
+  if (is_small) {
+    quantize_small<kExactSteps<T>>(x, p, divisor, q);
+  } else {
+    quantize_any(x, p, divisor.inverse, q);
+  }
   *reinterpret_cast<uint2*>(target) = {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
 }
 
@@ -81,7 +92,7 @@ __device__ Parameters read_static(Problem const& p, int row) {
 }
 
 __device__ Parameters finish_dynamic(Problem const& p, int row, Range range) {
-  Parameters const parameters = measure(merge_block(range), p.azp == nullptr, p.range_includes_zero);
+  Parameters const parameters = measure(range, p.azp == nullptr, p.range_includes_zero);
   if (threadIdx.x == 0) {
     p.scale[row] = parameters.scale;
     if (p.azp != nullptr) p.azp[row] = __float2int_rn(parameters.azp);
@@ -91,6 +102,25 @@ __device__ Parameters finish_dynamic(Problem const& p, int row, Range range) {
 
 __device__ void zero_padding(Problem const& p, std::int8_t* q) {
   for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
+}
+
+// Without zero points all that counts is the largest magnitude.
+template <class T, int kVectors>
+__device__ __forceinline__ Range range_of_row(Problem const& p, Vector<T> const (&held)[kVectors]) {
+  Range range = empty();
+  float amax = 0.f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if ((v * blockDim.x + threadIdx.x) * kVector >= p.cols) continue;
+    if (p.azp == nullptr) {
+      amax = larger(amax, held[v].largest());
+    } else {
+      range = merge(range, held[v].range());
+    }
+  }
+  if (p.azp != nullptr) return merge_block(range);
+  amax = largest_of_block(amax);
+  return {-amax, amax};
 }
 
 // A block a row, the row in registers: one pass over memory.
@@ -110,21 +140,16 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   if (p.is_static) {
     parameters = read_static(p, row);
   } else {
-    Range range = empty();
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if ((v * blockDim.x + threadIdx.x) * kVector < p.cols) range = merge(range, held[v].range());
-    }
-    parameters = finish_dynamic(p, row, range);
+    parameters = finish_dynamic(p, row, range_of_row(p, held));
   }
   let_next_kernel_start();  // not sooner: blocks that wait would take the place of blocks that read
-  float const inverse = __frcp_rn(parameters.scale);
+  Divisor const divisor = divide_by(parameters.scale);
   // Scales of what was measured, from zero on: at most 255 of them.
-  bool const is_small = !p.is_static && (p.azp == nullptr || p.range_includes_zero);
+  bool const is_small = divisor.in_range && !p.is_static && (p.azp == nullptr || p.range_includes_zero);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     int const column = (v * blockDim.x + threadIdx.x) * kVector;
-    if (column < p.cols) store_quantized(q + column, held[v], parameters, inverse, is_small);
+    if (column < p.cols) store_quantized(q + column, held[v], parameters, divisor, is_small);
   }
   zero_padding(p, q);
 }
@@ -145,7 +170,7 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
       float const value = static_cast<float>(x[c]);
       range = merge(range, {value, value});
     }
-    parameters = finish_dynamic(p, row, range);
+    parameters = finish_dynamic(p, row, merge_block(range));
   }
   let_next_kernel_start();
   for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {

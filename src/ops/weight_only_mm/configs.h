@@ -74,11 +74,8 @@ inline constexpr int kExactTokens = 128;
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
 inline constexpr struct {
-  double call = 5, weight = 0.95e-6, product = 3.125e-9;
+  double call = 6, weight = 0.95e-6, product = 3.125e-9;
 } kDenseTime;
-
-// Any call's time beside the above.
-inline constexpr double kCallTime = 2;
 
 // Bytes of weights that a block asks for before the previous kernel has finished.
 inline constexpr int kEarlyBytes = 32 * 1024;

@@ -4,6 +4,7 @@
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
+#include "epiloq/device.h"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
 
@@ -104,7 +105,7 @@ __global__ __launch_bounds__(kThreads, 4) void dequantize_kernel(__grid_constant
 }
 
 template <class T>
-void launch_typed(DequantizeProblem const& problem, Stream stream) {
+void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
   Weight const& w = problem.weight;
   struct Variant {
     int bits;
@@ -115,7 +116,13 @@ void launch_typed(DequantizeProblem const& problem, Stream stream) {
                                    {4, dequantize_kernel<4, T>},
                                    {8, dequantize_kernel<8, T>}};
   unsigned const slabs = (w.n + kSlab - 1) / kSlab;
-  unsigned const tiles_a_block = 4 * kThreads / kLanes, tiles = w.padded_k / depth(w.bits);
+  // A thread goes on from tile to tile where there are enough of them for all SMs without that.
+  constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTurns = 4;
+  unsigned const tiles = w.padded_k / depth(w.bits);
+  unsigned const enough = kTilesAtOnce * kBlocksPerSm * device_properties(device).sm_count;
+  unsigned const turns =
+      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{slabs} * tiles / enough, 1, kMostTurns));
+  unsigned const tiles_a_block = turns * kTilesAtOnce;
   for (Variant const& variant : kVariants) {
     if (variant.bits != w.bits) continue;
     dim3 const grid(slabs, std::min(65535u, (tiles + tiles_a_block - 1) / tiles_a_block));
@@ -130,11 +137,11 @@ void launch_dequantize(DequantizeProblem const& problem, int device, Stream stre
   DeviceGuard const guard(device);
   switch (problem.out_dtype) {
     case DType::kFloat16:
-      return launch_typed<__half>(problem, stream);
+      return launch_typed<__half>(problem, device, stream);
     case DType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(problem, stream);
+      return launch_typed<__nv_bfloat16>(problem, device, stream);
     default:
-      return launch_typed<float>(problem, stream);
+      return launch_typed<float>(problem, device, stream);
   }
 }
 

@@ -86,14 +86,14 @@ double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, T
       split > 1 ? resident : std::min<std::int64_t>(resident, ceil_div(blocks, clusters(split, 1, t)));
   std::int64_t const turns = ceil_div(ceil_div(ceil_div(p.k, kPadding), split), c.warps);
   double const turn = std::max(c.time.alone, c.time.turn * static_cast<double>(beside) * (1 + c.time.token * p.m));
-  return kCallTime + ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + c.time.block);
+  return ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + c.time.block);
 }
 
 double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   if (c.rounds && p.m <= kExactTokens) return std::numeric_limits<double>::infinity();
   std::int64_t const blocks = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
   std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
-  return kCallTime + ceil_div(blocks, clusters(split, 1, t)) * (steps * c.time.step + c.time.block);
+  return ceil_div(blocks, clusters(split, 1, t)) * (steps * c.time.step + c.time.block);
 }
 
 double time_of_dense(WeightOnlyMmProblem const& p) {

@@ -53,6 +53,7 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
 
 template <class C>
 __device__ void copy_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages) {
+  prefetch(params.maps, params.p.weight.zero != nullptr);
   typename C::Copies{params, typename C::Place(params, blockIdx.x)}.prefetch();
   wait_for_previous_kernel();
   RingPlace ring{0, 1};  // the first wait for each stage passes

@@ -18,6 +18,12 @@ struct WgmmaMaps {
   CUtensorMap weights, tokens, scales, zeros;
 };
 
+__device__ __forceinline__ void prefetch(WgmmaMaps const& maps, bool has_zeros) {
+  cute::prefetch_tma_descriptor(&maps.tokens);
+  cute::prefetch_tma_descriptor(&maps.scales);
+  if (has_zeros) cute::prefetch_tma_descriptor(&maps.zeros);
+}
+
 struct WgmmaParams {
   WgmmaMaps maps;
   Problem p;

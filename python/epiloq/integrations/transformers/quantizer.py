@@ -88,7 +88,8 @@ class EpiloqQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
         """What transformers changes as it loads, without stacking experts that are apart; newer ones name the model."""
-        return super().update_weight_conversions(without_stacking(weight_conversions, self.apart), *model)
+        kept = without_stacking(weight_conversions, self.apart)
+        return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
