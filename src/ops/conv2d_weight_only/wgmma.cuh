@@ -21,6 +21,7 @@ struct ImageParams : wo::WgmmaParams {
 // As wo::MatrixTokens, of output pixels. kColumns columns lie in one tap.
 struct ImageTokens {
   using Params = ImageParams;
+  static constexpr int kCopyRegisters = 40;
 
   Params const& params;
   conv2d::FirstTap first;

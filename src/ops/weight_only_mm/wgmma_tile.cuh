@@ -43,6 +43,7 @@ inline constexpr auto kCopyHint = static_cast<std::uint64_t>(cute::TMA::CacheHin
 // Tokens that are rows of a matrix, kColumns columns at a time from the first step on.
 struct MatrixTokens {
   using Params = WgmmaParams;
+  static constexpr int kCopyRegisters = 24;  // of the copying thread, whole eights
 
   Params const& params;
   int first_token, column;
@@ -73,7 +74,7 @@ struct Wgmma {
   // The registers that the block starts with are shared out anew: the copying thread needs few. One team alone has as
   // many as an instruction can name.
   static constexpr bool kSharesRegisters = kTeams > 1;
-  static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = 24;
+  static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = Tokens::kCopyRegisters;
   static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kTeams) / 8 * 8;
 
   // Barriers of the stages; CUTLASS's may not be variables.
