@@ -52,9 +52,8 @@ def bind(call: partial[Tensor], kernel: Kernel) -> tuple[Call, Tensor]:
     pixels = x.permute(0, 2, 3, 1)
     out = x.new_empty((x.shape[0], *where.output_size(x.shape[2:], w.kernel), w.n))
     sizes = (w.bits, w.n, w.kernel, w.channels, w.padded_channels, w.group_size, w.depthwise)
-    given: tuple[Any, ...] = (w.q, w.scale, w.zero, w.offset, None, *sizes, -math.inf, math.inf, *where)
-    run = partial(_core.conv2d_weight_only, out, pixels, *given, forced=kernel)
-    return run, out.permute(0, 3, 1, 2)
+    given: tuple[Any, ...] = (w.q, w.scale, w.zero, w.offset, None, *sizes, -math.inf, math.inf, *where, 1, kernel)
+    return partial(_core.conv2d_weight_only, out, pixels, *given), out.permute(0, 3, 1, 2)
 
 
 def dense(call: partial[Tensor]) -> Tensor:
