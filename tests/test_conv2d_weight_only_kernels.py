@@ -82,7 +82,7 @@ def test_weight_only_depthwise(seed: int, kind: str, dtype: torch.dtype) -> None
 @pytest.mark.gpu
 def test_weight_only_leaves_the_rest_to_a_dense_convolution(seed: int) -> None:
     geometry = {"stride": 1, "padding": 1, "dilation": 1}
-    for image, channels, groups, dtype in (((40, 40), 64, 1, torch.float16), ((7, 7), 3, 1, torch.bfloat16)):
+    for image, channels, groups, dtype in (((160, 160), 64, 1, torch.float16), ((7, 7), 3, 1, torch.bfloat16)):
         arguments = weight_only_arguments(
             image, (3, 3), channels, 24, groups, "symmetric", bits=4, group_size=32, dtype=dtype
         )

@@ -122,9 +122,7 @@ def summarise(found: list[Row]) -> None:
         chosen = mean([row.cudnn / row.chosen for row in rows])
         best = mean([row.cudnn / row.best()[0][0] for row in rows])
         wins = Counter(row.best()[0][1].split("/")[0] for row in rows)
-        print(
-            f"batch {batch}: cuDNN fp16 / chosen {chosen:.2f}, / best {best:.2f}; best rows {dict(wins.most_common())}"
-        )
+        print(f"batch {batch}: cuDNN / chosen {chosen:.2f}, / best {best:.2f}; best rows {dict(wins.most_common())}")
 
 
 def main() -> None:

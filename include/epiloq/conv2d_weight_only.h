@@ -29,6 +29,18 @@ struct PackedConv2dWeight {
   std::int64_t padded_channels = 0;  // Cp; depthwise: 1
 };
 
+// kDense: de-quantise the weight, then convolve densely. kPatches and kWgmma: an implicit product, by mma.sync or by
+// wgmma.
+enum class Conv2dWeightOnlyFamily { kDense, kPatches, kWgmma, kDepthwise };
+
+// A kernel by name, for tests and for finding out which is best: a row of the table of kPatches or kWgmma in
+// src/ops/conv2d_weight_only/configs.h, and how many blocks of a cluster share K.
+struct Conv2dWeightOnlyKernel {
+  Conv2dWeightOnlyFamily family = Conv2dWeightOnlyFamily::kPatches;
+  int row = 0;
+  int split = 1;
+};
+
 // out = min(max(conv(x, W) + bias, lo), hi), summed in fp32 and rounded once.
 struct Conv2dWeightOnly {
   TensorView out;  // [B, P, Q, Co], x's dtype, pixels dense
@@ -37,7 +49,8 @@ struct Conv2dWeightOnly {
   std::optional<TensorView> bias{};  // [Co], x's dtype
   float lo = -__builtin_inff(), hi = __builtin_inff();
   Conv2dGeometry geometry{};
-  int threads = 1;  // of a product on the CPU, at most
+  int threads = 1;                                 // of a product on the CPU, at most
+  std::optional<Conv2dWeightOnlyKernel> kernel{};  // none: the one that the tables name; on CUDA
 };
 
 // Throws InvalidArgument where an argument does not fit. Works without CUDA.

@@ -120,6 +120,7 @@ def conv2d_weight_only(
     dilation: Sequence[int],
     groups: int,
     threads: int = 1,
+    forced: tuple[str, int, int] | None = None,
 ) -> bool: ...
 def explain_conv2d_weight_only(
     out: Tensor,
@@ -143,6 +144,7 @@ def explain_conv2d_weight_only(
     dilation: Sequence[int],
     groups: int,
     threads: int = 1,
+    forced: tuple[str, int, int] | None = None,
 ) -> str: ...
 def scaled_mm(
     out: Tensor,

@@ -12,17 +12,24 @@
 
 namespace epiloq::gemm {
 
-// The driver's encoder, found at run time: the library links no libcuda.
+// An encoder of the driver's, found at run time: the library links no libcuda.
+template <class Encoder>
+Encoder find_encoder(char const* name) {
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  constexpr unsigned kSince = 12000;
+  cuda_check(cudaGetDriverEntryPointByVersion(name, &symbol, kSince, cudaEnableDefault, &found),
+             "finding the driver's tensor map encoder");
+  if (found != cudaDriverEntryPointSuccess) throw CudaError("epiloq: this driver has no tensor maps");
+  return reinterpret_cast<Encoder>(symbol);
+}
+
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static auto const encoder = [] {
-    void* symbol = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    constexpr unsigned kSince = 12000;
-    cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, kSince, cudaEnableDefault, &found),
-               "finding the driver's tensor map encoder");
-    if (found != cudaDriverEntryPointSuccess) throw CudaError("epiloq: this driver has no tensor maps");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol);
-  }();
+  static auto const encoder = find_encoder<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  return encoder;
+}
+inline decltype(&cuTensorMapEncodeIm2col) image_map_encoder() {
+  static auto const encoder = find_encoder<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   return encoder;
 }
 

@@ -2,11 +2,12 @@
 // is never in memory, against the definition.
 
 #include <cstdint>
+#include <vector>
 
 #include "check.h"
 #include "epilogue/eval.h"
 #include "epilogue/library.h"
-#include "ops/conv2d/im2col.h"
+#include "ops/conv2d/image_boxes.h"
 
 namespace conv = epiloq::ops::conv2d;
 
@@ -54,6 +55,87 @@ void walks_visit_what_the_definition_says() {
   }
 }
 
+constexpr int kHalf = 2;  // bytes
+
+// Where TMA finds the elements of a box's channel, pixel by pixel; -1 for zeros.
+std::vector<std::int64_t> copied(conv::ImageMap const& map, conv::FirstTap at, conv::Box box, int channel, int pixels) {
+  auto const size = [&map](int i) { return static_cast<int>(map.sizes[i]); };
+  auto const stride = [&map](int i) { return static_cast<std::int64_t>(map.strides[i] / kHalf); };
+  auto const is_in = [&size](int at, int i) { return at >= 0 && at < size(i); };
+  std::vector<std::int64_t> elements;
+  for (int i = 0; i < pixels; ++i) {
+    int const c = box.channel + channel, x = at.x + box.x, y = at.y + box.y;
+    bool const there = is_in(c, 0) && is_in(x, 1) && is_in(y, 2) && is_in(at.image, 3);
+    elements.push_back(there ? c + x * stride(0) + y * stride(1) + at.image * stride(2) : -1);
+    if ((at.x += static_cast<int>(map.steps[1])) <= size(1) - 1 + map.upper[0]) continue;
+    at.x = map.lower[0];
+    if ((at.y += static_cast<int>(map.steps[2])) <= size(2) - 1 + map.upper[1]) continue;
+    at.y = map.lower[1];
+    ++at.image;
+  }
+  return elements;
+}
+
+void boxes_hold_what_the_definition_says() {
+  std::mt19937 random = test::generator();
+  constexpr int kColumns = 64, kPixels = 16;
+  for (int round = 0; round < 200; ++round) {
+    conv::Shape s = random_shape(random);
+    s.ci = 8 * between(random, 1, 20);
+    s.x_pixel = s.ci + (s.w > 1 ? 8 * between(random, 0, 2) : 0);
+    s.x_row = s.x_pixel * (s.w + (s.h > 1 ? between(random, 0, 2) : 0));
+    s.x_image = s.x_row * (s.h + between(random, 0, 2));
+    int const channels = s.kh * s.kw == 1 ? s.ci : (s.ci + kColumns - 1) / kColumns * kColumns;
+    auto const map = conv::image_map_of(s, kHalf);
+    CHECK(map.has_value());
+    if (!map) continue;
+    int const first_column = between(random, 0, 3) * kColumns, first_pixel = between(random, 0, 3) * kPixels;
+    conv::Column column = conv::Column::of(s, channels, first_column);
+    for (int k = first_column; k < s.kh * s.kw * channels + 3 * kColumns; k += kColumns) {
+      auto const at = conv::first_tap_of(s, static_cast<unsigned>(first_pixel));
+      for (int channel : {0, between(random, 0, kColumns - 1)}) {
+        auto const elements = copied(*map, at, box_of(s, column), channel, kPixels);
+        int const c = k % channels + channel;  // past the channels of the image, those of a padded weight
+        for (int i = 0; i < kPixels; ++i) {
+          auto const m = static_cast<unsigned>(first_pixel + i);
+          CHECK_EQUAL(elements[i], c < s.ci ? expected(s, channels, m, k + channel) : -1);
+        }
+      }
+      column.advance(s, channels, {0, 0, kColumns});
+    }
+  }
+}
+
+conv::Shape dense_shape() {
+  conv::Shape s{};
+  s.batch = 2, s.h = s.w = 14, s.ci = 64, s.co = 1, s.groups = 1, s.kh = s.kw = 3, s.p = s.q = 14;
+  s.stride_h = s.stride_w = 1, s.top = s.left = 1, s.dilation_h = s.dilation_w = 1;
+  s.x_pixel = s.ci, s.x_row = s.x_pixel * s.w, s.x_image = s.x_row * s.h;
+  return s;
+}
+
+void maps_keep_within_the_hardware() {
+  auto const has_map = [](auto change) {
+    conv::Shape s = dense_shape();
+    change(s);
+    return conv::image_map_of(s, kHalf).has_value();
+  };
+  using Shape = conv::Shape;
+  CHECK(has_map([](Shape&) {}));
+  CHECK(has_map([](Shape& s) { s.left = 128, s.q = 14; }));
+  CHECK(!has_map([](Shape& s) { s.left = 129; }));
+  CHECK(has_map([](Shape& s) { s.q = 142; }));  // the last first tap 127 past the last pixel
+  CHECK(!has_map([](Shape& s) { s.q = 143; }));
+  CHECK(has_map([](Shape& s) { s.stride_w = 8; }) && !has_map([](Shape& s) { s.stride_w = 9; }));
+  CHECK(has_map([](Shape& s) { s.kh = 52, s.dilation_h = 5; }) && !has_map([](Shape& s) { s.kh = 257; }));
+  CHECK(!has_map([](Shape& s) { s.x_pixel = 60; }));                     // pixels overlap
+  CHECK(!has_map([](Shape& s) { s.x_pixel = 68, s.x_row = 68 * 14; }));  // off 16 bytes
+  CHECK(!has_map([](Shape& s) { s.x_row += 8; }));                       // no multiple of a pixel
+  CHECK(!has_map([](Shape& s) { s.x_image = 0; }));                      // the same image twice
+  CHECK(has_map([](Shape& s) { s.batch = 1, s.x_image = 0; }));          // but one alone may lie anywhere
+  CHECK(!has_map([](Shape& s) { s.x_image = s.x_row * (std::int64_t{1} << 35); }));
+}
+
 void the_largest_images_stay_outside_of_nowhere() {
   conv::Shape s{};
   s.batch = 1, s.p = s.q = 1, s.kh = s.kw = 1, s.stride_h = s.stride_w = 1, s.dilation_h = s.dilation_w = 1;
@@ -88,6 +170,8 @@ void an_expression_at_a_column_is_the_expression() {
 
 int main() {
   walks_visit_what_the_definition_says();
+  boxes_hold_what_the_definition_says();
+  maps_keep_within_the_hardware();
   the_largest_images_stay_outside_of_nowhere();
   an_expression_at_a_column_is_the_expression();
   return test::failures != 0;

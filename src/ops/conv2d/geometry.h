@@ -16,6 +16,8 @@ struct Shape {
   int groups;
   // Elements from one image, row and pixel to the next; channels are dense.
   std::int64_t x_image, x_row, x_pixel, out_pixel;
+
+  bool operator==(Shape const&) const = default;
 };
 
 struct Kernel {

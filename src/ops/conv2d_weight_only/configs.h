@@ -17,8 +17,23 @@ inline constexpr std::array kRows{
 };
 inline constexpr int kSm75Row = static_cast<int>(kRows.size()) - 1;
 
-// From so many output pixels on a dense convolution, of the weight de-quantised into memory first, should be faster:
-// interpolated from weight_only_mm's measurements, as a convolution has more columns to de-quantise. Not yet measured.
+// SM90: weight_only_mm's wgmma kernel, lower than there, as a layer has few output channels and blocks are to fill the
+// SMs. Times as there; the first row's was measured there, the others are interpolated.
+inline constexpr std::array kWgmmaRows{
+    weight_only_mm::WgmmaConfig{2, 1, 64, false, {0.54, 3.9}},
+    weight_only_mm::WgmmaConfig{1, 1, 64, false, {0.5, 3.7}},
+    weight_only_mm::WgmmaConfig{2, 1, 128, false, {0.9, 4.6}},
+};
+inline constexpr int kElementBytes = 2;  // of x
+
+// De-quantising into memory, then cuDNN: a call, a weight, a product. The first from 14.7 us for 784 pixels of 128 x
+// 1152 on an H200, less what the kernels above might be underestimated by; the others are weight_only_mm's.
+inline constexpr struct {
+  double call = 12, weight = 0.95e-6, product = 3.125e-9;
+} kDenseTime;
+
+// Without wgmma, from so many output pixels on a dense convolution should be faster: interpolated from weight_only_mm's
+// measurements, as a convolution has more columns to de-quantise. Not yet measured.
 inline constexpr int kDensePixels = 512;
 
 }  // namespace epiloq::ops::conv2d_weight_only

@@ -2,7 +2,6 @@
 
 #include "core/checks.h"
 #include "ops/conv2d_weight_only/launch.h"
-#include "ops/conv2d_weight_only/select.h"
 #include "ops/weight_only_mm/host.h"
 #include "ops/weight_only_mm/weight.h"
 
@@ -97,10 +96,16 @@ conv::Problem checked(Conv2dWeightOnly const& call) {
 
 bool is_empty(conv::Problem const& p) { return p.shape.batch == 0 || p.shape.co == 0; }
 
+conv::Choice choice_of(conv::Problem const& problem, Conv2dWeightOnly const& call) {
+  Target const target = conv::target_of(call.x.device);
+  return call.kernel ? conv::choose(problem, target, *call.kernel) : conv::choose(problem, target);
+}
+
 // A 1 x 1 kernel that stops at every pixel: a product of the weight with the pixels.
 std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
   Conv2dGeometry const& g = call.geometry;
-  bool const one_tap = !call.weight.depthwise && call.weight.kh == 1 && call.weight.kw == 1 && g.groups == 1;
+  bool const one_tap =
+      !call.kernel && !call.weight.depthwise && call.weight.kh == 1 && call.weight.kw == 1 && g.groups == 1;
   if (!one_tap || g.stride != std::array<std::int64_t, 2>{1, 1} || g.padding != std::array<std::int64_t, 4>{})
     return {};
   // On the CPU oneDNN multiplies many pixels faster, de-quantising included.
@@ -120,7 +125,10 @@ bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream) {
   if (is_empty(problem)) return true;
   if (auto const product = product_of(call)) return weight_only_mm(*product, stream);
   if (call.x.device.type == Device::Type::kCpu) return false;
-  return conv::launch(problem, call.x.device.index, stream);
+  conv::Choice const choice = choice_of(problem, call);
+  if (choice.family == conv::Family::kDense) return false;
+  conv::launch(choice, problem, call.x.device.index, stream);
+  return true;
 }
 
 std::string explain(Conv2dWeightOnly const& call) {
@@ -129,7 +137,7 @@ std::string explain(Conv2dWeightOnly const& call) {
   if (auto const product = product_of(call)) return "the pixels as rows of a product: " + explain(*product);
   bool const on_cpu = call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto;
   if (on_cpu) return "cpu, de-quantised, then a convolution (oneDNN) in fp32";
-  return conv::describe(conv::choose(problem, conv::target_of(call.x.device)));
+  return conv::describe(choice_of(problem, call));
 }
 
 }  // namespace epiloq

@@ -37,34 +37,40 @@ struct PatchesFamily {
   }
 };
 
+struct WgmmaFamily {
+  using Launch = conv2d_weight_only::Launch;
+  static constexpr int kRows = static_cast<int>(kWgmmaRows.size());
+  template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+  static constexpr Launch launch() {
+    if constexpr (EPILOQ_HAS_SM90 && !kOffsets) return &launch_wgmma<kRow, kX, kBits, kGroups>;
+    return nullptr;
+  }
+};
+
 void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {
   conv2d::Shape const& s = p.shape;
   weight_only_mm::Problem const product{
       p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out, p.bias, p.lo, p.hi};
   auto const step = conv2d::Column::of(s, p.padded_channels, weight_only_mm::kPadding);
-  Launch const launch = weight_only_mm::variant_of<PatchesFamily>(choice.row, p.dtype, p.weight);
+  Launch const launch = choice.family == Family::kWgmma
+                            ? weight_only_mm::variant_of<WgmmaFamily>(choice.row, p.dtype, p.weight)
+                            : weight_only_mm::variant_of<PatchesFamily>(choice.row, p.dtype, p.weight);
   if (launch == nullptr) throw Unsupported("epiloq.conv2d_weight_only: this build lacks the kernel; see EPILOQ_ARCHS");
   launch({product, s, p.channels, p.padded_channels, step, 0}, choice.split, device, stream);
 }
 
 }  // namespace
 
-bool launch(Problem const& problem, int device, Stream stream) {
-  Choice const choice = choose(problem, target_of_device(kName, device));
-  if (choice.family == Family::kDense) return false;
+void launch(Choice const& choice, Problem const& problem, int device, Stream stream) {
   DeviceGuard const guard(device);
   if (choice.family == Family::kDepthwise) {
     launch_depthwise(problem, stream);
   } else {
     launch_row(choice, problem, device, stream);
   }
-  return true;
 }
 #else
-bool launch(Problem const&, int device, Stream) {
-  device_properties(device);
-  return false;
-}
+void launch(Choice const&, Problem const&, int device, Stream) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::conv2d_weight_only

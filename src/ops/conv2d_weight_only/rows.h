@@ -1,7 +1,7 @@
 #pragma once
 
-// Where the kernels live: declared here for the launch table, defined in patches.cuh and depthwise.cu; tiles are
-// instantiated a table row and type at a time in sources that CMake expands from kernels.cu.in.
+// Where the kernels live: declared here for the launch tables, defined in patches.cuh, wgmma.cuh and depthwise.cu;
+// tiles are instantiated a table row and type at a time in sources that CMake expands from kernels*.cu.in.
 
 #include "ops/conv2d/im2col.h"
 #include "ops/conv2d_weight_only/configs.h"
@@ -22,6 +22,9 @@ using Launch = void (*)(Patches const&, int split, int device, Stream);
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_patches(Patches const& problem, int split, int device, Stream stream);
+// Where image_boxes.h has a map of the shape.
+template <int kRow, DType kX, int kBits, int kGroups>
+void launch_wgmma(Patches const& problem, int split, int device, Stream stream);
 
 void launch_depthwise(Problem const& problem, Stream stream);
 

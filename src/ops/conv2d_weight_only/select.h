@@ -5,21 +5,23 @@
 #include <string>
 
 #include "core/target.h"
+#include "epiloq/conv2d_weight_only.h"
 #include "ops/conv2d_weight_only/kernels.h"
 
 namespace epiloq::ops::conv2d_weight_only {
 
-// kDense: de-quantise the weight, then convolve densely.
-enum class Family { kDense, kPatches, kDepthwise };
+using Family = Conv2dWeightOnlyFamily;
 
 struct Choice {
   Family family;
-  int row = 0;           // of kRows
+  int row = 0;           // of the family's table in configs.h
   int split = 1;         // blocks of a cluster, which share K
   char const* why = "";  // kDense: the reason
 };
 
 Choice choose(Problem const& problem, Target const& target);
+// Throws InvalidArgument where the kernel asked for cannot serve the problem.
+Choice choose(Problem const& problem, Target const& target, Conv2dWeightOnlyKernel const& kernel);
 std::string describe(Choice const& choice);
 
 }  // namespace epiloq::ops::conv2d_weight_only

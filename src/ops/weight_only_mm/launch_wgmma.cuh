@@ -13,20 +13,32 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// All that the maps are made from.
-struct WgmmaReads {
+// All that the maps of weights are made from.
+struct WeightReads {
   std::uint8_t const* q;
   void const* scale;
   std::uint8_t const* zero;
-  void const* x;
-  std::int64_t stride_x;
-  int n, k, padded_k, bits, groups, scale_bytes, m;
-  int rows, step_groups, token_box;
+  int n, padded_k, bits, groups, scale_bytes;
+  int rows, step_groups;
 
-  bool operator==(WgmmaReads const&) const = default;
+  static WeightReads of(Weight const& w, int rows, int step_groups) {
+    return {w.q, w.scale, w.zero, w.n, w.padded_k, w.bits, w.groups, size_of(w.scale_dtype), rows, step_groups};
+  }
+  bool operator==(WeightReads const&) const = default;
 };
 
-inline WgmmaMaps maps_of(WgmmaReads const& r) {
+// And of tokens that are rows of a matrix.
+struct MatrixReads {
+  WeightReads weight;
+  void const* x;
+  std::int64_t stride_x;
+  int k, m, token_box;
+
+  CUtensorMap token_map() const { return gemm::tensor_map_of(x, m, std::int64_t{k} * 2, stride_x * 2, token_box); }
+  bool operator==(MatrixReads const&) const = default;
+};
+
+inline WgmmaMaps maps_of(WeightReads const& r, CUtensorMap const& tokens) {
   using gemm::encode_tensor_map;
   auto const u64 = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
   auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
@@ -41,22 +53,46 @@ inline WgmmaMaps maps_of(WgmmaReads const& r) {
   WgmmaMaps maps{};
   maps.weights = encode_tensor_map(r.q, {kLine, lines, slabs}, {kLine, lines * kLine},
                                    {kLine, u32(slab_bytes(r.bits) / kLine), box_slabs}, CU_TENSOR_MAP_SWIZZLE_128B);
-  maps.tokens = gemm::tensor_map_of(r.x, r.m, std::int64_t{r.k} * 2, r.stride_x * 2, r.token_box);
+  maps.tokens = tokens;
   maps.scales = parameters(r.scale, r.scale_bytes);
   if (r.zero != nullptr) maps.zeros = parameters(r.zero, 1);
   return maps;
 }
 
 // A model comes back with the same tensors.
-inline WgmmaMaps const& cached_maps(WgmmaReads const& reads, int device) {
-  thread_local gemm::ParamsCache<WgmmaReads, WgmmaMaps> cache;
-  return cache.get(gemm::cache_key(reads.x, reads.q, reads.scale), reads, device, [&] { return maps_of(reads); });
+template <class Reads>
+WgmmaMaps const& cached_maps(Reads const& reads, int device) {
+  thread_local gemm::ParamsCache<Reads, WgmmaMaps> cache;
+  return cache.get(gemm::cache_key(reads.x, reads.weight.q, reads.weight.scale), reads, device,
+                   [&] { return maps_of(reads.weight, reads.token_map()); });
 }
 
-template <int kRow, DType kX, int kBits, int kGroups>
-void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
-  constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
-  using C = Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
+inline int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
+
+// Tokens that are copied at a time: whole eights, which the swizzle's pattern has; those past the box are multiplied,
+// and dropped.
+inline constexpr int kEight = 8;
+template <class C>
+int token_box(Problem const& p) {
+  return std::min(C::kTokens, tiles_of(p.m, kEight) * kEight);
+}
+
+template <class C>
+WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, WgmmaMaps const& maps, int device) {
+  WgmmaStage const stage(config, C::kBits, C::kGroups, size_of(p.weight.scale_dtype), p.weight.zero != nullptr ? 1 : 0);
+  int const token_tiles = tiles_of(p.m, C::kTokens);
+  return {maps,
+          p,
+          stage,
+          wgmma_stages(stage, device_properties(device).shared_memory_per_block),
+          stage.loaded_bytes(C::kTokens - token_box<C>(p)),
+          token_tiles * tiles_of(p.weight.n, C::kRows),
+          token_tiles};
+}
+
+template <class C>
+void launch_tiles(WgmmaConfig const& config, typename C::Params const& params, int split, int device, Stream stream,
+                  char const* launching) {
   auto* const kernel = wgmma_kernel<C>;
   static PerDevice prepared;
   int const shared_bytes = device_properties(device).shared_memory_per_block;
@@ -64,29 +100,22 @@ void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kBarrierBytes),
                "asking for shared memory");
   });
-  Weight const& w = p.weight;
-  int const scale_bytes = size_of(w.scale_dtype);
-  WgmmaStage const stage(kConfig, kBits, kGroups, scale_bytes, w.zero != nullptr ? 1 : 0);
-  constexpr int kEight = 8;  // tokens of the swizzle's pattern; those past the box are multiplied, and dropped
-  int const token_box = std::min(C::kTokens, (p.m + kEight - 1) / kEight * kEight);
+  int const bytes = wgmma_shared_bytes(config, params.stage, shared_bytes);
+  int const blocks = split > 1 ? params.tiles : std::min(params.tiles, device_properties(device).sm_count);
+  cuda_check(launch_dependent_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
+             launching);
+}
+
+template <int kRow, DType kX, int kBits, int kGroups>
+void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
+  constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
+  using C = Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
   // A single row may lie in rows of any length.
-  std::int64_t const stride_x = p.m > 1 ? p.stride_x : (w.k + kEight - 1) / kEight * kEight;
-  WgmmaReads const reads{w.q,    w.scale,  w.zero,      p.x, stride_x, w.n,     w.k,      w.padded_k,
-                         w.bits, w.groups, scale_bytes, p.m, C::kRows, kGroups, token_box};
-  auto const tiles_of = [](int size, int tile) { return (size + tile - 1) / tile; };
-  int const token_tiles = tiles_of(p.m, C::kTokens), tiles = token_tiles * tiles_of(w.n, C::kRows);
-  WgmmaParams const params{cached_maps(reads, device),
-                           p,
-                           stage,
-                           wgmma_stages(stage, shared_bytes),
-                           stage.loaded_bytes(C::kTokens - token_box),
-                           tiles,
-                           token_tiles};
-  int const bytes = wgmma_shared_bytes(kConfig, stage, shared_bytes);
-  int const blocks = split > 1 ? tiles : std::min(tiles, device_properties(device).sm_count);
-  dim3 const grid(blocks, split);
-  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, split), C::kThreads, bytes, stream, params),
-             "launching epiloq.weight_only_mm");
+  std::int64_t const stride_x = p.m > 1 ? p.stride_x : tiles_of(p.weight.k, kEight) * kEight;
+  MatrixReads const reads{
+      WeightReads::of(p.weight, C::kRows, kGroups), p.x, stride_x, p.weight.k, p.m, token_box<C>(p)};
+  launch_tiles<C>(kConfig, params_of<C>(kConfig, p, cached_maps(reads, device), device), split, device, stream,
+                  "launching epiloq.weight_only_mm");
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -40,13 +40,6 @@ bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return shared_bytes(c, p) <= t.shared_bytes;
 }
 
-bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  constexpr int kFewest = 2;
-  return wgmma_stages(stage, t.shared_bytes) >= kFewest &&
-         wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
-}
-
 // Of the family's table, for this target.
 bool is_built(Family family, int row, Target const& t) {
   if (family == Family::kWgmma) return t.has_wgmma;
@@ -87,13 +80,6 @@ double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, T
   std::int64_t const turns = ceil_div(ceil_div(ceil_div(p.k, kPadding), split), c.warps);
   double const turn = std::max(c.time.alone, c.time.turn * static_cast<double>(beside) * (1 + c.time.token * p.m));
   return ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + c.time.block);
-}
-
-double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  if (c.rounds && p.m <= kExactTokens) return std::numeric_limits<double>::infinity();
-  std::int64_t const blocks = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
-  std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
-  return ceil_div(blocks, clusters(split, 1, t)) * (steps * c.time.step + c.time.block);
 }
 
 double time_of_dense(WeightOnlyMmProblem const& p) {
@@ -159,6 +145,8 @@ bool is_large(WeightOnlyMmProblem const& p) {
   return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
 }
 
+}  // namespace
+
 char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
   if (p.dtype == DType::kFloat32) return "float32 activations";
   if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
@@ -170,7 +158,19 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
   return nullptr;
 }
 
-}  // namespace
+bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
+  constexpr int kFewest = 2;
+  return wgmma_stages(stage, t.shared_bytes) >= kFewest &&
+         wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
+}
+
+double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  if (c.rounds && p.m <= kExactTokens) return std::numeric_limits<double>::infinity();
+  std::int64_t const blocks = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+  std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
+  return ceil_div(blocks, clusters(split, 1, t)) * (steps * c.time.step + c.time.block);
+}
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
   return std::max<std::int64_t>(c.stages(p.bits) * (step_bytes(p, c.rows()) + c.tokens * kPadding * 2),

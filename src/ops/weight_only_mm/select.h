@@ -24,6 +24,13 @@ Choice choose(WeightOnlyMmProblem const& problem, Target const& target);
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
 
+// Why no kernel takes the problem, whatever its tokens; null where one does.
+char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);
+
+// A row of a table of the wgmma kernel: whether a block's shared memory holds it, and microseconds.
+bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
+double time_of(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, int split, Target const& target);
+
 // That a tile asks for: its ring of stages, then its sums.
 std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);
 

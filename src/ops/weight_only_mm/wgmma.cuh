@@ -52,20 +52,20 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
 }
 
 template <class C>
-__device__ void copy_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages) {
+__device__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared, unsigned char* stages) {
   prefetch(params.maps, params.p.weight.zero != nullptr);
-  typename C::Copies{params, typename C::Place(params, blockIdx.x)}.prefetch();
+  typename C::Copies(params, blockIdx.x).prefetch();
   wait_for_previous_kernel();
   RingPlace ring{0, 1};  // the first wait for each stage passes
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
-    typename C::Copies{params, typename C::Place(params, tile)}.ask_for_all(stages, shared, ring);
+    typename C::Copies(params, tile).ask_for_all(stages, shared, ring);
   }
 }
 
 // Blocks along x take tiles, and the next ones while the last is stored; along y they share K.
 template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__ WgmmaParams const params) {
+__global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__ typename C::Params const params) {
   extern __shared__ unsigned char memory[];
   __shared__ std::uint64_t barriers[kBarrierBytes / 8];
   typename C::Shared const shared(barriers);
@@ -74,14 +74,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   __syncthreads();
   let_next_kernel_start();
   if (threadIdx.x >= C::kMathThreads) {
-    cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
+    if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
     if (threadIdx.x == C::kMathThreads) copy_tiles<C>(params, shared, stages);
     if (gridDim.y > 1) {  // where the others wait
       wait_for_cluster();
       wait_for_cluster();
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
+    if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
     multiply_tiles<C>(params, shared, stages);
   }
 }

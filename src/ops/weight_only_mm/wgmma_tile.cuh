@@ -44,19 +44,43 @@ struct RingPlace {
   }
 };
 
+inline constexpr auto kCopyHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+// Tokens that are rows of a matrix, kColumns columns at a time from the first step on.
+struct MatrixTokens {
+  using Params = WgmmaParams;
+  static constexpr int kCopyRegisters = 24;  // of the copying thread, whole eights
+
+  Params const& params;
+  int first_token, column;
+
+  __device__ MatrixTokens(Params const& params_, int first_token_, int first_step)
+      : params(params_), first_token(first_token_), column(first_step * kPadding) {}
+
+  __device__ __forceinline__ void ask(unsigned char* to, std::uint64_t* barrier) {
+    cute::SM90_TMA_LOAD_2D::copy(&params.maps.tokens, barrier, kCopyHint, to, column * 2, first_token);
+    column += kColumns;
+  }
+};
+
 // kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps. Integers rather than a
 // WgmmaConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
-template <class T_, int kBits_, int kGroups_, int kTeams_, int kBlocks_, int kTokens_, bool kRounds_>
+template <class T_, int kBits_, int kGroups_, int kTeams_, int kBlocks_, int kTokens_, bool kRounds_,
+          class Tokens_ = MatrixTokens>
 struct Wgmma {
   using T = T_;
+  using Tokens = Tokens_;
+  using Params = typename Tokens::Params;
   static constexpr int kBits = kBits_, kGroups = kGroups_, kTeams = kTeams_, kBlocks = kBlocks_, kTokens = kTokens_;
   static constexpr bool kRounds = kRounds_;
   static constexpr int kTeamThreads = 128;
   static constexpr int kMathThreads = kTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
   static constexpr int kRows = 64 * kTeams * kBlocks;
   static constexpr int kSlabs = kRows / kSlab;
-  // The registers that the block starts with are shared out anew: the copying thread needs few.
-  static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = 24;
+  // The registers that the block starts with are shared out anew: the copying thread needs few. One team alone has as
+  // many as an instruction can name.
+  static constexpr bool kSharesRegisters = kTeams > 1;
+  static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = Tokens::kCopyRegisters;
   static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kTeams) / 8 * 8;
 
   // Barriers of the stages; CUTLASS's may not be variables.
@@ -91,8 +115,12 @@ struct Wgmma {
   };
 
   struct Copies {
-    WgmmaParams const& params;
+    Params const& params;
     Place place;
+    Tokens tokens;
+
+    __device__ Copies(Params const& params_, int tile)
+        : params(params_), place(params, tile), tokens(params, place.first_token, place.first_step) {}
 
     __device__ __forceinline__ int line(int step) const { return step * (slab_bytes(kBits) / kLine); }
 
@@ -106,26 +134,23 @@ struct Wgmma {
       }
     }
 
-    __device__ void ask(unsigned char* stage, std::uint64_t* barrier, int step) const {
-      constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    __device__ void ask(unsigned char* stage, std::uint64_t* barrier, int step) {
       Weight const& w = params.p.weight;
-      cute::SM90_TMA_LOAD_3D::copy(&params.maps.weights, barrier, kHint, stage, 0, line(step), place.first_slab);
+      cute::SM90_TMA_LOAD_3D::copy(&params.maps.weights, barrier, kCopyHint, stage, 0, line(step), place.first_slab);
 #pragma unroll
       for (int column = 0; column < kPadding; column += kColumns) {
-        cute::SM90_TMA_LOAD_2D::copy(&params.maps.tokens, barrier, kHint,
-                                     stage + params.stage.tokens_at + tokens_at(kTokens, column),
-                                     (step * kPadding + column) * 2, place.first_token);
+        tokens.ask(stage + params.stage.tokens_at + tokens_at(kTokens, column), barrier);
       }
       int const group = step * kGroups >> w.group_shift;
-      cute::SM90_TMA_LOAD_2D::copy(&params.maps.scales, barrier, kHint, stage + params.stage.scales_at,
+      cute::SM90_TMA_LOAD_2D::copy(&params.maps.scales, barrier, kCopyHint, stage + params.stage.scales_at,
                                    group * kSlab * size_of_scale(w), place.first_slab);
       if (w.zero != nullptr) {
-        cute::SM90_TMA_LOAD_2D::copy(&params.maps.zeros, barrier, kHint, stage + params.stage.zeros_at, group * kSlab,
-                                     place.first_slab);
+        cute::SM90_TMA_LOAD_2D::copy(&params.maps.zeros, barrier, kCopyHint, stage + params.stage.zeros_at,
+                                     group * kSlab, place.first_slab);
       }
     }
 
-    __device__ void ask_for_all(unsigned char* stages, Shared const& shared, RingPlace& ring) const {
+    __device__ void ask_for_all(unsigned char* stages, Shared const& shared, RingPlace& ring) {
 #pragma unroll 1
       for (int step = 0; step < place.steps; ++step) {
         shared.empty[ring.at].wait(ring.phase);
