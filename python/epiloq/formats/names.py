@@ -17,7 +17,7 @@ class Names:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        transforms = without_stacking(get_model_conversion_mapping(model), model)
+        transforms = without_stacking(get_model_conversion_mapping(model), apart(model))
         self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self.prefix, self.state = model.base_model_prefix, model.state_dict()
