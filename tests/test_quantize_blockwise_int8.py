@@ -112,7 +112,7 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("columns", [1, 8, 17, 100, 576, 4095, 8192])
-@pytest.mark.parametrize("group", [1, 8, 17, 32, 64, 100, 128, 256, 1000])
+@pytest.mark.parametrize("group", [1, 8, 16, 17, 32, 64, 100, 128, 256, 512, 1000])
 def test_gpu_bits_are_the_cpus(seed: int, columns: int, group: int, dtype: torch.dtype) -> None:
     x = awkward_rows(columns, dtype)
     for symmetric in (True, False):

@@ -57,10 +57,28 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
     std::uint32_t weights[kBits == 8 ? 1 : kProducts][4];
   };
 
-  // A group's place in the ring of stages, and what its threads have of it.
+  // Where a thread finds its group's share of the first stage. Shared memory by its own addresses, kept in registers:
+  // between two blocks' products there is no time to work them out.
+  struct Share {
+    SharedAddress full, empty;
+    SharedAddress weights, values;      // 64 rows of the weight; all tokens
+    SharedAddress of_row, of_token;     // the parameters of the thread's first row and token
+    SharedAddress unpacked;             // of 4-bit weights, the row that the lane names to ldmatrix
+    int lane;
+
+    __device__ Share(Shared const& shared, int group, int warp, int lane_)
+        : full(shared_address(shared.full)),
+          empty(shared_address(shared.empty)),
+          weights(shared_address(shared.weights) + group * kGroupRows * kRowBytes),
+          values(shared_address(shared.values)),
+          of_row(shared_address(shared.weight_parameters) + (group * kGroupRows + 16 * warp + lane_ / 4) * 4),
+          of_token(shared_address(shared.token_parameters) + 2 * (lane_ % 4) * 4),
+          unpacked(weights + (16 * warp + lane_ % 8) * kRowBytes),
+          lane(lane_) {}
+  };
+
+  // A place in the ring of stages.
   struct Position {
-    Shared const& shared;
-    int group, warp, lane;
     int stage = 0;
     std::uint32_t phase = 0;
     __device__ void advance() {
@@ -91,15 +109,12 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
     }
   }
 
-  // As in blockwise.cuh; TMA's 64-byte swizzle is what ValuesB does there.
-  static __device__ __forceinline__ void unpack(Block& block, unsigned char const* rows, int warp, int lane) {
+  // As in blockwise.cuh; TMA's 64-byte swizzle is what ValuesB does there. Eight rows further the pattern is the same.
+  static __device__ __forceinline__ void unpack(Block& block, Share const& of, int stage) {
     unsigned half[2][4];
+    int const swizzle = (of.lane / 8 ^ of.lane % 8 / 2) << 4;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int const row = 16 * warp + 8 * h + lane % 8;
-      load_matrices(half[h], static_cast<unsigned>(__cvta_generic_to_shared(rows)) + row * kRowBytes +
-                                 ((lane / 8 ^ row / 2 % 4) << 4));
-    }
+    for (int h = 0; h < 2; ++h) load_matrices(half[h], of.unpacked + stage * kWeights + 8 * h * kRowBytes + swizzle);
     constexpr std::uint32_t kHigh = 0xf0f0f0f0u;
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
@@ -111,19 +126,17 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
   }
 
   // Starts to multiply 64 weight rows by a round of tokens over one block of K.
-  static __device__ __forceinline__ void begin(Block& block, Position const& at, int round) {
-    unsigned char const* const rows = at.shared.weights + at.stage * kWeights + at.group * kGroupRows * kRowBytes;
-    unsigned char const* const values = at.shared.values + at.stage * kValues + round * kColumns * kStep;
-    if (round == 0) at.shared.full[at.stage].wait(at.phase);
-    if constexpr (kBits == 4) unpack(block, rows, at.warp, at.lane);
-    auto const descriptor = [](void const* tile) { return swizzled_descriptor(cute::cast_smem_ptr_to_uint(tile)); };
-    std::uint64_t const weights = kBits == 8 ? descriptor(rows) : 0, tokens = descriptor(values);
+  static __device__ __forceinline__ void begin(Block& block, Share const& of, Position const& at, int round) {
+    if (round == 0) wait_for_barrier(of.full + at.stage * 8, at.phase);
+    if constexpr (kBits == 4) unpack(block, of, at.stage);
+    auto const weights = swizzled_address(of.weights + at.stage * kWeights);
+    auto const tokens = swizzled_address(of.values + at.stage * kValues + round * kColumns * kStep);
     fence(block);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
       constexpr int kStride = 32 >> 4;  // of a descriptor's address
-      product(block, i, weights + i * kStride, tokens + i * kStride, Places{});
+      product(block, i, descriptor_of(weights + i * kStride), descriptor_of(tokens + i * kStride), Places{});
     }
     cute::warpgroup_commit_batch();
   }
@@ -131,33 +144,31 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
   // Once all but kUnderWay of what was begun is done: its sums, de-quantised, onto the tile's. After the last round the
   // stage is given back.
   template <int kUnderWay>
-  static __device__ __forceinline__ void finish(Sums& sums, Block& block, Position const& at, int round,
-                                                bool has_offsets) {
-    int const row = at.group * kGroupRows + 16 * at.warp + at.lane / 4;
-    float const* const of_row = at.shared.weight_parameters + at.stage * kWeightParameters / 4 + row;
-    float const* const of_token =
-        at.shared.token_parameters + at.stage * kTokenParameters / 4 + round * kColumns + 2 * (at.lane % 4);
+  static __device__ __forceinline__ void finish(Sums& sums, Block& block, Share const& of, Position const& at,
+                                                int round, bool has_offsets) {
     cute::warpgroup_wait<kUnderWay>();
     fence(block);
-    accumulate(sums + round * kColumns / 8, block, of_row, of_token, has_offsets);
+    accumulate(sums + round * kColumns / 8, block, of.of_row + at.stage * kWeightParameters,
+               of.of_token + at.stage * kTokenParameters + round * kColumns * 4, has_offsets);
     if (round != kRounds - 1) return;
     __syncwarp();
-    if (at.lane == 0) at.shared.empty[at.stage].arrive();
+    if (of.lane == 0) arrive_at_barrier(of.empty + at.stage * 8);
   }
 
   // scale_w sum scale_x + total_w offset_x, and with offsets offset_w scale_x sum(q_x), onto the sums.
-  static __device__ __forceinline__ void accumulate(float (*sums)[4], Block const& block, float const* of_row,
-                                                    float const* of_token, bool has_offsets) {
+  static __device__ __forceinline__ void accumulate(float (*sums)[4], Block const& block, SharedAddress of_row,
+                                                    SharedAddress of_token, bool has_offsets) {
+    constexpr int kEight = 8 * 4;  // bytes from a row or token to the eighth after it
     float scale[2], total[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      scale[h] = of_row[8 * h] * (kBits == 4 ? 0.0625f : 1.f);
-      total[h] = of_row[kRows + 8 * h];
+      scale[h] = load_shared(of_row + h * kEight) * (kBits == 4 ? 0.0625f : 1.f);
+      total[h] = load_shared(of_row + kRows * 4 + h * kEight);
     }
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      auto const scale_x = *reinterpret_cast<float2 const*>(of_token + 8 * j);
-      auto const offset_x = *reinterpret_cast<float2 const*>(of_token + kTokens + 8 * j);
+      float2 const scale_x = load_shared_pair(of_token + j * kEight);
+      float2 const offset_x = load_shared_pair(of_token + kTokens * 4 + j * kEight);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float const scaled = static_cast<float>(static_cast<int>(block.d[4 * j + i])) * scale[i / 2];
@@ -166,10 +177,10 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
       }
     }
     if (!has_offsets) return;
-    float const offset[2] = {of_row[2 * kRows], of_row[2 * kRows + 8]};
+    float const offset[2] = {load_shared(of_row + 2 * kRows * 4), load_shared(of_row + 2 * kRows * 4 + kEight)};
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      auto const sum_x = *reinterpret_cast<float2 const*>(of_token + 2 * kTokens + 8 * j);
+      float2 const sum_x = load_shared_pair(of_token + 2 * kTokens * 4 + j * kEight);
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[j][i] = fmaf(offset[i / 2], i % 2 == 0 ? sum_x.x : sum_x.y, sums[j][i]);
     }
@@ -200,16 +211,17 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
 
   // A tile's blocks of K. One is added up while the next, of the next round or stage, is under way. With two rounds
   // their number is even and the last branch never taken; without it ptxas 13.0 waits for each wgmma (C7514).
-  static __device__ __forceinline__ void sum(Sums& sums, Position& at, int steps, bool has_offsets) {
+  static __device__ __forceinline__ void sum(Sums& sums, Share const& of, Position& at, int steps,
+                                             bool has_offsets) {
     constexpr int kLast = kRounds - 1;
     Block one, other;  // of first rounds, of last ones
     Position ahead = at;
     auto const begin_next = [&](Block& block, int round) {
-      begin(block, ahead, round);
+      begin(block, of, ahead, round);
       if (round == kLast) ahead.advance();
     };
     auto const finish_next = [&]<int kUnderWay>(Block& block, int round, std::integral_constant<int, kUnderWay>) {
-      finish<kUnderWay>(sums, block, at, round, has_offsets);
+      finish<kUnderWay>(sums, block, of, at, round, has_offsets);
       if (round == kLast) at.advance();
     };
     constexpr std::integral_constant<int, 1> kOne{};
@@ -233,10 +245,11 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
 
   static __device__ void multiply_all(BlockwiseProblem const& p, Shared const& shared, int steps, int group) {
     int const warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
-    Position at{shared, group, warp, lane};
+    Share const of(shared, group, warp, lane);
+    Position at;
     for (int index = blockIdx.x; index < tiles(p); index += gridDim.x) {
       Sums sums = {};
-      sum(sums, at, steps, p.kinds == kKinds);
+      sum(sums, of, at, steps, p.kinds == kKinds);
       store(p, sums, shared.sums + group * Finish::kSharedBytes / 4, Tile(p, index), group, warp, lane);
     }
   }

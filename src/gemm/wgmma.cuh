@@ -8,12 +8,44 @@
 #include <cute/arch/mma_sm90.hpp>
 #include <utility>
 
+#include "core/async_copy.cuh"
+
 namespace epiloq::gemm {
 
-// Where wgmma finds a tile in shared memory whose rows are lines of the 128-byte swizzle.
-__device__ __forceinline__ std::uint64_t swizzled_descriptor(unsigned tile) {
-  constexpr std::uint64_t kSwizzle128 = 1, kEightRows = 1024;
-  return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | (tile & 0x3ffff) >> 4;
+// Where wgmma finds a tile in shared memory whose rows are lines of the 128-byte swizzle: the low half of a descriptor,
+// to which multiples of 16 bytes may be added as one, and the whole.
+__device__ __forceinline__ std::uint32_t swizzled_address(SharedAddress tile) { return (tile & 0x3ffff) >> 4; }
+__device__ __forceinline__ std::uint64_t descriptor_of(std::uint32_t address) {
+  constexpr std::uint32_t kSwizzle128 = 1, kEightRows = 1024;
+  std::uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address), "n"(kSwizzle128 << 30 | kEightRows >> 4));
+  return descriptor;
+}
+__device__ __forceinline__ std::uint64_t swizzled_descriptor(SharedAddress tile) {
+  return descriptor_of(swizzled_address(tile));
+}
+
+// An mbarrier's phase, waited for and arrived at. Reads and writes of shared memory stay on their side.
+__device__ __forceinline__ void wait_for_barrier(SharedAddress barrier, std::uint32_t phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\n"
+      "bra again;\nready:\n}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+__device__ __forceinline__ void arrive_at_barrier(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float load_shared(SharedAddress from) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from));
+  return value;
+}
+__device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from));
+  return pair;
 }
 
 template <class Instruction, class Sum, std::size_t... kIndices>

@@ -10,6 +10,7 @@ namespace epiloq::ops::quantize_blockwise_int8 {
 namespace {
 
 constexpr int kBlockThreads = 256;
+constexpr int kVectors = 2;  // of a thread
 constexpr int kMaxGridY = 65535;
 constexpr float kLargest = 3.402823466e38f;
 
@@ -53,14 +54,14 @@ __device__ void store_parameters(Problem const& p, int row, int block, Parameter
   if (p.scaled_sum != nullptr) p.scaled_sum[i] = __fmul_rn(parameters.scale, static_cast<float>(sum));
 }
 
+// The last of fewer values is repeated, which changes no range; no values are zeros.
 template <class T>
 __device__ void load(Vector<T>& values, T const* source, int valid, bool vectors) {
   if (vectors && valid == kVector) return values.load(source);
   values.clear();
+  if (valid == 0) return;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (i < valid) values.values[i] = source[i];
-  }
+  for (int i = 0; i < kVector; ++i) values.values[i] = source[min(i, valid - 1)];
 }
 
 __device__ void store(std::int8_t* target, int room, bool vectors, uint2 bytes) {
@@ -91,21 +92,9 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int valid, 
   return {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
 }
 
-template <class T>
-__device__ __forceinline__ Range range_of(Vector<T> const& values, int valid) {
-  if (valid == kVector) return values.range();
-  Range range = empty();
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    float const x = static_cast<float>(values.values[i]);
-    if (i < valid) range = merge(range, {x, x});
-  }
-  return range;
-}
-
-// Blocks of 8 * kVectors * lanes values, lanes a power of two up to 32: each value is read once. A thread's vectors
+// Blocks of 16 * lanes values, lanes a power of two up to 32: each value is read once. A thread's vectors
 // follow one another, so that a scale is measured for more of them.
-template <class T, int kVectors>
+template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
   wait_for_previous_kernel();
@@ -123,7 +112,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int v = 0; v < kVectors; ++v) load(held[v], x_row + column + v * kVector, valid(v), x_vectors);
     Range range = empty();
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) range = merge(range, range_of(held[v], valid(v)));
+    for (int v = 0; v < kVectors; ++v) {
+      if (valid(v) > 0) range = merge(range, held[v].range());
+    }
     Parameters const parameters = measure(merge_lanes(range, lanes), p.offset == nullptr);
     Divisor const divisor = divide_by(parameters.scale);
     uint2 bytes[kVectors];
@@ -183,27 +174,26 @@ dim3 grid_of(Problem const& p, int pieces, int each) {
   return dim3(p.rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
 }
 
-template <class T, int kVectors>
-void launch_lanes(Problem const& p, Stream stream) {
+template <class T>
+void launch_lanes(Problem const& p, int lanes, Stream stream) {
   auto const on = [](void const* pointer, int bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; };
   constexpr int kElements = 16 / sizeof(T);
   bool const x_vectors = on(p.x, 16) && p.stride_x % kElements == 0;
   bool const q_vectors = on(p.q, 8) && p.stride_q % kVector == 0;
-  int const lanes = p.group / (kVectors * kVector);
   int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
   int const threads = std::min(kBlockThreads, (pieces + 31) / 32 * 32);
-  cuda_check(launch_dependent(by_lanes<T, kVectors>, grid_of(p, pieces, threads), threads, 0, stream, p, lanes,
-                              x_vectors, q_vectors),
-             kDoing);
+  cuda_check(
+      launch_dependent(by_lanes<T>, grid_of(p, pieces, threads), threads, 0, stream, p, lanes, x_vectors, q_vectors),
+      kDoing);
 }
 
 template <class T>
 void launch_typed(Problem const& p, Stream stream) {
-  constexpr int kMany = 2;
-  bool const in_warp = std::has_single_bit(static_cast<unsigned>(p.group)) && p.group >= kVector;
-  if (in_warp && p.group >= kMany * kVector && p.group <= 32 * kMany * kVector)
-    return launch_lanes<T, kMany>(p, stream);
-  if (in_warp && p.group == kVector) return launch_lanes<T, 1>(p, stream);
+  constexpr int kOfLane = kVectors * kVector;
+  int const lanes = p.group / kOfLane;
+  if (p.group % kOfLane == 0 && lanes <= 32 && std::has_single_bit(static_cast<unsigned>(lanes))) {
+    return launch_lanes<T>(p, lanes, stream);
+  }
   int const blocks = (p.cols + p.group - 1) / p.group;
   int const warps = std::min(kBlockThreads / 32, blocks);
   cuda_check(launch_dependent(by_warp<T>, grid_of(p, blocks, warps), warps * 32, 0, stream, p), kDoing);

@@ -62,12 +62,12 @@ struct WgmmaConfig {
   constexpr int rows() const { return 64 * teams * blocks; }
 };
 
-// Those that multiply exact integers by tokens, fewest first, then one for weights of few rows; then those that round.
+// Those that multiply exact integers by tokens, fewest first, then two for weights of few rows; then those that round.
 inline constexpr std::array kWgmmaRows{
     WgmmaConfig{4, 1, 16, false, {0.66, 3.7}}, WgmmaConfig{4, 1, 32, false, {0.72, 4.2}},
     WgmmaConfig{4, 1, 64, false, {0.95, 4.9}}, WgmmaConfig{2, 2, 128, false, {1.64, 8.2}},
-    WgmmaConfig{2, 1, 64, false, {0.54, 3.9}}, WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},
-    WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
+    WgmmaConfig{2, 1, 64, false, {0.54, 3.7}}, WgmmaConfig{1, 1, 64, false, {0.48, 3.5}},
+    WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},  WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
 };
 // On SM90, up to so many tokens weights are not rounded, though rounding would be a little faster from 128 on.
 inline constexpr int kExactTokens = 128;
