@@ -54,14 +54,15 @@ __device__ void store_parameters(Problem const& p, int row, int block, Parameter
   if (p.scaled_sum != nullptr) p.scaled_sum[i] = __fmul_rn(parameters.scale, static_cast<float>(sum));
 }
 
-// The last of fewer values is repeated, which changes no range; no values are zeros.
+// Of a row that has `left` more, which may be negative: the last of fewer values is repeated, which changes no range;
+// no values are zeros.
 template <class T>
-__device__ void load(Vector<T>& values, T const* source, int valid, bool vectors) {
-  if (vectors && valid == kVector) return values.load(source);
+__device__ void load(Vector<T>& values, T const* source, int left, bool vectors) {
+  if (vectors && left >= kVector) return values.load(source);
   values.clear();
-  if (valid == 0) return;
+  if (left <= 0) return;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) values.values[i] = source[min(i, valid - 1)];
+  for (int i = 0; i < kVector; ++i) values.values[i] = source[min(i, left - 1)];
 }
 
 __device__ void store(std::int8_t* target, int room, bool vectors, uint2 bytes) {
@@ -75,8 +76,8 @@ __device__ void store(std::int8_t* target, int room, bool vectors, uint2 bytes) 
   }
 }
 
-// The definition's values of the first `valid`, and zeros. Quotients of a measured scale are small.
-__device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int valid, Parameters p, Divisor const& divisor) {
+// The definition's values of the `left` that there are, and zeros. Quotients of a measured scale are small.
+__device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, Parameters p, Divisor const& divisor) {
   int q[kVector];
   if (divisor.in_range) {
 #pragma unroll
@@ -88,12 +89,12 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int valid, 
     for (int i = 0; i < kVector; ++i) q[i] = define(x[i], p);
   }
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) q[i] = i < valid ? q[i] : 0;
+  for (int i = 0; i < kVector; ++i) q[i] = i < left ? q[i] : 0;
   return {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
 }
 
-// Blocks of 16 * lanes values, lanes a power of two up to 32: each value is read once. A thread's vectors
-// follow one another, so that a scale is measured for more of them.
+// Blocks of 16 * lanes values, lanes a power of two up to 32: each value is read once, 8 of a lane's by 8 lanes' side
+// by side.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
@@ -105,15 +106,16 @@ __global__ void __launch_bounds__(kBlockThreads)
   let_next_kernel_start();
   // Whole warps stay in the loop: they shuffle.
   for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
-    int const piece = first + threadIdx.x, column = piece * kVectors * kVector;
-    auto const valid = [&](int v) { return max(0, min(kVector, p.cols - column - v * kVector)); };
+    int const piece = first + threadIdx.x, lane = piece & (lanes - 1);
+    int const column = ((piece - lane) * kVectors + lane) * kVector, step = lanes * kVector;
+    auto const left = [&](int v) { return p.cols - column - v * step; };
     Vector<T> held[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) load(held[v], x_row + column + v * kVector, valid(v), x_vectors);
+    for (int v = 0; v < kVectors; ++v) load(held[v], x_row + column + v * step, left(v), x_vectors);
     Range range = empty();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (valid(v) > 0) range = merge(range, held[v].range());
+      if (left(v) > 0) range = merge(range, held[v].range());
     }
     Parameters const parameters = measure(merge_lanes(range, lanes), p.offset == nullptr);
     Divisor const divisor = divide_by(parameters.scale);
@@ -123,17 +125,17 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int v = 0; v < kVectors; ++v) {
       float x[kVector];
       held[v].widen(x);
-      bytes[v] = quantize(x, valid(v), parameters, divisor);
+      bytes[v] = quantize(x, left(v), parameters, divisor);
       sum = add_bytes(bytes[v].y, add_bytes(bytes[v].x, sum));
     }
     sum = add_lanes(sum, lanes);
     if (piece >= pieces) continue;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      int const to = column + v * kVector;
+      int const to = column + v * step;
       store(q_row + to, p.padded_cols - to, q_vectors, bytes[v]);
     }
-    if (piece % lanes == 0) store_parameters(p, row, piece / lanes, parameters, sum);
+    if (lane == 0) store_parameters(p, row, piece / lanes, parameters, sum);
   }
 }
 
