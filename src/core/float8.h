@@ -68,9 +68,9 @@ struct Divisor {
   bool in_range;  // so that nothing below over- or underflows for quotients that matter
 };
 
-EPILOQ_HOST_DEVICE bool has_inverse(float scale) { return scale >= 0x1p-80f && scale <= 0x1p100f; }
-
-EPILOQ_HOST_DEVICE Divisor divide_by(float scale) { return {scale, 1.f / scale, has_inverse(scale)}; }
+EPILOQ_HOST_DEVICE Divisor divide_by(float scale) {
+  return {scale, 1.f / scale, scale >= 0x1p-80f && scale <= 0x1p100f};
+}
 
 // x / scale, where that is in_range: correctly rounded between 2^-18 and 2^20 in magnitude, on the right side of these
 // otherwise, with the right sign. x * inverse is off by one unit in the last place at most; each step adds the

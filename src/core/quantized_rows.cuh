@@ -43,8 +43,8 @@ __device__ __forceinline__ float largest_of_tiles(float (&amax)[kVectors], int l
 
 // Of `lanes` neighbours.
 __device__ __forceinline__ Divisor from_lane(Divisor const& divisor, int lane, int lanes) {
-  float const scale = __shfl_sync(~0u, divisor.scale, lane, lanes);
-  return {scale, __shfl_sync(~0u, divisor.inverse, lane, lanes), has_inverse(scale)};
+  return {__shfl_sync(~0u, divisor.scale, lane, lanes), __shfl_sync(~0u, divisor.inverse, lane, lanes),
+          divisor.in_range};
 }
 
 template <class Format>
@@ -78,6 +78,7 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
     int const v = threadIdx.x % kVectors, tile = (column + v * step) >> (__ffs(p.tile_cols) - 1);  // a power of two
     bool const writes = (threadIdx.x & (p.lanes - 1)) < kVectors && tile < p.tiles;
     divisor = measured<Format>(p, row, tile, largest_of_tiles(amax, p.lanes), writes);
+    divisor.in_range = __all_sync(~0u, divisor.in_range);  // one branch for the warp; all vectors divide, or none does
   }
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll

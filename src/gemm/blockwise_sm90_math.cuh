@@ -61,9 +61,9 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
   // between two blocks' products there is no time to work them out.
   struct Share {
     SharedAddress full, empty;
-    SharedAddress weights, values;      // 64 rows of the weight; all tokens
-    SharedAddress of_row, of_token;     // the parameters of the thread's first row and token
-    SharedAddress unpacked;             // of 4-bit weights, the row that the lane names to ldmatrix
+    SharedAddress weights, values;   // 64 rows of the weight; all tokens
+    SharedAddress of_row, of_token;  // the parameters of the thread's first row and token
+    SharedAddress unpacked;          // of 4-bit weights, the row that the lane names to ldmatrix
     int lane;
 
     __device__ Share(Shared const& shared, int group, int warp, int lane_)
@@ -211,8 +211,7 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
 
   // A tile's blocks of K. One is added up while the next, of the next round or stage, is under way. With two rounds
   // their number is even and the last branch never taken; without it ptxas 13.0 waits for each wgmma (C7514).
-  static __device__ __forceinline__ void sum(Sums& sums, Share const& of, Position& at, int steps,
-                                             bool has_offsets) {
+  static __device__ __forceinline__ void sum(Sums& sums, Share const& of, Position& at, int steps, bool has_offsets) {
     constexpr int kLast = kRounds - 1;
     Block one, other;  // of first rounds, of last ones
     Position ahead = at;
