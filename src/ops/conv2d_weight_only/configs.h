@@ -27,8 +27,8 @@ inline constexpr std::array kWgmmaRows{
 };
 inline constexpr int kElementBytes = 2;  // of x
 
-// De-quantising into memory, then cuDNN: a call, a weight, a product. The first from layers of ResNet-50 at batch 1 on an
-// H200, 2026-11-21: 7.9 to 10.3 us where there is little to multiply; the others are weight_only_mm's.
+// De-quantising into memory, then cuDNN: a call, a weight, a product. The first from layers of ResNet-50 at batch 1 on
+// an H200, 2026-11-21: 7.9 to 10.3 us where there is little to multiply; the others are weight_only_mm's.
 inline constexpr struct {
   double call = 8, weight = 0.95e-6, product = 3.125e-9;
 } kDenseTime;
