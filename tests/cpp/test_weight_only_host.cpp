@@ -1,11 +1,14 @@
 // The CPU's arithmetic for registers of every width, whatever this machine's are, against sums in double.
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <vector>
 
 #include "check.h"
 #include "ops/weight_only_mm/host_few.h"
 #include "ops/weight_only_mm/host_many.h"
+#include "ops/weight_only_mm/host_pairs.h"
 
 using namespace epiloq;
 using namespace epiloq::ops::weight_only_mm;
@@ -117,6 +120,45 @@ void many() {
   }
 }
 
+#ifdef EPILOQ_HAS_CLONES
+// Tokens that bfloat16 holds, in their blocks; what lies beside them is not to be read.
+void many_pairs() {
+  for (int bits : {2, 3, 4, 8}) {
+    for (int tokens = 1; tokens < 2 * kPairBlock + 2; ++tokens) {
+      Operands o(bits, tokens % 2 == 0 ? 32 : 64, tokens);
+      std::fill(o.offset.begin(), o.offset.end(), 0.F);
+      constexpr int kPairs = Operands::kK / 2;
+      std::vector<std::uint32_t> x((tokens + kPairBlock - 1) / kPairBlock * kPairBlock * kPairs, 0x7fc07fc0U);
+      for (int m = 0; m < tokens; ++m) {
+        for (int k = 0; k < Operands::kK; ++k) {
+          float& value = o.x[m * Operands::kK + k];
+          std::uint32_t const upper = std::bit_cast<std::uint32_t>(value) >> 16;
+          value = std::bit_cast<float>(upper << 16);
+          std::uint32_t& pair = x[(m / kPairBlock * kPairs + k / 2) * kPairBlock + m % kPairBlock];
+          pair = k % 2 == 0 ? upper : pair | upper << 16;
+        }
+      }
+      std::vector<int> const groups = o.groups(1);
+      std::vector<Line> sums(tokens);
+      ManyPairs::run({.slab = {.q = o.q.data(),
+                               .bits = bits,
+                               .k = Operands::kK,
+                               .groups = groups.data(),
+                               .scale = o.scale.data(),
+                               .zero = o.zero.data(),
+                               .offset = nullptr,
+                               .x = nullptr,
+                               .m = tokens,
+                               .stride = 0},
+                      .group = o.group,
+                      .x = x.data()},
+                     sums.data());
+      o.check_sums(sums.data(), true);
+    }
+  }
+}
+#endif
+
 }  // namespace
 
 int main() {
@@ -132,5 +174,8 @@ int main() {
   many<4>();
   many<8>();
   many<16>();
+#ifdef EPILOQ_HAS_CLONES
+  if (has_pairs()) many_pairs();
+#endif
   return test::failures != 0;
 }

@@ -26,10 +26,13 @@ struct SlabParameters {
 // Where the parameters of columns k, k + step, .. begin.
 std::vector<int> groups_of(Weight const& weight, int step);
 
-// Up to kFewTokens tokens of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used as they
-// lie, in registers, and tokens are brought into their order.
+// Whether tokens of bfloat16 are multiplied as they are, from some on (host_pairs.h).
+bool by_pairs(Problem const& problem, DType dtype);
+
+// A few tokens, kFewTokens at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
+// as they lie, in registers, and tokens are brought into their order.
 inline constexpr int kFewTokens = 16;
-bool is_for_few(Problem const& problem);
+bool is_for_few(Problem const& problem, DType dtype);
 struct FewTokens {
   std::vector<Line> x;  // by blocks of tokens: [tile, step, token]
   std::vector<int> groups;
@@ -43,7 +46,8 @@ void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameter
 
 // Any number of tokens and any weight: a slab is de-quantised, column by column, and tokens multiplied by it.
 struct ManyTokens {
-  std::vector<float> copy;  // of what is no float32
+  std::vector<float> copy;           // of what is no float32
+  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;

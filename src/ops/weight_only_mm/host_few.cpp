@@ -67,9 +67,11 @@ Multiply multiply_of(Weight const& w, int block) {
 
 }  // namespace
 
-bool is_for_few(Problem const& p) {
+bool is_for_few(Problem const& p, DType dtype) {
   Weight const& w = p.weight;
-  return (w.bits == 4 || w.bits == 8) && p.m <= kFewTokens && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
+  // Pairs repay the work on a slab from so many tokens on (Zen 4, 2026-11-21).
+  int const most = by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
+  return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
 }
 
 FewTokens::FewTokens(Problem const& p, DType dtype)

@@ -29,6 +29,16 @@ struct SlabByTokens {
   std::int64_t stride;
 };
 
+// call<tokens>(m) for blocks of kMost tokens from m on, and what is left.
+template <int kMost, class Call>
+[[gnu::always_inline]] inline void by_blocks(int count, Call const& call) {
+  int m = 0;
+  for (; m + kMost <= count; m += kMost) call.template operator()<kMost>(m);
+  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) __attribute__((always_inline)) {
+    ((kFewer + 1 == count - m ? call.template operator()<kFewer + 1>(m) : void()), ...);
+  }(std::make_integer_sequence<int, kMost - 1>{});
+}
+
 template <int kLanes>
 struct Many {
   static constexpr int kParts = kSlab / kLanes, kPairs = kSlab / 2;
@@ -94,6 +104,12 @@ struct Many {
     }
   }
 
+  [[gnu::always_inline]] static void unpack(SlabByTokens const& s, int first, int end, Codes* out) {
+    if (s.bits == 4) unpack<4>(s, first, end, out);
+    if (s.bits == 8) unpack<8>(s, first, end, out);
+    if (s.bits < 4) unpack_by_place(s, first, end, out);
+  }
+
   // Two and three bits.
   static void unpack_by_place(SlabByTokens const& s, int first, int end, Codes* out) {
     int const tile_bytes = weight_only_mm::kLanes * lane_bytes(s.bits);
@@ -131,16 +147,11 @@ struct Many {
     Line columns[kColumns];
     for (int first = 0; first < s.k; first += kColumns) {
       int const count = std::min(kColumns, s.k - first);
-      if (s.bits == 4) unpack<4>(s, first, first + count, codes);
-      if (s.bits == 8) unpack<8>(s, first, first + count, codes);
-      if (s.bits < 4) unpack_by_place(s, first, first + count, codes);
+      unpack(s, first, first + count, codes);
       restore(s, first, count, codes, columns);
-      float const* x = s.x + first;
-      int m = 0;
-      for (; m + kBlock <= s.m; m += kBlock) multiply<kBlock>(columns, count, x + m * s.stride, s.stride, sums + m);
-      [&]<int... kTokens>(std::integer_sequence<int, kTokens...>) __attribute__((always_inline)) {
-        ((kTokens == s.m - m ? multiply<kTokens>(columns, count, x + m * s.stride, s.stride, sums + m) : void()), ...);
-      }(std::integer_sequence<int, 1, 2, 3, 4, 5>{});
+      by_blocks<kBlock>(s.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
+        multiply<kTokens>(columns, count, s.x + first + m * s.stride, s.stride, sums + m);
+      });
     }
   }
 };

@@ -20,9 +20,9 @@ int threads_for(Problem const& p, int threads) {
 }
 
 // Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
-int tokens_at_once(Problem const& p) {
+int tokens_at_once(Problem const& p, DType dtype) {
   constexpr int kCached = 1 << 17, kLeast = 96;  // values
-  return is_for_few(p) ? p.m : std::max(kLeast, kCached / std::max(p.weight.k, 1) / kLeast * kLeast);
+  return is_for_few(p, dtype) ? p.m : std::max(kLeast, kCached / std::max(p.weight.k, 1) / kLeast * kLeast);
 }
 
 }  // namespace
@@ -51,14 +51,16 @@ std::vector<int> groups_of(Weight const& w, int step) {
   return groups;
 }
 
-std::string describe_on_host(Problem const& p) {
-  return is_for_few(p) ? "cpu, packed integers in registers" : "cpu, 16 rows of the weight de-quantised at a time";
+std::string describe_on_host(Problem const& p, DType dtype) {
+  if (is_for_few(p, dtype)) return "cpu, packed integers in registers";
+  return by_pairs(p, dtype) ? "cpu, integers of 16 rows as bfloat16 at a time, AVX-512 BF16"
+                            : "cpu, 16 rows of the weight de-quantised at a time";
 }
 
 void multiply_on_host(Problem const& p, DType dtype, int threads) {
   threads = threads_for(p, threads);
   Columns const out{p.bias, p.out, dtype, p.stride_out, p.lo, p.hi};
-  std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p);
+  std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p, dtype);
   // multiply(parameters, slab, token, count, sums), slab after slab of the same tokens.
   auto const by_slabs = [&](auto const& multiply) {
     share(slabs * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
@@ -73,7 +75,7 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
       }
     });
   };
-  if (is_for_few(p)) {
+  if (is_for_few(p, dtype)) {
     FewTokens const tokens(p, dtype);
     by_slabs([&](auto const& parameters, int slab, int, int, Line* sums) {
       multiply_few(p, tokens, parameters, slab, sums);

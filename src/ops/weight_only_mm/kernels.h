@@ -40,6 +40,6 @@ void launch_dequantize(DequantizeProblem const& problem, int device, Stream stre
 void dequantize_on_host(DequantizeProblem const& problem);
 
 void multiply_on_host(Problem const& problem, DType x, int threads);
-std::string describe_on_host(Problem const& problem);
+std::string describe_on_host(Problem const& problem, DType dtype);
 
 }  // namespace epiloq::ops::weight_only_mm

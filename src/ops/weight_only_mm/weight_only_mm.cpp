@@ -132,7 +132,7 @@ std::string explain(WeightOnlyMm const& call) {
   wo::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
-    return wo::describe_on_host(problem);
+    return wo::describe_on_host(problem, call.x.dtype);
   }
   return wo::describe(choice_of(problem, call));
 }
