@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 from epiloq import _core
-from epiloq.ops.float8 import product, to_float32
+from epiloq.ops.float8 import Scales, product, to_float32
 from float8_reference import FLOAT8
 
 
@@ -31,34 +32,38 @@ def blocks_of(scale: torch.Tensor, rows: int, shape: torch.Size) -> torch.Tensor
     return scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
 
 
+def scaled(data: st.DataObject, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Scales | None, Tensor]:
+    """A view of float8, its scales (one a block, a row, or none), and in float64 what they mean."""
+    few_normal, scale_rows = data.draw(st.booleans()), data.draw(st.sampled_from([0, 1, 128]))
+    wide = (torch.randn(rows, columns + 5) * (0.01 if few_normal else 1)).to(dtype)  # Most have no exponent then.
+    view = wide[:, 3 : columns + 3]
+    if not scale_rows:
+        return view, None, view.double()
+    scale = torch.rand(2 * -(-rows // scale_rows), -(-columns // 128))[::2] + 0.1
+    exact = view.double() * blocks_of(scale.double(), scale_rows, view.shape)
+    assert torch.equal(to_float32(view, scale, scale_rows), exact.float())
+    return view, Scales(scale, scale_rows), exact
+
+
 @pytest.mark.parametrize("dtype", FLOAT8)
 @settings(deadline=None, max_examples=60)
-@given(
-    m=st.integers(1, 20),
-    n=st.integers(1, 300),
-    k=st.integers(1, 700),
-    rows=st.sampled_from([0, 1, 128]),
-    data=st.data(),
-)
-def test_products(dtype: torch.dtype, m: int, n: int, k: int, rows: int, data: st.DataObject) -> None:
-    """Of views, with a scale a block, a row, or none: within what float32 sums of K terms may be off."""
+@given(m=st.integers(1, 60), n=st.integers(1, 300), k=st.integers(1, 700), data=st.data())
+def test_products(dtype: torch.dtype, m: int, n: int, k: int, data: st.DataObject) -> None:
+    """Within what float32 sums of K terms may be off, with the CPU's pairs of bfloat16 and without."""
     torch.manual_seed(data.draw(st.integers(0, 2**32 - 1)))
-    few_normal = data.draw(st.booleans())  # Most numbers of this size have no exponent.
-    wide = (torch.randn(n, k + 5) * (0.01 if few_normal else 1)).to(dtype)
-    weight, x = wide[:, 3 : k + 3], torch.randn(m, k)
-    scale = torch.rand(2 * -(-n // rows), -(-k // 128))[::2] + 0.1 if rows else None
-    exact = weight.double() if scale is None else weight.double() * blocks_of(scale.double(), rows, weight.shape)
-    if scale is not None:
-        assert torch.equal(to_float32(weight, scale, rows), exact.float())
-    expected, span = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    weight, scales, exact = scaled(data, n, k, dtype)
+    x, scales_x, exact_x = scaled(data, m, k, data.draw(st.sampled_from(FLOAT8)))
+    expected, span = exact_x @ exact.t(), exact_x.abs() @ exact.abs().t()
     threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            found = product(x, weight, scale, max(rows, 1))
-            assert ((found - expected).abs() <= 2**-24 * (4 + k**0.5) * span + 1e-30).all()
-    finally:
-        torch.set_num_threads(threads)
+    for count, pairs in ((1, _core.multiplies_float8()), (2, _core.multiplies_float8()), (2, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_core, "multiplies_float8", lambda pairs=pairs: pairs)
+            try:
+                torch.set_num_threads(count)
+                found = product(x, weight, scales_x, scales)
+            finally:
+                torch.set_num_threads(threads)
+        assert ((found - expected).abs() <= 2**-24 * (6 + k**0.5) * span + 1e-30).all()
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
@@ -66,10 +71,10 @@ def test_products_of_every_code(dtype: torch.dtype) -> None:
     """Rows of 256 codes by unit vectors: each value comes out as it is, infinities and NaN in their own row alone."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     weight = codes.view(256, 1).expand(256, 64).contiguous()  # One code a row.
-    for m in (1, 3, 8, 9):
+    for m in (1, 3, 8, 9, 30):
         x = torch.zeros(m, 64)
         x[:, 7] = 1
-        found, expected = product(x, weight), codes.float().expand(m, 256)
+        found, expected = product(x.to(dtype), weight), codes.float().expand(m, 256)
         finite = expected.isfinite()
         assert torch.equal(found[finite], expected[finite])
         # 0 times an infinity, in the other columns, is NaN.
@@ -88,3 +93,14 @@ def test_bad_products() -> None:
         call = {"out": torch.empty(2, 4), "x": x, "values": weight} | change
         with pytest.raises(ValueError, match=message):
             _core.multiply_float8(**call)
+    if not _core.multiplies_float8():
+        return
+    for changed, message in (
+        ({"out": torch.empty(2, 5)}, "out: expected \\[2, 4\\]"),
+        ({"x": weight[:2, :63]}, "x: expected 64 columns"),
+        ({"x": x}, "values: expected float8"),
+        ({"scale_x": torch.ones(2, 2)}, "scale: expected one for each block"),
+    ):
+        arguments = {"out": torch.empty(2, 4), "x": weight[:2], "scale_x": None, "scale_rows_x": 1, "values": weight}
+        with pytest.raises(ValueError, match=message):
+            _core.multiply_float8_by_float8(**(arguments | {"scale": None, "scale_rows": 1} | changed))

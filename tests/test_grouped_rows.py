@@ -189,7 +189,7 @@ def test_explain() -> None:
     assert len(kernels) == 4 and all("whole-row wgmma" in kernel for kernel in kernels), kernels
     p = make(12, 16, 32, 2, INT8)
     operands = (p.a, p.b, p.scale_a, p.scale_b)
-    assert "cpu int8 matmul" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
+    assert "cpu, int8 products" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
     with epiloq.config(arch="sm80"):
         assert "mma.sync" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
     for arch, dtype in (("sm80", INT8), ("sm89", E4M3)):

@@ -23,4 +23,10 @@ EPILOQ_API void widen_float8(TensorView const& out, HostFloat8 const& matrix, in
 // in registers: for few rows of x, where reading it is what takes the time.
 EPILOQ_API void multiply_float8(TensorView const& out, TensorView const& x, HostFloat8 const& matrix, int threads);
 
+// out [M, R] float32 = x [M, C] times the matrix transposed, both of float8 and with the scales of their blocks, whose
+// columns are multiples of 128: for many rows of x. A block's products are added up in float32, and then multiplied by
+// its scales. On CPUs that multiply bfloat16 (AVX-512 BF16), which holds float8 exactly; elsewhere Unsupported.
+EPILOQ_API bool multiplies_float8();
+EPILOQ_API void multiply_float8(TensorView const& out, HostFloat8 const& x, HostFloat8 const& matrix, int threads);
+
 }  // namespace epiloq

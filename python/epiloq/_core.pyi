@@ -262,6 +262,17 @@ def explain_groupwise_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...
+def multiplies_float8() -> bool: ...
+def multiply_float8_by_float8(
+    out: Tensor,
+    x: Tensor,
+    scale_x: Tensor | None,
+    scale_rows_x: int,
+    values: Tensor,
+    scale: Tensor | None,
+    scale_rows: int,
+    threads: int = 1,
+) -> None: ...
 def multiply_int8(out: Tensor, a: Tensor, b: Tensor, threads: int = 1) -> None: ...
 def widen_float8(
     out: Tensor,

@@ -5,8 +5,10 @@
 #include <vector>
 
 #include "core/checks.h"
+#include "core/host_float8_pairs.h"
 #include "core/host_versions.h"
 #include "core/threads.h"
+#include "epiloq/error.h"
 #include "epiloq/host_float8.h"
 
 namespace epiloq {
@@ -79,7 +81,68 @@ void in_order(float const* x, std::int64_t columns, int lanes, float* out) {
   for (std::int64_t i = 0; i < columns; ++i) out[i / piece * piece + i % 4 * lanes + i % piece / 4] = x[i];
 }
 
+#ifdef EPILOQ_HAS_CLONES
+// Rows of x go through the matrix together: as many as the second cache keeps, but enough to repay what is made of it.
+std::int64_t rows_at_once(std::int64_t columns) {
+  constexpr std::int64_t kCached = 1 << 18, kLeast = 16 * kPairBlock;  // values
+  return std::max(kLeast, kCached / std::max<std::int64_t>(columns, 1) / kLeast * kLeast);
+}
+
+template <class FormatX, class FormatW>
+void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, float* out, std::int64_t stride, int threads) {
+  std::int64_t const pairs = (w.columns + 1) / 2, pieces = (w.columns + kFloat8Columns - 1) / kFloat8Columns;
+  std::int64_t const blocks = (x.rows + kPairBlock - 1) / kPairBlock;
+  std::vector<std::uint32_t> tokens(blocks * kPairBlock * pairs);
+  std::vector<float> scales(pieces * x.rows);
+  share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t m = first; m < last; ++m) {
+      ManyFloat8<FormatX>::bring(x, m, tokens.data());
+      for (std::int64_t i = 0; i < pieces; ++i) scales[i * x.rows + m] = x.scale_at(m, i * kFloat8Columns);
+    }
+  });
+  constexpr std::int64_t kRows = ManyFloat8<FormatW>::kLanes;
+  std::int64_t const slabs = (w.rows + kRows - 1) / kRows, at_once = rows_at_once(w.columns);
+  share(slabs * ((x.rows + at_once - 1) / at_once), threads, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<Line> sums(at_once);
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::int64_t const row = i % slabs * kRows, first = i / slabs * at_once;
+      int const count = static_cast<int>(std::min(at_once, x.rows - first));
+      std::fill_n(sums.begin(), count, Line{});
+      ManyFloat8<FormatW>::run(w, row, {tokens.data() + first * pairs, scales.data() + first, x.rows, count},
+                               sums.data());
+      for (int m = 0; m < count; ++m) {
+        std::copy_n(sums[m].values, std::min(kRows, w.rows - row), out + (first + m) * stride + row);
+      }
+    }
+  });
+}
+#endif
+
 }  // namespace
+
+bool multiplies_float8() { return has_pairs(); }
+
+void multiply_float8(TensorView const& out, HostFloat8 const& rows, HostFloat8 const& matrix, int threads) {
+  Checker const check("multiply_float8", Device{});
+  ScaledFloat8 const x = checked(check, rows), w = checked(check, matrix);
+  Matrix const target = floats(check, "out", out, x.rows, w.rows);
+  if (x.columns != w.columns) check.fail("x", "expected ", w.columns, " columns, got ", describe(rows.values));
+  for (ScaledFloat8 const& m : {x, w}) {
+    if (m.scale != nullptr && m.scale_columns % kFloat8Columns != 0) {
+      check.fail("scale", "expected one for each ", kFloat8Columns, " columns or a multiple, got one for ",
+                 m.scale_columns);
+    }
+  }
+  check_apart(check, out, rows);
+  check_apart(check, out, matrix);
+  if (!multiplies_float8()) throw Unsupported("epiloq.multiply_float8: expected a CPU with AVX-512 BF16");
+#ifdef EPILOQ_HAS_CLONES
+  threads = threads_for(w.rows * w.columns, threads);
+  auto const multiply = x.is_e5m2 ? (w.is_e5m2 ? multiply_pairs<E5M2, E5M2> : multiply_pairs<E5M2, E4M3>)
+                                  : (w.is_e5m2 ? multiply_pairs<E4M3, E5M2> : multiply_pairs<E4M3, E4M3>);
+  multiply(x, w, out.as<float>(), target.stride, threads);
+#endif
+}
 
 void widen_float8(TensorView const& out, HostFloat8 const& matrix, int threads) {
   Checker const check("widen_float8", Device{});

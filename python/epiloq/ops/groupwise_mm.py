@@ -11,10 +11,9 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import product, to_float32
+from epiloq.ops.float8 import Scales, product, products_in_words
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_GROUP = 128  # of K, to a scale
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
 GROUPED_RECIPES = ((1, 128, 128), (1, 1, 128), (1, 1, -1))
 
@@ -138,7 +137,7 @@ def product_on_cpu(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_per_scale: int, columns_per_scale: int
 ) -> Tensor:
     """fp32 ``[M, K] @ [K, N]`` of de-quantised rows and columns."""
-    return product(to_float32(a, scale_a, rows_per_scale, _GROUP), b.t(), scale_b.t(), columns_per_scale)
+    return product(a, b.t(), Scales(scale_a, rows_per_scale), Scales(scale_b.t(), columns_per_scale))
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
@@ -166,9 +165,9 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     if call["a"].is_cuda or _core.forced_arch() != "auto":
         return _core.explain_groupwise_mm(out, **call, **scales)
     _core.check_groupwise_mm(out, **call, **scales)
-    if recipe[2] == -1:
-        return "cpu int8 matmul of each expert" if call["a"].dtype == torch.int8 else "cpu fp32 matmul of each expert"
-    return "cpu fp32 matmul, float8 widened on the way"
+    if name == "groupwise_mm":
+        return "cpu, " + products_in_words(out.numel() // max(out.shape[-1], 1))
+    return f"cpu, {'int8' if call['a'].dtype == torch.int8 else 'float8'} products, expert by expert"
 
 
 def fake_of(operation: str) -> Callable[..., Tensor]:

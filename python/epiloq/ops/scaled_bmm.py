@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import product, to_float32
-from epiloq.ops.scaled_mm import exact_int_mm
+from epiloq.ops.float8 import product, products_in_words
+from epiloq.ops.scaled_mm import exact_int_mm, int_mm_in_words
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 _OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? scale_out=None"
@@ -113,7 +113,7 @@ def float_sums(x: Tensor, w: Tensor) -> Tensor:
     """``x @ w`` on the CPU in float32: exact int32 sums converted, or float8 in float32."""
     if x.dtype == torch.int8:
         return exact_int_mm(x, w).to(torch.float32)
-    return product(to_float32(x), w.t())
+    return product(x, w.t())
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
@@ -136,8 +136,8 @@ def explain(*args: Any, **kwargs: Any) -> str:
     if call["a"].is_cuda or _core.forced_arch() != "auto":
         return _core.explain_scaled_bmm(out, **call)
     _core.check_scaled_bmm(out, **call)
-    kind = "int8 matmul" if call["a"].dtype == torch.int8 else "fp32 matmul of float8 values"
-    return f"cpu {kind}, product by product"
+    kind = int_mm_in_words() if call["a"].dtype == torch.int8 else products_in_words(call["a"].shape[1])
+    return f"cpu, {kind}, product by product"
 
 
 _SIGNATURE = inspect.signature(scaled_bmm)

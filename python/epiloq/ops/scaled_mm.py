@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import product, to_float32
+from epiloq.ops.float8 import product, products_in_words
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -170,7 +170,7 @@ def _run_on_cpu(
     if out.numel() == 0:
         return
     rows = a.reshape(out.numel() // b.shape[1], b.shape[0])
-    result = product(to_float32(rows), b.t()).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
+    result = product(rows, b.t()).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
     if bias is not None:
         result.add_(bias.reshape(-1))
     out.copy_(result.view(out.shape))
@@ -218,7 +218,8 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     out = given.pop("out")
     if out is None:
         out = _empty(name, given["a"], given["b"], out_dtype)
-    return _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
+    words = _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
+    return f"cpu, {products_in_words(out.numel() // out.shape[-1])}" if words == "cpu, float8" else words
 
 
 def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,8 @@
 // the slab's parameters, each by one value of six tokens.
 
 #include <algorithm>
-#include <utility>
 
+#include "core/host_pairs.h"
 #include "core/host_vectors.h"
 #include "ops/weight_only_mm/layout.h"
 
@@ -28,16 +28,6 @@ struct SlabByTokens {
   int m;
   std::int64_t stride;
 };
-
-// call<tokens>(m) for blocks of kMost tokens from m on, and what is left.
-template <int kMost, class Call>
-[[gnu::always_inline]] inline void by_blocks(int count, Call const& call) {
-  int m = 0;
-  for (; m + kMost <= count; m += kMost) call.template operator()<kMost>(m);
-  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) __attribute__((always_inline)) {
-    ((kFewer + 1 == count - m ? call.template operator()<kFewer + 1>(m) : void()), ...);
-  }(std::make_integer_sequence<int, kMost - 1>{});
-}
 
 template <int kLanes>
 struct Many {

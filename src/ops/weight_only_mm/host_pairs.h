@@ -1,24 +1,13 @@
 #pragma once
 
-// The arithmetic of many tokens of bfloat16 by a slab, where a CPU multiplies pairs of bfloat16 and adds them up in
-// float32 (AVX-512 BF16): integers less their zero points, which bfloat16 holds exactly, as pairs of columns of 16 rows
-// in the order of the slab's parameters. A group's sums are multiplied by its scale, in float32.
+// The arithmetic of many tokens of bfloat16 by a slab, where the CPU has pairs: integers less their zero points, which
+// bfloat16 holds exactly, in the order of the slab's parameters. A group's sums are multiplied by its scale, in
+// float32.
 
-#include "core/host_rows.h"
+#include "core/host_pairs.h"
 #include "ops/weight_only_mm/host_many.h"
 
 namespace epiloq::ops::weight_only_mm {
-
-inline bool has_pairs() {
-#ifdef EPILOQ_HAS_CLONES
-  return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
-
-// Tokens lie by blocks of so many, whose sums and groups' sums registers hold: [block, pair of columns, token].
-inline constexpr int kPairBlock = 12;
 
 #ifdef EPILOQ_HAS_CLONES
 struct SlabByPairs {
@@ -47,16 +36,9 @@ struct ManyPairs {
       Ints even, odd{};
       differences(even, s, first + column, codes[column]);
       if (column + 1 < count) differences(odd, s, first + column + 1, codes[column + 1]);
-      Ints const pairs = (even >> 16 & 0xffff) | (odd & ~0xffff);
-      std::memcpy(out[column / 2].values, &pairs, sizeof(pairs));
+      pair_of(even, even, odd);
+      std::memcpy(out[column / 2].values, &even, sizeof(even));
     }
-  }
-
-  // (By way of a variable: gcc keeps what an asm names by reference in memory.)
-  [[gnu::always_inline]] static void add(Floats& sum, Floats const& weights, std::uint32_t const& x) {
-    Floats onto = sum;
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(onto) : "v"(weights), "m"(x));
-    sum = onto;
   }
 
   template <int kTokens>
@@ -72,7 +54,7 @@ struct ManyPairs {
         Floats weights;
         load(weights, pairs->values);
 #pragma GCC unroll 12
-        for (int m = 0; m < kTokens; ++m) add(sum[m], weights, x[m]);
+        for (int m = 0; m < kTokens; ++m) add_pair(sum[m], weights, x[m]);
       }
 #pragma GCC unroll 12
       for (int m = 0; m < kTokens; ++m) total[m] += scale * sum[m];
