@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+from epiloq.ops.quantize_blockwise_int8 import _lanes
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 SMALLEST = np.float32(np.finfo(np.float32).tiny)
@@ -230,3 +231,7 @@ def test_bad_arguments_are_named(x: Tensor, group: int, text: str) -> None:
 def test_explain() -> None:
     assert epiloq.supports("quantize_blockwise_int8", torch.randn(3, 5), 2) == (True, "cpu, vectorised blocks")
     assert not epiloq.supports("quantize_blockwise_int8", torch.randn(3, 5), 0)[0]
+
+
+def test_explain_says_how_threads_share_a_block() -> None:
+    assert [_lanes(group) for group in (1, 8, 16, 32, 48, 128, 512, 1024)] == [32, 32, 1, 2, 32, 8, 32, 32]

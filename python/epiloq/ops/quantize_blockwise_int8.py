@@ -124,8 +124,8 @@ def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantis
 
 
 def _lanes(group_size: int) -> int:
-    """Threads that share a block in the kernel: 8 values each where that divides a warp, else a warp."""
-    lanes, rest = divmod(group_size, 8)
+    """Threads that share a block in the kernel: 16 values each where that divides a warp, else a warp."""
+    lanes, rest = divmod(group_size, 16)
     return lanes if rest == 0 and lanes in (1, 2, 4, 8, 16, 32) else 32
 
 

@@ -93,8 +93,8 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, P
   return {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
 }
 
-// Blocks of 16 * lanes values, lanes a power of two up to 32: each value is read once, 8 of a lane's by 8 lanes' side
-// by side.
+// Blocks of 16 * lanes values, lanes a power of two up to 32: each value is read once. A lane has two vectors, and
+// neighbours' vectors lie side by side.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {

@@ -6,8 +6,9 @@
 
 namespace epiloq::ops::quantize_blockwise_int8 {
 
-// Parameters lie at [row * row_stride + block * block_stride], so that a caller can have them in either order. Blocks
-// past the last value, up to padded_cols, have q, scale, offset and sums of 0.
+// Parameters lie at [row * row_stride + block * block_stride], so that a caller can have them in either order. Past
+// the last value, up to padded_cols, q is 0, and in blocks of a power of two from 16 to 512 so are scales, offsets and
+// sums.
 struct Problem {
   int rows, cols, padded_cols, group;
   std::int64_t stride_x, stride_q, row_stride, block_stride;

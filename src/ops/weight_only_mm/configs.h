@@ -4,7 +4,9 @@
 //
 // Times are microseconds on an H200, 2026-11-20, fitted to tools/weight_only_sweep.py over seven layer shapes, 4 bits
 // in groups of 128: the kernel that they name took 1 % more than the fastest in geometric mean, 13 % at most. (The
-// wgmma kernels' were taken before a block went on from tile to tile.) On other GPUs only their ratios count.
+// wgmma kernels' were taken before a block went on from tile to tile; those of 64 tokens by one and two warpgroups, and
+// what a dense product takes to begin, are of small layers, 64 to 2048 rows, on 2026-11-21.) On other GPUs only their
+// ratios count.
 
 #include <array>
 

@@ -44,7 +44,7 @@ struct FewTokens {
 void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameters const& parameters, int slab,
                   Line* sums);
 
-// Any number of tokens and any weight: a slab is de-quantised, column by column, and tokens multiplied by it.
+// Any number of tokens and any weight: tokens are multiplied by the columns of a slab, de-quantised or as integers.
 struct ManyTokens {
   std::vector<float> copy;           // of what is no float32
   std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks

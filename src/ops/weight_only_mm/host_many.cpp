@@ -1,4 +1,4 @@
-// Products of many tokens, or with any weight, on the CPU: the versions of host_many.h.
+// Products of many tokens, or with any weight, on the CPU: the versions of host_many.h, and tokens for host_pairs.h.
 
 #include "ops/weight_only_mm/host_many.h"
 

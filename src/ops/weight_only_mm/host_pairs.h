@@ -11,7 +11,7 @@ namespace epiloq::ops::weight_only_mm {
 
 #ifdef EPILOQ_HAS_CLONES
 struct SlabByPairs {
-  SlabByTokens slab;  // without offsets, and without x
+  SlabByTokens slab;  // of which neither offsets nor x are looked at
   int group;          // even
   std::uint32_t const* x;
 };
@@ -47,7 +47,7 @@ struct ManyPairs {
     Floats total[kTokens];
     std::memcpy(total, sums, sizeof(total));
     for (int column = 0; column < count;) {
-      int const end = std::min(count, ((first + column) / s.group + 1) * s.group - first);
+      int const of_group = std::min(count - column, s.group - (first + column) % s.group), end = column + of_group;
       Floats scale, sum[kTokens] = {};
       load(scale, s.slab.scale + s.slab.groups[first + column]);
       for (; column < end; column += 2, ++pairs, x += kPairBlock) {
@@ -72,7 +72,7 @@ struct ManyPairs {
       Many<kLanes>::unpack(s.slab, first, first + count, codes);
       pair_up(s.slab, first, count, codes, pairs);
       by_blocks<kPairBlock>(s.slab.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
-        multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + first / 2 * kPairBlock, sums + m);
+        multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + std::int64_t{first} / 2 * kPairBlock, sums + m);
       });
     }
   }

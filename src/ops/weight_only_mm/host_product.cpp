@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/host_columns.h"
+#include "core/host_pairs.h"
 #include "core/host_rows.h"
 #include "core/threads.h"
 #include "ops/weight_only_mm/host.h"
@@ -21,7 +22,7 @@ int threads_for(Problem const& p, int threads) {
 
 // Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
 int tokens_at_once(Problem const& p, DType dtype) {
-  constexpr int kCached = 1 << 17, kLeast = 96;  // values
+  constexpr int kCached = 1 << 17, kLeast = 8 * kPairBlock;  // values; whole blocks
   return is_for_few(p, dtype) ? p.m : std::max(kLeast, kCached / std::max(p.weight.k, 1) / kLeast * kLeast);
 }
 
