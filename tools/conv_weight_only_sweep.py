@@ -3,9 +3,10 @@
     python tools/conv_weight_only_sweep.py [--variant w4_g128] [--batches 1] [--layers "3 3x3,4 3x3"]
                                            [--families wgmma,patches] [--splits 1,2,4,8] [--json sweep.json]
 
-Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every result is compared with torch's
-convolution of the de-quantised weight, which the "dense" time de-quantises for each time; cuDNN's convolution alone, of
-the same type, stands beside. The times in configs.h are to be fitted to what --json writes.
+Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every
+result is compared with torch's convolution of the de-quantised weight, which the "dense" time de-quantises for each
+time; cuDNN's convolution alone, of the same type, stands beside. The times in configs.h are to be fitted to what --json
+writes.
 """
 
 from __future__ import annotations
