@@ -7,8 +7,9 @@
 // int32 sums takes longer than multiplying, so each group has two sets of them and adds up one while wgmma fills the
 // other. 4-bit weights reach wgmma through registers, and leave room for two sets of 64 tokens.
 //
-// What limits it (H200, 2026-11-21): a conversion, a product and two multiply-adds for each sum fill six of ten issue
-// slots. Without any copies a block of K takes as long, and four groups of 64 x 64, each with one set, take 8 % longer.
+// What limits it (H200, 2026-11-21): a conversion, a product and two multiply-adds for each sum, which with what goes
+// with them fill half of the issue slots. Without any copies a block of K takes as long, and four groups of 64 x 64,
+// each with one set, take 8 to 11 % longer.
 
 #include <algorithm>
 
