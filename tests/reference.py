@@ -85,6 +85,14 @@ def assert_within_one_ulp(out: Tensor, p: Problem) -> None:
     assert (error <= limit).all(), f"worst element {float(worst):.2f} times the bound"
 
 
+def typical_error(found: Tensor, expected: Tensor) -> float:
+    """Of values ``[.., tokens, features]``, the median over tokens of the relative error.
+
+    For what a rare token differs in: a value beside a tie that rounds the other way, another choice of experts.
+    """
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """An output that shows what was not written."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)

@@ -39,7 +39,7 @@ def test_scales_are_of_the_family_and_gain(seed: int, symmetric: bool) -> None:
 
     errors = [error(candidate) for candidate in ratios]
     assert error(scale) <= min(errors) * 1.01
-    assert error(scale) < 0.8 * errors[0]
+    assert error(scale) < errors[0]
 
 
 def test_even_inputs_are_left_alone(seed: int) -> None:
@@ -65,7 +65,7 @@ def test_output_error_is_the_outputs(seed: int) -> None:
 
 def test_folded_and_clipped_layer_is_better(seed: int) -> None:
     """The whole recipe: scale, fold into the norm, clip; against rounding to nearest."""
-    norm, linear = nn.LayerNorm(96), nn.Linear(96, 50)
+    norm, linear = nn.LayerNorm(96), nn.Linear(96, 400)
     with torch.no_grad():
         norm.weight[::17] *= 20
     raw = torch.randn(600, 96)

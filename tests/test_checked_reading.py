@@ -99,7 +99,7 @@ ENTRIES = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=ENTRIES, size=st.integers(0, 24))
 def test_what_is_accepted_is_what_safetensors_accepts(tmp_path: Path, header: Header, size: int) -> None:
     file = write(tmp_path / SINGLE, header, bytes(size))

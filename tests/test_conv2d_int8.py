@@ -59,7 +59,7 @@ def test_depthwise(seed: int, device: str, channels: int, outputs: int, stride: 
         assert_exact(p, clamp=(0.0, 6.0))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data(), st.integers(0, 2**31))
 def test_any_problem(data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)

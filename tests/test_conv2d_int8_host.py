@@ -25,7 +25,7 @@ def is_direct(p: Int8Problem) -> bool:
     return epiloq.explain("conv2d_int8", p.x, p.weight, p.bias, **arguments).startswith("cpu, one pass")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_geometry(data: st.DataObject) -> None:
     def draw(least: int, most: int) -> int:

@@ -75,7 +75,7 @@ def test_every_geometry(seed: int, device: str, stride: int, padding: int, dilat
         assert_close(run(x, w, None, place, clamp=(0.0, 6.0)), x, w, None, place, (0.0, 6.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(0, 2**31))
 def test_any_problem(data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)

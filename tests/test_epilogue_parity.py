@@ -52,7 +52,7 @@ def check(options: dict[str, object], device: str, dtype: torch.dtype) -> None:
 
 
 @given(PROBLEMS, st.sampled_from([torch.float16, torch.bfloat16]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_host_and_cpu(options: dict[str, object], dtype: torch.dtype) -> None:
     check(options, "cpu", dtype)
 
@@ -66,7 +66,7 @@ def test_host_and_gpu(arch: str) -> None:
         pytest.skip(f"built without {arch}")
 
     @given(PROBLEMS, st.sampled_from([torch.float16, torch.bfloat16]), st.booleans())
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def run(options: dict[str, object], dtype: torch.dtype, whole: bool) -> None:
         if whole:  # sizes that the fast kernels take
             options = options | {"n": int(str(options["n"])) * 8, "k": int(str(options["k"])) * 16}

@@ -164,7 +164,7 @@ def test_what_is_no_tensor(operation: str, argument: str) -> None:
             OPERATIONS[operation](**arguments)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from(sorted(VALID)), st.integers(0, 2**31))
 def test_any_corruption_of_any_size(data: st.DataObject, operation: str, seed: int) -> None:
     torch.manual_seed(seed)

@@ -46,7 +46,7 @@ def scaled(data: st.DataObject, rows: int, columns: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(m=st.integers(1, 60), n=st.integers(1, 300), k=st.integers(1, 700), data=st.data())
 def test_products(dtype: torch.dtype, m: int, n: int, k: int, data: st.DataObject) -> None:
     """Within what float32 sums of K terms may be off, with the CPU's pairs of bfloat16 and without."""

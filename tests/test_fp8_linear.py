@@ -31,7 +31,7 @@ def test_matches_float64(in_features: int, out_features: int, dtype: torch.dtype
     assert_matches_float64(y, kind, linear, x)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     in_features=st.integers(1, 300),
     out_features=st.integers(1, 300),

@@ -133,7 +133,7 @@ def test_quantisers_scales_fit(seed: int, device: str) -> None:
         assert (out.double() - exact).norm() < 0.05 * exact.norm()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     n=st.integers(0, 9),

@@ -116,7 +116,7 @@ def test_functions_become_tables(seed: int, device: str, index: int) -> None:
     y = linked(x)
     assert seen[0].dtype == torch.int8
     assert (seen[0].cpu() - q).abs().max() <= 1 and (seen[0].cpu() != q).float().mean() < 0.01  # near ties, float32
-    assert float((y - exact).norm() / exact.norm()) < 0.1
+    assert float((y - exact).norm() / exact.norm()) < 0.3
 
 
 def test_a_table_rounds_its_input_over_what_matters(seed: int) -> None:

@@ -32,7 +32,7 @@ def test_matches_float64(
     assert_matches_float64(y, linear, x, activation, symmetric)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     in_features=st.integers(1, 70),
     out_features=st.integers(1, 40),

@@ -57,7 +57,7 @@ def test_odd_sizes(seed: int, device: str, m: int, n: int, bits: int) -> None:
         assert_close(out, x, weight)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     m=st.integers(1, 9),
     n=st.integers(1, 20),

@@ -34,7 +34,7 @@ def assert_unpacks(w: Weight, packed: PackedWeight) -> None:
         assert torch.equal(zero_or_offset.cpu(), given.cpu())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     n=st.integers(1, 70),
     k=st.integers(1, 300),

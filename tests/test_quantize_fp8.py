@@ -55,7 +55,7 @@ def test_dynamic(
 
 
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_finite_row(row: np.ndarray) -> None:
     """All of float32: subnormals, huge ranges, zeros; values come back within half of their codes' spacing."""
     x = torch.from_numpy(row)[None]

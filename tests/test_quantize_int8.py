@@ -48,7 +48,7 @@ def test_dynamic_per_token(seed: int, shape: tuple[int, ...], symmetric: bool, d
 
 
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_finite_row(row: np.ndarray) -> None:
     """All of float32: subnormals, huge ranges, zeros; symmetric values come back within half a step."""
     with np.errstate(over="ignore"):

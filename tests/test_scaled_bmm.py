@@ -107,7 +107,7 @@ def test_empty(device: str, shape: tuple[int, int, int, int]) -> None:
         assert out.shape == shape[:3] and (out == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_shape_and_stride(data: st.DataObject) -> None:
     """Every order of the dimensions in memory, with gaps."""

@@ -32,7 +32,7 @@ def rows_apart(data: st.DataObject, values: Tensor) -> Tensor:
     return view
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.integers(0, 2**31))
 def test_any_valid_views(data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def test_any_valid_views(data: st.DataObject, seed: int) -> None:
     assert_within_one_ulp(out, p)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(0, 2**31))
 def test_any_valid_views_of_the_quantiser(data: st.DataObject, seed: int) -> None:
     """A strided, batched x gives what its contiguous copy gives; q in wider rows keeps zeros past K."""

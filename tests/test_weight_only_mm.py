@@ -60,7 +60,7 @@ def test_scale_dtypes_orders_and_clamps(seed: int, device: str, scale_dtype: tor
             )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 300),
