@@ -62,6 +62,7 @@ ROWS = (
     Row("w4a16-g128", "gptq", SHORT_GROUPS),
     Row("w4a16-g128", "awq+gptq", SHORT_GROUPS),
     *(Row(scheme, algorithm) for scheme in ("fp8-block", "w4a8-block") for algorithm in ("rtn", "gptq")),
+    *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
 )
 
 
