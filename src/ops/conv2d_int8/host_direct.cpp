@@ -2,19 +2,17 @@
 // float32, which holds every partial sum.
 
 #include <algorithm>
+#include <cstring>
 
+#include "core/host_versions.h"
 #include "ops/conv2d_int8/host.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define EPILOQ_TARGET(NAME) __attribute__((target(NAME)))
-#endif
 
 namespace epiloq::ops::conv2d_int8 {
 namespace {
 
-constexpr int kPixels = 6, kVectors = 2;  // 12 sums for 16 registers
-constexpr int kSumBytes = 1 << 14;        // of a strip's sums, which the first-level cache keeps
-constexpr int kPixelsOfSmallStrip = 24;   // where channels are many
+constexpr int kPixels = 6;
+constexpr int kSumBytes = 1 << 14;       // of a strip's sums, which the first-level cache keeps
+constexpr int kPixelsOfSmallStrip = 24;  // where channels are many
 
 // kLanes output channels of some pixels side by side.
 struct Block {
@@ -27,65 +25,52 @@ struct Block {
   int pixels, lanes;      // pixels: a multiple of kPixels
 };
 
-// What a register holds, and the same wherever it lies in memory.
-struct Four {
-  typedef float Vector __attribute__((vector_size(16)));
-  typedef float Unaligned __attribute__((vector_size(16), aligned(4)));
-  typedef std::int32_t Integers __attribute__((vector_size(16), aligned(4)));
-};
-struct Eight {
-  typedef float Vector __attribute__((vector_size(32)));
-  typedef float Unaligned __attribute__((vector_size(32), aligned(4)));
-  typedef std::int32_t Integers __attribute__((vector_size(32), aligned(4)));
-};
+// By registers of kWidth floats: two for each pixel where a Line takes as many, 12 sums for 16 registers.
+template <int kWidth>
+struct Direct {
+  using Floats = typename Vectors<kWidth>::Floats;
+  static constexpr int kVectors = std::min(2, kLanes / kWidth);
 
-template <class Width, bool kDepthwise>
-[[gnu::always_inline]] inline void sum(Block const& s) {
-  using Vector = typename Width::Vector;
-  using Unaligned = typename Width::Unaligned;
-  using Integers = typename Width::Integers;
-  constexpr int kFloats = sizeof(Vector) / sizeof(float);
-  for (int first = 0; first < s.pixels; first += kPixels) {
-    for (int lane = 0; lane < kLanes; lane += kVectors * kFloats) {
-      Vector total[kPixels][kVectors] = {};
-      float const* w = s.weight + lane;
-      for (int tap = 0; tap < s.taps; ++tap) {
-        float const* x = s.x[tap] + s.offset + first * s.step + (kDepthwise ? lane : 0);
-        for (int c = 0; c < (kDepthwise ? 1 : s.channels); ++c, w += kLanes, ++x) {
-          Vector weight[kVectors];
-          for (int v = 0; v < kVectors; ++v) weight[v] = *reinterpret_cast<Unaligned const*>(w + v * kFloats);
+  template <bool kDepthwise>
+  [[gnu::always_inline]] static void sum(Block const& s, int first, int lane) {
+    Floats total[kPixels][kVectors] = {};
+    float const* w = s.weight + lane;
+    for (int tap = 0; tap < s.taps; ++tap) {
+      float const* x = s.x[tap] + s.offset + first * s.step + (kDepthwise ? lane : 0);
+      for (int c = 0; c < (kDepthwise ? 1 : s.channels); ++c, w += kLanes, ++x) {
+        Floats weight[kVectors], value;
+        for (int v = 0; v < kVectors; ++v) load(weight[v], w + v * kWidth);
 #pragma GCC unroll 6
-          for (int pixel = 0; pixel < kPixels; ++pixel) {
-            float const* const at = x + pixel * s.step;
-            for (int v = 0; v < kVectors; ++v) {
-              if constexpr (kDepthwise) {
-                total[pixel][v] += *reinterpret_cast<Unaligned const*>(at + v * kFloats) * weight[v];
-              } else {
-                total[pixel][v] += *at * weight[v];
-              }
+        for (int pixel = 0; pixel < kPixels; ++pixel) {
+          float const* const at = x + pixel * s.step;
+          for (int v = 0; v < kVectors; ++v) {
+            if constexpr (kDepthwise) {
+              load(value, at + v * kWidth);
+              total[pixel][v] += value * weight[v];
+            } else {
+              total[pixel][v] += *at * weight[v];
             }
           }
         }
       }
-      std::int32_t* const acc = s.acc + static_cast<std::int64_t>(first) * s.lanes + lane;
-      for (int pixel = 0; pixel < kPixels; ++pixel) {
-        for (int v = 0; v < kVectors; ++v) {
-          *reinterpret_cast<Integers*>(acc + pixel * s.lanes + v * kFloats) =
-              __builtin_convertvector(total[pixel][v], Integers);
-        }
+    }
+    std::int32_t* const acc = s.acc + static_cast<std::int64_t>(first) * s.lanes + lane;
+    for (int pixel = 0; pixel < kPixels; ++pixel) {
+      for (int v = 0; v < kVectors; ++v) {
+        auto const sums = __builtin_convertvector(total[pixel][v], typename Vectors<kWidth>::Ints);
+        std::memcpy(acc + pixel * s.lanes + v * kWidth, &sums, sizeof(sums));
       }
     }
   }
-}
 
-// Vectors wider than registers would live in memory.
-#ifdef EPILOQ_TARGET
-EPILOQ_TARGET("arch=x86-64-v3") void sum_block(Block const& s) {
-  s.channels == 0 ? sum<Eight, true>(s) : sum<Eight, false>(s);
-}
-EPILOQ_TARGET("default")
-#endif
-void sum_block(Block const& s) { s.channels == 0 ? sum<Four, true>(s) : sum<Four, false>(s); }
+  [[gnu::always_inline]] static void run(Block const& s) {
+    for (int first = 0; first < s.pixels; first += kPixels) {
+      for (int lane = 0; lane < kLanes; lane += kVectors * kWidth) {
+        s.channels == 0 ? sum<true>(s, first, lane) : sum<false>(s, first, lane);
+      }
+    }
+  }
+};
 
 // [co / kLanes, terms, kLanes] of the weight [co, terms].
 std::vector<Line> blocks_of_weight(Problem const& p, int terms) {
@@ -108,6 +93,7 @@ void direct_on_host(Problem const& p, std::int64_t first, std::int64_t last) {
   bool const depthwise = s.groups > 1;
   int const taps = s.kh * s.kw, terms = taps * (s.ci / s.groups), blocks = static_cast<int>(ceil_div(s.co, kLanes));
   int const lanes = blocks * kLanes;
+  static auto const sum_block = Versions<Direct, Block const&>::here();
   std::vector<Line> const weight = blocks_of_weight(p, terms);
   Finisher finisher(p.finish, s.co, p.out_dtype, p.out, s.out_pixel);
   TapRows rows(p, kPixels);
