@@ -24,7 +24,7 @@ def statistics(x: Tensor) -> InputStatistics:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_scales_are_of_the_family_and_gain(seed: int, symmetric: bool) -> None:
-    x, weights = salient(128), [torch.randn(30, 128), torch.randn(20, 128)]
+    x, weights = salient(512), [torch.randn(30, 512), torch.randn(20, 512)]
     seen, grid = statistics(x), Grid(4, 64, symmetric)
     scale = awq_scale(weights, seen.hessian, seen.mean_abs, grid)
     ratios = []
@@ -39,7 +39,7 @@ def test_scales_are_of_the_family_and_gain(seed: int, symmetric: bool) -> None:
 
     errors = [error(candidate) for candidate in ratios]
     assert error(scale) <= min(errors) * 1.01
-    assert error(scale) < errors[0]
+    assert error(scale) < 0.8 * errors[0]
 
 
 def test_even_inputs_are_left_alone(seed: int) -> None:

@@ -119,15 +119,15 @@ def loss(model: nn.Module, original: nn.Module, windows: list[Tensor]) -> float:
 def test_algorithms_gain(seed: int) -> None:
     """At four bits, on inputs that they have not seen: GPTQ and AWQ over rounding, in models with large channels."""
     found = dict.fromkeys(("rtn", "gptq", "awq", "awq+gptq"), 0.0)
-    for _ in range(4):  # One such model may do without.
+    for _ in range(8):  # One such model may do without.
         original, calibration, evaluation = outlying(llama()), texts(24), texts(8)
         for algorithm in found:
             model = copy.deepcopy(original)
             walk(model, calibration, algorithm, Grid(4, 32))
             found[algorithm] += loss(model, original, evaluation)
-    assert found["gptq"] < found["rtn"], found
+    assert found["gptq"] < 0.85 * found["rtn"], found
     assert found["awq"] < found["rtn"], found
-    assert found["awq+gptq"] < found["rtn"], found
+    assert found["awq+gptq"] < 0.9 * found["rtn"], found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

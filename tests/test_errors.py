@@ -128,7 +128,7 @@ def memory_of(t: Tensor) -> Tensor:
     return t.contiguous().reshape(-1).view(torch.uint8)
 
 
-def refused(operation: str, arguments: Arguments, *named: str) -> str:
+def assert_refused(operation: str, arguments: Arguments, *named: str) -> str:
     """The call raises ValueError naming the operation and one of `named`; inputs and `out` stay as they were."""
     before = {name: value.clone() for name, value in arguments.items() if value.layout == torch.strided}
     with pytest.raises(ValueError, match=f"^epiloq.{operation}: ({'|'.join(named)}): .*(got|beside|apart)") as error:
@@ -145,7 +145,7 @@ def test_one_wrong_argument(seed: int, operation: str, argument: str, corrupt: C
     arguments[argument] = wrong
     # The lengths of the others follow a, b, x and scale: where one of those has the wrong one, another may be named.
     others = {"a": ["out", "b"], "b": ["out", "scale_b"], "scale": ["azp"], "x": ["scale"]}.get(argument, [])
-    message = refused(operation, arguments, argument, *others)
+    message = assert_refused(operation, arguments, argument, *others)
     name = str(wrong.dtype).removeprefix("torch.")
     if wrong.dtype in WRONG_DTYPES and wrong.dtype not in (torch.complex64, torch.float8_e4m3fn):
         assert f"{argument}: expected" in message and f"got {name} " in message
@@ -176,13 +176,13 @@ def test_any_corruption_of_any_size(data: st.DataObject, operation: str, seed: i
         arguments[argument] = arguments[argument].flatten().repeat(3)[: arguments[argument].numel() + 1]
     else:
         arguments[argument] = corruptions_of(argument)[name](arguments[argument])
-    refused(operation, arguments, *arguments)
+    assert_refused(operation, arguments, *arguments)
 
 
 def test_layout_of_b() -> None:
     arguments = product(zero_point=False)
     arguments["b"] = arguments["b"].contiguous()
-    assert "weight.t()" in refused("scaled_mm", arguments, "b")
+    assert "weight.t()" in assert_refused("scaled_mm", arguments, "b")
 
 
 @pytest.mark.parametrize(("operation", "limit"), [("scaled_mm", 131071), ("scaled_mm_azp", 65793)])
@@ -190,7 +190,7 @@ def test_the_longest_k(operation: str, limit: int) -> None:
     for k in (limit, limit + 1):
         arguments = product(operation == "scaled_mm_azp", 2, 3, k)
         if k > limit:
-            assert str(limit) in refused(operation, arguments, "a")
+            assert str(limit) in assert_refused(operation, arguments, "a")
         else:
             OPERATIONS[operation](**arguments)
             p = Problem(*(arguments.get(name) for name in ("a", "b", "scale_a", "scale_b", "bias", "azp", "azp_adj")))
@@ -210,7 +210,7 @@ def test_out_over_an_input(argument: str) -> None:
         start = 2 * first // overlapped.element_size() if argument not in ("a", "b") else 16 * (2 * first // 16)
         shared = memory.view(overlapped.dtype).as_strided(overlapped.shape, overlapped.stride(), start)
         arguments[argument] = shared
-        assert argument in refused("scaled_mm_azp", arguments, "out")
+        assert argument in assert_refused("scaled_mm_azp", arguments, "out")
 
 
 def test_out_beside_an_input() -> None:

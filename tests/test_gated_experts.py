@@ -119,8 +119,11 @@ def test_against_float64(hidden: int, inner: int, dtype: torch.dtype, kind: str,
     # In 16 bits each expert's output is rounded.
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
     assert typical_error(y.cpu().double(), reference) < bound
-    # A value of a few tokens rounds the other way: it moves by an eighth of itself at most, and a sixteenth mostly.
-    assert float((y.cpu().double() - reference).norm() / reference.norm()) < 1 / 16
+    # A value of a few tokens rounds the other way, by a step of 127 in int8, by a sixteenth of itself in FP8.
+    in_float32 = 5e-3 if kind == "int8" else 2e-2
+    assert float((y.cpu().double() - reference).norm() / reference.norm()) < (
+        in_float32 if dtype == torch.float32 else 6e-2
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8-token", "int8"])

@@ -82,7 +82,7 @@ def correlated(channels: int, tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_clipping_minimises_what_it_says(seed: int, symmetric: bool) -> None:
-    weight, x = torch.randn(20, 100) ** 3, correlated(100, 400)
+    weight, x = torch.randn(200, 100) ** 3, correlated(100, 400)
     moments = x.t() @ x
     grid = Grid(3, 32, symmetric)
 
@@ -101,7 +101,7 @@ def test_clipping_minimises_what_it_says(seed: int, symmetric: bool) -> None:
     for name, by in (("mse", torch.ones(100)), ("weighted", moments.diagonal()), ("output", moments)):
         clipped = group_errors(by)
         assert (clipped[name] <= plain[name] * (1 + 1e-4)).all(), name
-        assert clipped[name].sum() < plain[name].sum(), name
+        assert clipped[name].sum() < 0.97 * plain[name].sum(), name
         others = [group_errors(other)[name].sum() for other in (torch.ones(100), moments.diagonal(), moments)]
         assert clipped[name].sum() <= min(others) * (1 + 1e-4), name
 

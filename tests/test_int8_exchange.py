@@ -116,7 +116,11 @@ def test_functions_become_tables(seed: int, device: str, index: int) -> None:
     y = linked(x)
     assert seen[0].dtype == torch.int8
     assert (seen[0].cpu() - q).abs().max() <= 1 and (seen[0].cpu() != q).float().mean() < 0.01  # near ties, float32
-    assert float((y - exact).norm() / exact.norm()) < 0.3
+    # One rounding more, by half a step of what the first layer hands on, which no function makes more than 1.5 times as
+    # large; and then the second layer's input may round to one place further.
+    moved = 1.5 * scale / 2 + second.input[0]
+    weights = (second.weight.double() * second.weight_scale.double().view(-1, 1, 1, 1)).abs().sum((1, 2, 3))
+    assert ((y - exact).abs().amax((0, 2, 3)) <= moved * weights).all()
 
 
 def test_a_table_rounds_its_input_over_what_matters(seed: int) -> None:

@@ -15,7 +15,7 @@ from fp8_reference import FLOATS, FORMATS, GRANULARITIES, awkward_rows, same_bit
 pytestmark = pytest.mark.gpu
 
 
-def both(x: Tensor, **kwargs: Any) -> None:
+def assert_bits_are_the_cpus(x: Tensor, **kwargs: Any) -> None:
     """The CPU's bits and layout, and the GPU's."""
     cpu = epiloq.quantize_fp8(x, **kwargs)
     on_gpu = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
@@ -30,12 +30,16 @@ def test_gpu_bits_are_the_cpus(seed: int, columns: int, dtype: torch.dtype) -> N
     finite = x.float().nan_to_num(1, 1, 1).to(dtype)
     for granularity in GRANULARITIES:
         for g in (128, 32, 1024) if granularity == "group" else (128, 64) if granularity == "block" else (128,):
-            both(finite, granularity=granularity, group_size=g, pad_to=16)
-            both(x, granularity=granularity, group_size=g)
-            both(x, granularity=granularity, group_size=g, ue8m0=True, dtype=torch.float8_e5m2, pad_to=24)
+            assert_bits_are_the_cpus(finite, granularity=granularity, group_size=g, pad_to=16)
+            assert_bits_are_the_cpus(x, granularity=granularity, group_size=g)
+            assert_bits_are_the_cpus(
+                x, granularity=granularity, group_size=g, ue8m0=True, dtype=torch.float8_e5m2, pad_to=24
+            )
             _, scale = epiloq.quantize_fp8(finite, granularity=granularity, group_size=g)
-            both(x, granularity=granularity, group_size=g, scale=scale * torch.rand_like(scale).mul(6).sub(3).exp2())
-    both(x, granularity="group", scale_layout="column", scale_ub=torch.tensor([2.0]), eps=1e-4)
+            assert_bits_are_the_cpus(
+                x, granularity=granularity, group_size=g, scale=scale * torch.rand_like(scale).mul(6).sub(3).exp2()
+            )
+    assert_bits_are_the_cpus(x, granularity="group", scale_layout="column", scale_ub=torch.tensor([2.0]), eps=1e-4)
 
 
 def test_gpu_extreme_static_scales(seed: int) -> None:
@@ -45,8 +49,10 @@ def test_gpu_extreme_static_scales(seed: int) -> None:
         x = awkward_rows(len(scales) + 13, 4096, dtype)
         scale = torch.tensor(scales + [torch.rand(()).item() for _ in range(13)])[:, None]
         for dtype8 in FORMATS:
-            both(x, granularity="token", scale=scale, dtype=dtype8)
-            both(x[13:].contiguous(), granularity="token", scale=scale[: len(scales)].contiguous(), dtype=dtype8)
+            assert_bits_are_the_cpus(x, granularity="token", scale=scale, dtype=dtype8)
+            assert_bits_are_the_cpus(
+                x[13:].contiguous(), granularity="token", scale=scale[: len(scales)].contiguous(), dtype=dtype8
+            )
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -65,7 +71,7 @@ def test_gpu_many_rows_and_one_long_row(seed: int) -> None:
     for shape in ((70_001, 24), (3, 1 << 20), (1, 8_388_608), (100_000, 128)):
         x = torch.randn(shape, dtype=torch.bfloat16)
         for granularity in ("tensor", "token", "group"):
-            both(x, granularity=granularity)
+            assert_bits_are_the_cpus(x, granularity=granularity)
 
 
 def everything(x: torch.Tensor) -> list[Tensor]:

@@ -93,7 +93,7 @@ def test_searched_scale_has_the_best_alpha(seed: int) -> None:
     errors = {alpha: error(smooth_scale(amax, weights, alpha)) for alpha in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)}
     # The largest of a row is a tie at 127.5 steps, which float32 breaks differently.
     assert error(found) <= 1.05 * min(errors.values())
-    assert error(found) < 0.8 * error(torch.ones(48))
+    assert error(found) < 0.5 * error(torch.ones(48))
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
@@ -125,7 +125,7 @@ def test_leaves_alone_what_something_else_reads(seed: int) -> None:
 def test_quantises_better(seed: int) -> None:
     """Outlier channels that spoil a scale per token: smoothing wins back most of the error."""
     plain = smoothed = 0.0
-    for _ in range(6):  # One such model may gain little.
+    for _ in range(12):  # One such model may gain little.
         model = with_outliers(nn.Sequential(*(Block(64, 96) for _ in range(2))))
         calibration, x = torch.randn(200, 64), torch.randn(50, 64)
         reference = model(x)
@@ -137,7 +137,7 @@ def test_quantises_better(seed: int) -> None:
         plain += error(copy.deepcopy(model))
         smoothquant_(model, lambda m, calibration=calibration: m(calibration))
         smoothed += error(model)
-    assert smoothed < plain
+    assert smoothed < 0.85 * plain
 
 
 def test_a_layer_that_is_not_quantised_is_not_smoothed(seed: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import epiloq
 from reference import poisoned
-from weight_reference import KINDS, assert_close, make_weight, run_and_check, run_kernel
+from weight_reference import KINDS, assert_close, make_weight, run_and_assert_close, run_kernel
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -25,7 +25,7 @@ HALVES = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(seed: int, device: str, kind: str, bits: int, dtype: torch.dtype) -> None:
     for m, group_size in itertools.product((1, 5, 17), (-1, 32, 64, 128, 48)):
-        run_and_check(device, m, 100, 576, bits, group_size, kind, dtype)
+        run_and_assert_close(device, m, 100, 576, bits, group_size, kind, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -35,7 +35,7 @@ def test_kinds(seed: int, device: str, kind: str, bits: int, dtype: torch.dtype)
 )
 def test_sizes(seed: int, device: str, n: int, k: int, bits: int, dtype: torch.dtype) -> None:
     for m in (1, 3, 8, 9, 17, 33, 129):
-        run_and_check(device, m, n, k, bits, 128, "zero", dtype, bias=m % 2 == 1)
+        run_and_assert_close(device, m, n, k, bits, 128, "zero", dtype, bias=m % 2 == 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,7 +44,7 @@ def test_scale_dtypes_orders_and_clamps(seed: int, device: str, scale_dtype: tor
     infinity = math.inf
     for m, clamp in itertools.product((1, 40), (None, (0.0, infinity), (0.0, 6.0), (-1.5, -0.25))):
         for dtype, act_order in itertools.product(HALVES, (False, True)):
-            run_and_check(
+            run_and_assert_close(
                 device,
                 m,
                 72,
@@ -85,7 +85,7 @@ def test_any_product(
 ) -> None:
     torch.manual_seed(draw)
     act_order, bias = options
-    run_and_check("cpu", m, n, k, bits, group_size, kind, dtype, act_order=act_order, bias=bias)
+    run_and_assert_close("cpu", m, n, k, bits, group_size, kind, dtype, act_order=act_order, bias=bias)
 
 
 def test_deterministic(seed: int, device: str) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epiloq
-from weight_reference import KINDS, make_weight, run_and_check
+from weight_reference import KINDS, make_weight, run_and_assert_close
 
 # Seconds in which a child that hangs is given up.
 PATIENCE = 30
@@ -49,7 +49,7 @@ def test_any_product_on_any_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        run_and_check("cpu", m, n, k, bits, group_size, kind, dtype, bias=draw % 2 == 0, clamp=(-2.0, 3.0))
+        run_and_assert_close("cpu", m, n, k, bits, group_size, kind, dtype, bias=draw % 2 == 0, clamp=(-2.0, 3.0))
     finally:
         torch.set_num_threads(before)
 

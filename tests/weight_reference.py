@@ -111,7 +111,7 @@ def assert_close(
     assert (error <= bound).all(), f"worst element {float((error / bound).max()):.2f} times the bound"
 
 
-def run_and_check(
+def run_and_assert_close(
     device: str,
     m: int,
     n: int,

@@ -219,7 +219,10 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     if out is None:
         out = _empty(name, given["a"], given["b"], out_dtype)
     words = _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
-    return f"cpu, {products_in_words(out.numel() // out.shape[-1])}" if words == "cpu, float8" else words
+    on_cpu = not out.is_cuda and _core.forced_arch() == "auto" and out.numel() > 0
+    if on_cpu and given["a"].dtype != torch.int8:  # which products float8 takes is decided here, in `product`
+        return f"cpu, {products_in_words(out.numel() // out.shape[-1])}"
+    return words
 
 
 def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:
