@@ -41,6 +41,16 @@ struct CudaTypeOf<DType::kFloat8E5M2> {
 template <DType kDType>
 using CudaType = typename CudaTypeOf<kDType>::type;
 
+// A value that stays in its register: the compiler would rather compute it again in every turn of a loop.
+__device__ __forceinline__ int kept(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// What is the same for all lanes, said so: the compiler takes what depends on the thread's index, or on memory, for
+// different, and copies it into uniform registers (of which wgmma's descriptors are made) wherever it is used.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // Programmatic dependent launch: a kernel launched with it may start while the one before it still runs, and must wait
 // before it touches what that one wrote. Both are nothing on architectures before SM90.
 __device__ __forceinline__ void wait_for_previous_kernel() {

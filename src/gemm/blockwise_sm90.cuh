@@ -36,10 +36,11 @@ __global__ __launch_bounds__(K::kThreads,
   }
   __syncthreads();
   let_next_kernel_start();
-  int const group = threadIdx.x / K::kGroupThreads, warp = threadIdx.x % K::kGroupThreads / 32;
+  int const group = uniform(threadIdx.x / K::kGroupThreads);
   if (group == K::kGroups) {
     cutlass::arch::warpgroup_reg_dealloc<K::kCopyRegisters>();
-    if (warp < K::kCopyingThreads && threadIdx.x % 32 == 0) {
+    int const warp = uniform(threadIdx.x % K::kGroupThreads / 32);
+    if (warp < K::kCopyingThreads && is_elected()) {
       // Weights need not wait for the quantising kernel: it waited for whoever wrote them before it let this one start.
       bool const of_weights = warp == 0;
       if (!of_weights) wait_for_previous_kernel();

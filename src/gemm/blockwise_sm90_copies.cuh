@@ -5,12 +5,11 @@
 #include <cstdint>
 
 #include "core/device_code.cuh"
-#include "cute/arch/copy_sm90_desc.hpp"
-#include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
 #include "gemm/blockwise_finish.cuh"
 #include "gemm/blockwise_problem.h"
 #include "gemm/tensor_map.h"
+#include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
 
@@ -93,22 +92,20 @@ struct BlockwiseSm90Copies {
     int const steps = params.p.k / kStep, source_kinds = of_weights ? params.p.kinds : kKinds;
     int const step_bytes = of_weights ? kRowBytes : kStep, bytes = of_weights ? kWeights : kValues;
     int const parameter_bytes = of_weights ? kWeightParameters : kTokenParameters;
-    unsigned char* const values = of_weights ? shared.weights : shared.values;
-    float* const lines = of_weights ? shared.weight_parameters : shared.token_parameters;
+    SharedAddress const values = shared_address(of_weights ? shared.weights : shared.values);
+    SharedAddress const lines = shared_address(of_weights ? shared.weight_parameters : shared.token_parameters);
+    SharedAddress const full = shared_address(shared.full), empty = shared_address(shared.empty);
     int const expected = bytes + parameter_bytes / kKinds * params.p.kinds;
-    constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     int stage = 0;
     std::uint32_t phase = 1;  // of the empty barriers: the first wait for each passes
     for (int index = blockIdx.x; index < tiles(params.p); index += gridDim.x) {
       Tile const tile(params.p, index);
       int const first = of_weights ? tile.first_n : tile.first_m;
       for (int step = 0; step < steps; ++step) {
-        shared.empty[stage].wait(phase);
-        shared.full[stage].arrive_and_expect_tx(expected);
-        auto* const barrier = reinterpret_cast<std::uint64_t*>(shared.full + stage);
-        cute::SM90_TMA_LOAD_2D::copy(&operand.values, barrier, kHint, values + stage * bytes, step * step_bytes, first);
-        cute::SM90_TMA_LOAD_2D::copy(&operand.parameters, barrier, kHint, lines + stage * (parameter_bytes / 4), first,
-                                     step * source_kinds);
+        wait_for_barrier(empty + stage * 8, phase);
+        expect_bytes(full + stage * 8, expected);
+        copy_box(values + stage * bytes, operand.values, step * step_bytes, first, full + stage * 8);
+        copy_box(lines + stage * parameter_bytes, operand.parameters, first, step * source_kinds, full + stage * 8);
         stage = stage + 1 == kStages ? 0 : stage + 1;
         phase ^= stage == 0;
       }

@@ -57,23 +57,23 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
     std::uint32_t weights[kBits == 8 ? 1 : kProducts][4];
   };
 
-  // Where a thread finds its group's share of the first stage. Shared memory by its own addresses, kept in registers:
-  // between two blocks' products there is no time to work them out.
+  // Where a thread finds its group's share of the first stage. Shared memory by its own addresses, kept in registers,
+  // those of barriers and wgmma in uniform ones: between two blocks' products there is no time to work them out.
   struct Share {
     SharedAddress full, empty;
-    SharedAddress weights, values;   // 64 rows of the weight; all tokens
+    std::uint32_t weights, values;   // as descriptors have them: 64 rows of the weight; all tokens
     SharedAddress of_row, of_token;  // the parameters of the thread's first row and token
     SharedAddress unpacked;          // of 4-bit weights, the row that the lane names to ldmatrix
     int lane;
 
     __device__ Share(Shared const& shared, int group, int warp, int lane_)
-        : full(shared_address(shared.full)),
-          empty(shared_address(shared.empty)),
-          weights(shared_address(shared.weights) + group * kGroupRows * kRowBytes),
-          values(shared_address(shared.values)),
-          of_row(shared_address(shared.weight_parameters) + (group * kGroupRows + 16 * warp + lane_ / 4) * 4),
-          of_token(shared_address(shared.token_parameters) + 2 * (lane_ % 4) * 4),
-          unpacked(weights + (16 * warp + lane_ % 8) * kRowBytes),
+        : full(uniform(shared_address(shared.full))),
+          empty(uniform(shared_address(shared.empty))),
+          weights(uniform(swizzled_address(shared_address(shared.weights) + group * kGroupRows * kRowBytes))),
+          values(uniform(swizzled_address(shared_address(shared.values)))),
+          of_row(kept(shared_address(shared.weight_parameters) + (group * kGroupRows + 16 * warp + lane_ / 4) * 4)),
+          of_token(kept(shared_address(shared.token_parameters) + 2 * (lane_ % 4) * 4)),
+          unpacked(kept(shared_address(shared.weights) + (group * kGroupRows + 16 * warp + lane_ % 8) * kRowBytes)),
           lane(lane_) {}
   };
 
@@ -129,8 +129,8 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
   static __device__ __forceinline__ void begin(Block& block, Share const& of, Position const& at, int round) {
     if (round == 0) wait_for_barrier(of.full + at.stage * 8, at.phase);
     if constexpr (kBits == 4) unpack(block, of, at.stage);
-    auto const weights = swizzled_address(of.weights + at.stage * kWeights);
-    auto const tokens = swizzled_address(of.values + at.stage * kValues + round * kColumns * kStep);
+    auto const weights = of.weights + at.stage * (kWeights >> 4);
+    auto const tokens = of.values + at.stage * (kValues >> 4) + round * (kColumns * kStep >> 4);
     fence(block);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -243,7 +243,7 @@ struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
   }
 
   static __device__ void multiply_all(BlockwiseProblem const& p, Shared const& shared, int steps, int group) {
-    int const warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
+    int const warp = uniform(threadIdx.x % kGroupThreads / 32), lane = threadIdx.x % 32;
     Share const of(shared, group, warp, lane);
     Position at;
     for (int index = blockIdx.x; index < tiles(p); index += gridDim.x) {

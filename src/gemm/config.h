@@ -49,13 +49,10 @@ struct WgmmaConfig {
 // K.
 enum class Scales : std::uint8_t { kBlocks, kColumns, kWholeRows };
 
-// SM90, scales every 128 of K or a whole row: warpgroups along M or along K, weights a tile, blocks of a cluster that
-// read tokens or weights for each other, and how many times 64 tokens a warpgroup multiplies with a stage's weights.
-enum class Share : std::uint8_t { kNothing, kTokens, kWeights };
+// SM90, scales every 128 of K or a whole row: warpgroups along M or along K, weights a tile, and how many times 64
+// tokens a warpgroup multiplies with a stage's weights.
 struct GroupwiseConfig {
   int m_groups, k_groups, n;
-  int cluster = 1;
-  Share share = Share::kNothing;
   int rounds = 1;
 
   constexpr int tokens() const { return 64 * m_groups * rounds; }

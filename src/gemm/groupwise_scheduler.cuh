@@ -2,52 +2,60 @@
 
 // Which tiles of D a block of a group-wise kernel takes, and whose expert's they are.
 
-#include <cute/arch/cluster_sm90.hpp>
+#include <cutlass/fast_math.h>
 
 #include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
 
 namespace epiloq::gemm {
 
-// One tile of D for a block; the blocks of a cluster take neighbours.
+// One tile of D for a block.
 struct GroupwiseTile {
   int first_row, end_row;  // of A and D
   int first_column;
   int expert;
 };
 
+// What of a problem's tiles the host can tell: those along N, and of a whole band.
+struct GroupwiseTiles {
+  int columns;
+  cutlass::FastDivmod band;
+};
+
 // The tiles of a block, one after the other, in bands of rows so that the tiles in flight share tokens and weights in
-// L2.
+// L2. Between two tiles nobody multiplies: but for a last, lower band nothing is divided by what only the device knows.
 template <class C>
 class GroupwiseScheduler {
  public:
-  __device__ explicit GroupwiseScheduler(GroupwiseProblem const& p)
-      : p_(p),
-        columns_(ceil_div(p.n, C::kN * (C::kShare == Share::kTokens ? C::kCluster : 1))),
-        index_(blockIdx.x / C::kCluster) {
+  static GroupwiseTiles tiles_of(GroupwiseProblem const& p) {
+    int const columns = ceil_div(p.n, C::kN);
+    return {columns, cutlass::FastDivmod(kBand * columns)};
+  }
+
+  __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)
+      : p_(p), tiles_(tiles), index_(blockIdx.x) {
     enter(0);
   }
 
   __device__ bool next(GroupwiseTile& tile) {
-    while (index_ - before_ >= rows_ * columns_) {
+    while (index_ - before_ >= rows_ * tiles_.columns) {
       if (expert_ + 1 >= p_.experts) return false;
-      before_ += rows_ * columns_;
+      before_ += rows_ * tiles_.columns;
       enter(expert_ + 1);
     }
-    constexpr int kBand = 8;
-    int const local = index_ - before_, band = local / (kBand * columns_);
-    int const height = min(kBand, rows_ - band * kBand), within = local - band * kBand * columns_;
-    int row = band * kBand + within % height, column = within / height;
-    int const rank = C::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
-    if constexpr (C::kShare == Share::kTokens) column = column * C::kCluster + rank;
-    if constexpr (C::kShare == Share::kWeights) row = row * C::kCluster + rank;
+    int band, within;
+    tiles_.band(band, within, index_ - before_);
+    int const height = min(kBand, rows_ - band * kBand);
+    int const column = height == kBand ? within / kBand : within / height;
+    int const row = band * kBand + within - column * height;
     tile = {begin_ + row * C::kM, end_, column * C::kN, expert_};
-    index_ += gridDim.x / C::kCluster;
+    index_ += gridDim.x;
     return true;
   }
 
  private:
-  static __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+  static constexpr int kBand = 8;
+  static __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
   __device__ void enter(int expert) {
     expert_ = expert;
     begin_ = 0, end_ = p_.m;
@@ -58,11 +66,11 @@ class GroupwiseScheduler {
       begin_ = expert * p_.m;
       end_ = begin_ + p_.masked_m[expert];
     }
-    rows_ = ceil_div(end_ - begin_, C::kM * (C::kShare == Share::kWeights ? C::kCluster : 1));
+    rows_ = ceil_div(end_ - begin_, C::kM);
   }
 
   GroupwiseProblem const& p_;
-  int columns_;  // tiles of a cluster along N
+  GroupwiseTiles const& tiles_;
   int index_;
   int expert_ = 0, before_ = 0;
   int begin_ = 0, end_ = 0, rows_ = 0;

@@ -36,8 +36,6 @@ template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales 
 struct MmaGroupwise {
   static constexpr int kM = kWarpM * kWarpsM, kN = kWarpN * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all of its 255 registers
-  static constexpr int kCluster = 1;
-  static constexpr Share kShare = Share::kNothing;
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
   static_assert(!kExact || kScales == Scales::kWholeRows);
   static_assert(kGroupDepth % kN == 0);  // a tile's columns share their blocks' scales
@@ -207,9 +205,11 @@ struct MmaGroupwise {
     }
   }
 
-  static __device__ void run(GroupwiseProblem const& p, DType out, SharedAddress ring) {
+  using Scheduler = GroupwiseScheduler<MmaGroupwise>;
+
+  static __device__ void run(GroupwiseProblem const& p, GroupwiseTiles const& tiles, DType out, SharedAddress ring) {
     Position const at;
-    GroupwiseScheduler<MmaGroupwise> scheduler(p);
+    Scheduler scheduler(p, tiles);
     for (GroupwiseTile tile; scheduler.next(tile);) {
       Sums sums = {};
       sum(sums, p, tile, ring, at);
@@ -224,11 +224,11 @@ struct MmaGroupwise {
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              C::kMinBlocks) void mma_groupwise_kernel(__grid_constant__ GroupwiseProblem const p,
-                                                                      DType out) {
+                                                                      GroupwiseTiles const tiles, DType out) {
   extern __shared__ __align__(128) unsigned char shared[];
   let_next_kernel_start();
   wait_for_previous_kernel();
-  C::run(p, out, shared_address(shared));
+  C::run(p, tiles, out, shared_address(shared));
 }
 
 template <class C>
@@ -246,10 +246,11 @@ void launch_mma_groupwise(GroupwiseProblem const& p, DType out, int device, Stre
     resident[device].store(blocks, std::memory_order_release);
   }
   if (p.offs == nullptr && p.masked_m == nullptr) {
-    std::int64_t const tiles = std::int64_t{(p.m + C::kM - 1) / C::kM} * ((p.n + C::kN - 1) / C::kN);
-    blocks = static_cast<int>(std::min<std::int64_t>(blocks, tiles));
+    std::int64_t const all = std::int64_t{(p.m + C::kM - 1) / C::kM} * ((p.n + C::kN - 1) / C::kN);
+    blocks = static_cast<int>(std::min<std::int64_t>(blocks, all));
   }
-  cuda_check(launch_dependent(kernel, blocks, C::kThreads, C::kSharedBytes, stream, p, out),
+  auto const tiles = C::Scheduler::tiles_of(p);
+  cuda_check(launch_dependent(kernel, blocks, C::kThreads, C::kSharedBytes, stream, p, tiles, out),
              "launching epiloq.groupwise_mm");
 }
 

@@ -2,6 +2,7 @@
 
 // What empties the group-wise kernel's stages: wgmma, and sums in fp32, or of int8 in int32.
 
+#include <numeric>
 #include <utility>
 
 #include "gemm/sm90_groupwise_tile.cuh"
@@ -13,179 +14,211 @@ template <class C>
 struct GroupwiseMath {
   static constexpr int kSums = C::kN / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
   static constexpr int kInstructionDepth = 32;
+  static constexpr int kRoundBytes = 64 * kGroupDepth;  // of tokens
   using Element = typename C::Element;
   using Sum = typename C::Sum;
   using Instruction =
       decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, std::conditional_t<C::kExact, std::int32_t, float>,
                                                 cute::Shape<cute::_64, cute::Int<C::kN>, cute::_32>>());
 
-  struct Position {
-    typename C::Shared const& shared;
-    RingPosition<C> ring;
-    int group_m, boundary, warp, lane;
-    __device__ int first_row(int round) const { return (group_m * C::kRounds + round) * 64; }
+  // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
+  // barriers in uniform registers. Between two products there is no time to work them out.
+  struct Place {
+    SharedAddress full, empty;
+    std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
+    SharedAddress of_row, of_column;  // scales of the thread's first row and columns
+    bool releases;                    // stages
+
+    __device__ Place(typename C::Shared const& shared, int group_m, int warp, int lane)
+        : full(uniform(shared_address(shared.full()))),
+          empty(uniform(shared_address(shared.empty()))),
+          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * C::kRounds * kRoundBytes))),
+          weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
+          of_row(kept(shared_address(shared.scales(0)) + (group_m * C::kRounds * 64 + warp * 16 + lane / 4) * 4)),
+          of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
+          releases(lane == 0) {}
   };
 
-  // Starts to multiply a round of a stage: int8 onto the sums themselves.
-  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Position const& at, int round = 0) {
-    int const stage = at.ring.stage;
-    auto const* const tokens = at.shared.tokens(stage) + at.first_row(round) * kGroupDepth;
-    std::uint64_t const a = swizzled_descriptor(cute::cast_smem_ptr_to_uint(tokens));
-    std::uint64_t const b = swizzled_descriptor(cute::cast_smem_ptr_to_uint(at.shared.weights(stage)));
-    if (round == 0) at.shared.full()[stage].wait(at.ring.parity);
+  // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
+  // and the last column, or of each. They are read before wgmma starts: behind its first instruction ptxas waits for
+  // them before it issues the second.
+  struct Factors {
+    float row[C::kRounds][2];
+    float2 columns[C::kColumnScales ? kSums / 4 : 1];
+  };
+
+  static __device__ __forceinline__ void read(Factors& factors, Place const& of, RingPosition<C> const& at) {
+    if constexpr (C::kWholeRows) return;
+    SharedAddress const stage = at.stage * (C::kStageScales * 4);
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRounds; ++i) {
+      factors.row[i / 2][i % 2] = load_shared(of.of_row + stage + (i / 2 * 64 + i % 2 * 8) * 4);
+    }
+    constexpr int kPairs = sizeof(factors.columns) / sizeof(float2);
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
+  }
+
+  static __device__ __forceinline__ bool is_full(Place const& of, RingPosition<C> const& at) {
+    return has_completed(of.full + at.stage * 8, at.parity);
+  }
+  static __device__ __forceinline__ void wait(Place const& of, RingPosition<C> const& at) {
+    wait_for_barrier(of.full + at.stage * 8, at.parity);
+  }
+
+  // Starts to multiply a round of a stage, onto what is there or anew.
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, RingPosition<C> const& at,
+                                               int round, bool onto) {
+    auto const a = of.tokens + at.stage * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
+    auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
     fence(product);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kGroupDepth / kInstructionDepth; ++k) {
       constexpr int kStep = kInstructionDepth >> 4;
-      multiply_once<Instruction>(a + k * kStep, b + k * kStep, product, C::kExact || k != 0,
+      multiply_once<Instruction>(descriptor_of(a + k * kStep), descriptor_of(b + k * kStep), product, onto || k != 0,
                                  std::make_index_sequence<kSums>{});
     }
     cute::warpgroup_commit_batch();
   }
 
-  // Once all but kUnderWay of what was begun is done: sums += scale_a scale_b product, and after the last round the
-  // stage is given back.
+  // Until all but kUnderWay of what was begun is done.
   template <int kUnderWay>
-  static __device__ __forceinline__ void finish(float (&sums)[kSums], float (&product)[kSums], Position const& at,
-                                                int round = 0) {
-    if constexpr (C::kWholeRows) {
-      await<kUnderWay>(product, at, round);
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[i] += product[i];
-    } else {
-      finish_scaled<kUnderWay>(sums, product, at, round);
-    }
+  static __device__ __forceinline__ void await(Sum (&product)[kSums]) {
+    cute::warpgroup_wait<kUnderWay>();
+    fence(product);
   }
 
-  template <int kUnderWay>
-  static __device__ __forceinline__ void finish_scaled(float (&sums)[kSums], float (&product)[kSums],
-                                                       Position const& at, int round) {
-    float const* const scales = at.shared.scales(at.ring.stage);
-    int const row = at.first_row(round) + at.warp * 16 + at.lane / 4;
-    float const low = scales[row], high = scales[row + 8];
-    if constexpr (C::kColumnScales) {
-      float2 columns[kSums / 4];
+  static __device__ __forceinline__ void release(Place const& of, RingPosition<C> const& at) {
+    if (of.releases) arrive_at_barrier(of.empty + at.stage * 8);
+  }
+
+  // sums += scale_a scale_b product.
+  static __device__ __forceinline__ void add(float (&sums)[kSums], float const (&product)[kSums],
+                                             Factors const& factors, int round, int boundary) {
+    float const(&row)[2] = factors.row[round];
+    if constexpr (C::kWholeRows) {
 #pragma unroll
-      for (int j = 0; j < kSums / 4; ++j) {
-        columns[j] = *reinterpret_cast<float2 const*>(scales + C::kM + 8 * j + 2 * (at.lane % 4));
-      }
-      await<kUnderWay>(product, at, round);
+      for (int i = 0; i < kSums; ++i) sums[i] += product[i];
+    } else if constexpr (C::kColumnScales) {
 #pragma unroll
-      for (int j = 0; j < kSums / 4; ++j) {
-        add(sums + 4 * j, product + 4 * j, low * columns[j].x, low * columns[j].y, high * columns[j].x,
-            high * columns[j].y);
+      for (int i = 0; i < kSums; ++i) {
+        float2 const& column = factors.columns[i / 4];
+        sums[i] = fmaf(row[i / 2 % 2] * (i % 2 == 0 ? column.x : column.y), product[i], sums[i]);
       }
     } else {
-      float const first = scales[C::kM], last = scales[C::kM + 1];
-      await<kUnderWay>(product, at, round);
       // Columns up to the boundary belong to one block of 128 weights, the others to the next.
       constexpr int kTogether = std::gcd(C::kN, kGroupDepth);
 #pragma unroll
       for (int column = 0; column < C::kN; column += kTogether) {
-        float const scale = kTogether == C::kN || column < at.boundary ? first : last;
-        float const s_low = low * scale, s_high = high * scale;
+        bool const in_first = kTogether == C::kN || column < boundary;
+        float const of_weights = in_first ? factors.columns[0].x : factors.columns[0].y;
+        float const scale[2] = {row[0] * of_weights, row[1] * of_weights};
 #pragma unroll
-        for (int i = column / 2; i < (column + kTogether) / 2; i += 4) {
-          add(sums + i, product + i, s_low, s_low, s_high, s_high);
-        }
+        for (int i = column / 2; i < (column + kTogether) / 2; ++i)
+          sums[i] = fmaf(scale[i / 2 % 2], product[i], sums[i]);
       }
     }
-  }
-
-  // Of int8: each stage is given back once the one after it is under way.
-  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Position at, int steps) {
-    Position behind = at;
-    for (int i = 0; i < steps; ++i) {
-      begin(sums, at);
-      at.ring.advance(C::kKGroups);
-      if (i == 0) continue;
-      await<1>(sums, behind, 0);
-      behind.ring.advance(C::kKGroups);
-    }
-    await<0>(sums, behind, 0);
   }
 
   // The next `steps` stages, every kKGroups-th of them.
-  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Position at, int steps) {
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
+                                             int steps, int boundary) {
     if (steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums[0], at, steps);
-    } else if constexpr (!C::kOverlaps) {
-      float product[kSums];
-      for (int i = 0; i < steps; ++i) {
-#pragma unroll
-        for (int round = 0; round < C::kRounds; ++round) {
-          begin(product, at, round);
-          finish<0>(sums[round], product, at, round);
-        }
-        at.ring.advance(C::kKGroups);
-      }
+      sum_in_place(sums[0], of, at, steps);
+    } else if constexpr (C::kOverlaps) {
+      sum_overlapped(sums[0], of, at, steps, boundary);
     } else {
-      sum_overlapped(sums, at, steps * C::kRounds);
+      sum_in_turn(sums, of, at, steps, boundary);
     }
   }
 
-  // One product is added up while the next, of the next round or stage, is under way.
-  // Where rounds are two the number is even and the last branch never taken; without it ptxas 13.0 waits for each wgmma
+  // Of int8, onto the sums themselves: each stage is given back once the one after it is under way.
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, RingPosition<C> at,
+                                                      int steps) {
+    RingPosition<C> behind = at;
+    for (int i = 0; i < steps; ++i) {
+      wait(of, at);
+      begin(sums, of, at, 0, true);
+      at.advance(C::kKGroups);
+      if (i == 0) continue;
+      await<1>(sums);
+      release(of, behind);
+      behind.advance(C::kKGroups);
+    }
+    await<0>(sums);
+    release(of, behind);
+  }
+
+  // One product after the other, added up while other warpgroups multiply. Whether the next stage is full is asked
+  // before that: an answer takes some forty cycles. (Not where steps are short: ptxas does so there, two to a turn.)
+  static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
+                                                     RingPosition<C> at, int steps, int boundary) {
+    float product[kSums];
+    Factors factors;
+    bool ready = false;
+    for (; steps > 0; --steps) {
+      if (!ready) wait(of, at);
+      RingPosition<C> const stage = at;
+      at.advance(C::kKGroups);
+#pragma unroll
+      for (int round = 0; round < C::kRounds; ++round) {
+        begin(product, of, stage, round, false);
+        if (round == 0) read(factors, of, stage);
+        await<0>(product);
+        if (round == C::kRounds - 1) {
+          release(of, stage);
+          if (C::kMGroups > 1 && steps > 1) ready = is_full(of, at);
+        }
+        add(sums[round], product, factors, round, boundary);
+      }
+    }
+  }
+
+  // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
   // (C7514).
-  static __device__ __forceinline__ void sum_overlapped(float (&sums)[C::kRounds][kSums], Position at, int products) {
-    constexpr int kLast = C::kRounds - 1;
-    float product[kSums], other[kSums];  // of first rounds, of last ones
-    Position ahead = at;
-    auto const begin_next = [&](float (&target)[kSums], int round) {
-      begin(target, ahead, round);
-      if (round == kLast) ahead.ring.advance(1);
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, RingPosition<C> at,
+                                                        int steps, int boundary) {
+    struct Product {
+      float sums[kSums];
+      Factors factors;
+    } one, other;
+    RingPosition<C> ahead = at;
+    auto const begin_next = [&](Product& product) {
+      wait(of, ahead);
+      begin(product.sums, of, ahead, 0, false);
+      read(product.factors, of, ahead);
+      ahead.advance(1);
     };
-    auto const finish_next = [&]<int kUnderWay>(float (&source)[kSums], int round,
-                                                std::integral_constant<int, kUnderWay>) {
-      finish<kUnderWay>(sums[round], source, at, round);
-      if (round == kLast) at.ring.advance(1);
+    auto const finish_next = [&]<int kUnderWay>(Product& product, std::integral_constant<int, kUnderWay>) {
+      await<kUnderWay>(product.sums);
+      release(of, at);
+      add(sums, product.sums, product.factors, 0, boundary);
+      at.advance(1);
     };
     constexpr std::integral_constant<int, 1> kOne{};
     constexpr std::integral_constant<int, 0> kNone{};
-    begin_next(product, 0);
-    int left = products - 1;
+    begin_next(one);
+    int left = steps - 1;
     for (; left >= 2; left -= 2) {
-      begin_next(other, kLast);
-      finish_next(product, 0, kOne);
-      begin_next(product, 0);
-      finish_next(other, kLast, kOne);
+      begin_next(other);
+      finish_next(one, kOne);
+      begin_next(one);
+      finish_next(other, kOne);
     }
     if (left == 1) {
-      begin_next(other, kLast);
-      finish_next(product, 0, kOne);
-      finish_next(other, kLast, kNone);
+      begin_next(other);
+      finish_next(one, kOne);
+      finish_next(other, kNone);
     } else {
-      finish_next(product, 0, kNone);
+      finish_next(one, kNone);
     }
   }
 
-  static __device__ __forceinline__ void fence(Sum (&product)[kSums]) {
+  static __device__ __forceinline__ void fence(Sum (&sums)[kSums]) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(product[i]);
-  }
-
-  static __device__ __forceinline__ void add(float* sums, float const* product, float s0, float s1, float s2,
-                                             float s3) {
-    sums[0] = fmaf(s0, product[0], sums[0]);
-    sums[1] = fmaf(s1, product[1], sums[1]);
-    sums[2] = fmaf(s2, product[2], sums[2]);
-    sums[3] = fmaf(s3, product[3], sums[3]);
-  }
-
-  template <int kUnderWay>
-  static __device__ __forceinline__ void await(Sum (&product)[kSums], Position const& at, int round) {
-    cute::warpgroup_wait<kUnderWay>();
-    fence(product);
-    if (round != C::kRounds - 1) return;
-    __syncwarp();
-    auto& empty = at.shared.empty()[at.ring.stage];
-    if constexpr (C::kCluster == 1) {
-      if (at.lane == 0) empty.arrive();
-    } else {
-      empty.arrive(at.lane, at.lane < C::kCluster);
-    }
+    for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
   }
 
   // Warpgroups that took turns along K meet in the first one, in a fixed order.

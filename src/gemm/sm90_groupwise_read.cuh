@@ -1,108 +1,113 @@
 #pragma once
 
-// What fills the group-wise kernel's stages: TMA for tokens and weights, small copies for scales.
+// What fills the group-wise kernel's stages: TMA for tokens, weights and scales of tokens that lie in columns, and
+// small copies for other scales.
 
-#include <cute/arch/copy_sm90_desc.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
+#include "core/async_copy.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
+#include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
 
-// A thread that asks TMA for tokens and weights.
+// A thread that asks TMA for tokens and weights, and for scales where they lie so that it can. Its way around the ring
+// takes as long as a short step: addresses are at hand. Built by whole warps.
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
-  typename C::Shared const& shared;
-  int rank = C::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+  SharedAddress full, empty, tokens, weights, scales;
 
-  static constexpr bool kSharesTokens = C::kShare == Share::kTokens, kSharesWeights = C::kShare == Share::kWeights;
-  static constexpr int kWeightPart = kSharesWeights ? C::kN / C::kCluster : C::kN;
-  static constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-
-  template <bool kToAll>
-  static __device__ void copy(CUtensorMap const& map, std::uint64_t* signal, void* target, int k, int row) {
-    if constexpr (kToAll) {
-      constexpr std::uint16_t kEverybody = (1 << C::kCluster) - 1;
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, signal, kEverybody, kHint, target, k, row);
-    } else {
-      cute::SM90_TMA_LOAD_2D::copy(&map, signal, kHint, target, k, row);
-    }
-  }
+  __device__ TileReader(GroupwiseParams const& params_, typename C::Shared const& shared)
+      : params(params_),
+        full(uniform(shared_address(shared.full()))),
+        empty(uniform(shared_address(shared.empty()))),
+        tokens(uniform(shared_address(shared.tokens(0)))),
+        weights(uniform(shared_address(shared.weights(0)))),
+        scales(uniform(shared_address(shared.scales(0)))) {}
 
   // Asks L2 for the first weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
   // where its writes arrive. (Not where experts' rows are known only then.)
   __device__ void prefetch() const {
     constexpr int kBytes = 64 * 1024;
     if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
-    GroupwiseScheduler<C> scheduler(params.p);
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return;
-    int const weight_row = tile.first_column + (kSharesWeights ? rank * kWeightPart : 0);
     for (int k = 0; k < min(params.p.k, kBytes / C::kN); k += kGroupDepth) {
-      cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&params.weights, k, weight_row);
+      prefetch_box(params.weights, k, tile.first_column);
     }
   }
 
   __device__ void run(int reader) const {
-    int const token_part = kSharesTokens ? params.token_box / C::kCluster : params.token_box;
-    int const token_first = kSharesTokens ? rank * token_part : 0;
-    int const weight_first = kSharesWeights ? rank * kWeightPart : 0;
     int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
+    bool const copies_scales = params.copies_scales;
+    int const expected = params.token_box * (kGroupDepth + (copies_scales ? 4 : 0)) + C::kWeightBytes;
     int step = 0;
     RingPosition<C> ring(reader);
-    GroupwiseScheduler<C> scheduler(params.p);
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; scheduler.next(tile);) {
       int const weight_row = tile.expert * params.p.n + tile.first_column;
       for (int i = 0; i < depth; ++i, ++step) {
         if (step % C::kReaders != reader) continue;
-        auto& full = shared.full()[ring.stage];
-        auto* const signal = reinterpret_cast<std::uint64_t*>(&full);
-        shared.empty()[ring.stage].wait(ring.parity ^ 1);
-        full.arrive_and_expect_tx(params.token_box * kGroupDepth + C::kWeightBytes);
-        copy<kSharesTokens>(params.tokens, signal, shared.tokens(ring.stage) + token_first * kGroupDepth,
-                            i * kGroupDepth, tile.first_row + token_first);
-        copy<kSharesWeights>(params.weights, signal, shared.weights(ring.stage) + weight_first * kGroupDepth,
-                             i * kGroupDepth, weight_row + weight_first);
+        SharedAddress const barrier = full + ring.stage * 8;
+        wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+        expect_bytes(barrier, expected);
+        copy_box(tokens + ring.stage * C::kTokenBytes, params.tokens, i * kGroupDepth, tile.first_row, barrier);
+        copy_box(weights + ring.stage * C::kWeightBytes, params.weights, i * kGroupDepth, weight_row, barrier);
+        if (copies_scales) {
+          copy_box(scales + ring.stage * (C::kStageScales * 4), params.scales, tile.first_row, i, barrier);
+        }
         ring.advance(C::kReaders);
       }
     }
   }
 };
 
-// A warp that fetches scales, four bytes at a time and so from any layout, into the stage of their tiles.
+// The warps that fetch scales that TMA does not, four bytes at a time and so from any layout. `own` is the thread's
+// first row. They take time from what multiplies on the same schedulers, 7 % with rows' scales and all in one warp.
 template <class C>
-__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, int reader, int lane) {
+__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, int reader, int own) {
+  constexpr int kTogether = 32 * C::kScaleWarps;
+  constexpr int kTokenTurns = (C::kM + kTogether - 1) / kTogether;
+  constexpr int kWeightTurns = (C::kWeightScales + kTogether - 1) / kTogether;
   auto const& p = params.p;
   int const depth = (p.k + kGroupDepth - 1) / kGroupDepth;
+  int const own_weight = kTogether - 1 - own;  // the warp that may have fewer rows begins
+  SharedAddress const full = kept(shared_address(shared.full())), empty = kept(shared_address(shared.empty()));
+  SharedAddress const tokens = kept(shared_address(shared.scales(0) + own));
+  SharedAddress const weights = kept(shared_address(shared.scales(0) + C::kM + own_weight));
   int step = 0;
   RingPosition<C> ring(reader);
-  GroupwiseScheduler<C> scheduler(p);
+  GroupwiseScheduler<C> scheduler(p, params.tiles);
   for (GroupwiseTile tile; scheduler.next(tile);) {
-    constexpr int kTokenTurns = C::kM / 32, kWeightTurns = (C::kWeightScales + 31) / 32;
     unsigned token[kTokenTurns], weight[kWeightTurns];  // offsets
+#pragma unroll
     for (int t = 0; t < kTokenTurns; ++t) {
-      int const row = max(0, min(tile.first_row + lane + 32 * t, tile.end_row - 1));
+      int const row = max(0, min(tile.first_row + own + kTogether * t, tile.end_row - 1));
       token[t] = (row >> p.scale_a.shift) * p.scale_a.stride_row;
     }
+#pragma unroll
     for (int t = 0; t < kWeightTurns; ++t) {
-      int const offset = C::kColumnScales ? lane + 32 * t : (lane == 0 ? 0 : C::kN - 1);
+      int const index = own_weight + kTogether * t, offset = C::kColumnScales ? index : index * (C::kN - 1);
       int const column = min(tile.first_column + offset, p.n - 1);
       weight[t] = tile.expert * p.scale_b_expert + (column >> p.scale_b.shift) * p.scale_b.stride_row;
     }
     for (int i = 0; i < depth; ++i, ++step) {
       if (step % C::kReaders != reader) continue;
-      shared.empty()[ring.stage].wait(ring.parity ^ 1);
-      std::uint32_t const target = cute::cast_smem_ptr_to_uint(shared.scales(ring.stage));
-      auto const copy = [&](int index, float const* source) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target + 4 * index), "l"(source) : "memory");
-      };
-      for (int t = 0; t < kTokenTurns; ++t) copy(lane + 32 * t, p.scale_a.ptr + (token[t] + i * p.scale_a.stride_k));
-      for (int t = 0; t < kWeightTurns; ++t) {
-        if (lane + 32 * t < C::kWeightScales)
-          copy(C::kM + lane + 32 * t, p.scale_b.ptr + (weight[t] + i * p.scale_b.stride_k));
+      wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+      SharedAddress const stage = ring.stage * (C::kStageScales * 4);
+      if (!params.copies_scales) {
+#pragma unroll
+        for (int t = 0; t < kTokenTurns; ++t) {
+          if (own + kTogether * t >= C::kM) continue;
+          copy4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + i * p.scale_a.stride_k));
+        }
       }
-      cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<std::uint64_t*>(shared.full() + ring.stage));
+#pragma unroll
+      for (int t = 0; t < kWeightTurns; ++t) {
+        if (own_weight + kTogether * t >= C::kWeightScales) continue;
+        copy4(weights + stage + 4 * kTogether * t, p.scale_b.ptr + (weight[t] + i * p.scale_b.stride_k));
+      }
+      arrive_after_copies(full + ring.stage * 8);
       ring.advance(C::kReaders);
     }
   }

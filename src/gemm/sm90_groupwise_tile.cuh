@@ -19,19 +19,20 @@ namespace epiloq::gemm {
 
 struct GroupwiseParams {
   CUtensorMap tokens, weights;
+  CUtensorMap scales;  // of tokens, in columns that TMA can copy; else not used
   GroupwiseProblem p;
+  GroupwiseTiles tiles;
   int token_box;  // rows of A that a block reads of its tile
+  bool copies_scales;
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
 // __global__ template.
-template <int kMGroups_, int kKGroups_, int kN_, int kCluster_, Share kShare_, int kRounds_, Scales kScales_,
-          class Element_, class Out_>
+template <int kMGroups_, int kKGroups_, int kN_, int kRounds_, Scales kScales_, class Element_, class Out_>
 struct Groupwise {
   using Element = Element_;  // of A and B: int8 or float8, as CUTLASS names them
   using Out = Out_;
-  static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_, kCluster = kCluster_;
-  static constexpr Share kShare = kShare_;
+  static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_;
   static constexpr int kRounds = kRounds_;  // of 64 tokens, a warpgroup: the weights of a stage serve each in turn
   static constexpr bool kColumnScales = kScales_ == Scales::kColumns;  // of B, one a column; else one for 128 columns
   static constexpr bool kWholeRows = kScales_ == Scales::kWholeRows;   // scales of all of K, for the end
@@ -77,7 +78,8 @@ struct Groupwise {
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
   // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
   // exchange stages; that is safe because they meet there.
-  static constexpr int kReaders = kMGroups == 1 ? 2 : 1;  // where steps are short, their waits must overlap
+  static constexpr int kReaders = kMGroups == 1 ? 2 : 1;     // where steps are short, their waits must overlap
+  static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;
   static_assert(kStages >= 2);
@@ -104,12 +106,15 @@ struct Groupwise {
   };
   static_assert(kStages * 16 <= kBarrierBytes);
 
-  // A stage is full when TMA's bytes and every lane's scales are there, and empty when all that read it have.
-  static constexpr int kFullArrivals = 1 + (kWholeRows ? 0 : 32);
-  static constexpr int kEmptyArrivals = 4 * kMGroups * kCluster;  // a warp each, of every block that got a share
+  // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
+  // read it have.
+  static __device__ int full_arrivals(bool copies_scales) {
+    return 1 + (kWholeRows ? 0 : copies_scales ? 32 : 32 * kScaleWarps);
+  }
+  static constexpr int kEmptyArrivals = 4 * kMGroups;  // a warp each
 
-  // A warpgroup that has the registers multiplies one stage, or round, while it adds up the one before.
-  static constexpr bool kOverlaps = kMGroups == 2 && kN * (kRounds + 2) <= 384 && !kColumnScales && !kExact;
+  // A warpgroup that has the registers multiplies one stage while it adds up the one before.
+  static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
 };
 
 // Where a role stands in the ring of stages.

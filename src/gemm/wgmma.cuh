@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/async_copy.cuh"
+#include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
 
@@ -23,18 +24,6 @@ __device__ __forceinline__ std::uint64_t descriptor_of(std::uint32_t address) {
 }
 __device__ __forceinline__ std::uint64_t swizzled_descriptor(SharedAddress tile) {
   return descriptor_of(swizzled_address(tile));
-}
-
-// An mbarrier's phase, waited for and arrived at. Reads and writes of shared memory stay on their side.
-__device__ __forceinline__ void wait_for_barrier(SharedAddress barrier, std::uint32_t phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\n"
-      "bra again;\nready:\n}" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-}
-__device__ __forceinline__ void arrive_at_barrier(SharedAddress barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ float load_shared(SharedAddress from) {

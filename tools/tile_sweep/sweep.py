@@ -4,8 +4,7 @@
         [--kind int8|float8|groupwise] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
 A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
-A group-wise one: mM nN [k2: warpgroups along K] [t4|w2: four blocks share tokens, two share weights]; m256 is two
-rounds of 128.
+A group-wise one: mM nN [k2: warpgroups along K]; m256 is two rounds of 128.
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
 
@@ -23,10 +22,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
-SHARES = {"t": "kTokens", "w": "kWeights", "": "kNothing"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
 TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])(?: b(\d))?(?: e(\d+))?")
-GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?(?: ([tw])(\d))?")
+GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?")
 
 
 @dataclass(frozen=True)
@@ -52,15 +50,13 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
     if kind is KINDS["groupwise"]:
         match = GROUPWISE.fullmatch(tile)
         if match is None:
-            raise SystemExit(f'sweep: tile: expected such as "m128 n96 t4" or "m64 n48 k2", got {tile!r}')
-        m, n, k, share, cluster = match.groups()
+            raise SystemExit(f'sweep: tile: expected such as "m256 n128" or "m64 n48 k2", got {tile!r}')
+        m, n, k = match.groups()
         return name | {
             "M_GROUPS": str(min(int(m) // 64, 2)),
             "ROUNDS": str(max(int(m) // 128, 1)),
             "K_GROUPS": k or "1",
             "TILE_N": n,
-            "CLUSTER": cluster or "1",
-            "SHARE": SHARES[share or ""],
         }
     match = TILE.fullmatch(tile)
     if match is None:

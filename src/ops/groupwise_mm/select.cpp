@@ -12,10 +12,8 @@ namespace {
 std::int64_t cost_of(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
   auto const ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   GroupwiseConfig const& c = tile.config;
-  std::int64_t const rows = c.tokens() * (c.share == Share::kWeights ? c.cluster : 1);
-  std::int64_t const columns = c.n * (c.share == Share::kTokens ? c.cluster : 1);
   std::int64_t const rows_of_expert = ceil_div(p.m, p.experts);
-  std::int64_t const tiles = p.experts * ceil_div(rows_of_expert, rows) * ceil_div(p.n, columns) * c.cluster;
+  std::int64_t const tiles = p.experts * ceil_div(rows_of_expert, c.tokens()) * ceil_div(p.n, c.n);
   return ceil_div(tiles, sm_count) * tile.step_ns;
 }
 
@@ -51,9 +49,6 @@ std::string describe(GroupwiseConfig const& c, char const* kind) {
   std::ostringstream text;
   text << "sm90 " << kind << " wgmma, " << c.tokens() << " tokens x " << c.n << " weights";
   if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
-  if (c.cluster > 1) {
-    text << ", " << c.cluster << " blocks share " << (c.share == Share::kTokens ? "tokens" : "weights");
-  }
   return text.str();
 }
 

@@ -12,12 +12,6 @@ namespace epiloq::ops::weight_only_mm {
 
 using Word = std::uint32_t;
 
-// A value that stays in its register: the compiler would rather compute it again in every turn of a loop.
-__device__ __forceinline__ int kept(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // kBits / 4 words of a lane make its four registers of one fragment: rows g, g + 8, g, g + 8. `Zero` is what the two
 // rows subtract, in the form that the subtraction wants.
 template <class T, int kBits>

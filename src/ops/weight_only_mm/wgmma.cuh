@@ -7,6 +7,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "gemm/tma.cuh"
 #include "ops/weight_only_mm/finish.cuh"
 #include "ops/weight_only_mm/wgmma_math.cuh"
 
@@ -32,17 +33,18 @@ __device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>:
 }
 
 template <class C>
-__device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages) {
-  int const team = __shfl_sync(~0u, threadIdx.x / C::kTeamThreads, 0);
-  int const warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+__device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages,
+                               int team, int warp) {
   WgmmaMath<C> const math(params, team, warp);
   wait_for_previous_kernel();
+  SharedAddress const full = uniform(shared_address(shared.full)), empty = uniform(shared_address(shared.empty));
+  SharedAddress const first_stage = uniform(shared_address(stages));
   RingPlace ring{0, 0};
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
     typename C::Place const place(params, tile);
     typename WgmmaMath<C>::Sums sums = {};
-    math.multiply_all(sums, shared, stages, place.steps, ring);
+    math.multiply_all(sums, full, empty, first_stage, place.steps, ring);
     if (gridDim.y == 1) {
       math.store_directly(place, sums);
     } else {
@@ -73,16 +75,17 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   let_next_kernel_start();
-  if (threadIdx.x >= C::kMathThreads) {
+  int const team = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
+  if (team == C::kTeams) {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
-    if (threadIdx.x == C::kMathThreads) copy_tiles<C>(params, shared, stages);
+    if (warp == 0 && gemm::is_elected()) copy_tiles<C>(params, shared, stages);
     if (gridDim.y > 1) {  // where the others wait
       wait_for_cluster();
       wait_for_cluster();
     }
   } else {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
-    multiply_tiles<C>(params, shared, stages);
+    multiply_tiles<C>(params, shared, stages, team, warp);
   }
 }
 

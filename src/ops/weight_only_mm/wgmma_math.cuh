@@ -10,6 +10,7 @@
 
 #include "core/async_copy.cuh"
 #include "gemm/matrix_loads.cuh"
+#include "gemm/wgmma.cuh"
 #include "ops/weight_only_mm/finish.cuh"
 #include "ops/weight_only_mm/fragments.cuh"
 #include "ops/weight_only_mm/wgmma_tile.cuh"
@@ -55,16 +56,9 @@ struct WgmmaMath {
         bytes(kept(bytes_of_lane(lane))),
         symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {}
 
-  // Lines of the 128-byte swizzle, K inside.
-  static __device__ __forceinline__ std::uint64_t descriptor(SharedAddress lines) {
-    constexpr std::uint64_t kSwizzle128 = 1;
-    return kSwizzle128 << 62 | std::uint64_t{kAtom >> 4} << 32 | (lines & 0x3ffff) >> 4;
-  }
-
-  __device__ __forceinline__ Stage stage_of(unsigned char const* stage) const {
-    SharedAddress const address = shared_address(stage);
+  __device__ __forceinline__ Stage stage_of(SharedAddress address) const {
     return {address + slab * slab_bytes(C::kBits), address + params.stage.scales_at, address + params.stage.zeros_at,
-            descriptor(address + params.stage.tokens_at)};
+            gemm::swizzled_descriptor(address + params.stage.tokens_at)};
   }
 
   // Volatile, as the barriers are, which do not tell the compiler that they guard memory.
@@ -238,11 +232,11 @@ struct WgmmaMath {
   }
 
   // All steps; a stage that has been multiplied is free for the next copies.
-  __device__ void multiply_all(Sums& sums, typename C::Shared const& shared, unsigned char const* stages, int steps,
+  __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
                                RingPlace& ring) const {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      shared.full[ring.at].wait(ring.phase);
+      gemm::wait_for_barrier(full + ring.at * 8, ring.phase);
       Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
       if constexpr (C::kRounds) {
         multiply_rounded(sums, stage);
@@ -250,7 +244,7 @@ struct WgmmaMath {
         multiply(sums, stage);
       }
       __syncwarp();
-      if (lane == 0) shared.empty[ring.at].arrive();
+      if (lane == 0) gemm::arrive_at_barrier(empty + ring.at * 8);
       ring.advance(params.stages);
     }
   }

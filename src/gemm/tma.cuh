@@ -1,0 +1,65 @@
+#pragma once
+
+// SM90: mbarriers, and TMA's copies, by addresses of shared memory.
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "core/async_copy.cuh"
+
+namespace epiloq::gemm {
+
+// An mbarrier's phase, waited for and arrived at. Reads and writes of shared memory stay on their side.
+__device__ __forceinline__ void wait_for_barrier(SharedAddress barrier, std::uint32_t phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\n"
+      "bra again;\nready:\n}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+// Whether the wait for it is over already.
+__device__ __forceinline__ bool has_completed(SharedAddress barrier, std::uint32_t phase) {
+  std::uint32_t completed;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(completed)
+      : "r"(barrier), "r"(phase)
+      : "memory");
+  return completed != 0;
+}
+__device__ __forceinline__ void arrive_at_barrier(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Once this thread's small copies (async_copy.cuh) have landed.
+__device__ __forceinline__ void arrive_after_copies(SharedAddress barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// And of that many bytes, which copies will have brought.
+__device__ __forceinline__ void expect_bytes(SharedAddress barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// The lane of a warp that asks for copies. ptxas knows that it is one, where a comparison of the thread's index leaves
+// it a loop around each copy.
+__device__ __forceinline__ bool is_elected() { return cute::elect_one_sync(); }
+
+// Asks for a box of a matrix from that column and row on; where it is absent it is zeros. The barrier counts its bytes.
+__device__ __forceinline__ void copy_box(SharedAddress to, CUtensorMap const& map, int column, int row,
+                                         SharedAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same into L2 alone.
+__device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
+               : "memory");
+}
+
+}  // namespace epiloq::gemm
