@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class Problem:
     @property
     def b(self) -> Tensor:
         return self.weight.transpose(-1, -2)
+
+    def in_columns(self, multiple: int) -> Problem:
+        """The same with scales of tokens in columns that begin at multiples of so many; of 4, TMA copies them."""
+        rows, blocks = self.scale_a.shape
+        columns = self.scale_a.new_full((blocks, up(rows, multiple) * multiple), float("nan"))
+        columns[:, :rows] = self.scale_a.t()
+        return replace(self, scale_a=columns[:, :rows].t())
 
     def spread_weight(self) -> Tensor:
         """The de-quantised weight's scales, element by element, in float64: [.., K, N]."""

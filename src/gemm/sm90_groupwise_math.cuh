@@ -40,8 +40,8 @@ struct GroupwiseMath {
   };
 
   // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
-  // and the last column, or of each. They are read before wgmma starts: behind its first instruction ptxas waits for
-  // them before it issues the second.
+  // and the last column, or of each. They are read once wgmma is under way, by `asm volatile`: ptxas would wait for
+  // what it can move between the first of wgmma's instructions and the second.
   struct Factors {
     float row[C::kRounds][2];
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
@@ -59,9 +59,6 @@ struct GroupwiseMath {
     for (int j = 0; j < kPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
   }
 
-  static __device__ __forceinline__ bool is_full(Place const& of, RingPosition<C> const& at) {
-    return has_completed(of.full + at.stage * 8, at.parity);
-  }
   static __device__ __forceinline__ void wait(Place const& of, RingPosition<C> const& at) {
     wait_for_barrier(of.full + at.stage * 8, at.parity);
   }
@@ -151,33 +148,29 @@ struct GroupwiseMath {
     release(of, behind);
   }
 
-  // One product after the other, added up while other warpgroups multiply. Whether the next stage is full is asked
-  // before that: an answer takes some forty cycles. (Not where steps are short: ptxas does so there, two to a turn.)
+  // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
+  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer.
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
                                                      RingPosition<C> at, int steps, int boundary) {
     float product[kSums];
     Factors factors;
-    bool ready = false;
-    for (; steps > 0; --steps) {
-      if (!ready) wait(of, at);
-      RingPosition<C> const stage = at;
-      at.advance(C::kKGroups);
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step) {
+      wait(of, at);
 #pragma unroll
       for (int round = 0; round < C::kRounds; ++round) {
-        begin(product, of, stage, round, false);
-        if (round == 0) read(factors, of, stage);
+        begin(product, of, at, round, false);
+        if (round == 0) read(factors, of, at);
         await<0>(product);
-        if (round == C::kRounds - 1) {
-          release(of, stage);
-          if (C::kMGroups > 1 && steps > 1) ready = is_full(of, at);
-        }
+        if (round == C::kRounds - 1) release(of, at);
         add(sums[round], product, factors, round, boundary);
       }
+      at.advance(C::kKGroups);
     }
   }
 
   // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
-  // (C7514).
+  // (C7514). Unrolled for the reason above.
   static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, RingPosition<C> at,
                                                         int steps, int boundary) {
     struct Product {
@@ -201,6 +194,7 @@ struct GroupwiseMath {
     constexpr std::integral_constant<int, 0> kNone{};
     begin_next(one);
     int left = steps - 1;
+#pragma unroll 2
     for (; left >= 2; left -= 2) {
       begin_next(other);
       finish_next(one, kOne);

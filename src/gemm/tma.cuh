@@ -19,16 +19,6 @@ __device__ __forceinline__ void wait_for_barrier(SharedAddress barrier, std::uin
       "r"(phase)
       : "memory");
 }
-// Whether the wait for it is over already.
-__device__ __forceinline__ bool has_completed(SharedAddress barrier, std::uint32_t phase) {
-  std::uint32_t completed;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(completed)
-      : "r"(barrier), "r"(phase)
-      : "memory");
-  return completed != 0;
-}
 __device__ __forceinline__ void arrive_at_barrier(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
