@@ -112,8 +112,9 @@ struct GroupwiseMath {
         float const of_weights = in_first ? factors.columns[0].x : factors.columns[0].y;
         float const scale[2] = {row[0] * of_weights, row[1] * of_weights};
 #pragma unroll
-        for (int i = column / 2; i < (column + kTogether) / 2; ++i)
+        for (int i = column / 2; i < (column + kTogether) / 2; ++i) {
           sums[i] = fmaf(scale[i / 2 % 2], product[i], sums[i]);
+        }
       }
     }
   }

@@ -32,8 +32,8 @@ __device__ __forceinline__ void expect_bytes(SharedAddress barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// The lane of a warp that asks for copies. ptxas knows that it is one, where a comparison of the thread's index leaves
-// it a loop around each copy.
+// The lane of a warp that asks for copies. ptxas knows then that it is one, where a comparison of the thread's index
+// has it make a loop around each copy; but not if the answer goes through a variable to the branch.
 __device__ __forceinline__ bool is_elected() { return cute::elect_one_sync(); }
 
 // Asks for a box of a matrix from that column and row on; where it is absent it is zeros. The barrier counts its bytes.
