@@ -43,7 +43,8 @@ def groupwise_mm(
         a: float8_e4m3fn ``[.., M, K]``, rows dense; leading dimensions must collapse into one.
         b: float8_e4m3fn ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
         scale_a: float32 ``[.., M, ceil(K / 128)]``, any strides (`quantize_fp8` with granularity "group" gives it in
-            either layout, and neither is copied); with recipe (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
+            either layout, and neither is copied; in columns it is faster for many tokens on SM90); with recipe
+            (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
         scale_b: float32 ``[ceil(K / 128), ceil(N / 128)]``, any strides: ``weight_scale_inv.t()``; with recipe
             (1, 1, 128) ``[ceil(K / 128), N]``.
         bias: ``[N]`` in the output's dtype, added in fp32.
