@@ -171,7 +171,7 @@ struct GroupwiseMath {
   }
 
   // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
-  // (C7514). Unrolled for the reason above.
+  // (C7514). Unrolled for the reason above, but for scales of whole rows, where that brings the same.
   static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, RingPosition<C> at,
                                                         int steps, int boundary) {
     struct Product {
@@ -195,7 +195,8 @@ struct GroupwiseMath {
     constexpr std::integral_constant<int, 0> kNone{};
     begin_next(one);
     int left = steps - 1;
-#pragma unroll 2
+    constexpr int kTogether = C::kWholeRows ? 1 : 2;
+#pragma unroll kTogether
     for (; left >= 2; left -= 2) {
       begin_next(other);
       finish_next(one, kOne);
