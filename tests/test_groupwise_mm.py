@@ -223,7 +223,7 @@ def test_sm89_tiles_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counts", [[0, 1, 129, 700, 0, 1300, 64, 2000], [1, 0, 3, 2] * 16])
 def test_experts_of_many_tiles_on_a_gpu(seed: int, counts: list[int], masked: bool) -> None:
-    """Blocks that go on from one expert to another, on the large shared tiles and on the small ones."""
+    """Blocks that go on from one expert to another, on large tiles and on small ones."""
     experts, most = len(counts), max(counts)
     n, k = 4096, 640
     if masked:
