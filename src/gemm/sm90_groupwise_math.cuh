@@ -86,7 +86,9 @@ struct GroupwiseMath {
     fence(product);
   }
 
+  // Once all lanes have read their scales.
   static __device__ __forceinline__ void release(Place const& of, RingPosition<C> const& at) {
+    __syncwarp();
     if (of.releases) arrive_at_barrier(of.empty + at.stage * 8);
   }
 

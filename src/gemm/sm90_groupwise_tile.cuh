@@ -5,7 +5,6 @@
 #include <cutlass/arch/barrier.h>
 
 #include <algorithm>
-#include <cute/arch/cluster_sm90.hpp>
 #include <numeric>
 #include <type_traits>
 

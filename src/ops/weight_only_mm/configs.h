@@ -6,7 +6,7 @@
 // in groups of 128: the kernel that they name took 1 % more than the fastest in geometric mean, 13 % at most. (The
 // wgmma kernels' were taken before a block went on from tile to tile; those of one warpgroup, and what a dense product
 // takes to begin, are of small layers, 64 to 2048 rows, on 2026-11-21; the seven shapes' kernels stayed what they
-// were. Those of 16 tokens are of five layers that day.) On other GPUs only their ratios count.
+// were. Those of 16 tokens choose what was fastest on five layers that day.) On other GPUs only their ratios count.
 
 #include <array>
 

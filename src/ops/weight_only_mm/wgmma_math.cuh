@@ -82,11 +82,6 @@ struct WgmmaMath {
     asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
     return both;
   }
-  static __device__ __forceinline__ float2 load_floats(SharedAddress at) {
-    float2 both;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(both.x), "=f"(both.y) : "r"(at));
-    return both;
-  }
 
   // What a piece of a block is made from: pieces are counted through the blocks.
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int piece) const {
@@ -123,7 +118,7 @@ struct WgmmaMath {
   __device__ __forceinline__ float2 scale_of(Stage const& stage, int piece) const {
     int const at = parameters_at(piece);
     DType const dtype = params.p.weight.scale_dtype;
-    if (dtype == DType::kFloat32) return load_floats(stage.scales + at * 4);
+    if (dtype == DType::kFloat32) return gemm::load_shared_pair(stage.scales + at * 4);
     Word const both = load_word(stage.scales + at * 2);
     if (dtype == DType::kBFloat16) return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
     return __half22float2(*reinterpret_cast<__half2 const*>(&both));
