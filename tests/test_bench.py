@@ -19,7 +19,7 @@ from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Unavailable
 from epiloq.bench.floor import ReadSample, fit
 from epiloq.bench.operations import OPERATIONS, default_peers, expand
-from epiloq.bench.timing import CACHE_MULTIPLE, FEWEST_SETS, CpuTimer, CudaTimer, cache_bytes, rotate
+from epiloq.bench.timing import CACHE_MULTIPLE, FEWEST_SETS, CpuTimer, CudaTimer, cache_bytes, kernel_us, rotate
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,10 @@ def test_rotate_stays_cold_and_keeps_strides(seed: int) -> None:
 def test_cpu_timer_sees_past_other_work() -> None:
     timer = CpuTimer(0.05)
     slow, quick = partial(time.sleep, 2e-3), partial(time.sleep, 0)
-    assert timer.kernel_us([slow, slow, quick]) < 1000 < timer.kernel_us([slow])
+    assert kernel_us(timer, [slow, slow, quick]) < 1000 < kernel_us(timer, [slow])
+    of_slow, of_quick = timer.take_turns([timer.prepare([slow]), timer.prepare([quick])])
+    assert of_quick < 1000 < of_slow
+    assert timer.take_turns([]) == []
     assert timer.host_us(quick) < 1000 < timer.host_us(slow)
     assert cache_bytes(CPU) >= 1 << 20
 
@@ -149,7 +152,8 @@ def test_cuda_graph_time_is_that_of_the_kernel() -> None:
     device = torch.device("cuda")
     source = [torch.rand(64 << 20, device=device) for _ in range(3)]
     target = torch.empty_like(source[0])
-    us = CudaTimer().kernel_us([partial(target.copy_, s) for s in source])
+    timer = CudaTimer()
+    us, once_more = timer.take_turns([timer.prepare([partial(target.copy_, s) for s in source])] * 2)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for index in range(30):
@@ -157,6 +161,7 @@ def test_cuda_graph_time_is_that_of_the_kernel() -> None:
     end.record()
     torch.cuda.synchronize()
     assert us == pytest.approx(1e3 * start.elapsed_time(end) / 30, rel=0.3)
+    assert once_more == pytest.approx(us, rel=0.1)
 
 
 # --- checks of results

@@ -29,7 +29,7 @@ from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Call
 from epiloq.bench.convolutions import LAYERS
 from epiloq.bench.operations.convolution import INT8
-from epiloq.bench.timing import CudaTimer, cache_bytes, rotate
+from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 from epiloq.ops.conv2d import geometry
 
 NAME = "conv2d_int8"
@@ -96,8 +96,8 @@ def sweep(case: Case, kernels: list[Kernel], timer: CudaTimer, generator: torch.
         print(f"    WRONG: the chosen tile, {error:.3g} times the tolerance")
     x, weight = calls[0].args  # type: ignore[attr-defined]
     words = epiloq.explain(NAME, x, weight, **calls[0].keywords)  # type: ignore[attr-defined]
-    cudnn = timer.kernel_us(INT8.peers["conv2d fp16"](case, sets).calls)
-    row = Row(case.layer, case.m, cudnn, timer.kernel_us(calls), words)
+    cudnn = kernel_us(timer, INT8.peers["conv2d fp16"](case, sets).calls)
+    row = Row(case.layer, case.m, cudnn, kernel_us(timer, calls), words)
     for kernel in kernels:
         try:
             bound = [bind(call, kernel) for call in calls]  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def sweep(case: Case, kernels: list[Kernel], timer: CudaTimer, generator: torch.
         except ValueError:
             continue
         if torch.equal(bound[0][1], reference):
-            row.times["/".join(map(str, kernel))] = timer.kernel_us([call for call, _ in bound])
+            row.times["/".join(map(str, kernel))] = kernel_us(timer, [call for call, _ in bound])
         else:
             print(f"    WRONG: row {kernel[0]} split {kernel[1]}")
     return row

@@ -30,7 +30,7 @@ from epiloq.bench.cases import Case
 from epiloq.bench.contract import Call
 from epiloq.bench.convolutions import LAYERS
 from epiloq.bench.operations.convolution import KINDS, WEIGHT_ONLY
-from epiloq.bench.timing import CudaTimer, cache_bytes, rotate
+from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 from epiloq.ops.conv2d import Geometry, geometry
 
 NAME = "conv2d_weight_only"
@@ -80,9 +80,9 @@ def sweep(case: Case, kernels: list[Kernel], timer: CudaTimer, generator: torch.
     reference = dense(calls[0]).float()
     words = epiloq.explain(NAME, *calls[0].args, **calls[0].keywords)
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}[KINDS[case.variant][2]]
-    cudnn = timer.kernel_us(WEIGHT_ONLY.peers[f"conv2d {kind}"](case, sets).calls)
-    row = Row(case.layer, case.m, cudnn, timer.kernel_us(calls), words)
-    row.times["dense"] = timer.kernel_us([partial(dense, call) for call in calls[:8]])
+    cudnn = kernel_us(timer, WEIGHT_ONLY.peers[f"conv2d {kind}"](case, sets).calls)
+    row = Row(case.layer, case.m, cudnn, kernel_us(timer, calls), words)
+    row.times["dense"] = kernel_us(timer, [partial(dense, call) for call in calls[:8]])
     for kernel in kernels:
         try:
             bound = [bind(call, kernel) for call in calls]
@@ -93,7 +93,7 @@ def sweep(case: Case, kernels: list[Kernel], timer: CudaTimer, generator: torch.
         name = "/".join(map(str, kernel))
         error = float((bound[0][1].float() - reference).norm() / reference.norm())
         if error < 0.02:
-            row.times[name] = timer.kernel_us([run for run, _ in bound])
+            row.times[name] = kernel_us(timer, [run for run, _ in bound])
         else:
             print(f"    WRONG by {error:.3g}: {name}")
     return row

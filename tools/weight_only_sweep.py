@@ -26,7 +26,7 @@ from epiloq.bench.cases import H200, Case
 from epiloq.bench.contract import Inputs
 from epiloq.bench.floor import ReadFloor, measure_read_floor
 from epiloq.bench.operations.weight_only_mm import OPERATION, VARIANTS
-from epiloq.bench.timing import CudaTimer, cache_bytes, rotate
+from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 
 Kernel = tuple[str, int, int]
 # Tokens of a tile, by row of the tables in src/ops/weight_only_mm/configs.h.
@@ -77,19 +77,19 @@ def sweep(
         if not error < 0.02:
             print(f"    WRONG by {error:.3f}: {kernel}")
             continue
-        times[kernel] = timer.kernel_us([call for call, _ in bound])
-    own = timer.kernel_us(OPERATION.bind(case, sets).calls)
+        times[kernel] = kernel_us(timer, [call for call, _ in bound])
+    own = kernel_us(timer, OPERATION.bind(case, sets).calls)
     chosen = epiloq.explain("weight_only_mm", m=case.m, n=case.n, k=case.k, bits=VARIANTS[case.variant].bits)
     lowest = floor.us(nbytes)
     x = sets[0]["x"]
     weights = [torch.randn(case.n, case.k, dtype=x.dtype, device=x.device) for _ in range(3)]
-    half = timer.kernel_us([partial(torch.nn.functional.linear, x, weight) for weight in weights])
+    half = kernel_us(timer, [partial(torch.nn.functional.linear, x, weight) for weight in weights])
     print(f"{case}: floor {lowest:.1f} us, 16-bit product {half:.1f}, chosen {own:.1f} ({100 * lowest / own:.0f} %)")
     print(f"    {chosen}")
     for kernel in sorted(times, key=times.__getitem__)[:6]:
         family, row, split = kernel
         print(f"    {times[kernel]:7.1f} us {100 * lowest / times[kernel]:3.0f} %  {family} {row} split {split}")
-    return {**times, (DENSE, 0, 1): timer.kernel_us(dense)}
+    return {**times, (DENSE, 0, 1): kernel_us(timer, dense)}
 
 
 def mean(values: list[float]) -> float:

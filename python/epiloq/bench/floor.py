@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from epiloq.bench.contract import Call
-from epiloq.bench.timing import CACHE_MULTIPLE, Timer, cache_bytes
+from epiloq.bench.timing import CACHE_MULTIPLE, Timer, cache_bytes, kernel_us
 
 READ_MIB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 448), "cpu": (1, 4, 16, 64)}
 
@@ -111,7 +112,7 @@ def _readers(device: torch.device) -> Mapping[str, Reader]:
     return _REDUCTIONS
 
 
-def measure_read_floor(device: torch.device, timer: Timer, sizes_mib: Sequence[int] = ()) -> ReadFloor:
+def measure_read_floor(device: torch.device, timer: Timer[Any], sizes_mib: Sequence[int] = ()) -> ReadFloor:
     """Times every reader on every size; its inputs rotate through slices of one arena, several caches long."""
     sizes = [mib << 20 for mib in sizes_mib or READ_MIB[device.type]]
     arena = torch.rand(max(CACHE_MULTIPLE * cache_bytes(device), 3 * max(sizes)) // 4, device=device)
@@ -120,7 +121,7 @@ def measure_read_floor(device: torch.device, timer: Timer, sizes_mib: Sequence[i
     for nbytes in sizes:
         words = nbytes // 4
         slices = [arena[begin : begin + words] for begin in range(0, arena.numel() - words + 1, words)]
-        times = {name: timer.kernel_us([bind(s) for s in slices]) for name, bind in readers.items()}
+        times = {name: kernel_us(timer, [bind(s) for s in slices]) for name, bind in readers.items()}
         best = min(times, key=times.__getitem__)
         samples.append(ReadSample(nbytes, times[best], best))
     return fit(samples)
@@ -132,24 +133,24 @@ def datasheet_entry(name: str) -> str | None:
     return max((key for key in DATASHEET_INT8 if words.issuperset(key.split())), key=len, default=None)
 
 
-def _int8(device: torch.device, timer: Timer) -> Ceiling:
+def _int8(device: torch.device, timer: Timer[Any]) -> Ceiling:
     listed = datasheet_entry(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if listed:
         return Ceiling(DATASHEET_INT8[listed], f"datasheet {listed}, dense, at boost clock")
     edge = MEASURED_EDGE[device.type]
     a = torch.randint(-128, 128, (edge, edge), dtype=torch.int8, device=device)
-    us = timer.kernel_us([partial(torch._int_mm, a, a.t())] * 3)
+    us = kernel_us(timer, [partial(torch._int_mm, a, a.t())] * 3)
     return Ceiling(2 * edge**3 / us / 1e6, f"measured: torch._int_mm {edge}^3")
 
 
-def _half(device: torch.device, timer: Timer) -> Ceiling:
+def _half(device: torch.device, timer: Timer[Any]) -> Ceiling:
     listed = datasheet_entry(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if listed:
         return Ceiling(DATASHEET_INT8[listed] / 2, f"datasheet {listed}, dense, at boost clock")
     edge = MEASURED_EDGE[device.type]
     a = torch.randn((edge, edge), dtype=torch.bfloat16, device=device)
-    us = timer.kernel_us([partial(torch.mm, a, a.t())] * 3)
+    us = kernel_us(timer, [partial(torch.mm, a, a.t())] * 3)
     return Ceiling(2 * edge**3 / us / 1e6, f"measured: bfloat16 torch.mm {edge}^3")
 
 
-CEILINGS: Mapping[str, Callable[[torch.device, Timer], Ceiling]] = {"half": _half, "int8": _int8}
+CEILINGS: Mapping[str, Callable[[torch.device, Timer[Any]], Ceiling]] = {"half": _half, "int8": _int8}

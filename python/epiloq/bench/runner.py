@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ class Bench:
     """What every case of a run shares. ``peer_names`` empty means every peer."""
 
     device: torch.device
-    timer: Timer
+    timer: Timer[Any]
     floor: ReadFloor
     ceilings: Mapping[str, Ceiling]
     operations: Mapping[str, Operation]
@@ -94,18 +95,27 @@ class Bench:
         """
         operation = self.operations[case.operation]
         sets, cold = rotate(operation.inputs(case, self.generator), self.cache)
-        archs = self.archs if operation.has_weight else ("auto",)
-        rows = [self._own(operation, case, sets, cold, arch) for arch in archs]
-        measured = {name: self._peer(binder, case, sets) for name, binder in self.peers(operation).items()}
-        auto = {row.arch: row.time_us for row in rows}.get("auto")
-        for row in rows:
+        own = [self._own(operation, case, sets, cold, arch) for arch in self._archs(operation)]
+        peers = {name: self._peer(binder, case, sets) for name, binder in self.peers(operation).items()}
+        self._take_turns([*(contender for _, contender in own), *peers.values()])
+        auto = {row.arch: contender.us for row, contender in own}.get("auto")
+        for row, contender in own:
+            row.time_us = contender.us
             if row.arch != "auto" and auto is not None:
                 row.peers["epiloq"] = _relate(auto, "", row.time_us)
-            row.peers |= {name: _relate(us, note, row.time_us) for name, (us, note) in measured.items()}
+            row.peers |= {name: _relate(peer.us, peer.note, row.time_us) for name, peer in peers.items()}
+            if row.time_us is not None:
+                self._relate_to_floor(row, operation, case, contender.nbytes)
             yield row
 
-    def _own(self, operation: Operation, case: Case, sets: Sequence[Inputs], cold: bool, arch: str) -> Row:
+    def _archs(self, operation: Operation) -> Sequence[str]:
+        return self.archs if operation.has_weight else ("auto",)
+
+    def _own(
+        self, operation: Operation, case: Case, sets: Sequence[Inputs], cold: bool, arch: str
+    ) -> tuple[Row, _Contender]:
         row = Row(case.operation, case.variant, case.layer, case.m, case.n, case.k, arch, copies=len(sets), cold=cold)
+        own = _Contender()
         try:
             with _forced(arch):
                 calls = operation.bind(case, sets).calls
@@ -113,24 +123,35 @@ class Bench:
                 error = operation.error(case, sets[0], result, self.generator)
                 if not error <= 1:
                     row.status, row.reason = "FAILED", f"error {error:.3g} times the tolerance"
-                    return row
+                    return row, own
                 row.error = error
                 row.kernel = explanation(calls[0])
-                row.time_us = self.timer.kernel_us(calls)
                 row.host_us = self.timer.host_us(calls[0]) if self.device.type == "cuda" else None
+                own.nbytes = _bytes_of([*sets[0].values(), *(result if isinstance(result, tuple) else (result,))])
+                own.prepared = self.timer.prepare(calls)
         except NotImplementedError as refusal:
             row.status, row.reason = "unsupported", str(refusal)
-            return row
         except (ValueError, RuntimeError) as failure:
             row.status, row.reason = "FAILED", _first_line(failure)
-            return row
-        self._relate_to_floor(row, operation, case, sets[0], result)
-        return row
+        return row, own
 
-    def _relate_to_floor(self, row: Row, operation: Operation, case: Case, inputs: Inputs, result: object) -> None:
+    def _peer(self, binder: Binder, case: Case, sets: Sequence[Inputs]) -> _Contender:
+        # Other projects' code: whatever it raises is the reason why its column is empty.
+        try:
+            bound = binder(case, sets)
+            return _Contender(bound.note, self.timer.prepare(bound.calls))
+        except Unavailable as reason:
+            return _Contender(str(reason))
+        except Exception as error:
+            return _Contender(_first_line(error))
+
+    def _take_turns(self, contenders: Sequence[_Contender]) -> None:
+        able = [c for c in contenders if c.prepared is not None]
+        for contender, us in zip(able, self.timer.take_turns([c.prepared for c in able]), strict=True):
+            contender.us = us
+
+    def _relate_to_floor(self, row: Row, operation: Operation, case: Case, nbytes: int) -> None:
         assert row.time_us is not None
-        outputs = result if isinstance(result, tuple) else (result,)
-        nbytes = sum(t.nbytes for t in (*inputs.values(), *outputs) if isinstance(t, torch.Tensor))
         work = operation.work(case)
         floors = {"read": self.floor.us(nbytes)}
         if operation.ceiling:
@@ -140,16 +161,6 @@ class Bench:
         row.floor_us = floors[row.bound]
         row.percent_of_floor = 100 * row.floor_us / row.time_us
         row.gb_s = nbytes / row.time_us / 1e3
-
-    def _peer(self, binder: Binder, case: Case, sets: Sequence[Inputs]) -> tuple[float | None, str]:
-        # Other projects' code: whatever it raises is the reason why its column is empty.
-        try:
-            bound = binder(case, sets)
-            return self.timer.kernel_us(bound.calls), bound.note
-        except Unavailable as reason:
-            return None, str(reason)
-        except Exception as error:
-            return None, _first_line(error)
 
     def host_times(self, cases: Sequence[Case]) -> Iterator[HostTime]:
         """Eager host time of every contender on M = 1, N = 64, K = 128, once for each operation and variant."""
@@ -167,6 +178,19 @@ class Bench:
                     yield HostTime(name, variant, contender, None, _first_line(error))
 
 
+@dataclass
+class _Contender:
+    """Who is timed: ``prepared`` is the timer's own, None where there is nothing to time.
+
+    ``nbytes`` is what epiloq's call reads and writes.
+    """
+
+    note: str = ""
+    prepared: Any = None
+    nbytes: int = 0
+    us: float | None = None
+
+
 def explanation(call: Call) -> str:
     """The first line of ``epiloq.explain`` for a bound call; empty for an operation that has no choice to explain."""
     assert isinstance(call, partial)
@@ -182,6 +206,10 @@ def _forced(arch: str) -> contextlib.AbstractContextManager[object]:
 
 def _relate(us: float | None, note: str, own_us: float | None) -> PeerTime:
     return PeerTime(us, us / own_us if us is not None and own_us is not None else None, note)
+
+
+def _bytes_of(values: Sequence[object]) -> int:
+    return sum(t.nbytes for t in values if isinstance(t, torch.Tensor))
 
 
 def _first_line(error: Exception) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,12 +25,26 @@ FEWEST_SETS = 3
 MOST_SETS = 1024
 
 
-class Timer(Protocol):
-    """Both answers are microseconds a call."""
+Prepared = TypeVar("Prepared")
 
-    def kernel_us(self, calls: Sequence[Call]) -> float: ...
+
+class Timer(Protocol[Prepared]):
+    """Answers are microseconds a call.
+
+    A contender is a call for each input set. Contenders are prepared one by one, since each may fail for reasons of its
+    own, and timed together.
+    """
+
+    def prepare(self, calls: Sequence[Call]) -> Prepared: ...
+
+    def take_turns(self, contenders: Sequence[Prepared]) -> list[float]: ...
 
     def host_us(self, call: Call) -> float: ...
+
+
+def kernel_us(timer: Timer[Any], calls: Sequence[Call]) -> float:
+    """The time of one contender alone."""
+    return timer.take_turns([timer.prepare(calls)])[0]
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -80,30 +95,53 @@ class CpuTimer:
     machine it reaches past the median. ``budget_s`` bounds what one contender takes.
     """
 
+    TURNS = 3
+    FEWEST = 2  # calls a turn
+
     def __init__(self, budget_s: float = 0.15) -> None:
         self.budget_s = budget_s
 
-    def kernel_us(self, calls: Sequence[Call]) -> float:
+    def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:
         for call in calls[:2]:
             call()
-        times: list[float] = []
-        begin = time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - begin < self.budget_s:
-            call = calls[len(times) % len(calls)]
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return 1e6 * sorted(times)[len(times) // 10]
+        return calls
+
+    def take_turns(self, contenders: Sequence[Sequence[Call]]) -> list[float]:
+        times: list[list[float]] = [[] for _ in contenders]
+        for turn in range(self.TURNS):
+            for i in _in_order(turn, len(contenders)):
+                calls, taken = contenders[i], times[i]
+                fewest, begin = len(taken) + self.FEWEST, time.perf_counter()
+                while len(taken) < fewest or time.perf_counter() - begin < self.budget_s / self.TURNS:
+                    call = calls[len(taken) % len(calls)]
+                    start = time.perf_counter()
+                    call()
+                    taken.append(time.perf_counter() - start)
+        return [1e6 * sorted(taken)[len(taken) // 10] for taken in times]
 
     def host_us(self, call: Call) -> float:
         return _host_us(call, lambda: None)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A CUDA graph of so many calls, and how long it took once."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    ms: float
+
+    def count(self, ms: float) -> int:
+        """Replays that take at least so long."""
+        return math.ceil(ms / self.ms)
 
 
 class CudaTimer:
     """Replays of one CUDA graph that holds every set's call, several rounds of them, replays queued back to back.
 
     An event stands between neighbouring replays, so that a replay's launch hides behind the one before; the median of
-    the intervals over the calls in the graph. Replays that only warm the clocks up come first.
+    the intervals over the calls in the graph. Contenders take turns, there and back: a GPU at its power limit runs at
+    the clock that the work of the last tenths of a second left it, and who comes first after a pause runs 20 % faster.
     """
 
     SHORT_US = 200.0
@@ -111,14 +149,18 @@ class CudaTimer:
     CALLS_IF_LONG = 8
     # Where a call takes milliseconds, fewer calls are as good, down to one of each set.
     LONG_US = 4000.0
-    WARM_MS = 20.0
-    MEASURE_MS = 60.0
+    TURNS = 3
+    # Of a turn: until the clocks are those of this work, and what counts.
+    SETTLE_MS = 10.0
+    MEASURE_MS = 20.0
+    FEWEST = 3
+    MOST = 20
 
     def __init__(self) -> None:
         # Warm-up and capture share a stream: libraries allocate a workspace for each one.
         self.stream = torch.cuda.Stream()
 
-    def kernel_us(self, calls: Sequence[Call]) -> float:
+    def prepare(self, calls: Sequence[Call]) -> Replay:
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             for call in calls[:2]:
@@ -136,10 +178,19 @@ class CudaTimer:
                 for call in calls:
                     call()
         graph.replay()
-        once_ms = self._replay_ms(graph, 1)[0]
-        self._replay_ms(graph, math.ceil(self.WARM_MS / once_ms))
-        intervals = self._replay_ms(graph, max(7, min(50, math.ceil(self.MEASURE_MS / once_ms))))
-        return 1e3 * median(intervals) / (rounds * len(calls))
+        return Replay(graph, rounds * len(calls), self._replay_ms(graph, 1)[0])
+
+    def take_turns(self, contenders: Sequence[Replay]) -> list[float]:
+        for replay in contenders:
+            self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
+        intervals: list[list[float]] = [[] for _ in contenders]
+        for turn in range(self.TURNS):
+            for i in _in_order(turn, len(contenders)):
+                replay = contenders[i]
+                self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
+                count = max(self.FEWEST, min(self.MOST, replay.count(self.MEASURE_MS)))
+                intervals[i] += self._replay_ms(replay.graph, count)
+        return [1e3 * median(taken) / replay.calls for replay, taken in zip(contenders, intervals, strict=True)]
 
     def _replay_ms(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -155,4 +206,9 @@ class CudaTimer:
         return _host_us(call, torch.cuda.synchronize)
 
 
-TIMERS: dict[str, Callable[[], Timer]] = {"cpu": CpuTimer, "cuda": CudaTimer}
+def _in_order(turn: int, contenders: int) -> Sequence[int]:
+    """There and back."""
+    return range(contenders)[:: 1 if turn % 2 == 0 else -1]
+
+
+TIMERS: dict[str, Callable[[], Timer[Any]]] = {"cpu": CpuTimer, "cuda": CudaTimer}
