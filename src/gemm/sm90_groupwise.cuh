@@ -109,13 +109,16 @@ struct GroupwiseGemm {
     return params;
   }
 
-  // Scales of tokens in columns, each of which begins at a multiple of 16 bytes. Where steps are short the thread that
-  // asks for them has no time for more.
+  // Scales of tokens in columns, of which every column and every tile's part begins at a multiple of 16 bytes: TMA
+  // stops the kernel with an illegal instruction where a box does not. Experts' rows may begin anywhere. Where steps are
+  // short the thread that asks for them has no time for more.
   static bool can_copy_scales(GroupwiseProblem const& p) {
     GroupScales const& scales = p.scale_a;
     bool const on_lines =
         reinterpret_cast<std::uintptr_t>(scales.ptr) % 16 == 0 && scales.stride_k > 0 && scales.stride_k % 4 == 0;
-    return C::kScaleWarps > 1 && !C::kColumnScales && scales.stride_row == 1 && scales.shift == 0 && on_lines;
+    bool const tiles_on_lines = p.offs == nullptr && (p.masked_m == nullptr || p.m % 4 == 0);
+    return C::kScaleWarps > 1 && !C::kColumnScales && scales.stride_row == 1 && scales.shift == 0 && on_lines &&
+           tiles_on_lines;
   }
 
   static void launch(GroupwiseProblem const& p, int device, Stream stream) {

@@ -125,10 +125,11 @@ class CpuTimer:
 
 @dataclass(frozen=True)
 class Replay:
-    """A CUDA graph of so many calls, and how long it took once."""
+    """A CUDA graph of several rounds of calls, and how long it took once. The calls hold the memory that it reads."""
 
     graph: torch.cuda.CUDAGraph
-    calls: int
+    calls: Sequence[Call]
+    rounds: int
     ms: float
 
     def count(self, ms: float) -> int:
@@ -178,7 +179,7 @@ class CudaTimer:
                 for call in calls:
                     call()
         graph.replay()
-        return Replay(graph, rounds * len(calls), self._replay_ms(graph, 1)[0])
+        return Replay(graph, calls, rounds, self._replay_ms(graph, 1)[0])
 
     def take_turns(self, contenders: Sequence[Replay]) -> list[float]:
         for replay in contenders:
@@ -190,7 +191,10 @@ class CudaTimer:
                 self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
                 count = max(self.FEWEST, min(self.MOST, replay.count(self.MEASURE_MS)))
                 intervals[i] += self._replay_ms(replay.graph, count)
-        return [1e3 * median(taken) / replay.calls for replay, taken in zip(contenders, intervals, strict=True)]
+        return [
+            1e3 * median(taken) / (replay.rounds * len(replay.calls))
+            for replay, taken in zip(contenders, intervals, strict=True)
+        ]
 
     def _replay_ms(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
