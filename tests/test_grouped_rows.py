@@ -184,9 +184,9 @@ def test_bad_arguments_are_named(seed: int) -> None:
 
 def test_explain() -> None:
     explain = epiloq.explain
-    sizes = itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168), (1, 4, 8))
+    sizes = itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168, 8456, 28672), (1, 4, 8))
     kernels = {explain("grouped_mm", m=m, n=n, k=4096, experts=e, whole_rows=True) for m, n, e in sizes}
-    assert len(kernels) == 4 and all("whole-row wgmma" in kernel for kernel in kernels), kernels
+    assert len(kernels) == 7 and all("whole-row wgmma" in kernel for kernel in kernels), kernels
     p = make(12, 16, 32, 2, INT8)
     operands = (p.a, p.b, p.scale_a, p.scale_b)
     assert "cpu, int8 products" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)

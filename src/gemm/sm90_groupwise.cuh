@@ -29,28 +29,18 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
   int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
   typename Math::Place const place(shared, group_m, warp, lane);
+  GroupwiseStore<C> out(params, shared, group_m * 4 + warp, group_m * C::kRounds * 64 + warp * 16, lane);
   int before = 0;  // steps of the tiles that are done
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; uniform(scheduler.next(tile)); before += depth) {
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
+    if (group_k == 0) out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary);
     if constexpr (C::kKGroups > 1) Math::meet(sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
-    if (group_k == 0) {
-      unsigned char* const staging = shared.staging() + (group_m * 4 + warp) * 16 * C::kPitch;
-#pragma unroll
-      for (int round = 0; round < C::kRounds; ++round) {
-        int const row_in_tile = (group_m * C::kRounds + round) * 64 + warp * 16;
-        if constexpr (C::kWholeRows) {
-          float scaled[Math::kSums];
-          GroupwiseStore<C>::scale(scaled, sums[round], params.p, tile, row_in_tile, lane);
-          GroupwiseStore<C>::tile(scaled, params.p, tile, staging, row_in_tile, lane);
-        } else {
-          GroupwiseStore<C>::tile(sums[round], params.p, tile, staging, row_in_tile, lane);
-        }
-      }
-    }
+    if (group_k == 0) out.store(sums, tile);
   }
+  out.finish();
 }
 
 template <class C>
@@ -95,10 +85,12 @@ struct GroupwiseGemm {
     GroupwiseParams params{tensor_map_of(p.a, token_rows, p.k, p.stride_a, token_box),
                            tensor_map_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN),
                            {},
+                           {},
                            p,
                            GroupwiseScheduler<C>::tiles_of(p),
                            token_box,
-                           can_copy_scales(p)};
+                           can_copy_scales(p),
+                           C::kStoresBoxes && GroupwiseStore<C>::has_lines(p)};
     if (params.copies_scales) {
       params.scales = encode_tensor_map(
           p.scale_a.ptr,
@@ -106,12 +98,16 @@ struct GroupwiseGemm {
           {std::uint64_t{4} * p.scale_a.stride_k}, {static_cast<std::uint32_t>(token_box), 1},
           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
     }
+    if (params.stores_boxes) {
+      constexpr int kWarpRows = 16, kBytes = sizeof(typename C::Out);
+      params.output = tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, kWarpRows);
+    }
     return params;
   }
 
   // Scales of tokens in columns, of which every column and every tile's part begins at a multiple of 16 bytes: TMA
-  // stops the kernel with an illegal instruction where a box does not. Experts' rows may begin anywhere. Where steps are
-  // short the thread that asks for them has no time for more.
+  // stops the kernel with an illegal instruction where a box does not. Experts' rows may begin anywhere. Where steps
+  // are short the thread that asks for them has no time for more.
   static bool can_copy_scales(GroupwiseProblem const& p) {
     GroupScales const& scales = p.scale_a;
     bool const on_lines =

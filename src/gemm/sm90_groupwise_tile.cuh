@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "core/device_code.cuh"
+#include "epilogue/library.h"
 #include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
 #include "gemm/groupwise_scheduler.cuh"
@@ -19,24 +20,28 @@ namespace epiloq::gemm {
 struct GroupwiseParams {
   CUtensorMap tokens, weights;
   CUtensorMap scales;  // of tokens, in columns that TMA can copy; else not used
+  CUtensorMap output;  // where TMA can store it; else not used
   GroupwiseProblem p;
   GroupwiseTiles tiles;
   int token_box;  // rows of A that a block reads of its tile
-  bool copies_scales;
+  bool copies_scales, stores_boxes;
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
 // __global__ template.
-template <int kMGroups_, int kKGroups_, int kN_, int kRounds_, Scales kScales_, class Element_, class Out_>
+template <int kMGroups_, int kKGroups_, int kN_, int kRounds_, Scales kScales_, class Element_, class Out_,
+          class Epilogue_ = epilogue::Scaled>
 struct Groupwise {
   using Element = Element_;  // of A and B: int8 or float8, as CUTLASS names them
   using Out = Out_;
+  using Epilogue = Epilogue_;  // of whole rows; groups have their scales in the sums, and a bias
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_;
   static constexpr int kRounds = kRounds_;  // of 64 tokens, a warpgroup: the weights of a stage serve each in turn
   static constexpr bool kColumnScales = kScales_ == Scales::kColumns;  // of B, one a column; else one for 128 columns
   static constexpr bool kWholeRows = kScales_ == Scales::kWholeRows;   // scales of all of K, for the end
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
-  static_assert(!kExact || kWholeRows);
+  static constexpr bool kHasZeroPoint = std::is_same_v<Epilogue, epilogue::ScaledAzp>;
+  static_assert((!kExact || kWholeRows) && (!kHasZeroPoint || kExact));
   using Sum = std::conditional_t<kExact, std::uint32_t, float>;  // unsigned, as wgmma's wrappers name int32
   static constexpr int kM = 64 * kMGroups * kRounds;
   static constexpr int kMathGroups = kMGroups * kKGroups;
@@ -53,24 +58,25 @@ struct Groupwise {
   static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScales + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
-  // D leaves through shared memory, 16 rows and up to 64 columns a warp, so that rows are written in whole lines.
-  static constexpr int kChunk = [] {
-    for (int chunk : {64, 48, 32, 56}) {
-      if (kN > 64 && kN % chunk == 0) return chunk;
-    }
-    return kN;
-  }();
-  static_assert(kN % kChunk == 0 && kN % 8 == 0);
+  // D leaves through shared memory, 16 rows by a line of 128 bytes a warp at a time, of which so many may be under way.
+  static constexpr int kLine = 128;
+  static constexpr int kChunk = kLine / static_cast<int>(sizeof(Out));  // columns
+  static constexpr int kChunks = (kN + kChunk - 1) / kChunk;            // of a round
+  static constexpr bool kStoresBoxes = kMGroups == 2 && kN % kChunk == 0;
+  static constexpr int kSlots = kStoresBoxes ? std::min(kRounds * kChunks, 4) : 1;
+  static constexpr int kSlotBytes = 16 * kLine;
+  static_assert(kN % 8 == 0);
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
   static_assert(kColumnScales || kWholeRows || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
-  // Eight rows that are written together begin in different banks.
-  static constexpr int kRowBytes = kChunk * static_cast<int>(sizeof(Out));
-  static constexpr int kPitch = kRowBytes + (kRowBytes % 32 == 0 ? 16 : 32);
-  static constexpr int kStagingBytes = kMGroups * 4 * 16 * kPitch;
+  static constexpr int kStagingBytes = kMGroups * 4 * kSlots * kSlotBytes;
+  // A warp's copies of what its columns and its rows are multiplied by, and of their zero points.
+  static constexpr int kScalesOfWarp = kN + 16 * kRounds;
+  static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
   static constexpr int kPartialBytes = (kKGroups - 1) * 128 * (kN / 2) * 4;
   static constexpr int kAlignment = 1024;  // of swizzled tiles
   static constexpr int kBarrierBytes = 512;
-  static constexpr int kFixedBytes = kAlignment + kStagingBytes + kPartialBytes + kBarrierBytes;
+  static constexpr int kFixedBytes =
+      kAlignment + kStagingBytes + kPartialBytes + kMGroups * 4 * kWholeScales * 4 + kBarrierBytes;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
   static constexpr int kFit = (kSharedMemory - kFixedBytes) / kStageBytes;
@@ -81,23 +87,26 @@ struct Groupwise {
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;
-  static_assert(kStages >= 2);
+  static_assert(kStages >= (kMGroups == 2 ? 3 : 2));
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
 
-  // Parts of shared memory: all tokens, all weights, then what needs no alignment.
+  // Parts of shared memory: all tokens, all weights, what leaves, then what needs no alignment.
   struct Shared {
     unsigned char* base;
     __device__ explicit Shared(unsigned char* raw)
         : base(raw + (kAlignment - cute::cast_smem_ptr_to_uint(raw) % kAlignment) % kAlignment) {}
     __device__ unsigned char* tokens(int stage) const { return base + stage * kTokenBytes; }
     __device__ unsigned char* weights(int stage) const { return base + kStages * kTokenBytes + stage * kWeightBytes; }
-    __device__ float* scales(int stage) const {
-      return reinterpret_cast<float*>(base + kStages * (kTokenBytes + kWeightBytes)) + stage * kStageScales;
+    __device__ unsigned char* staging(int warp) const {
+      return base + kStages * (kTokenBytes + kWeightBytes) + warp * kSlots * kSlotBytes;
     }
-    __device__ unsigned char* staging() const { return base + kStages * kStageBytes; }
-    __device__ float* partial() const { return reinterpret_cast<float*>(staging() + kStagingBytes); }
+    __device__ float* scales(int stage) const {
+      return reinterpret_cast<float*>(staging(kMGroups * 4)) + stage * kStageScales;
+    }
+    __device__ float* whole_scales(int warp) const { return scales(kStages) + warp * kWholeScales; }
+    __device__ float* partial() const { return whole_scales(kMGroups * 4); }
     __device__ cutlass::arch::ClusterTransactionBarrier* full() const {
-      return reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(staging() + kStagingBytes + kPartialBytes);
+      return reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(partial() + kPartialBytes / 4);
     }
     __device__ cutlass::arch::ClusterBarrier* empty() const {
       return reinterpret_cast<cutlass::arch::ClusterBarrier*>(full() + kStages);

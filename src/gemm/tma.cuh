@@ -46,7 +46,23 @@ __device__ __forceinline__ void copy_box(SharedAddress to, CUtensorMap const& ma
       : "memory");
 }
 
-// The same into L2 alone.
+// The other way, once what this warp's lanes wrote has been fenced; what is outside the matrix stays. Boxes that a lane
+// stored since its last commit are a group.
+__device__ __forceinline__ void fence_stored() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void store_box(CUtensorMap const& map, int column, int row, SharedAddress from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
+               "r"(row), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until shared memory of all but the lane's last kPending groups has been read.
+template <int kPending>
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// A copy into L2 alone.
 __device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
                : "memory");

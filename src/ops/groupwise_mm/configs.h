@@ -12,17 +12,17 @@ using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
 // A tile and the time that all SMs together take for 128 of K of one tile each, in ns. H200, 2026-11-21: from times of
-// seven layer shapes at 1 to 4096 tokens, those of 128 and more at the clock that the power limit leaves in long runs
-// (short bursts put other tiles first). The tile whose waves cost least serves: it took 0.5 % more than the fastest in
-// the mean, 7 % at most.
+// seven layer shapes at 64 to 4096 tokens, tokens and weights cold, contenders in turns at the clocks that the power
+// limit leaves them. The tile whose waves cost least serves: it took 0.3 % more than the fastest in the mean, 6 % at
+// most.
 struct Tile {
   GroupwiseConfig config;
   int step_ns;
 };
 inline constexpr std::array kTiles{
-    Tile{{1, 2, 32}, 165},  Tile{{1, 2, 48}, 195},  Tile{{1, 2, 56}, 205},
-    Tile{{1, 2, 64}, 215},  Tile{{2, 1, 64}, 335},  Tile{{2, 1, 96}, 375},
-    Tile{{2, 1, 128}, 430}, Tile{{2, 1, 192}, 650}, Tile{{2, 1, 112, 2}, 855},
+    Tile{{1, 2, 32}, 125},  Tile{{1, 2, 48}, 145},  Tile{{1, 2, 56}, 155},
+    Tile{{1, 2, 64}, 160},  Tile{{2, 1, 64}, 265},  Tile{{2, 1, 96}, 345},
+    Tile{{2, 1, 128}, 405}, Tile{{2, 1, 192}, 585}, Tile{{2, 1, 128, 2}, 765},
 };
 // With one scale a column of B, which costs registers and instructions: guessed, not measured.
 inline constexpr std::array kColumnScaleTiles{
@@ -31,13 +31,22 @@ inline constexpr std::array kColumnScaleTiles{
     Tile{{2, 1, 128}, 600},
 };
 
-// With scales of whole rows, of int8 or float8, for experts. Guessed, not timed.
-inline constexpr std::array kWholeRowTiles{
-    Tile{{1, 2, 32}, 135},
-    Tile{{1, 2, 64}, 250},
-    Tile{{2, 1, 64}, 310},
-    Tile{{2, 1, 128}, 450},
+// With scales of whole rows, for experts and for scaled_mm, timed as above (0.2 % more than the fastest in the mean, 2
+// % at most) but for the first, which is for experts of few rows. int8 needs no sums beside wgmma's, so that a
+// warpgroup has the registers for 256 weights, of which each instruction reads the fewest bytes of shared memory: what
+// bounds it.
+inline constexpr std::array kInt8RowTiles{
+    Tile{{1, 2, 32}, 130},  Tile{{1, 2, 64}, 165},  Tile{{2, 1, 64}, 265},  Tile{{2, 1, 96}, 310},
+    Tile{{2, 1, 128}, 365}, Tile{{2, 1, 192}, 520}, Tile{{2, 1, 256}, 715},
 };
+inline constexpr std::array kFloat8RowTiles{
+    Tile{{1, 2, 32}, 135},  Tile{{1, 2, 64}, 170},  Tile{{2, 1, 64}, 285},     Tile{{2, 1, 96}, 320},
+    Tile{{2, 1, 128}, 400}, Tile{{2, 1, 192}, 560}, Tile{{2, 1, 128, 2}, 750},
+};
+template <DType kElement>
+constexpr GroupwiseConfig row_tile(int row) {
+  return (kElement == DType::kInt8 ? kInt8RowTiles : kFloat8RowTiles)[row].config;
+}
 
 // int8 on SM80, float8 on SM89 and newer: warp, warps, one team, stages. For few rows of an expert and for many;
 // neither was ever run on a card of those.

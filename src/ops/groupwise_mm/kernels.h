@@ -3,6 +3,7 @@
 // Where groupwise_mm's kernels live: declared here for the launch tables, defined and instantiated in kernels.cu.in's
 // and whole_rows.cu.in's expansions, in mma_int8.cu and mma_float8.cu, and the generic one in generic.cu.
 
+#include "epilogue/library.h"
 #include "epiloq/device.h"
 #include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
@@ -14,7 +15,7 @@ struct Sm90 {
   static void launch(gemm::GroupwiseProblem const&, int device, Stream);
 };
 
-template <int kRow, DType kElement, DType kOut>
+template <int kRow, DType kElement, DType kOut, class Epilogue>
 struct Sm90WholeRows {
   static void launch(gemm::GroupwiseProblem const&, int device, Stream);
 };

@@ -1,5 +1,6 @@
 #include "ops/groupwise_mm/launch.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "epiloq/error.h"
@@ -26,11 +27,22 @@ gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows.
   return kTable[row][column_of(out)];
 }
 
-template <DType kElement, std::size_t... kRows>
-gemm::GroupwiseLaunch whole_rows_launch(int row, DType out, std::index_sequence<kRows...>) {
-  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90WholeRows<kRows, kElement, DType::kFloat16>::launch,
-                                                         &Sm90WholeRows<kRows, kElement, DType::kBFloat16>::launch,
-                                                         &Sm90WholeRows<kRows, kElement, DType::kFloat32>::launch}...};
+// Of the types of D that each epilogue was compiled for, as in CMakeLists.txt.
+template <int kRow, DType kElement, DType kOut, class Epilogue>
+constexpr gemm::GroupwiseLaunch row_launch_of() {
+  if constexpr (kOut == DType::kFloat32 && std::is_same_v<Epilogue, epilogue::ScaledAzp>) {
+    return nullptr;
+  } else {
+    return &Sm90WholeRows<kRow, kElement, kOut, Epilogue>::launch;
+  }
+}
+
+template <DType kElement, class Epilogue, std::size_t... kRows>
+gemm::GroupwiseLaunch rows_launch(int row, DType out, std::index_sequence<kRows...>) {
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {
+      {row_launch_of<kRows, kElement, DType::kFloat16, Epilogue>(),
+       row_launch_of<kRows, kElement, DType::kBFloat16, Epilogue>(),
+       row_launch_of<kRows, kElement, DType::kFloat32, Epilogue>()}...};
   return kTable[row][column_of(out)];
 }
 #endif
@@ -84,11 +96,16 @@ void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType e
     case Family::kSm90ColumnScales:
       return sm90_launch<true>(choice.row, out, std::make_index_sequence<kColumnScaleTiles.size()>{})(problem, device,
                                                                                                       stream);
-    case Family::kSm90WholeRows: {
-      constexpr auto kRows = std::make_index_sequence<kWholeRowTiles.size()>{};
-      auto const run = element == DType::kInt8 ? whole_rows_launch<DType::kInt8>(choice.row, out, kRows)
-                                               : whole_rows_launch<DType::kFloat8E4M3>(choice.row, out, kRows);
+    case Family::kSm90Int8Rows: {
+      constexpr auto kRows = std::make_index_sequence<kInt8RowTiles.size()>{};
+      auto const run = problem.azp_adj != nullptr
+                           ? rows_launch<DType::kInt8, epilogue::ScaledAzp>(choice.row, out, kRows)
+                           : rows_launch<DType::kInt8, epilogue::Scaled>(choice.row, out, kRows);
       return run(problem, device, stream);
+    }
+    case Family::kSm90Float8Rows: {
+      constexpr auto kRows = std::make_index_sequence<kFloat8RowTiles.size()>{};
+      return rows_launch<DType::kFloat8E4M3, epilogue::Scaled>(choice.row, out, kRows)(problem, device, stream);
     }
 #endif
     case Family::kGeneric:

@@ -58,9 +58,14 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   bool const is_int8 = p.a == DType::kInt8;
   if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
   if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
-  if (p.whole_rows) return {Family::kSm90WholeRows, cheapest(kWholeRowTiles, p, sm_count)};
+  if (p.whole_rows) return choose_whole_rows(p, sm_count);
   if (p.column_scales) return {Family::kSm90ColumnScales, cheapest(kColumnScaleTiles, p, sm_count)};
   return {Family::kSm90, cheapest(kTiles, p, sm_count)};
+}
+
+Choice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
+  if (p.a == DType::kInt8) return {Family::kSm90Int8Rows, cheapest(kInt8RowTiles, p, sm_count)};
+  return {Family::kSm90Float8Rows, cheapest(kFloat8RowTiles, p, sm_count)};
 }
 
 std::string describe(Choice const& choice) {
@@ -74,8 +79,10 @@ std::string describe(Choice const& choice) {
       return describe(kTiles[choice.row].config, "group-wise");
     case Family::kSm90ColumnScales:
       return describe(kColumnScaleTiles[choice.row].config, "group-wise") + ", a scale a column";
-    case Family::kSm90WholeRows:
-      return describe(kWholeRowTiles[choice.row].config, "whole-row");
+    case Family::kSm90Int8Rows:
+      return describe(kInt8RowTiles[choice.row].config, "whole-row");
+    case Family::kSm90Float8Rows:
+      return describe(kFloat8RowTiles[choice.row].config, "whole-row");
   }
   return "";
 }

@@ -8,7 +8,7 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90WholeRows, kMma };
+enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90Int8Rows, kSm90Float8Rows, kMma };
 
 struct Choice {
   Family family;
@@ -16,6 +16,8 @@ struct Choice {
 };
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
+// On SM90 with scales of whole rows that begin at multiples of 16 bytes, with experts or without.
+Choice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
 std::string describe(Choice const& choice);
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -7,6 +7,7 @@
 
 #if EPILOQ_HAS_CUDA
 #include "core/cuda_check.h"
+#include "ops/groupwise_mm/launch.h"
 #include "ops/scaled_mm/configs.h"
 #include "ops/scaled_mm/kernels.h"
 #endif
@@ -117,6 +118,35 @@ bool runs_on(Arch arch, int compute_capability) {
   return compute_capability >= static_cast<int>(arch);
 }
 
+gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
+  return {.ptr = scales, .stride_row = is_vector ? 1 : 0};
+}
+
+// groupwise_mm's kernel with scales of whole rows.
+void launch_whole_rows(groupwise_mm::Choice const& choice, Types types, gemm::Problem const& p, int device,
+                       Stream stream) {
+  epilogue::Operands const& with = p.operands;
+  gemm::GroupwiseProblem const product{
+      .m = p.m,
+      .n = p.n,
+      .k = p.k,
+      .depth = p.k,
+      .stride_a = p.stride_a,
+      .stride_b = p.stride_b,
+      .stride_d = p.stride_d,
+      .a = p.a,
+      .b = p.b,
+      .d = p.d,
+      .scale_a = whole_row_scales(with.scale_a, with.scale_a_is_vector),
+      .scale_b = whole_row_scales(with.scale_b, with.scale_b_is_vector),
+      .bias = with.bias,
+      .azp_adj = with.azp_adj,
+      .azp = with.azp,
+      .azp_stride = with.azp_is_vector ? 1 : 0,
+  };
+  groupwise_mm::launch(choice, product, types.a, types.out, device, stream);
+}
+
 constexpr std::array kInt8Archs{Arch::kSm90, Arch::kSm80, Arch::kSm75};
 constexpr std::array kFloat8Archs{Arch::kSm90, Arch::kSm89};
 
@@ -141,6 +171,7 @@ Target target_of_device(int device, bool is_float8) {
 
 void launch(Choice const& choice, Types types, bool has_zero_point, gemm::Problem const& problem, int device,
             Stream stream) {
+  if (auto const rows = groupwise_choice(choice)) return launch_whole_rows(*rows, types, problem, device, stream);
   DeviceGuard const guard(device);
   for (Variant const& variant : variants_of(choice)) {
     if (variant.types == types && variant.has_zero_point == has_zero_point) {

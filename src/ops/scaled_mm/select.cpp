@@ -33,9 +33,9 @@ static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules))
 static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
 static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
 static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
-static_assert(takes_everything(kSm90Rules) && all_named(kSm90Tiles, kSm90Rules));
-static_assert(takes_everything(kSm90AccurateRules) && takes_everything(kSm90FastRules));
-static_assert(all_named(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules, kSm90FastRules));
+static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules));
+static_assert(takes_everything(kSm90FastRules));
+static_assert(all_named(kSm90Float8Tiles, kSm90FewTokensRules, kSm90Float8BatchRules, kSm90FastRules));
 
 // Sums that were asked to be accurate are.
 template <class Tiles, class... Rules>
@@ -48,7 +48,7 @@ constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
   return accurate;
 }
 static_assert(all_accurate(kSm89Tiles, kSm89AccurateRules));
-static_assert(all_accurate(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules));
+static_assert(all_accurate(kSm90Float8Tiles, kSm90FewTokensRules));
 
 static_assert(!kSm89Tiles[kE5M2Row].fast_accum && !kSm90Float8Tiles[kE5M2Row].fast_accum);
 
@@ -66,8 +66,7 @@ constexpr bool early_weights_meet_one_token_tile(Tiles const& tiles, Rules const
   return meet;
 }
 static_assert(early_weights_meet_one_token_tile(kSm90Tiles, kSm90Rules));
-static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90AccurateRules,
-                                                kSm90FastRules));
+static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90FastRules));
 
 template <class Tiles, class Rules>
 constexpr bool none_early(Tiles const& tiles, Rules const& rules) {
@@ -115,11 +114,23 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
 
 constexpr auto kAlwaysFits = [](int) { return true; };
 
-Choice sm90_float8_choice(ScaledMmProblem const& p) {
+int whole_rows_row(ScaledMmProblem const& p, Target const& t) {
+  GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
+  return groupwise_mm::choose_whole_rows(product, t.sm_count).row;
+}
+
+Choice sm90_float8_choice(ScaledMmProblem const& p, Target const& t) {
   auto const choice = [&](auto const& rules) { return Choice{Family::kSm90Float8, first_fit(rules, p, kAlwaysFits)}; };
   if (p.batches > 1) return choice(kSm90Float8BatchRules);
   if (p.m <= kSm90FewTokensRules.back().m_max) return choice(kSm90FewTokensRules);
-  return p.fast_accum ? choice(kSm90FastRules) : choice(kSm90AccurateRules);
+  if (p.fast_accum) return choice(kSm90FastRules);
+  return {Family::kSm90Float8Rows, whole_rows_row(p, t)};
+}
+
+Choice sm90_choice(ScaledMmProblem const& p, Target const& t) {
+  if (p.batches > 1) return {Family::kSm90, first_fit(kSm90BatchRules, p, kAlwaysFits)};
+  if (p.m <= kSm90Rules.back().m_max) return {Family::kSm90, first_fit(kSm90Rules, p, kAlwaysFits)};
+  return {Family::kSm90Int8Rows, whole_rows_row(p, t)};
 }
 
 Choice sm89_choice(ScaledMmProblem const& p, Target const& t) {
@@ -132,7 +143,7 @@ Choice float8_choice(ScaledMmProblem const& p, Target const& t) {
   bool const has_e5m2 = p.a == DType::kFloat8E5M2 || p.b == DType::kFloat8E5M2;
   switch (t.arch) {
     case Arch::kSm90:
-      return has_e5m2 ? Choice{Family::kSm90Float8, kE5M2Row} : sm90_float8_choice(p);
+      return has_e5m2 ? Choice{Family::kSm90Float8, kE5M2Row} : sm90_float8_choice(p, t);
     case Arch::kSm89:
       return has_e5m2 ? Choice{Family::kSm89, kE5M2Row} : sm89_choice(p, t);
     default:
@@ -186,8 +197,7 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
   switch (t.arch) {
     case Arch::kSm90:
-      return {Family::kSm90,
-              p.batches > 1 ? first_fit(kSm90BatchRules, p, kAlwaysFits) : first_fit(kSm90Rules, p, kAlwaysFits)};
+      return sm90_choice(p, t);
     case Arch::kSm80:
       return sm80_choice(p, t);
     case Arch::kSm75:
@@ -198,6 +208,12 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
       break;
   }
   throw InvalidArgument("epiloq.scaled_mm: arch: expected one architecture, got auto");
+}
+
+std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
+  if (choice.family == Family::kSm90Int8Rows) return {{groupwise_mm::Family::kSm90Int8Rows, choice.row}};
+  if (choice.family == Family::kSm90Float8Rows) return {{groupwise_mm::Family::kSm90Float8Rows, choice.row}};
+  return std::nullopt;
 }
 
 std::string describe(Choice const& choice) {
@@ -222,6 +238,9 @@ std::string describe(Choice const& choice) {
       return describe(kSm90Tiles[choice.row]);
     case Family::kSm90Float8:
       return describe(kSm90Float8Tiles[choice.row]);
+    case Family::kSm90Int8Rows:
+    case Family::kSm90Float8Rows:
+      return groupwise_mm::describe(*groupwise_choice(choice));
   }
   return "";
 }

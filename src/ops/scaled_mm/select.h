@@ -2,10 +2,12 @@
 
 // Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
 
+#include <optional>
 #include <string>
 
 #include "core/target.h"
 #include "epiloq/scaled_mm.h"
+#include "ops/groupwise_mm/select.h"
 
 namespace epiloq::ops::scaled_mm {
 
@@ -19,6 +21,8 @@ enum class Family {
   kSm89,
   kSm90,
   kSm90Float8,
+  kSm90Int8Rows,  // this one and the next are groupwise_mm's
+  kSm90Float8Rows,
   kGenericInt8,
   kSm80Int8
 };
@@ -29,6 +33,8 @@ struct Choice {
 };
 
 Choice choose(ScaledMmProblem const& problem, Target const& target);
+// Which of groupwise_mm's kernels it is, if it is one.
+std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice);
 std::string describe(Choice const& choice);
 
 // What an architecture's first card has, for answers without a device.
