@@ -44,11 +44,12 @@ class GroupwiseStore {
       int const row = tile.first_row + first_row_ + lane_ / 16 * 64 + lane_ % 16;
       int const known_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // those of the tile before have been read
-      expect(operands_, p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert, p.scale_b.stride_row,
-             tile.first_column, p.scale_a.ptr, p.scale_a.stride_row, known_row);
+      float const* const scale_b = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
+      copy_operands(operands_, scale_b, p.scale_b.stride_row, tile.first_column, p.scale_a.ptr, p.scale_a.stride_row,
+                    known_row);
       if constexpr (C::kHasZeroPoint) {
         int* const zero_points = reinterpret_cast<int*>(operands_ + C::kScalesOfWarp);
-        expect(zero_points, p.azp_adj, 1, tile.first_column, p.azp, p.azp_stride, known_row);
+        copy_operands(zero_points, p.azp_adj, 1, tile.first_column, p.azp, p.azp_stride, known_row);
       }
       commit_copies();
     }
@@ -79,8 +80,8 @@ class GroupwiseStore {
 
   // One value a column and one a row, all 4 bytes; null rows are 1.
   template <class T>
-  __device__ __forceinline__ void expect(T* to, T const* columns, int column_stride, int first_column, T const* rows,
-                                         int row_stride, int row) const {
+  __device__ __forceinline__ void copy_operands(T* to, T const* columns, int column_stride, int first_column,
+                                                T const* rows, int row_stride, int row) const {
     SharedAddress const own = shared_address(to + lane_);
 #pragma unroll
     for (int i = 0; i < C::kN; i += 32) {
@@ -98,7 +99,6 @@ class GroupwiseStore {
   template <bool kHasBias>
   __device__ __forceinline__ void store_round(Sum const (&sums)[C::kN / 2], int round, GroupwiseTile const& tile) {
     int const first_row = tile.first_row + first_row_ + round * 64;
-    bool const whole = first_row + 16 <= tile.end_row && tile.first_column + C::kN <= params_.p.n;
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk) {
       constexpr int kOfChunk = C::kChunk / 8;
@@ -108,13 +108,13 @@ class GroupwiseStore {
         int const eight = chunk * kOfChunk + j, column = 8 * eight + 2 * (lane_ % 4);
         float2 const bias = kHasBias ? bias_of(tile.first_column + column) : float2{};
         float values[4];
-        finish_sums(values, sums + 4 * eight, round, column, bias);
+        finish_sums<kHasBias>(values, sums + 4 * eight, round, column, bias);
         unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
         put(at, values[0], values[1]);
         put(at + 8 * C::kLine, values[2], values[3]);
       }
       int const columns = min(C::kChunk, C::kN - chunk * C::kChunk);
-      give(slot, first_row, tile.first_column + chunk * C::kChunk, columns, tile.end_row, whole);
+      give(slot, first_row, tile.end_row, tile.first_column + chunk * C::kChunk, columns);
     }
   }
 
@@ -126,6 +126,7 @@ class GroupwiseStore {
   }
 
   // Two neighbours of a row, and of the eighth after it.
+  template <bool kHasBias>
   __device__ __forceinline__ void finish_sums(float (&values)[4], Sum const* sums, int round, int column,
                                               float2 const& bias) const {
     if constexpr (C::kWholeRows) {
@@ -154,7 +155,7 @@ class GroupwiseStore {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = sums[i] + (i % 2 == 0 ? bias.x : bias.y);
+      for (int i = 0; i < 4; ++i) values[i] = kHasBias ? sums[i] + (i % 2 == 0 ? bias.x : bias.y) : sums[i];
     }
   }
 
@@ -173,13 +174,16 @@ class GroupwiseStore {
     return slot;
   }
 
-  // A slot's `columns`, of which some may be past D's last, as rows past the tile's.
-  __device__ __forceinline__ void give(unsigned char const* slot, int first_row, int first_column, int columns,
-                                       int end_row, bool whole) const {
+  // A slot's `columns`, of which some may be past D's last, as rows past the tile's. TMA leaves out what is past D's
+  // own last row and column; an expert's rows may end before.
+  __device__ __forceinline__ void give(unsigned char const* slot, int first_row, int end_row, int first_column,
+                                       int columns) const {
+    auto const& p = params_.p;
+    bool const has_rows = first_row + 16 <= end_row;
     if constexpr (C::kStoresBoxes) {
+      bool const stores = params_.stores_boxes && (has_rows || (p.offs == nullptr && p.masked_m == nullptr));
       fence_stored();
       __syncwarp();
-      bool const stores = whole && params_.stores_boxes;
       if (is_elected()) {
         if (stores) {
           store_box(params_.output, first_column * static_cast<int>(sizeof(Out)), first_row, shared_address(slot));
@@ -190,9 +194,8 @@ class GroupwiseStore {
     } else {
       __syncwarp();
     }
-    auto const& p = params_.p;
     auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
-    if (!C::kStoresBoxes && whole && has_lines(p)) {
+    if (!C::kStoresBoxes && has_rows && first_column + columns <= p.n && has_lines(p)) {
       int const units = columns / kUnit;
 #pragma unroll
       for (int i = lane_; i < 16 * units; i += 32) {
@@ -201,12 +204,13 @@ class GroupwiseStore {
             *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
       }
     } else {
-      int const rows = min(16, end_row - first_row);
+      int const rows = min(16, end_row - first_row), known = min(columns, p.n - first_column);
 #pragma unroll 1
       for (int i = lane_; i < rows * C::kChunk; i += 32) {
         int const row = i / C::kChunk, column = i % C::kChunk;
-        if (column >= min(columns, p.n - first_column)) continue;
-        target[row * p.stride_d + column] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
+        if (column < known) {
+          target[row * p.stride_d + column] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
+        }
       }
     }
   }

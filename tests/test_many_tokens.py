@@ -1,0 +1,104 @@
+"""Tiles of many tokens on a GPU: every epilogue of the kernel for whole rows, outputs that TMA stores or cannot."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+from float8_reference import Float8Problem, assert_float8_close, make_float8_problem
+from groupwise_reference import assert_close, make
+from reference import Problem, assert_within_one_ulp, make_problem, poisoned
+
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.float16, torch.bfloat16]
+# Every tile of int8 and of float8, ragged ones among them.
+SIZES = [(129, 2112), (200, 40), (300, 2112), (500, 4096), (1000, 4104), (1000, 8120), (2048, 768), (513, 24576)]
+TILES = 7
+
+
+def int8_call(p: Problem, out: Tensor) -> None:
+    if p.azp_adj is None:
+        epiloq.scaled_mm(p.a, p.b, p.scale_a, p.scale_b, p.bias, out=out, out_dtype=out.dtype)
+    else:
+        epiloq.scaled_mm_azp(p.a, p.b, p.scale_a, p.scale_b, p.azp_adj, p.azp, p.bias, out=out, out_dtype=out.dtype)
+
+
+def float8_call(p: Float8Problem, out: Tensor) -> None:
+    epiloq.scaled_mm(p.a, p.b, p.scale_a, p.scale_b, p.bias, out=out, out_dtype=out.dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("zero_point", ["none", "static", "token", "tensor"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_epilogues(seed: int, dtype: torch.dtype, zero_point: str, bias: bool) -> None:
+    for (m, n), vectors in itertools.product(SIZES, (False, True)):
+        kind = "token" if zero_point == "tensor" else zero_point
+        p = make_problem(
+            m, n, 528, device="cuda", dtype=dtype, bias=bias, zero_point=kind, per_token=vectors, per_channel=vectors
+        )
+        if zero_point == "tensor" and p.azp is not None:
+            p.azp = p.azp[:1].clone()
+        out = poisoned((m, n), dtype, "cuda")
+        int8_call(p, out)
+        assert_within_one_ulp(out, p)
+    assert len({epiloq.explain("scaled_mm", m=m, n=n, k=528, arch="sm90", sm_count=132) for m, n in SIZES}) == TILES
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
+    for (m, n), vectors in itertools.product(SIZES, (False, True)):
+        p = make_float8_problem(
+            m, n, 528, device="cuda", dtype=dtype, bias=bias, per_token=vectors, per_channel=vectors
+        )
+        out = poisoned((m, n), dtype, "cuda")
+        float8_call(p, out)
+        assert_float8_close(out, p)
+    kernels = {
+        epiloq.explain("scaled_mm", m=m, n=n, k=528, arch="sm90", sm_count=132, dtype=p.a.dtype) for m, n in SIZES
+    }
+    assert len(kernels) == TILES
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (3, 2), (0, 1), (1, 7)])
+def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> None:
+    """Rows that begin at multiples of 16 bytes, and rows that do not: nothing between them is written."""
+    for m, n in [(300, 256), (256, 4096), (130, 576)]:
+        wide = poisoned((m, before + n + after), torch.bfloat16, "cuda")
+        out = wide[:, before : before + n]
+        if kind == "groups":
+            p = make(m, n, 640, device="cuda").in_columns(4)
+            epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, out=out)
+            assert_close(out, *p.operands())
+        elif before % 8 or after % 8:
+            continue  # scaled_mm asks for rows on 16 bytes, or takes its slow kernel
+        elif kind == "int8":
+            of_int8 = make_problem(m, n, 640, device="cuda")
+            int8_call(of_int8, out)
+            assert_within_one_ulp(out, of_int8)
+        else:
+            of_float8 = make_float8_problem(m, n, 640, device="cuda")
+            float8_call(of_float8, out)
+            assert_float8_close(out, of_float8)
+        assert wide[:, :before].isnan().all() and wide[:, before + n :].isnan().all()
+
+
+def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
+    """Hundreds of tiles to a block: slots of shared memory that TMA still reads are not written again too early."""
+    p, q = make_problem(4096, 8192, 128, device="cuda", bias=True), make(4096, 8192, 128, device="cuda").in_columns(4)
+    first, again = (poisoned((4096, 8192), torch.bfloat16, "cuda") for _ in range(2))
+    int8_call(p, first)
+    assert_within_one_ulp(first, p)
+    groups = epiloq.groupwise_mm(q.a, q.b, q.scale_a, q.scale_b)
+    assert_close(groups, *q.operands())
+    for _ in range(20):
+        again.fill_(float("nan"))
+        int8_call(p, again)
+        assert torch.equal(first, again)
+        assert torch.equal(groups, epiloq.groupwise_mm(q.a, q.b, q.scale_a, q.scale_b))
