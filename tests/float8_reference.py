@@ -38,8 +38,8 @@ def make_float8_problem(
     bias: bool = False,
 ) -> Float8Problem:
     """Normal values over much of the type's range, as quantised layers have."""
-    a = (torch.randn(m, k) * 64).to(operands[0])
-    weight = (torch.randn(n, k) * 64).to(operands[1])
+    a = (torch.randn(m, k, device=device) * 64).to(operands[0])
+    weight = (torch.randn(n, k, device=device) * 64).to(operands[1])
     scale_a = torch.rand(m, 1) * 0.02 + 1e-3 if per_token else torch.rand(1) * 0.02 + 1e-3
     scale_b = torch.rand(n) * 0.02 + 1e-3 if per_channel else torch.rand(1) * 0.02 + 1e-3
     row_bias = torch.randn(n).to(dtype) if bias else None

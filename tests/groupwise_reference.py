@@ -49,11 +49,11 @@ class Problem:
 
 
 def values(*shape: int, device: str) -> Tensor:
-    return (torch.randn(*shape) * 64).to(torch.float8_e4m3fn).to(device)
+    return (torch.randn(*shape, device=device) * 64).to(torch.float8_e4m3fn)
 
 
 def scales(*shape: int, device: str) -> Tensor:
-    return (torch.rand(*shape) * 0.02 + 1e-3).to(device)
+    return torch.rand(*shape, device=device) * 0.02 + 1e-3
 
 
 def make(m: int, n: int, k: int, *, device: str = "cpu", recipe: Recipe = RECIPES[0], experts: int = 0) -> Problem:

@@ -40,15 +40,15 @@ def make_problem(
     zero_point: str = "none",
 ) -> Problem:
     """zero_point: "none", "static" (multiplied into azp_adj) or "token"."""
-    a = torch.randint(-128, 128, (m, k), dtype=torch.int8)
-    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    a = torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device)
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
     scale_a = torch.rand(m, 1) * 0.02 + 1e-3 if per_token else torch.rand(1) * 0.02 + 1e-3
     scale_b = torch.rand(n) * 0.02 + 1e-3 if per_channel else torch.rand(1) * 0.02 + 1e-3
     row_bias = torch.randn(n).to(dtype) if bias else None
     azp = azp_adj = None
     if zero_point != "none":
         azp_adj = weight.sum(1, dtype=torch.int32)
-        azp = torch.randint(-128, 128, (m, 1), dtype=torch.int32)
+        azp = torch.randint(-128, 128, (m, 1), dtype=torch.int32, device=device)
         if zero_point == "static":
             azp_adj = azp_adj * 17
             azp = None
