@@ -66,7 +66,7 @@ def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
-@pytest.mark.parametrize(("before", "after"), [(8, 8), (3, 2), (0, 1), (1, 7)])
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (0, 1), (8, 3), (0, 8)])
 def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> None:
     """Rows that begin at multiples of 16 bytes, and rows that do not: nothing between them is written."""
     for m, n in [(300, 256), (256, 4096), (130, 576)]:
@@ -76,7 +76,7 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
             p = make(m, n, 640, device="cuda").in_columns(4)
             epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, out=out)
             assert_close(out, *p.operands())
-        elif before % 8 or after % 8:
+        elif after % 8:
             continue  # scaled_mm asks for rows on 16 bytes, or takes its slow kernel
         elif kind == "int8":
             of_int8 = make_problem(m, n, 640, device="cuda")

@@ -142,7 +142,7 @@ class CudaTimer:
 
     An event stands between neighbouring replays, so that a replay's launch hides behind the one before; the median of
     the intervals over the calls in the graph. Contenders take turns, there and back: a GPU at its power limit runs at
-    the clock that the work of the last tenths of a second left it, and who comes first after a pause runs 20 % faster.
+    the clock that the work of the last tenths of a second left it, a tenth higher after a pause.
     """
 
     SHORT_US = 200.0

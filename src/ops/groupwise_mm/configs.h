@@ -33,8 +33,7 @@ inline constexpr std::array kColumnScaleTiles{
 
 // With scales of whole rows, for experts and for scaled_mm, timed as above (0.2 % more than the fastest in the mean, 2
 // % at most) but for the first, which is for experts of few rows. int8 needs no sums beside wgmma's, so that a
-// warpgroup has the registers for 256 weights, of which each instruction reads the fewest bytes of shared memory: what
-// bounds it.
+// warpgroup has the registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
     Tile{{1, 2, 32}, 130},  Tile{{1, 2, 64}, 165},  Tile{{2, 1, 64}, 265},  Tile{{2, 1, 96}, 310},
     Tile{{2, 1, 128}, 365}, Tile{{2, 1, 192}, 520}, Tile{{2, 1, 256}, 715},
