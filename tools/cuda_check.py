@@ -1,8 +1,8 @@
 """make cuda-check: compiles every kernel into a wheel and refuses what must not be in one.
 
-Refused: registers in local memory (stack or spills), serialised wgmma (C7510), ignored setmaxnreg (C7508), a missing
-architecture, SM90 code without wgmma, exported symbols that are not the public API, a wheel over 30 MB. A table of all
-kernels is printed and written to build/cuda-check/kernels.json.
+Refused: registers in local memory (stack or spills), serialised wgmma (C7510, C7513, C7514), ignored setmaxnreg
+(C7508), a missing architecture, SM90 code without wgmma, exported symbols that are not the public API, a wheel over 30
+MB. A table of all kernels is printed and written to build/cuda-check/kernels.json.
 """
 
 from __future__ import annotations
