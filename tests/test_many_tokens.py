@@ -76,8 +76,6 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
             p = make(m, n, 640, device="cuda").in_columns(4)
             epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, out=out)
             assert_close(out, *p.operands())
-        elif after % 8:
-            continue  # scaled_mm asks for rows on 16 bytes, or takes its slow kernel
         elif kind == "int8":
             of_int8 = make_problem(m, n, 640, device="cuda")
             int8_call(of_int8, out)
@@ -90,7 +88,7 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
 
 
 def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
-    """Hundreds of tiles to a block: slots of shared memory that TMA still reads are not written again too early."""
+    """Eight tiles of one step to a block: slots of shared memory that TMA still reads are not written again."""
     p, q = make_problem(4096, 8192, 128, device="cuda", bias=True), make(4096, 8192, 128, device="cuda").in_columns(4)
     first, again = (poisoned((4096, 8192), torch.bfloat16, "cuda") for _ in range(2))
     int8_call(p, first)

@@ -29,7 +29,7 @@ struct GroupwiseProblem {
   GroupScales scale_a, scale_b;
   int scale_b_expert = 0;      // from one expert's scales to the next's
   void const* bias = nullptr;  // [n], of D's type
-  // With scales of whole rows: A B^T less azp azp_adj (azp null: azp_adj), which has azp's part in each sum.
+  // With scales of whole rows azp azp_adj is taken off A B^T first; a null azp stands for 1, a null azp_adj for none.
   std::int32_t const* azp_adj = nullptr;  // [n]
   std::int32_t const* azp = nullptr;      // for a row, or of stride 0
   int azp_stride = 0;

@@ -126,9 +126,10 @@ class Bench:
                     return row, own
                 row.error = error
                 row.kernel = explanation(calls[0])
+                prepared = self.timer.prepare(calls)
                 row.host_us = self.timer.host_us(calls[0]) if self.device.type == "cuda" else None
                 own.nbytes = _bytes_of([*sets[0].values(), *(result if isinstance(result, tuple) else (result,))])
-                own.prepared = self.timer.prepare(calls)
+                own.prepared = prepared
         except NotImplementedError as refusal:
             row.status, row.reason = "unsupported", str(refusal)
         except (ValueError, RuntimeError) as failure:

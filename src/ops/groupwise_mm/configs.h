@@ -13,8 +13,8 @@ using gemm::GroupwiseConfig;
 
 // A tile and the time that all SMs together take for 128 of K of one tile each, in ns. H200, 2026-11-21: from times of
 // seven layer shapes at 64 to 4096 tokens, tokens and weights cold, contenders in turns at the clocks that the power
-// limit leaves them. The tile whose waves cost least serves: it took 0.3 % more than the fastest in the mean, 6 % at
-// most.
+// limit leaves them (benchmarks/results: many-tokens-sweep). The tile whose waves cost least serves: it took 0.3 % more
+// than the fastest in the mean, 6 % at most. Tiles of 64 tokens stand to one another as at 1 to 64 tokens before.
 struct Tile {
   GroupwiseConfig config;
   int step_ns;
@@ -32,8 +32,8 @@ inline constexpr std::array kColumnScaleTiles{
 };
 
 // With scales of whole rows, for experts and for scaled_mm, timed as above (0.2 % more than the fastest in the mean, 2
-// % at most) but for the first, which is for experts of few rows. int8 needs no sums beside wgmma's, so that a
-// warpgroup has the registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
+// % at most) but for the first, which is guessed. int8 needs no sums beside wgmma's, so that a warpgroup has the
+// registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
     Tile{{1, 2, 32}, 130},  Tile{{1, 2, 64}, 165},  Tile{{2, 1, 64}, 265},  Tile{{2, 1, 96}, 310},
     Tile{{2, 1, 128}, 365}, Tile{{2, 1, 192}, 520}, Tile{{2, 1, 256}, 715},
