@@ -38,7 +38,7 @@ struct OnlineQuantMm {
 // The caller allocates; nothing else is needed.
 struct OnlineQuantWorkspace {
   TensorView values;                     // int8 [M, Kp]
-  TensorView parameters;                 // float32 [Gp, 3, Mp], M rounded up to 4: scale, offset, scale sum(q)
+  TensorView parameters;                 // float32 [Gp, 3, 4 Mp], M rounded up to 4: scale, offset, scale sum(q)
   std::optional<TensorView> products{};  // int32 [M, N], staged only
   std::optional<TensorView> sums{};      // float32 [M, N], staged only
 };

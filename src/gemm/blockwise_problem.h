@@ -14,13 +14,16 @@ struct BlockwiseProblem {
   int kinds;  // 3: B has offsets
   std::int8_t const* a;
   std::int8_t const* b;
-  float const* a_parameters;  // scale, offset, scale times the sum of q
+  // Scale, offset, scale times the sum of q. For SM90's kernels in tf32 parts (core/tf32.cuh): [blocks, kinds,
+  // padded rows, 4], high, low, high, low.
+  float const* a_parameters;
   float const* b_parameters;  // scale, sum of the de-quantised values, offset
   void const* bias;           // or null
   void* out;
   std::int64_t stride_out;
   DType dtype;  // of bias and out
   float lo, hi;
+  int split = 1;  // blocks of a cluster that share K, on SM90
 
   bool operator==(BlockwiseProblem const&) const = default;
 };

@@ -4,253 +4,198 @@
 
 #include <utility>
 
-#include "gemm/blockwise_sm90_copies.cuh"
+#include "core/tf32.cuh"
+#include "gemm/blockwise_sm90_tile.cuh"
 #include "gemm/matrix_loads.cuh"
 #include "gemm/wgmma.cuh"
 
 namespace epiloq::gemm {
 
-template <int kColumns>
-struct Sm90Products;
-template <>
-struct Sm90Products<64> {
-  using FromShared = cute::SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN;
-  using FromRegisters = cute::SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN;
-};
-template <>
-struct Sm90Products<128> {
-  using FromShared = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN;
-};
+template <class T>
+struct BlockwiseSm90Math {
+  static constexpr int kSums = T::kTokens / 2;  // of a thread
+  static constexpr int kProducts = T::kStep / 32;
+  using Indices = std::make_index_sequence<kSums>;
+  template <int kDepth>
+  using Shape = cute::Shape<cute::_64, cute::Int<T::kTokens>, cute::Int<kDepth>>;
+  using Integers8 = decltype(cute::SM90::GMMA::ss_op_selector<std::int8_t, std::int8_t, std::int32_t, Shape<32>>());
+  using Integers4 = decltype(cute::SM90::GMMA::rs_op_selector<std::int8_t, std::int8_t, std::int32_t, Shape<32>>());
+  using Outer = decltype(cute::SM90::GMMA::rs_op_selector<cute::tfloat32_t, cute::tfloat32_t, float, Shape<8>>());
+  using Ring = typename T::Ring;
 
-template <int kTokens, int kBits>
-struct BlockwiseSm90 : BlockwiseSm90Copies<kTokens, kBits> {
-  using Layout = BlockwiseSm90Copies<kTokens, kBits>;
-  using Layout::kChunk;
-  using Layout::kGroupRows;
-  using Layout::kGroups;
-  using Layout::kGroupThreads;
-  using Layout::kKinds;
-  using Layout::kRowBytes;
-  using Layout::kRows;
-  using Layout::kStages;
-  using Layout::kStep;
-  using Layout::kTokenParameters;
-  using Layout::kValues;
-  using Layout::kWeightParameters;
-  using Layout::kWeights;
-  using Layout::tiles;
-  using typename Layout::Finish;
-  using typename Layout::Shared;
-  using typename Layout::Tile;
-  // The registers of 384 threads are shared out anew: the copying thread needs few.
-  static constexpr int kCopyRegisters = 40, kProductRegisters = 232;
-
-  // Tokens that are multiplied at once, and how often that makes a tile.
-  static constexpr int kColumns = kBits == 8 ? kTokens : 64, kRounds = kTokens / kColumns;
-  static constexpr int kProducts = kStep / 32;  // wgmma's depth
-  using Places = std::make_index_sequence<kColumns / 2>;
-  using Sums = float[kTokens / 8][4];
-
-  // What wgmma may be at work on: its sums, and weights that it takes from registers.
-  struct Block {
-    std::uint32_t d[kColumns / 2];
-    std::uint32_t weights[kBits == 8 ? 1 : kProducts][4];
-  };
-
-  // Where a thread finds its group's share of the first stage. Shared memory by its own addresses, kept in registers,
-  // those of barriers and wgmma in uniform ones: between two blocks' products there is no time to work them out.
+  // A group's share of the first stage, as descriptors have it and by its own addresses.
   struct Share {
-    SharedAddress full, empty;
-    std::uint32_t weights, values;   // as descriptors have them: 64 rows of the weight; all tokens
-    SharedAddress of_row, of_token;  // the parameters of the thread's first row and token
-    SharedAddress unpacked;          // of 4-bit weights, the row that the lane names to ldmatrix
-    int lane;
+    SharedAddress full, empty, of_row;
+    SharedAddress packed;  // of 4-bit weights, the 16 bytes that the lane names to ldmatrix
+    std::uint32_t weights, values, parts;
+    int group;
+    bool is_low, releases, has_offsets;
 
-    __device__ Share(Shared const& shared, int group, int warp, int lane_)
-        : full(uniform(shared_address(shared.full))),
-          empty(uniform(shared_address(shared.empty))),
-          weights(uniform(swizzled_address(shared_address(shared.weights) + group * kGroupRows * kRowBytes))),
-          values(uniform(swizzled_address(shared_address(shared.values)))),
-          of_row(kept(shared_address(shared.weight_parameters) + (group * kGroupRows + 16 * warp + lane_ / 4) * 4)),
-          of_token(kept(shared_address(shared.token_parameters) + 2 * (lane_ % 4) * 4)),
-          unpacked(kept(shared_address(shared.weights) + (group * kGroupRows + 16 * warp + lane_ % 8) * kRowBytes)),
-          lane(lane_) {}
+    __device__ Share(typename T::Shared const& shared, BlockwiseProblem const& p, int group_, int thread)
+        : full(uniform(shared.full)),
+          empty(uniform(shared.empty)),
+          of_row(kept(shared.weight_parameters + (group_ * T::kGroupRows + thread / 32 * 16 + thread % 32 / 4) * 4)),
+          packed(kept(shared.weights + (group_ * T::kGroupRows + thread / 32 * 16 + thread % 8) * T::kRowBytes +
+                      ((thread % 32 / 8 ^ thread % 8 / 2) << 4))),
+          weights(uniform(swizzled_address(shared.weights + group_ * T::kGroupRows * T::kStep))),
+          values(uniform(swizzled_address(shared.values))),
+          parts(uniform(swizzled_address(shared.parts))),
+          group(group_),
+          is_low(thread % 4 >= 2),
+          releases(thread % 32 == 0),
+          has_offsets(p.kinds == T::kKinds) {}
   };
 
-  // A place in the ring of stages.
-  struct Position {
-    int stage = 0;
-    std::uint32_t phase = 0;
-    __device__ void advance() {
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-      phase ^= stage == 0;
+  // Of rows r and r + 8 of the weight: parameters, and 4-bit values as they are packed.
+  struct Rows {
+    float scale[2], total[2], offset[2];
+    unsigned packed[2][4];
+  };
+  static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at) {
+    wait_for_barrier(of.full + at.stage * 8, at.phase);
+    SharedAddress const row = of.of_row + at.stage * T::kWeightParameters;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      constexpr int kEight = 8 * 4;
+      rows.scale[h] = load_shared(row + h * kEight);
+      rows.total[h] = load_shared(row + T::kRows * 4 + h * kEight);
+      rows.offset[h] = of.has_offsets ? load_shared(row + 2 * T::kRows * 4 + h * kEight) : 0.f;
     }
+    // As in blockwise.cuh; TMA's 64-byte swizzle is what ValuesB does there. Eight rows further the pattern is the
+    // same.
+    if constexpr (T::kBits == 4) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        load_matrices(rows.packed[h], of.packed + at.stage * T::kWeights + h * 8 * T::kRowBytes);
+      }
+    }
+  }
+
+  // Left operands. Of 64 x 8: rows r and r + 8 of columns lane % 4 and lane % 4 + 4; of four columns the first two
+  // are a parameter's high part and the others its low one.
+  // 4-bit values in the upper halves of bytes: int8 of 16 times their value.
+  struct Factors {
+    std::uint32_t scales[4], rest[4];
+    std::uint32_t weights[kProducts][4];
+  };
+  static __device__ __forceinline__ void split(Factors& factors, Rows const& rows, Share const& of) {
+    auto const part = [&](float x) { return __float_as_uint(of.is_low ? low_tf32(x) : high_tf32(x)); };
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      factors.scales[h] = part(rows.scale[h] * (T::kBits == 4 ? 0.0625f : 1.f));
+      factors.scales[2 + h] = 0;
+      factors.rest[h] = part(rows.total[h]);
+      factors.rest[2 + h] = part(rows.offset[h]);
+    }
+    if constexpr (T::kBits == 4) {
+      constexpr unsigned kHigh = 0xf0f0f0f0u;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          factors.weights[i][h] = rows.packed[h][i] << 4 & kHigh;
+          factors.weights[i][2 + h] = rows.packed[h][i] & kHigh;
+        }
+      }
+    }
+  }
+
+  // Of a block of K: products, and what they are multiplied by.
+  struct Block {
+    std::uint32_t products[kSums];
+    float scales[kSums];
   };
 
-  template <std::size_t... kPlace>
-  static __device__ __forceinline__ void product(Block& block, int i, std::uint64_t weights, std::uint64_t tokens,
-                                                 std::index_sequence<kPlace...>) {
+  template <class... Arrays>
+  static __device__ __forceinline__ void fence(Arrays&... arrays) {
+    auto const each = [](auto& array) {
+#pragma unroll
+      for (auto& x : array) cute::warpgroup_fence_operand(x);
+    };
+    (each(arrays), ...);
+  }
+
+  // By a left operand in registers.
+  template <class Instruction, class Sum, std::size_t... kIndices>
+  static __device__ __forceinline__ void multiply(std::uint32_t const (&a)[4], std::uint64_t b, Sum (&sums)[kSums],
+                                                  bool add, std::index_sequence<kIndices...>) {
     using cute::SM90::GMMA::ScaleOut;
-    auto const onto = i > 0 ? ScaleOut::One : ScaleOut::Zero;
-    if constexpr (kBits == 8) {
-      Sm90Products<kColumns>::FromShared::fma(weights, tokens, block.d[kPlace]..., onto);
-    } else {
-      auto const& w = block.weights[i];
-      Sm90Products<kColumns>::FromRegisters::fma(w[0], w[1], w[2], w[3], tokens, block.d[kPlace]..., onto);
-    }
+    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]..., add ? ScaleOut::One : ScaleOut::Zero);
   }
 
-  static __device__ __forceinline__ void fence(Block& block) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(block.d[i]);
-    if constexpr (kBits == 4) {
-#pragma unroll
-      for (int i = 0; i < 4 * kProducts; ++i) cute::warpgroup_fence_operand(block.weights[i / 4][i % 4]);
-    }
-  }
-
-  // As in blockwise.cuh; TMA's 64-byte swizzle is what ValuesB does there. Eight rows further the pattern is the same.
-  static __device__ __forceinline__ void unpack(Block& block, Share const& of, int stage) {
-    unsigned half[2][4];
-    int const swizzle = (of.lane / 8 ^ of.lane % 8 / 2) << 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) load_matrices(half[h], of.unpacked + stage * kWeights + 8 * h * kRowBytes + swizzle);
-    constexpr std::uint32_t kHigh = 0xf0f0f0f0u;
-#pragma unroll
-    for (int i = 0; i < kProducts; ++i) {
-      block.weights[i][0] = half[0][i] << 4 & kHigh;
-      block.weights[i][1] = half[1][i] << 4 & kHigh;
-      block.weights[i][2] = half[0][i] & kHigh;
-      block.weights[i][3] = half[1][i] & kHigh;
-    }
-  }
-
-  // Starts to multiply 64 weight rows by a round of tokens over one block of K.
-  static __device__ __forceinline__ void begin(Block& block, Share const& of, Position const& at, int round) {
-    if (round == 0) wait_for_barrier(of.full + at.stage * 8, at.phase);
-    if constexpr (kBits == 4) unpack(block, of, at.stage);
-    auto const weights = of.weights + at.stage * (kWeights >> 4);
-    auto const tokens = of.values + at.stage * (kValues >> 4) + round * (kColumns * kStep >> 4);
-    fence(block);
+  // Starts a block's products, their factors scale_w scale_x, and total_w offset_x + offset_w scale_x sum(q_x) onto the
+  // sums. The other group goes next: it adds up while this one's are under way.
+  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
+                                               Ring const& at) {
+    auto const weights = of.weights + at.stage * (T::kWeights >> 4);
+    auto const values = of.values + at.stage * (T::kValues >> 4);
+    auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
+    fence(block.products, block.scales, sums, factors.scales, factors.rest);
+    if constexpr (T::kBits == 4) fence(factors.weights[0], factors.weights[1], factors.weights[2], factors.weights[3]);
+    wait_for_turn(of.group);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
-      constexpr int kStride = 32 >> 4;  // of a descriptor's address
-      product(block, i, descriptor_of(weights + i * kStride), descriptor_of(tokens + i * kStride), Places{});
+      constexpr int kDepth = 32 >> 4;  // of a descriptor's address
+      auto const tokens = descriptor_of(values + i * kDepth);
+      if constexpr (T::kBits == 4) {
+        multiply<Integers4>(factors.weights[i], tokens, block.products, i > 0, Indices{});
+      } else {
+        multiply_once<Integers8>(descriptor_of(weights + i * kDepth), tokens, block.products, i > 0, Indices{});
+      }
     }
+    multiply<Outer>(factors.scales, planes_descriptor(parts), block.scales, false, Indices{});
+    multiply<Outer>(factors.rest, planes_descriptor(parts + (T::kPlane >> 4)), sums, true, Indices{});
     cute::warpgroup_commit_batch();
+    pass_turn(of.group);
   }
 
-  // Once all but kUnderWay of what was begun is done: its sums, de-quantised, onto the tile's. After the last round the
-  // stage is given back.
-  template <int kUnderWay>
-  static __device__ __forceinline__ void finish(Sums& sums, Block& block, Share const& of, Position const& at,
-                                                int round, bool has_offsets) {
-    cute::warpgroup_wait<kUnderWay>();
-    fence(block);
-    accumulate(sums + round * kColumns / 8, block, of.of_row + at.stage * kWeightParameters,
-               of.of_token + at.stage * kTokenParameters + round * kColumns * 4, has_offsets);
-    if (round != kRounds - 1) return;
+  // Waits for what was begun, gives the stage back and adds up.
+  static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Share const& of, Ring const& at) {
+    cute::warpgroup_wait<0>();
+    fence(block.products, block.scales, sums);
     __syncwarp();
-    if (of.lane == 0) arrive_at_barrier(of.empty + at.stage * 8);
-  }
-
-  // scale_w sum scale_x + total_w offset_x, and with offsets offset_w scale_x sum(q_x), onto the sums.
-  static __device__ __forceinline__ void accumulate(float (*sums)[4], Block const& block, SharedAddress of_row,
-                                                    SharedAddress of_token, bool has_offsets) {
-    constexpr int kEight = 8 * 4;  // bytes from a row or token to the eighth after it
-    float scale[2], total[2];
+    if (of.releases) arrive_at_barrier(of.empty + at.stage * 8);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      scale[h] = load_shared(of_row + h * kEight) * (kBits == 4 ? 0.0625f : 1.f);
-      total[h] = load_shared(of_row + kRows * 4 + h * kEight);
-    }
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      float2 const scale_x = load_shared_pair(of_token + j * kEight);
-      float2 const offset_x = load_shared_pair(of_token + kTokens * 4 + j * kEight);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float const scaled = static_cast<float>(static_cast<int>(block.d[4 * j + i])) * scale[i / 2];
-        sums[j][i] = fmaf(scaled, i % 2 == 0 ? scale_x.x : scale_x.y, sums[j][i]);
-        sums[j][i] = fmaf(total[i / 2], i % 2 == 0 ? offset_x.x : offset_x.y, sums[j][i]);
-      }
-    }
-    if (!has_offsets) return;
-    float const offset[2] = {load_shared(of_row + 2 * kRows * 4), load_shared(of_row + 2 * kRows * 4 + kEight)};
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      float2 const sum_x = load_shared_pair(of_token + 2 * kTokens * 4 + j * kEight);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[j][i] = fmaf(offset[i / 2], i % 2 == 0 ? sum_x.x : sum_x.y, sums[j][i]);
+    for (int i = 0; i < kSums; ++i) {
+      sums[i] = fmaf(static_cast<float>(static_cast<int>(block.products[i])), block.scales[i], sums[i]);
     }
   }
 
-  static __device__ void wait_for_group(int group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
-  }
-
-  // Turns D^T into rows of D, some tokens at a time.
-  static __device__ void store(BlockwiseProblem const& p, Sums const& sums, float* mine, Tile const& tile, int group,
-                               int warp, int lane) {
-#pragma unroll
-    for (int chunk = 0; chunk < kTokens / kChunk; ++chunk) {
-      wait_for_group(group);
-#pragma unroll
-      for (int j = 0; j < kChunk / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int const token = 8 * j + 2 * (lane % 4) + i % 2, row = 16 * warp + 8 * (i / 2) + lane / 4;
-          mine[token * Finish::kPitch + row] = sums[chunk * kChunk / 8 + j][i];
-        }
-      }
-      wait_for_group(group);
-      Finish::store(p, mine, tile.first_m + chunk * kChunk, tile.first_n + group * kGroupRows);
+  // A tile's blocks of K. The next one's parameters are read while wgmma is at work.
+  static __device__ __forceinline__ void sum(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
+    if (steps == 0) return;
+    Block block;
+    Rows rows;
+    Factors factors;
+    read(rows, of, at);
+    constexpr int kTogether = 2;
+#pragma unroll kTogether
+    for (int left = steps; left > 0; --left) {
+      split(factors, rows, of);
+      begin(sums, block, factors, of, at);
+      Ring const behind = at;
+      at.advance();
+      if (left > 1) read(rows, of, at);
+      finish(sums, block, of, behind);
     }
   }
 
-  // A tile's blocks of K. One is added up while the next, of the next round or stage, is under way. With two rounds
-  // their number is even and the last branch never taken; without it ptxas 13.0 waits for each wgmma (C7514).
-  static __device__ __forceinline__ void sum(Sums& sums, Share const& of, Position& at, int steps, bool has_offsets) {
-    constexpr int kLast = kRounds - 1;
-    Block one, other;  // of first rounds, of last ones
-    Position ahead = at;
-    auto const begin_next = [&](Block& block, int round) {
-      begin(block, of, ahead, round);
-      if (round == kLast) ahead.advance();
-    };
-    auto const finish_next = [&]<int kUnderWay>(Block& block, int round, std::integral_constant<int, kUnderWay>) {
-      finish<kUnderWay>(sums, block, of, at, round, has_offsets);
-      if (round == kLast) at.advance();
-    };
-    constexpr std::integral_constant<int, 1> kOne{};
-    constexpr std::integral_constant<int, 0> kNone{};
-    begin_next(one, 0);
-    int left = steps * kRounds - 1;
-    for (; left >= 2; left -= 2) {
-      begin_next(other, kLast);
-      finish_next(one, 0, kOne);
-      begin_next(one, 0);
-      finish_next(other, kLast, kOne);
-    }
-    if (left == 1) {
-      begin_next(other, kLast);
-      finish_next(one, 0, kOne);
-      finish_next(other, kLast, kNone);
-    } else {
-      finish_next(one, 0, kNone);
-    }
+  // Groups take turns to start, so that one's products run beside the other's sums.
+  static constexpr int kFirstTurn = 1 + T::kGroups, kBoth = T::kGroups * T::kGroupThreads;
+  static __device__ __forceinline__ void wait_for_turn(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(kFirstTurn + group), "n"(kBoth) : "memory");
+  }
+  static __device__ __forceinline__ void pass_turn(int group) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group), "n"(kBoth) : "memory");
   }
 
-  static __device__ void multiply_all(BlockwiseProblem const& p, Shared const& shared, int steps, int group) {
-    int const warp = uniform(threadIdx.x % kGroupThreads / 32), lane = threadIdx.x % 32;
-    Share const of(shared, group, warp, lane);
-    Position at;
-    for (int index = blockIdx.x; index < tiles(p); index += gridDim.x) {
-      Sums sums = {};
-      sum(sums, of, at, steps, p.kinds == kKinds);
-      store(p, sums, shared.sums + group * Finish::kSharedBytes / 4, Tile(p, index), group, warp, lane);
-    }
+  // Two planes of 16 bytes a row, as wgmma reads them without a swizzle: eight columns of tf32.
+  static __device__ __forceinline__ std::uint64_t planes_descriptor(std::uint32_t address) {
+    constexpr std::uint32_t kEightRows = 8 * 16;
+    std::uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address | T::kPlane >> 4 << 16), "n"(kEightRows >> 4));
+    return descriptor;
   }
 };
 

@@ -11,7 +11,11 @@
 
 namespace epiloq::gemm {
 
-// An mbarrier's phase, waited for and arrived at. Reads and writes of shared memory stay on their side.
+// An mbarrier's phase, of so many arrivals, waited for and arrived at. Reads and writes of shared memory stay on their
+// side.
+__device__ __forceinline__ void init_barrier(SharedAddress barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
 __device__ __forceinline__ void wait_for_barrier(SharedAddress barrier, std::uint32_t phase) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\n"
@@ -44,6 +48,13 @@ __device__ __forceinline__ void copy_box(SharedAddress to, CUtensorMap const& ma
           to),
       "l"(&map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
+}
+
+// So many bytes in a row; addresses and their number are multiples of 16.
+__device__ __forceinline__ void copy_bytes(SharedAddress to, void const* from, int bytes, SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // The other way, once what this warp's lanes wrote has been fenced; what is outside the matrix stays. Boxes that a lane

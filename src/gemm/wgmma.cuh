@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/async_copy.cuh"
+#include "gemm/shared_loads.cuh"
 #include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
@@ -24,17 +25,6 @@ __device__ __forceinline__ std::uint64_t descriptor_of(std::uint32_t address) {
 }
 __device__ __forceinline__ std::uint64_t swizzled_descriptor(SharedAddress tile) {
   return descriptor_of(swizzled_address(tile));
-}
-
-__device__ __forceinline__ float load_shared(SharedAddress from) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from));
-  return value;
-}
-__device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from));
-  return pair;
 }
 
 template <class Instruction, class Sum, std::size_t... kIndices>

@@ -146,7 +146,7 @@ def _run(
         return out
     m, n = x.numel() // in_features, values.shape[0]
     x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
-    x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, round_up(m, N_MULTIPLE)))
+    x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, 4 * round_up(m, N_MULTIPLE)))
     products = sums = None
     if staged or _core.online_quant_mm_needs_staging(group_size):
         staged = True

@@ -55,16 +55,22 @@ inline constexpr std::array kSm75Rules{
     Rule{16, 2560, 0}, Rule{16, kAny, 1}, Rule{32, kAny, 2}, Rule{64, kAny, 3}, Rule{256, 2560, 4}, Rule{kAny, kAny, 5},
 };
 
-// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the time that a tile takes beside the others'.
-// H200, 2026-11-21: 16.3 and 28.6 us for 32 blocks of 8-bit weights.
+// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the ns of a block of K. 128 tokens leave no registers
+// for 4-bit weights to pass through. H200, 2026-11-21, from one wave of 4096 x 4096; more of them take a sixth longer.
 inline constexpr int kSm90Group = 128;
-inline constexpr std::array kSm90Tiles{
-    BlockwiseSm90Config{64, 10},
-    BlockwiseSm90Config{128, 17},
+inline constexpr std::array kSm90Tiles8{
+    BlockwiseSm90Config{64, 375},
+    BlockwiseSm90Config{128, 630},
 };
+inline constexpr std::array kSm90Tiles4{
+    BlockwiseSm90Config{64, 395},
+    BlockwiseSm90Config{96, 540},
+};
+template <int kBits>
+inline constexpr auto& kSm90Tiles = kBits == 8 ? kSm90Tiles8 : kSm90Tiles4;
+// What a tile takes beside its blocks of K, and what each further block of a cluster adds.
+inline constexpr int kSm90TileNs = 1500, kSm90SplitNs = 1500;
 // From where on these serve: with fewer tokens the weights' bytes are all the time there is.
-inline constexpr int kSm90MinTokens = 65;
-inline constexpr int kSm90MinTokensWide = 33;  // and as many weight rows as fill the card
-inline constexpr int kSm90WideRows = 8192;
+inline constexpr int kSm90MinTokens = 33;
 
 }  // namespace epiloq::ops::online_quant_mm

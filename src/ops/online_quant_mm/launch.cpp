@@ -35,7 +35,7 @@ struct Sm80 {
   }
 };
 struct Sm90 {
-  static constexpr std::size_t kRows = kSm90Tiles.size();
+  static constexpr std::size_t kRows = kSm90Tiles8.size();
   template <int kRow, int kGroup, int kBits>
   static constexpr gemm::BlockwiseLaunch launch() {
     if constexpr (EPILOQ_HAS_SM90 && kGroup == kSm90Group) return &launch_sm90<kRow, kBits>;

@@ -18,6 +18,8 @@ constexpr std::int64_t kMaxColumns = 65535 * 16;   // blocks along a grid's seco
 constexpr std::int64_t kMaxGroup = (1 << 17) - 1;  // int32 holds the sum of as many products
 constexpr std::int64_t kMaxFeatures = std::int64_t{1} << 30;
 
+using ops::quantize_blockwise_int8::kTf32Parts;
+
 std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -86,7 +88,7 @@ void check_workspace(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   std::int64_t const m = sizes.x.rows, k = call.in_features;
   shaped(check, "x_values", workspace.values, DType::kInt8, {m, padded_k(k)});
   shaped(check, "x_parameters", workspace.parameters, DType::kFloat32,
-         {padded_blocks(k, call.group_size), 3, round_up(m, 4)});
+         {padded_blocks(k, call.group_size), 3, kTf32Parts * round_up(m, 4)});
   if (!call.staged) return;
   if (call.bits != 8) check.fail("bits", "expected weights widened to 8 for the staged pipeline, got ", call.bits);
   if (!workspace.products || !workspace.sums) check.fail("products", "expected a workspace for the staged pipeline");
@@ -135,17 +137,20 @@ online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
   return work;
 }
 
-void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Work& work) {
-  int const padded_m = work.gemm.padded_m;
+void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Choice const& choice, online::Work& work) {
+  bool const in_parts = choice.family == online::Family::kSm90;
+  std::int64_t const each = in_parts ? kTf32Parts : 1, line = each * work.gemm.padded_m;
   work.quantise.stride_q = work.quantise.padded_cols;
-  work.quantise.row_stride = 1;
-  work.quantise.block_stride = std::int64_t{3} * padded_m;
+  work.quantise.row_stride = each;
+  work.quantise.block_stride = 3 * line;
+  work.quantise.in_tf32_parts = in_parts;
   work.quantise.q = workspace.values.as<std::int8_t>();
   work.quantise.scale = workspace.parameters.as<float>();
-  work.quantise.offset = work.quantise.scale + padded_m;
-  work.quantise.scaled_sum = work.quantise.offset + padded_m;
+  work.quantise.offset = work.quantise.scale + line;
+  work.quantise.scaled_sum = work.quantise.offset + line;
   work.gemm.a = work.quantise.q;
   work.gemm.a_parameters = work.quantise.scale;
+  work.gemm.split = choice.split;
   if (!staged) return;
   work.products = workspace.products->as<std::int32_t>();
   work.sums = workspace.sums->as<float>();
@@ -169,7 +174,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
     throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size, and staged is false");
   }
   online::Work work = work_of(call, sizes);
-  lend(workspace, call.staged, work);
+  lend(workspace, call.staged, choice, work);
   online::launch(choice, problem_of(call, sizes), work, call.x.device.index, stream);
 }
 

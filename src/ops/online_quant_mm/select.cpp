@@ -1,6 +1,7 @@
 #include "ops/online_quant_mm/select.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <sstream>
 
 #include "epiloq/error.h"
@@ -35,13 +36,28 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQ
   return {Family::kStaged, 0};
 }
 
-// The tile with which the busiest SM is done first.
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+auto const& sm90_tiles(int bits) { return bits == 8 ? kSm90Tiles8 : kSm90Tiles4; }
+
+// The tile, and the blocks of a cluster that share its K, with which all are done first.
 Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
-  auto const ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  auto const load = [&](BlockwiseSm90Config const& c) {
-    return ceil_div(ceil_div(p.m, c.tokens) * ceil_div(p.n, 128), t.sm_count) * c.cost;
-  };
-  return {Family::kSm90, static_cast<int>(std::ranges::min_element(kSm90Tiles, {}, load) - kSm90Tiles.begin())};
+  auto const& tiles = sm90_tiles(p.bits);
+  std::int64_t const steps = ceil_div(p.k, kSm90Group), most = std::min<std::int64_t>(steps, kMaxCluster);
+  Choice best{};
+  std::int64_t least = INT64_MAX;
+  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+    std::int64_t const count = ceil_div(p.m, tiles[row].tokens) * ceil_div(p.n, 128);
+    for (int split = 1; split <= most; ++split) {
+      std::int64_t const at_once = std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
+      // Clusters have one tile each, and others than the first would begin anew.
+      if (split > 1 && count > at_once) break;
+      std::int64_t const of_tile = ceil_div(steps, split) * tiles[row].cost + kSm90TileNs;
+      std::int64_t const time = ceil_div(count, at_once) * of_tile + (split - 1) * kSm90SplitNs;
+      if (time < least) best = {Family::kSm90, row, split}, least = time;
+    }
+  }
+  return best;
 }
 
 }  // namespace
@@ -52,8 +68,7 @@ Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
   if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
-  int const min_tokens = p.n >= kSm90WideRows ? kSm90MinTokensWide : kSm90MinTokens;
-  if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && p.m >= min_tokens) return sm90_choice(p, t);
+  if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && p.m >= kSm90MinTokens) return sm90_choice(p, t);
   return mma_choice(Family::kSm80, kTiles, kRules, p, t);
 }
 
@@ -66,7 +81,8 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
   std::ostringstream operands;
   operands << " w" << p.bits << "a8 blocks of " << p.group_size << ' ';
   if (choice.family == Family::kSm90) {
-    text << "sm90 wgmma" << operands.str() << "swap 128x" << kSm90Tiles[choice.row].tokens << "x128 persistent";
+    text << "sm90 wgmma" << operands.str() << "swap 128x" << sm90_tiles(p.bits)[choice.row].tokens << "x128";
+    if (choice.split > 1) text << ", K over clusters of " << choice.split;
     return text.str();
   }
   bool const sm75 = choice.family == Family::kSm75;

@@ -13,7 +13,8 @@ enum class Family { kStaged, kSm75, kSm80, kSm90 };
 
 struct Choice {
   Family family;
-  int row;  // of the family's table in configs.h
+  int row;        // of the family's table in configs.h
+  int split = 1;  // blocks of a cluster that share K
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);

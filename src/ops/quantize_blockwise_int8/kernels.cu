@@ -4,6 +4,7 @@
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
 #include "core/quantizing.cuh"
+#include "core/tf32.cuh"
 #include "ops/quantize_blockwise_int8/kernels.h"
 
 namespace epiloq::ops::quantize_blockwise_int8 {
@@ -46,12 +47,23 @@ __device__ __forceinline__ int add_lanes(int sum, int lanes) {
   return sum;
 }
 
+__device__ void store_parameter(Problem const& p, float* to, float x) {
+  if (p.in_tf32_parts) {
+    float const high = high_tf32(x), low = low_tf32(x);
+    *reinterpret_cast<float4*>(to) = {high, low, high, low};
+  } else {
+    *to = x;
+  }
+}
+
 __device__ void store_parameters(Problem const& p, int row, int block, Parameters parameters, int sum) {
   std::int64_t const i = row * p.row_stride + block * p.block_stride;
-  p.scale[i] = parameters.scale;
-  if (p.offset != nullptr) p.offset[i] = parameters.offset;
+  store_parameter(p, p.scale + i, parameters.scale);
+  if (p.offset != nullptr) store_parameter(p, p.offset + i, parameters.offset);
   if (p.sum != nullptr) p.sum[i] = sum;
-  if (p.scaled_sum != nullptr) p.scaled_sum[i] = __fmul_rn(parameters.scale, static_cast<float>(sum));
+  if (p.scaled_sum != nullptr) {
+    store_parameter(p, p.scaled_sum + i, __fmul_rn(parameters.scale, static_cast<float>(sum)));
+  }
 }
 
 // Of a row that has `left` more, which may be negative: the last of fewer values is repeated, which changes no range;

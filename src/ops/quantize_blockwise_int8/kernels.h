@@ -6,6 +6,9 @@
 
 namespace epiloq::ops::quantize_blockwise_int8 {
 
+// Floats of a parameter in parts: its high and its low part (core/tf32.cuh), and both again.
+inline constexpr int kTf32Parts = 4;
+
 // Parameters lie at [row * row_stride + block * block_stride], so that a caller can have them in either order. Past
 // the last value, up to padded_cols, q is 0, and in blocks of a power of two from 16 to 512 so are scales, offsets and
 // sums.
@@ -15,9 +18,10 @@ struct Problem {
   void const* x;
   std::int8_t* q;
   float* scale;
-  float* offset;      // null: symmetric
-  std::int32_t* sum;  // the sum of q, or null
-  float* scaled_sum;  // scale times the sum of q, or null
+  float* offset;       // null: symmetric
+  std::int32_t* sum;   // the sum of q, or null
+  float* scaled_sum;   // scale times the sum of q, or null
+  bool in_tf32_parts;  // all but `sum`; on CUDA
 };
 
 void launch(Problem const& problem, DType x, int device, Stream stream);

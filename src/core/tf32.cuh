@@ -1,0 +1,12 @@
+#pragma once
+
+namespace epiloq {
+
+// A float as the sum of two tf32, 2^-22 of it apart at most; what is not finite stays so. (Tensor cores leave out the
+// 13 bits that tf32 has not; they are zeros here.)
+__device__ __forceinline__ float high_tf32(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+__device__ __forceinline__ float low_tf32(float x) {
+  return high_tf32(__uint_as_float(__float_as_uint(__fsub_rn(x, high_tf32(x))) + 0x1000u));
+}
+
+}  // namespace epiloq

@@ -1,0 +1,109 @@
+#pragma once
+
+// Shapes of the kernel of blockwise_sm90.cuh: a tile, what a stage keeps in shared memory, and the ring of stages.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/async_copy.cuh"
+#include "core/device_code.cuh"
+#include "cutlass/arch/barrier.h"
+#include "gemm/blockwise_finish.cuh"
+#include "gemm/blockwise_problem.h"
+
+namespace epiloq::gemm {
+
+// A place in the ring of stages.
+template <int kStages>
+struct BlockwiseRing {
+  int stage = 0;
+  std::uint32_t phase = 0;
+  __device__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    phase ^= stage == 0;
+  }
+};
+
+template <int kTokens_, int kBits_>
+struct BlockwiseSm90Tile {
+  static constexpr int kTokens = kTokens_, kBits = kBits_;
+  static constexpr int kRows = 128;  // of the weight, a tile
+  static constexpr int kStep = 128;  // values of K, a stage: one block
+  static constexpr int kGroups = 2, kGroupThreads = 128, kGroupRows = kRows / kGroups;
+  static constexpr int kThreads = (1 + kGroups) * kGroupThreads;
+  static constexpr int kKinds = 3;  // of parameters
+
+  // The registers of 384 threads, shared out anew.
+  static constexpr int kCopyRegisters = 24, kProductRegisters = 240;
+  static constexpr int kFullArrivals = 2, kEmptyArrivals = kGroups * kGroupThreads / 32;
+
+  static constexpr int kRowBytes = kStep * kBits / 8;  // of the weight
+  static constexpr int kWeights = kRows * kRowBytes, kValues = kTokens * kStep;
+  static constexpr int kPlane = kTokens * 16;  // a kind of the tokens' parameters, in parts
+  static constexpr int kTokenParts = kKinds * kPlane;
+  static constexpr int kWeightParameters = kKinds * kRows * 4;
+  static constexpr int kStageBytes = kWeights + kValues + kTokenParts + kWeightParameters;
+
+  static constexpr int kChunk = 32;  // tokens that are written together
+  using Finish = BlockwiseFinish<kChunk, kGroupRows, 1, kGroupThreads, 4>;
+  static constexpr int kAlignment = 1024;  // of TMA's widest swizzle
+  static constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
+  static constexpr int kFixedBytes = kGroups * Finish::kSharedBytes + kBarrierBytes + kAlignment;
+  static constexpr int kSharedOfSm90 = 232448;
+  static constexpr int kStages = std::min((kSharedOfSm90 - kFixedBytes) / kStageBytes, kMaxStages);
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+  static_assert(kStages >= 3);
+  using Ring = BlockwiseRing<kStages>;
+
+  // Where blocks of a cluster share K, their sums take the place of the ring.
+  using ClusterFinish = BlockwiseFinish<kTokens, kRows, 1, kGroups * kGroupThreads, 4>;
+  static_assert(ClusterFinish::kSharedBytes <= kStages * (kWeights + kValues));
+
+  // Addresses of the first stage's parts, of which the others' follow.
+  struct Shared {
+    SharedAddress weights, values, parts, weight_parameters;
+    SharedAddress full, empty;
+    float* sums;       // a group's after the other's
+    float* all_sums;   // of the tile, in place of the ring
+    float* all_parts;  // of tokens
+
+    __device__ explicit Shared(unsigned char* base) {
+      SharedAddress const raw = shared_address(base);
+      unsigned char* const ring = base + (kAlignment - raw % kAlignment) % kAlignment;
+      unsigned char* const of_parts = ring + kStages * (kWeights + kValues);
+      unsigned char* const of_sums = of_parts + kStages * (kTokenParts + kWeightParameters);
+      weights = shared_address(ring);
+      values = weights + kStages * kWeights;
+      parts = shared_address(of_parts);
+      weight_parameters = parts + kStages * kTokenParts;
+      full = shared_address(of_sums) + kGroups * Finish::kSharedBytes;
+      empty = full + kMaxStages * 8;
+      sums = reinterpret_cast<float*>(of_sums);
+      all_sums = reinterpret_cast<float*>(ring);
+      all_parts = reinterpret_cast<float*>(of_parts);
+    }
+  };
+
+  struct Place {
+    int first_m, first_n;
+    __device__ Place(BlockwiseProblem const& p, int tile)
+        : first_m(tile % token_tiles(p) * kTokens), first_n(tile / token_tiles(p) * kRows) {}
+  };
+  static __host__ __device__ int token_tiles(BlockwiseProblem const& p) { return (p.m + kTokens - 1) / kTokens; }
+  static __host__ __device__ int tiles(BlockwiseProblem const& p) {
+    return token_tiles(p) * ((p.n + kRows - 1) / kRows);
+  }
+
+  // Of a thread block: its tiles, and of their blocks along K those that it has among the blocks of its cluster.
+  struct Share {
+    int first_tile, tiles, stride, first_step, steps;
+    __device__ explicit Share(BlockwiseProblem const& p)
+        : first_tile(blockIdx.x), tiles(BlockwiseSm90Tile::tiles(p)), stride(gridDim.x) {
+      int const all = p.k / kStep, rank = blockIdx.y, split = gridDim.y;
+      first_step = rank * all / split;
+      steps = (rank + 1) * all / split - first_step;
+    }
+  };
+};
+
+}  // namespace epiloq::gemm
