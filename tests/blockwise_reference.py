@@ -56,7 +56,7 @@ def by_block(x: Tensor, group: int) -> list[Tensor]:
 def quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """q (float64), scale and offset of x's blocks; float32 where the definition says so."""
     parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    for block in by_block(x.float().cpu(), group):
+    for block in by_block(x.float(), group):
         lo, hi = block.amin(-1, keepdim=True), block.amax(-1, keepdim=True)
         step = ((hi - lo) / 255).clamp_min(2.0**-126)
         scale = torch.where(hi == lo, torch.ones_like(step), step)
@@ -69,15 +69,15 @@ def quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exact(x: Tensor, weight: RawWeight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The product in float64, and the magnitude of its terms, which float32's rounding scales with."""
+    """The product in float64 where the operands are, and its terms' magnitude, which float32's rounding scales with."""
     k = weight.q.shape[1]
     blocks = -(-k // weight.group)
     q_x, scale_x, offset_x = quantised(x.reshape(-1, k), weight.group)
-    scale = weight.scale.double().cpu().expand(weight.q.shape[0], blocks)
-    offset = torch.zeros_like(scale) if weight.offset is None else weight.offset.double().cpu().expand_as(scale)
-    result = torch.zeros(q_x.shape[0], weight.q.shape[0], dtype=torch.float64)
+    scale = weight.scale.double().expand(weight.q.shape[0], blocks)
+    offset = torch.zeros_like(scale) if weight.offset is None else weight.offset.double().expand_as(scale)
+    result = torch.zeros(q_x.shape[0], weight.q.shape[0], dtype=torch.float64, device=q_x.device)
     magnitude = torch.zeros_like(result)
-    blocks_of_both = zip(by_block(q_x, weight.group), by_block(weight.q.double().cpu(), weight.group), strict=True)
+    blocks_of_both = zip(by_block(q_x, weight.group), by_block(weight.q.double(), weight.group), strict=True)
     for i, (a, b) in enumerate(blocks_of_both):
         s_a, o_a, s_b, o_b = scale_x[:, i : i + 1], offset_x[:, i : i + 1], scale[:, i], offset[:, i]
         total = b.sum(1) * s_b + b.shape[1] * o_b
@@ -85,8 +85,8 @@ def exact(x: Tensor, weight: RawWeight, bias: Tensor | None) -> tuple[Tensor, Te
             result += term
             magnitude += term.abs()
     if bias is not None:
-        result += bias.double().cpu()
-        magnitude += bias.double().cpu().abs()
+        result += bias.double()
+        magnitude += bias.double().abs()
     return result, magnitude
 
 
@@ -101,7 +101,7 @@ def assert_close(
     result, magnitude = exact(x, weight, bias)
     blocks = -(-weight.q.shape[1] // weight.group)
     limit = ulp(result, out.dtype) + 2.0**-22 * (2 + blocks**0.5) * magnitude
-    got = out.double().cpu().reshape(result.shape)
+    got = out.double().reshape(result.shape)
     assert not got.isnan().any(), "NaN: an element that was never written?"
     error = (got - result.clamp(*clamp)).abs()
     assert (error <= limit).all(), f"worst element {float((error / limit).max()):.2f} times the bound"

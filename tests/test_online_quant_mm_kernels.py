@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from blockwise_reference import RawWeight, assert_close, make_weight
+from blockwise_reference import RawWeight, assert_close, exact, make_weight
 from reference import poisoned, ulp
 
 ROWS = {"sm75": 6, "sm80": 8, "sm90": 10}
@@ -170,6 +170,47 @@ def test_fused_and_staged_agree(seed: int, group: int, bits: int, arch: str) -> 
         limit = ulp(staged.double(), torch.float32) + 2.0**-20 * term_magnitude(x, weight)
         assert ((fused.double() - staged.double()).abs() <= limit).all()
         assert torch.equal(fused, again), "the same call twice"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_float32_sums_of_wgmma_kernels(seed: int, bits: int, offset: bool) -> None:
+    """Scales and offsets' parts pass tensor cores in two tf32 parts, and are added there with their last bit cut off:
+    terms of one sign, where that adds up with every block, stay within what docs/numerics.md says."""
+    if "sm90" not in epiloq._core.built_archs():
+        pytest.skip("built without sm90")
+    for m, n, k in ((65, 200, 1000), (200, 4100, 4096), (130, 300, 16400), (300, 5000, 2048)):
+        assert kernel(m, n, k, 128, bits, "sm90").startswith("sm90 wgmma")
+        x = torch.rand(m, k, device="cuda") + 3
+        weight = make_weight(n, k, 128, bits=bits, offset=offset, device="cuda")
+        weight = replace(weight, q=weight.q.clamp(min=0), offset=weight.offset.abs() if offset else None)
+        rows, columns = some(m, 40).cuda(), some(n, 60).cuda()
+        with epiloq.config(arch="sm90"):
+            out = epiloq.online_quant_mm(x, weight.prepared())[rows][:, columns]
+        chosen = replace(
+            weight,
+            q=weight.q[columns],
+            scale=weight.scale[columns],
+            offset=weight.offset[columns] if offset else None,
+        )
+        result, magnitude = exact(x[rows], chosen, None)
+        limit = ulp(result, torch.float32) + (2.0**-20 + -(-k // 128) * 2.0**-23) * magnitude
+        assert ((out.double() - result).abs() <= limit).all(), (m, n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("m", [40, 300])
+def test_what_is_not_finite_stays_in_its_row(seed: int, m: int, offset: bool) -> None:
+    x, weight = torch.randn(m, 700, device="cuda"), make_weight(300, 700, 128, offset=offset, device="cuda")
+    expected = epiloq.online_quant_mm(x, weight.prepared())
+    x[3, 650], x[m - 1, 0] = float("nan"), float("inf")
+    out = epiloq.online_quant_mm(x, weight.prepared())
+    spoiled = torch.tensor([3, m - 1], device="cuda")
+    assert out[spoiled].isnan().all()
+    rest = torch.ones(m, dtype=torch.bool, device="cuda").index_fill(0, spoiled, False)
+    assert torch.equal(out[rest], expected[rest])
 
 
 @pytest.mark.gpu

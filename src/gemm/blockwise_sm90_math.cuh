@@ -71,9 +71,9 @@ struct BlockwiseSm90Math {
     }
   }
 
-  // Left operands. Of 64 x 8: rows r and r + 8 of columns lane % 4 and lane % 4 + 4; of four columns the first two
-  // are a parameter's high part and the others its low one.
-  // 4-bit values in the upper halves of bytes: int8 of 16 times their value.
+  // Left operands. Of parameters, 64 x 8: rows r and r + 8 of columns lane % 4 and lane % 4 + 4; of four columns the
+  // first two are a parameter's high part and the others its low one. 4-bit values are in the upper halves of bytes:
+  // int8 of 16 times their value.
   struct Factors {
     std::uint32_t scales[4], rest[4];
     std::uint32_t weights[kProducts][4];
@@ -169,8 +169,7 @@ struct BlockwiseSm90Math {
     Rows rows;
     Factors factors;
     read(rows, of, at);
-    constexpr int kTogether = 2;
-#pragma unroll kTogether
+#pragma unroll 2
     for (int left = steps; left > 0; --left) {
       split(factors, rows, of);
       begin(sums, block, factors, of, at);

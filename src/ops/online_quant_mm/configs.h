@@ -70,7 +70,11 @@ template <int kBits>
 inline constexpr auto& kSm90Tiles = kBits == 8 ? kSm90Tiles8 : kSm90Tiles4;
 // What a tile takes beside its blocks of K, and what each further block of a cluster adds.
 inline constexpr int kSm90TileNs = 1500, kSm90SplitNs = 1500;
-// From where on these serve: with fewer tokens the weights' bytes are all the time there is.
-inline constexpr int kSm90MinTokens = 33;
+// From how many tokens on these serve weights of so many rows and columns: with fewer, bytes are all the time there is.
+struct Sm90Rule {
+  int n_max, k_max;
+  int min_tokens;
+};
+inline constexpr std::array kSm90Rules{Sm90Rule{2560, 4096, 65}, Sm90Rule{kAny, 8191, 33}, Sm90Rule{kAny, kAny, 17}};
 
 }  // namespace epiloq::ops::online_quant_mm

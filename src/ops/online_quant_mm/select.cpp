@@ -60,6 +60,12 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   return best;
 }
 
+bool suits_sm90(OnlineQuantProblem const& p) {
+  auto const* const rule =
+      std::ranges::find_if(kSm90Rules, [&](Sm90Rule const& r) { return p.n <= r.n_max && p.k <= r.k_max; });
+  return p.m >= rule->min_tokens;
+}
+
 }  // namespace
 
 bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGroups, group_size) > 0; }
@@ -68,7 +74,7 @@ Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
   if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
-  if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && p.m >= kSm90MinTokens) return sm90_choice(p, t);
+  if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && suits_sm90(p)) return sm90_choice(p, t);
   return mma_choice(Family::kSm80, kTiles, kRules, p, t);
 }
 

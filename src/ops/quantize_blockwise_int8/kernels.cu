@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
@@ -11,7 +12,9 @@ namespace epiloq::ops::quantize_blockwise_int8 {
 namespace {
 
 constexpr int kBlockThreads = 256;
-constexpr int kVectors = 2;  // of a thread
+// Vectors of a thread: more where there is enough for all, for what a block of values takes beside them is shared.
+constexpr int kFewVectors = 2, kManyVectors = 4;
+constexpr std::int64_t kManyValues = 1 << 21;
 constexpr int kMaxGridY = 65535;
 constexpr float kLargest = 3.402823466e38f;
 
@@ -88,6 +91,13 @@ __device__ void store(std::int8_t* target, int room, bool vectors, uint2 bytes) 
   }
 }
 
+// The first `left` of eight bytes, and zeros.
+__device__ __forceinline__ uint2 first_of(uint2 bytes, int left) {
+  if (left >= kVector) return bytes;
+  auto const mask = left <= 0 ? 0ull : ~0ull >> 8 * (kVector - left);
+  return {bytes.x & static_cast<unsigned>(mask), bytes.y & static_cast<unsigned>(mask >> 32)};
+}
+
 // The definition's values of the `left` that there are, and zeros. Quotients of a measured scale are small.
 __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, Parameters p, Divisor const& divisor) {
   int q[kVector];
@@ -100,14 +110,12 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, P
 #pragma unroll
     for (int i = 0; i < kVector; ++i) q[i] = define(x[i], p);
   }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) q[i] = i < left ? q[i] : 0;
-  return {pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])};
+  return first_of({pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])}, left);
 }
 
-// Blocks of 16 * lanes values, lanes a power of two up to 32: each value is read once. A lane has two vectors, and
-// neighbours' vectors lie side by side.
-template <class T>
+// Blocks of 8 * kVectors * lanes values, lanes a power of two up to 32: each value is read once. Neighbours' vectors
+// lie side by side.
+template <class T, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
   wait_for_previous_kernel();
@@ -188,7 +196,7 @@ dim3 grid_of(Problem const& p, int pieces, int each) {
   return dim3(p.rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
 }
 
-template <class T>
+template <class T, int kVectors>
 void launch_lanes(Problem const& p, int lanes, Stream stream) {
   auto const on = [](void const* pointer, int bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; };
   constexpr int kElements = 16 / sizeof(T);
@@ -196,18 +204,22 @@ void launch_lanes(Problem const& p, int lanes, Stream stream) {
   bool const q_vectors = on(p.q, 8) && p.stride_q % kVector == 0;
   int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
   int const threads = std::min(kBlockThreads, (pieces + 31) / 32 * 32);
-  cuda_check(
-      launch_dependent(by_lanes<T>, grid_of(p, pieces, threads), threads, 0, stream, p, lanes, x_vectors, q_vectors),
-      kDoing);
+  cuda_check(launch_dependent(by_lanes<T, kVectors>, grid_of(p, pieces, threads), threads, 0, stream, p, lanes,
+                              x_vectors, q_vectors),
+             kDoing);
 }
 
 template <class T>
 void launch_typed(Problem const& p, Stream stream) {
-  constexpr int kOfLane = kVectors * kVector;
-  int const lanes = p.group / kOfLane;
-  if (p.group % kOfLane == 0 && lanes <= 32 && std::has_single_bit(static_cast<unsigned>(lanes))) {
-    return launch_lanes<T>(p, lanes, stream);
-  }
+  auto const by = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+    int const lanes = p.group / (kVectors * kVector);
+    bool const fits = p.group % (kVectors * kVector) == 0 && lanes <= 32 && std::has_single_bit(unsigned(lanes));
+    if (fits) launch_lanes<T, kVectors>(p, lanes, stream);
+    return fits;
+  };
+  bool const many = static_cast<std::int64_t>(p.rows) * p.cols >= kManyValues;
+  if (many && by(std::integral_constant<int, kManyVectors>{})) return;
+  if (by(std::integral_constant<int, kFewVectors>{})) return;
   int const blocks = (p.cols + p.group - 1) / p.group;
   int const warps = std::min(kBlockThreads / 32, blocks);
   cuda_check(launch_dependent(by_warp<T>, grid_of(p, blocks, warps), warps * 32, 0, stream, p), kDoing);
