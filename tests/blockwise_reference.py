@@ -54,9 +54,10 @@ def by_block(x: Tensor, group: int) -> list[Tensor]:
 
 
 def quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (float64), scale and offset of x's blocks; float32 where the definition says so."""
+    """q (float64), scale and offset of x's blocks; float32 where the definition says so, and computed on the CPU: CUDA's
+    torch multiplies by 1 / 255 for the division."""
     parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    for block in by_block(x.float(), group):
+    for block in by_block(x.float().cpu(), group):
         lo, hi = block.amin(-1, keepdim=True), block.amax(-1, keepdim=True)
         step = ((hi - lo) / 255).clamp_min(2.0**-126)
         scale = torch.where(hi == lo, torch.ones_like(step), step)
@@ -64,7 +65,7 @@ def quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         for part, value in zip(
             parts, (((block - offset) / scale).round().clamp(-128, 127), scale, offset), strict=True
         ):
-            part.append(value.double())
+            part.append(value.double().to(x.device))
     return torch.cat(parts[0], -1), torch.cat(parts[1], -1), torch.cat(parts[2], -1)
 
 
