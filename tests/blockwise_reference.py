@@ -54,8 +54,8 @@ def by_block(x: Tensor, group: int) -> list[Tensor]:
 
 
 def quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (float64), scale and offset of x's blocks; float32 where the definition says so, and computed on the CPU: CUDA's
-    torch multiplies by 1 / 255 for the division."""
+    """q (float64), scale and offset of x's blocks; float32 where the definition says so, and computed on the CPU, for
+    CUDA's torch multiplies by 1 / 255 where it should divide."""
     parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for block in by_block(x.float().cpu(), group):
         lo, hi = block.amin(-1, keepdim=True), block.amax(-1, keepdim=True)

@@ -122,6 +122,21 @@ def test_gpu_bits_are_the_cpus(seed: int, columns: int, group: int, dtype: torch
         assert all(same_bits(a, b) for a, b in zip(cpu, gpu, strict=True)), symmetric
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [2056, 4095])
+@pytest.mark.parametrize("group", [8, 16, 32, 64, 128, 512, 1024])
+def test_gpu_bits_of_many_values(seed: int, columns: int, group: int, dtype: torch.dtype) -> None:
+    """More than 2^21, of which a thread takes more at a time; the awkward rows among them."""
+    awkward = awkward_rows(columns, dtype)
+    x = torch.cat((torch.randn(1100 - len(awkward), columns, dtype=dtype) * 3 + 1, awkward))
+    assert x.numel() > 1 << 21
+    for symmetric in (True, False):
+        cpu = epiloq.quantize_blockwise_int8(x, group, symmetric=symmetric)
+        gpu = epiloq.quantize_blockwise_int8(x.cuda(), group, symmetric=symmetric)
+        assert all(same_bits(a, b) for a, b in zip(cpu, gpu, strict=True)), symmetric
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_awkward_rows(seed: int, device: str, dtype: torch.dtype, symmetric: bool) -> None:
