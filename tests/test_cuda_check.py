@@ -68,7 +68,7 @@ ptxas info    : Function properties for _ZN6epiloq6calledEv
     assert [kernel.stack for kernel in kernels] == [32]
 
 
-@pytest.mark.parametrize("code", ["C7508", "C7510", "C7513", "C7514"])
+@pytest.mark.parametrize("code", ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7518"])
 def test_a_loss_of_speed_is_reported_once(code: str) -> None:
     message = (
         f"  ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"

@@ -1,6 +1,6 @@
 """make cuda-check: compiles every kernel into a wheel and refuses what must not be in one.
 
-Refused: registers in local memory (stack or spills), serialised wgmma (C7510, C7513, C7514), ignored setmaxnreg
+Refused: registers in local memory (stack or spills), serialised wgmma (C7510 to C7514, C7518), ignored setmaxnreg
 (C7508), a missing architecture, SM90 code without wgmma, exported symbols that are not the public API, a wheel over 30
 MB. A table of all kernels is printed and written to build/cuda-check/kernels.json.
 """

@@ -7,9 +7,8 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A message of ptxas that costs speed: wgmma serialised, for three causes (C7510, C7513, C7514), setmaxnreg ignored
-# (C7508).
-PERFORMANCE_WARNINGS = re.compile(r"\bC75(08|10|13|14)\b")
+# A message of ptxas that costs speed: wgmma serialised, for six causes that were met, setmaxnreg ignored (C7508).
+PERFORMANCE_WARNINGS = re.compile(r"\bC75(08|10|11|12|13|14|18)\b")
 
 _SOURCE = re.compile(
     r"^\s*\[\d+/\d+\] Building CUDA object \S*?(?:epiloq_)?(?P<target>\w+)\.dir/(?P<name>[^/]+)\.cu\.o"
