@@ -26,15 +26,25 @@ def tile(name: str) -> str:
     return name.split(", K over")[0]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("arch", ROWS)
-def test_every_row_is_reached(arch: str) -> None:
-    kernels = {tile(kernel(m, n, 4096, 128, 8, arch)) for m, n in itertools.product(SIZES_M, SIZES_N)}
+def test_every_row_is_reached(arch: str, bits: int) -> None:
+    kernels = {tile(kernel(m, n, 4096, 128, bits, arch)) for m, n in itertools.product(SIZES_M, SIZES_N)}
     kernels |= {
-        kernel(m, n, 4096, 64, 8, arch).replace("of 64", "of 128") for m, n in itertools.product(SIZES_M, SIZES_N)
+        kernel(m, n, 4096, 64, bits, arch).replace("of 64", "of 128") for m, n in itertools.product(SIZES_M, SIZES_N)
     }
     assert len(kernels) == ROWS[arch], sorted(kernels)
-    families = {"sm75": ("sm75 mma.sync w8a8",), "sm80": ("sm80 mma.sync w8a8",)}
-    assert all(name.startswith(families.get(arch, ("sm80 mma.sync w8a8", "sm90 wgmma w8a8"))) for name in kernels)
+    families = {"sm75": ("sm75 mma.sync",), "sm80": ("sm80 mma.sync",)}.get(arch, ("sm80 mma.sync", "sm90 wgmma"))
+    assert all(name.startswith(tuple(f"{family} w{bits}a8" for family in families)) for name in kernels)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
+    shapes = list(itertools.product(SIZES_M, SIZES_N))
+    names = {shape: kernel(*shape, 4096, 128, bits, "sm90") for shape in shapes}
+    shared = {shape for shape, name in names.items() if "K over clusters" in name}
+    assert (64, 4096) in shared and (2050, 16384) not in shared
+    assert {tile(names[shape]) for shape in shared} == {tile(name) for name in names.values() if "wgmma" in name}
 
 
 def test_what_has_no_fused_kernel_is_staged_and_says_so() -> None:

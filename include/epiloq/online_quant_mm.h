@@ -37,8 +37,10 @@ struct OnlineQuantMm {
 // Where CUDA's kernels put the quantised activations, and for the staged pipeline each block's products and their sum.
 // The caller allocates; nothing else is needed.
 struct OnlineQuantWorkspace {
-  TensorView values;                     // int8 [M, Kp]
-  TensorView parameters;                 // float32 [Gp, 3, 4 Mp], M rounded up to 4: scale, offset, scale sum(q)
+  TensorView values;  // int8 [M, Kp]
+  // float32 [Gp, 3, 4 Mp], M rounded up to 4: scale, offset, scale sum(q). SM90's kernels have four floats of each;
+  // others pack [Gp, 3, Mp] at the front.
+  TensorView parameters;
   std::optional<TensorView> products{};  // int32 [M, N], staged only
   std::optional<TensorView> sums{};      // float32 [M, N], staged only
 };

@@ -14,7 +14,7 @@ struct BlockwiseProblem {
   int kinds;  // 3: B has offsets
   std::int8_t const* a;
   std::int8_t const* b;
-  // Scale, offset, scale times the sum of q. For SM90's kernels in tf32 parts (core/tf32.cuh): [blocks, kinds,
+  // Scale, offset, scale times the sum of q. For SM90's kernels in tf32 parts (core/tf32.cuh): [blocks, 3,
   // padded rows, 4], high, low, high, low.
   float const* a_parameters;
   float const* b_parameters;  // scale, sum of the de-quantised values, offset

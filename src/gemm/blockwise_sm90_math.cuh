@@ -4,9 +4,11 @@
 
 #include <utility>
 
+#include "core/device_code.cuh"
 #include "core/tf32.cuh"
 #include "gemm/blockwise_sm90_tile.cuh"
 #include "gemm/matrix_loads.cuh"
+#include "gemm/shared_loads.cuh"
 #include "gemm/wgmma.cuh"
 
 namespace epiloq::gemm {

@@ -6,8 +6,6 @@
 #include <cstdint>
 
 #include "core/async_copy.cuh"
-#include "core/device_code.cuh"
-#include "cutlass/arch/barrier.h"
 #include "gemm/blockwise_finish.cuh"
 #include "gemm/blockwise_problem.h"
 

@@ -86,7 +86,7 @@ struct BlockwiseConfig {
 // SM90, the same for blocks of 128 (blockwise_sm90.cuh).
 struct BlockwiseSm90Config {
   int tokens;
-  int cost;  // of a tile, in units of its own
+  int step_ns;  // of a block of K
 };
 
 }  // namespace epiloq::gemm

@@ -17,17 +17,4 @@ __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
   return pair;
 }
 
-__device__ __forceinline__ uint4 load_shared_four(SharedAddress from) {
-  uint4 four;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-               : "r"(from)
-               : "memory");
-  return four;
-}
-__device__ __forceinline__ void store_shared_four(SharedAddress to, uint4 four) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w)
-               : "memory");
-}
-
 }  // namespace epiloq::gemm

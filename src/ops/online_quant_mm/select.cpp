@@ -26,6 +26,9 @@ constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.share
 static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
 static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
 
+static_assert(kSm90Tiles4.size() == kSm90Tiles8.size());
+static_assert(kSm90Rules.back().n_max == kAny && kSm90Rules.back().k_max == kAny);
+
 // The first rule that takes the problem and whose tile fits the device.
 template <class Tiles, class Rules>
 Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
@@ -52,7 +55,7 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
       std::int64_t const at_once = std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
       // Clusters have one tile each, and others than the first would begin anew.
       if (split > 1 && count > at_once) break;
-      std::int64_t const of_tile = ceil_div(steps, split) * tiles[row].cost + kSm90TileNs;
+      std::int64_t const of_tile = ceil_div(steps, split) * tiles[row].step_ns + kSm90TileNs;
       std::int64_t const time = ceil_div(count, at_once) * of_tile + (split - 1) * kSm90SplitNs;
       if (time < least) best = {Family::kSm90, row, split}, least = time;
     }
