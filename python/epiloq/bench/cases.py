@@ -58,6 +58,7 @@ _FUSED = ("int8_token", "fp8_token", "fp8_group")
 QUANTISERS = {
     "quantize_int8": ("token", "token_azp", "static"),
     "quantize_fp8": ("tensor", "static", "token", "group", "group_column", "block"),
+    "quantize_blockwise_int8": ("g32", "g128", "g128_symmetric"),
     "rms_norm_quant": (*_FUSED, *(f"add_{variant}" for variant in _FUSED)),
     "silu_and_mul_quant": _FUSED,
 }

@@ -12,6 +12,7 @@ from epiloq.bench.operations import (
     fused_quantisers,
     grouped_mm,
     online_quant_mm,
+    quantize_blockwise_int8,
     quantize_fp8,
     quantize_int8,
     scaled_bmm,
@@ -31,6 +32,7 @@ _ROWS = (
     convolution.WEIGHT_ONLY,
     quantize_int8.OPERATION,
     quantize_fp8.OPERATION,
+    quantize_blockwise_int8.OPERATION,
     fused_quantisers.NORM,
     fused_quantisers.GATE,
 )
