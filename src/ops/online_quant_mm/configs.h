@@ -66,8 +66,7 @@ inline constexpr std::array kSm90Tiles4{
     BlockwiseSm90Config{64, 395},
     BlockwiseSm90Config{96, 540},
 };
-template <int kBits>
-inline constexpr auto& kSm90Tiles = kBits == 8 ? kSm90Tiles8 : kSm90Tiles4;
+constexpr auto const& sm90_tiles(int bits) { return bits == 8 ? kSm90Tiles8 : kSm90Tiles4; }
 // What a tile takes beside its blocks of K, and what each further block of a cluster adds.
 inline constexpr int kSm90TileNs = 1500, kSm90SplitNs = 1500;
 // From how many tokens on these serve weights of so many rows and columns: with fewer, bytes are all the time there is.

@@ -26,7 +26,6 @@ constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.share
 static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
 static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
 
-static_assert(kSm90Tiles4.size() == kSm90Tiles8.size());
 static_assert(kSm90Rules.back().n_max == kAny && kSm90Rules.back().k_max == kAny);
 
 // The first rule that takes the problem and whose tile fits the device.
@@ -40,8 +39,6 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQ
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-auto const& sm90_tiles(int bits) { return bits == 8 ? kSm90Tiles8 : kSm90Tiles4; }
 
 // The tile, and the blocks of a cluster that share its K, with which all are done first.
 Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {

@@ -21,7 +21,7 @@ struct Problem {
   float* offset;       // null: symmetric
   std::int32_t* sum;   // the sum of q, or null
   float* scaled_sum;   // scale times the sum of q, or null
-  bool in_tf32_parts;  // all but `sum`, which strides and pointers have room for; on CUDA
+  bool in_tf32_parts;  // all but `sum`; strides and pointers leave room for four floats each; on CUDA
 };
 
 void launch(Problem const& problem, DType x, int device, Stream stream);
