@@ -11,16 +11,17 @@ import epiloq
 
 SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 2049, 10**6]
 SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
-# On SM90 without tiles that only batches have, and with groupwise_mm's seven for whole rows.
-ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 11 + 7}
-FLOAT8_ROWS = {"sm89": 6, "sm90": 14 + 7}
+SIZES_K = [4096, 8192]
+# On SM90 without tiles that only batches have, and with groupwise_mm's for whole rows.
+ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 3 + 12}
+FLOAT8_ROWS = {"sm89": 6, "sm90": 6 + 9}
 
 
 @pytest.mark.parametrize("arch", FLOAT8_ROWS)
 def test_every_float8_row_is_reached(arch: str) -> None:
     kernels = {
-        epiloq.explain("scaled_mm", m=m, n=n, k=4096, arch=arch, dtype=dtype, fast_accum=fast)
-        for m, n in itertools.product(SIZES_M, SIZES_N)
+        epiloq.explain("scaled_mm", m=m, n=n, k=k, arch=arch, dtype=dtype, fast_accum=fast)
+        for m, n, k in itertools.product(SIZES_M, SIZES_N, SIZES_K)
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         for fast in (False, True)
     }
@@ -43,8 +44,8 @@ def test_float8_asks_for_an_architecture_that_has_it() -> None:
 
 @pytest.mark.parametrize("arch", ROWS)
 def test_every_row_is_reached(arch: str) -> None:
-    shapes = itertools.product(SIZES_M, SIZES_N)
-    kernels = {epiloq.explain("scaled_mm", m=m, n=n, k=4096, arch=arch) for m, n in shapes}
+    shapes = itertools.product(SIZES_M, SIZES_N, SIZES_K)
+    kernels = {epiloq.explain("scaled_mm", m=m, n=n, k=k, arch=arch) for m, n, k in shapes}
     kernels |= {
         epiloq.explain("scaled_mm", m=m, n=n, k=64, arch=arch, sm_count=sms)
         for m, n, sms in itertools.product((1, 16), range(16, 4096, 16), (16, 132))

@@ -184,9 +184,11 @@ def test_bad_arguments_are_named(seed: int) -> None:
 
 def test_explain() -> None:
     explain = epiloq.explain
-    sizes = itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168, 8456, 28672), (1, 4, 8))
-    kernels = {explain("grouped_mm", m=m, n=n, k=4096, experts=e, whole_rows=True) for m, n, e in sizes}
-    assert len(kernels) == 7 and all("whole-row wgmma" in kernel for kernel in kernels), kernels
+    sizes = list(itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168, 8456, 28672), (1, 4, 8)))
+    for dtype, tiles in ((INT8, 12), (E4M3, 9)):
+        whole_rows = {"k": 4096, "whole_rows": True, "dtype": dtype}
+        kernels = {explain("grouped_mm", m=m, n=n, experts=e, **whole_rows) for m, n, e in sizes}
+        assert len(kernels) == tiles and all("whole-row wgmma" in kernel for kernel in kernels), kernels
     p = make(12, 16, 32, 2, INT8)
     operands = (p.a, p.b, p.scale_a, p.scale_b)
     assert "cpu, int8 products" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
@@ -194,8 +196,8 @@ def test_explain() -> None:
         assert "mma.sync" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
     for arch, dtype in (("sm80", INT8), ("sm89", E4M3)):
         rows = {"k": 4096, "experts": 8, "whole_rows": True, "arch": arch, "dtype": dtype}
-        tiles = {explain("grouped_mm", m=m, n=n, **rows) for m in (1, 512, 513) for n in (64, 65)}
-        assert len(tiles) == 2 and all("mma.sync" in tile for tile in tiles)
+        kernels = {explain("grouped_mm", m=m, n=n, **rows) for m in (1, 512, 513) for n in (64, 65)}
+        assert len(kernels) == 2 and all("mma.sync" in kernel for kernel in kernels)
     assert "slow" in explain("grouped_mm", m=8, n=64, k=128, arch="sm80")
     with pytest.raises(ValueError, match="dtype: expected float8_e4m3fn, or int8 with whole_rows"):
         explain("grouped_mm", m=8, n=64, k=128, dtype=INT8)

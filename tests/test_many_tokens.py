@@ -1,4 +1,4 @@
-"""Tiles of many tokens on a GPU: every epilogue of the kernel for whole rows, outputs that TMA stores or cannot."""
+"""scaled_mm's tiles on an SM90 GPU: every epilogue of the kernel for whole rows, outputs that TMA stores or cannot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ from reference import Problem, assert_within_one_ulp, make_problem, poisoned
 pytestmark = pytest.mark.gpu
 
 HALVES = [torch.float16, torch.bfloat16]
-# Every tile of int8 and of float8, ragged ones among them.
-SIZES = [(129, 2112), (200, 40), (300, 2112), (500, 4096), (1000, 4104), (1000, 8120), (2048, 768), (513, 24576)]
-TILES = 7
+# M, N, K of every tile of the kernel for whole rows, and of int8's for many tokens; last tiles of one token among them.
+SIZES = [
+    *[(200, 40, 528), (129, 2112, 528), (200, 2112, 528), (300, 4616, 528), (64, 7168, 528), (300, 7168, 528)],
+    *[(129, 3000, 2064), (129, 9000, 2064), (513, 2112, 2064), (513, 4104, 2064), (513, 5000, 2064)],
+    *[(100, 14336, 2064), (100, 16384, 2064), (512, 8192, 8208)],
+]
+TILES = {torch.int8: 12 + 1, torch.float8_e4m3fn: 9}
+
+
+def assert_every_tile(dtype: torch.dtype) -> None:
+    kernels = {epiloq.explain("scaled_mm", m=m, n=n, k=k, arch="sm90", sm_count=132, dtype=dtype) for m, n, k in SIZES}
+    assert len(kernels) == TILES[dtype], kernels
 
 
 def int8_call(p: Problem, out: Tensor) -> None:
@@ -36,33 +45,28 @@ def float8_call(p: Float8Problem, out: Tensor) -> None:
 @pytest.mark.parametrize("zero_point", ["none", "static", "token", "tensor"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_int8_epilogues(seed: int, dtype: torch.dtype, zero_point: str, bias: bool) -> None:
-    for (m, n), vectors in itertools.product(SIZES, (False, True)):
+    for (m, n, k), vectors in itertools.product(SIZES, (False, True)):
         kind = "token" if zero_point == "tensor" else zero_point
         p = make_problem(
-            m, n, 528, device="cuda", dtype=dtype, bias=bias, zero_point=kind, per_token=vectors, per_channel=vectors
+            m, n, k, device="cuda", dtype=dtype, bias=bias, zero_point=kind, per_token=vectors, per_channel=vectors
         )
         if zero_point == "tensor" and p.azp is not None:
             p.azp = p.azp[:1].clone()
         out = poisoned((m, n), dtype, "cuda")
         int8_call(p, out)
         assert_within_one_ulp(out, p)
-    assert len({epiloq.explain("scaled_mm", m=m, n=n, k=528, arch="sm90", sm_count=132) for m, n in SIZES}) == TILES
+    assert_every_tile(torch.int8)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
-    for (m, n), vectors in itertools.product(SIZES, (False, True)):
-        p = make_float8_problem(
-            m, n, 528, device="cuda", dtype=dtype, bias=bias, per_token=vectors, per_channel=vectors
-        )
+    for (m, n, k), vectors in itertools.product(SIZES, (False, True)):
+        p = make_float8_problem(m, n, k, device="cuda", dtype=dtype, bias=bias, per_token=vectors, per_channel=vectors)
         out = poisoned((m, n), dtype, "cuda")
         float8_call(p, out)
         assert_float8_close(out, p)
-    kernels = {
-        epiloq.explain("scaled_mm", m=m, n=n, k=528, arch="sm90", sm_count=132, dtype=p.a.dtype) for m, n in SIZES
-    }
-    assert len(kernels) == TILES
+    assert_every_tile(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "groups"])

@@ -123,7 +123,8 @@ def test_float32_output(seed: int) -> None:
 @pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_kernel_of_an_architecture(seed: int, arch: str, dtype: torch.dtype) -> None:
-    """Every row of the tile table, with both epilogue kernels: M and N pick the rows, odd ones leave ragged tiles."""
+    """Rows of the tile table (other ones of SM90: test_many_tokens.py), with both epilogue kernels: M and N pick the
+    rows, odd ones leave ragged tiles."""
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")
     kernels = set()
@@ -136,7 +137,7 @@ def test_every_kernel_of_an_architecture(seed: int, arch: str, dtype: torch.dtyp
                     call(p, out=out, out_dtype=dtype)
                     assert_within_one_ulp(out, p)
                 kernels.add(epiloq.explain("scaled_mm", m=m, n=n, k=272, arch=arch, sm_count=132))
-    assert len(kernels) == {"sm75": 3, "sm80": 13, "sm90": 18}[arch], kernels
+    assert len(kernels) == {"sm75": 3, "sm80": 13, "sm90": 8}[arch], kernels
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ namespace epiloq::gemm {
 
 struct BlockwiseSm90Params {
   BlockwiseProblem p;
-  CUtensorMap weights, weight_parameters, values;
+  RowTiles weights, values;
+  CUtensorMap weight_parameters;
 };
 
 template <class T>
@@ -23,11 +24,11 @@ struct BlockwiseSm90Copies {
     int const weight_bytes = p.k / 8 * T::kBits;
     auto const lines = static_cast<std::uint64_t>(p.k / T::kStep) * p.kinds;
     auto const columns = static_cast<std::uint64_t>(p.padded_n);
-    return {p, tensor_map_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, T::kRowBytes),
+    return {p, row_tiles_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, p.n, true, T::kRowBytes),
+            row_tiles_of(p.a, p.m, p.k, p.k, T::kTokens, p.m),
             encode_tensor_map(p.b_parameters, {columns, lines}, {4 * columns},
                               {static_cast<std::uint32_t>(T::kRows), static_cast<std::uint32_t>(p.kinds)},
-                              CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
-            tensor_map_of(p.a, p.m, p.k, p.k, T::kTokens)};
+                              CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32)};
   }
 
   // Of each of the block's stages in turn: `fill` once it is empty.
@@ -46,26 +47,30 @@ struct BlockwiseSm90Copies {
     }
   }
 
-  // Absent rows count and are read as zeros.
+  // What is absent stays what it was: a row or a token reaches its own sums only. (Of the weights' parameters it counts
+  // and is read as zeros.)
   static __device__ void copy_weights(Shared const& shared, BlockwiseSm90Params const& params) {
-    int const kinds = params.p.kinds, expected = T::kWeights + kinds * T::kRows * 4;
+    int const kinds = params.p.kinds;
     for_each_stage(shared, params.p, [&](auto const& at, Place const& place, int step) {
       SharedAddress const full = shared.full + at.stage * 8;
-      expect_bytes(full, expected);
-      copy_box(shared.weights + at.stage * T::kWeights, params.weights, step * T::kRowBytes, place.first_n, full);
+      bool const is_last = place.first_n + T::kRows > params.p.n;
+      expect_bytes(full, params.weights.boxes[is_last] * T::kRowBytes + kinds * T::kRows * 4);
+      copy_box(shared.weights + at.stage * T::kWeights, params.weights.maps[is_last], step * T::kRowBytes,
+               place.first_n, full);
       copy_box(shared.weight_parameters + at.stage * T::kWeightParameters, params.weight_parameters, place.first_n,
                step * kinds, full);
     });
   }
 
-  // Parts of absent tokens stay what they were; a token's reach its own sums only.
   static __device__ void copy_tokens(Shared const& shared, BlockwiseSm90Params const& params) {
     auto const& p = params.p;
     for_each_stage(shared, p, [&](auto const& at, Place const& place, int step) {
       SharedAddress const full = shared.full + at.stage * 8;
       int const part_bytes = min(T::kTokens, p.padded_m - place.first_m) * 16;
-      expect_bytes(full, T::kValues + p.kinds * part_bytes);
-      copy_box(shared.values + at.stage * T::kValues, params.values, step * T::kStep, place.first_m, full);
+      bool const is_last = place.first_m + T::kTokens > p.m;
+      expect_bytes(full, params.values.boxes[is_last] * T::kStep + p.kinds * part_bytes);
+      copy_box(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, place.first_m,
+               full);
       SharedAddress const to = shared.parts + at.stage * T::kTokenParts;
       auto const* from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m +
                          static_cast<std::int64_t>(step) * T::kKinds * p.padded_m;

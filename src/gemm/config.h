@@ -40,8 +40,6 @@ struct WgmmaConfig {
   int cluster_m, cluster_n;
   Schedule schedule;
   bool swap;
-  int blocks_per_sm = 1;
-  int early_bytes = 0;  // of a block's weights, asked for before the previous kernel has finished; needs swap
   bool fast_accum = false;
 };
 

@@ -41,49 +41,6 @@ struct ScheduleTags<Schedule::kCooperative> {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-// A main loop that asks L2 for the first of a block's weights, and for what the epilogue reads beside them, while it
-// may still have to wait for the kernel before it. Prefetching into L2 is safe even if that kernel writes the weights:
-// its writes arrive there. For swapped operands (weights first) and one tile of tokens, where a call is bound by
-// reading them, and where the epilogue's cold vectors, one after the other, would be a tenth of its time.
-template <class Base, int kRows, int kBytes>
-struct EarlyWeights : Base {
-  struct Vector {  // an element for each row of the weights; null where there is none
-    char const* begin = nullptr;
-    int bytes = 0;  // an element
-  };
-  struct Early {
-    Vector vectors[3];
-    int rows = 0;
-  };
-  struct Arguments : Base::Arguments {
-    Early early{};
-  };
-  struct Params : Base::Params {
-    Early early{};
-  };
-
-  template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments, void* workspace) {
-    return {Base::to_underlying_arguments(shape, arguments, workspace), arguments.early};
-  }
-
-  CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
-    Base::prefetch_tma_descriptors(params);
-    constexpr int kBox = 128;  // bytes of K in one TMA box, the widest swizzle; and of a line of L2
-    int const row = (blockIdx.x + blockIdx.y * gridDim.x) * kRows;
-    for (Vector const& vector : params.early.vectors) {
-      char const* const end = vector.begin + min(row + kRows, params.early.rows) * vector.bytes;
-      for (char const* line = vector.begin + row * vector.bytes; line < end; line += kBox) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-      }
-    }
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int k = 0; k < kBytes / kRows; k += kBox) {
-      cute::SM90_TMA_LOAD::PREFETCH::copy(params.tma_load_a.get_tma_descriptor(), k, row, 0);
-    }
-  }
-};
-
 template <WgmmaConfig kConfig, Types kTypes, class Epilogue>
 struct Sm90Gemm {
   using Left = CutlassType<kConfig.swap ? kTypes.b : kTypes.a>;
@@ -108,18 +65,12 @@ struct Sm90Gemm {
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, Accumulator, float, void,
       LayoutD, kAlignment16, Out, LayoutD, kAlignment16, typename Tags::Epilogue, typename Lowered::type>::CollectiveOp;
-  // A second block on an SM starts streaming while the first one ends.
-  static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
-  static constexpr int kReserved = kConfig.blocks_per_sm == 1 ? 0 : kSharedMemory / 2 + 1024;
-  using PlainMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+  using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Left, cutlass::layout::RowMajor, kAlignment8, Right,
       cutlass::layout::ColumnMajor, kAlignment8, Accumulator, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<
-          static_cast<int>(sizeof(typename CollectiveEpilogue::SharedStorage)) + kReserved>,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename CollectiveEpilogue::SharedStorage))>,
       MainloopTag>::CollectiveOp;
-  using CollectiveMainloop =
-      std::conditional_t<(kConfig.early_bytes > 0), EarlyWeights<PlainMainloop, kConfig.tile.m, kConfig.early_bytes>,
-                         PlainMainloop>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, CollectiveMainloop,
                                                       CollectiveEpilogue, void>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -144,17 +95,6 @@ struct Sm90Gemm {
     if constexpr (kTypes.is_float8() && !kConfig.fast_accum) {
       constexpr int kInstructionDepth = 32;
       arguments.mainloop.mma_promotion_interval = kConfig.tile.k / kInstructionDepth;
-    }
-    if constexpr (kConfig.early_bytes > 0) {
-      auto const vector = [](auto const* begin, bool is_vector, std::size_t bytes) {
-        using Vector = typename CollectiveMainloop::Vector;
-        return is_vector ? Vector{reinterpret_cast<char const*>(begin), static_cast<int>(bytes)} : Vector{};
-      };
-      auto const& o = p.operands;
-      arguments.mainloop.early = {{vector(o.scale_b, o.scale_b_is_vector, sizeof(float)),
-                                   vector(o.azp_adj, o.azp_adj != nullptr, sizeof(std::int32_t)),
-                                   vector(static_cast<char const*>(o.bias), o.bias != nullptr, sizeof(Out))},
-                                  p.n};
     }
     arguments.hw_info.device_id = device;
     arguments.hw_info.sm_count = device_properties(device).sm_count;

@@ -59,6 +59,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   __syncthreads();
   TileReader<C> const reader(params, shared);
   if (group == C::kMathGroups && warp == 0 && is_elected()) reader.prefetch();
+  let_next_kernel_start();
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
@@ -69,7 +70,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
       read_scales<C>(params, shared, turn % C::kReaders, part * 32 + lane);
     }
-    let_next_kernel_start();
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
     multiply_tiles<C>(params, shared, group, warp, lane);
@@ -79,23 +79,21 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
 template <class C>
 struct GroupwiseGemm {
   static GroupwiseParams params_of(GroupwiseProblem const& p) {
-    constexpr int kEight = 8;  // rows of the swizzle's pattern
-    int const token_box = p.m >= C::kM ? C::kM : (p.m + kEight - 1) / kEight * kEight;
+    bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     std::int64_t const token_rows = p.masked_m != nullptr ? std::int64_t{p.experts} * p.m : p.m;
-    GroupwiseParams params{tensor_map_of(p.a, token_rows, p.k, p.stride_a, token_box),
-                           tensor_map_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN),
+    GroupwiseParams params{row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense),
+                           row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n),
                            {},
                            {},
                            p,
                            GroupwiseScheduler<C>::tiles_of(p),
-                           token_box,
                            can_copy_scales(p),
                            C::kStoresBoxes && GroupwiseStore<C>::has_lines(p)};
     if (params.copies_scales) {
       params.scales = encode_tensor_map(
           p.scale_a.ptr,
           {static_cast<std::uint64_t>(token_rows), static_cast<std::uint64_t>(p.k + kGroupDepth - 1) / kGroupDepth},
-          {std::uint64_t{4} * p.scale_a.stride_k}, {static_cast<std::uint32_t>(token_box), 1},
+          {std::uint64_t{4} * p.scale_a.stride_k}, {static_cast<std::uint32_t>(params.tokens.boxes[0]), 1},
           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
     }
     if (params.stores_boxes) {

@@ -12,14 +12,14 @@ namespace epiloq::gemm {
 
 template <class C>
 struct GroupwiseMath {
-  static constexpr int kSums = C::kN / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
+  static constexpr int kSums = C::kSums;
   static constexpr int kInstructionDepth = 32;
   static constexpr int kRoundBytes = 64 * kGroupDepth;  // of tokens
   using Element = typename C::Element;
   using Sum = typename C::Sum;
   using Instruction =
       decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, std::conditional_t<C::kExact, std::int32_t, float>,
-                                                cute::Shape<cute::_64, cute::Int<C::kN>, cute::_32>>());
+                                                cute::Shape<cute::_64, cute::Int<C::kColumns>, cute::_32>>());
 
   // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
   // barriers in uniform registers. Between two products there is no time to work them out.

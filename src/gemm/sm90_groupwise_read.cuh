@@ -24,35 +24,41 @@ struct TileReader {
         weights(uniform(shared_address(shared.weights(0)))),
         scales(uniform(shared_address(shared.scales(0)))) {}
 
-  // Asks L2 for the first weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
-  // where its writes arrive. (Not where experts' rows are known only then.)
+  // Asks for descriptors, and L2 for the first weights. Harmless before the previous kernel has finished, even if it
+  // writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.) A few boxes: the copies
+  // of the main loop stand behind them.
   __device__ void prefetch() const {
-    constexpr int kBytes = 64 * 1024;
+    constexpr int kBoxes = 8;
+    prefetch_map(params.tokens.maps[0]);
     if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return;
-    for (int k = 0; k < min(params.p.k, kBytes / C::kN); k += kGroupDepth) {
-      prefetch_box(params.weights, k, tile.first_column);
+    for (int k = 0; k < min(params.p.k, kBoxes * kGroupDepth); k += kGroupDepth) {
+      prefetch_box(params.weights.maps[0], k, tile.first_column);
     }
   }
 
   __device__ void run(int reader) const {
     int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
     bool const copies_scales = params.copies_scales;
-    int const expected = params.token_box * (kGroupDepth + (copies_scales ? 4 : 0)) + C::kWeightBytes;
+    int const scale_bytes = copies_scales ? params.tokens.boxes[0] * 4 : 0;
     int step = 0;
     RingPosition<C> ring(reader);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; scheduler.next(tile);) {
       int const weight_row = tile.expert * params.p.n + tile.first_column;
+      bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
+      CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
+      int const rows = params.tokens.boxes[last_row] + params.weights.boxes[last_column];
+      int const expected = rows * kGroupDepth + scale_bytes;
       for (int i = 0; i < depth; ++i, ++step) {
         if (step % C::kReaders != reader) continue;
         SharedAddress const barrier = full + ring.stage * 8;
         wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
         expect_bytes(barrier, expected);
-        copy_box(tokens + ring.stage * C::kTokenBytes, params.tokens, i * kGroupDepth, tile.first_row, barrier);
-        copy_box(weights + ring.stage * C::kWeightBytes, params.weights, i * kGroupDepth, weight_row, barrier);
+        copy_box(tokens + ring.stage * C::kTokenBytes, token_map, i * kGroupDepth, tile.first_row, barrier);
+        copy_box(weights + ring.stage * C::kWeightBytes, weight_map, i * kGroupDepth, weight_row, barrier);
         if (copies_scales) {
           copy_box(scales + ring.stage * (C::kStageScales * 4), params.scales, tile.first_row, i, barrier);
         }

@@ -56,7 +56,7 @@ class GroupwiseStore {
   }
 
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out.
-  __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kN / 2], GroupwiseTile const& tile) {
+  __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile) {
     if constexpr (C::kWholeRows) {
       wait_for_copies<0>();
       __syncwarp();
@@ -97,7 +97,7 @@ class GroupwiseStore {
   }
 
   template <bool kHasBias>
-  __device__ __forceinline__ void store_round(Sum const (&sums)[C::kN / 2], int round, GroupwiseTile const& tile) {
+  __device__ __forceinline__ void store_round(Sum const (&sums)[C::kSums], int round, GroupwiseTile const& tile) {
     int const first_row = tile.first_row + first_row_ + round * 64;
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk) {

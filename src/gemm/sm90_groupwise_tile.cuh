@@ -18,12 +18,11 @@
 namespace epiloq::gemm {
 
 struct GroupwiseParams {
-  CUtensorMap tokens, weights;
+  RowTiles tokens, weights;
   CUtensorMap scales;  // of tokens, in columns that TMA can copy; else not used
   CUtensorMap output;  // where TMA can store it; else not used
   GroupwiseProblem p;
   GroupwiseTiles tiles;
-  int token_box;  // rows of A that a block reads of its tile
   bool copies_scales, stores_boxes;
 };
 
@@ -43,6 +42,10 @@ struct Groupwise {
   static constexpr bool kHasZeroPoint = std::is_same_v<Epilogue, epilogue::ScaledAzp>;
   static_assert((!kExact || kWholeRows) && (!kHasZeroPoint || kExact));
   using Sum = std::conditional_t<kExact, std::uint32_t, float>;  // unsigned, as wgmma's wrappers name int32
+  // wgmma's columns, of int8 a multiple of 16 from 32 on: the last 8 may multiply what lies behind the weights, for
+  // nobody.
+  static constexpr int kColumns = kExact && kN > 32 ? (kN + 15) / 16 * 16 : kN;
+  static constexpr int kSums = kColumns / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
   static constexpr int kM = 64 * kMGroups * kRounds;
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
@@ -72,7 +75,7 @@ struct Groupwise {
   // A warp's copies of what its columns and its rows are multiplied by, and of their zero points.
   static constexpr int kScalesOfWarp = kN + 16 * kRounds;
   static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
-  static constexpr int kPartialBytes = (kKGroups - 1) * 128 * (kN / 2) * 4;
+  static constexpr int kPartialBytes = (kKGroups - 1) * 128 * kSums * 4;
   static constexpr int kAlignment = 1024;  // of swizzled tiles
   static constexpr int kBarrierBytes = 512;
   static constexpr int kFixedBytes =

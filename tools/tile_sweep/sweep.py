@@ -3,7 +3,7 @@
     python tools/tile_sweep/sweep.py --cutlass DIR "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
         [--kind int8|float8|groupwise] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
-A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C [b2: two blocks an SM] [e64: 64 KiB of weights asked for early].
+A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C.
 A group-wise one: mM nN [k2: warpgroups along K]; m256 is two rounds of 128.
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
-TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])(?: b(\d))?(?: e(\d+))?")
+TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])")
 GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?")
 
 
@@ -60,8 +60,8 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
         }
     match = TILE.fullmatch(tile)
     if match is None:
-        raise SystemExit(f'sweep: tile: expected such as "swap 64x16x256 c1x1 W b2 e64", got {tile!r}')
-    fast, swap, m, n, k, cluster_m, cluster_n, schedule, blocks, early = match.groups()
+        raise SystemExit(f'sweep: tile: expected such as "swap 64x16x256 c1x1 W", got {tile!r}')
+    fast, swap, m, n, k, cluster_m, cluster_n, schedule = match.groups()
     return name | {
         "TILE_M": m,
         "TILE_N": n,
@@ -70,8 +70,6 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
         "CLUSTER_N": cluster_n,
         "SCHEDULE": SCHEDULES[schedule],
         "SWAP": "true" if swap else "false",
-        "BLOCKS_PER_SM": blocks or "1",
-        "EARLY_BYTES": str(1024 * int(early or 0)),
         "FAST_ACCUM": "true" if fast else "false",
     }
 

@@ -3,8 +3,8 @@
 #include "gemm/sm90.h"
 
 using epiloq::gemm::Schedule;
-static constexpr epiloq::gemm::WgmmaConfig kTile{
-    {TILE_M, TILE_N, TILE_K}, CLUSTER_M, CLUSTER_N, Schedule::SCHEDULE, SWAP, BLOCKS_PER_SM, EARLY_BYTES, FAST_ACCUM};
+static constexpr epiloq::gemm::WgmmaConfig kTile{{TILE_M, TILE_N, TILE_K}, CLUSTER_M, CLUSTER_N,
+                                                 Schedule::SCHEDULE,       SWAP,      FAST_ACCUM};
 static constexpr epiloq::gemm::Types kTypes{epiloq::DType::OPERAND, epiloq::DType::OPERAND, epiloq::DType::kBFloat16};
 
 void NAME(epiloq::gemm::Problem const& problem, int device, epiloq::Stream stream) {

@@ -11,13 +11,14 @@ namespace epiloq::ops::groupwise_mm {
 using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
-// A tile and the time that all SMs together take for 128 of K of one tile each, in ns. H200, 2026-11-21: from times of
-// seven layer shapes at 64 to 4096 tokens, tokens and weights cold, contenders in turns at the clocks that the power
-// limit leaves them (benchmarks/results: many-tokens-sweep). The tile whose waves cost least serves: it took 0.3 % more
-// than the fastest in the mean, 6 % at most. Tiles of 64 tokens stand to one another as at 1 to 64 tokens before.
+// A tile and the time that all SMs together take for 128 of K of one tile each, in ns, and for what a tile has to do
+// besides. H200, 2026-11-21: from times of seven layer shapes at 64 to 4096 tokens, tokens and weights cold, contenders
+// in turns at the clocks that the power limit leaves them (benchmarks/results: many-tokens-sweep). The tile whose waves
+// cost least serves: it took 0.3 % more than the fastest in the mean, 6 % at most. Up to 64 tokens serve tiles of 64,
+// which stand to one another as at 1 to 64 tokens.
 struct Tile {
   GroupwiseConfig config;
-  int step_ns;
+  int step_ns, end_ns = 0;
 };
 inline constexpr std::array kTiles{
     Tile{{1, 2, 32}, 125},  Tile{{1, 2, 48}, 145},  Tile{{1, 2, 56}, 155},
@@ -31,20 +32,25 @@ inline constexpr std::array kColumnScaleTiles{
     Tile{{2, 1, 128}, 600},
 };
 
-// With scales of whole rows, for experts and for scaled_mm, timed as above (0.2 % more than the fastest in the mean, 2
-// % at most) but for the first, which is guessed. int8 needs no sums beside wgmma's, so that a warpgroup has the
-// registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
+// With scales of whole rows, for experts and for scaled_mm, timed as above; int8 on 2026-11-22, at 256 to 4096 tokens
+// (with scaled_mm's tile for many tokens 0.03 % more than the fastest in the mean; whole-rows-sweep), float8 0.2 %.
+// Tiles of 64 tokens are put in order by times at 1 to 64 tokens. int8 needs no sums beside wgmma's, so that a
+// warpgroup has the registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
-    Tile{{1, 2, 32}, 130},  Tile{{1, 2, 64}, 165},  Tile{{2, 1, 64}, 265},  Tile{{2, 1, 96}, 310},
-    Tile{{2, 1, 128}, 365}, Tile{{2, 1, 192}, 520}, Tile{{2, 1, 256}, 715},
+    Tile{{1, 2, 32}, 130},        Tile{{1, 2, 48}, 150},        Tile{{1, 2, 56}, 158},
+    Tile{{1, 2, 64}, 165},        Tile{{2, 1, 64}, 266},        Tile{{2, 1, 96}, 279, 900},
+    Tile{{2, 1, 112}, 299, 1400}, Tile{{2, 1, 128}, 310, 1300}, Tile{{2, 1, 144}, 363, 2000},
+    Tile{{2, 1, 192}, 462, 2000}, Tile{{2, 1, 224}, 552, 2500}, Tile{{2, 1, 256}, 620, 2500},
 };
 inline constexpr std::array kFloat8RowTiles{
-    Tile{{1, 2, 32}, 135},  Tile{{1, 2, 64}, 170},  Tile{{2, 1, 64}, 285},     Tile{{2, 1, 96}, 320},
+    Tile{{1, 2, 32}, 135},  Tile{{1, 2, 48}, 155},  Tile{{1, 2, 56}, 163},
+    Tile{{1, 2, 64}, 170},  Tile{{2, 1, 64}, 285},  Tile{{2, 1, 96}, 320},
     Tile{{2, 1, 128}, 400}, Tile{{2, 1, 192}, 560}, Tile{{2, 1, 128, 2}, 750},
 };
 template <DType kElement>
 constexpr GroupwiseConfig row_tile(int row) {
-  return (kElement == DType::kInt8 ? kInt8RowTiles : kFloat8RowTiles)[row].config;
+  if constexpr (kElement == DType::kInt8) return kInt8RowTiles[row].config;
+  return kFloat8RowTiles[row].config;
 }
 
 // int8 on SM80, float8 on SM89 and newer: warp, warps, one team, stages. For few rows of an expert and for many;

@@ -3,31 +3,23 @@
 #include <limits>
 #include <sstream>
 
-#include "ops/groupwise_mm/configs.h"
-
 namespace epiloq::ops::groupwise_mm {
 namespace {
 
-// The time of a problem in steps of a tile: waves of the SMs, each as long as a step.
-std::int64_t cost_of(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
-  auto const ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  GroupwiseConfig const& c = tile.config;
-  std::int64_t const rows_of_expert = ceil_div(p.m, p.experts);
-  std::int64_t const tiles = p.experts * ceil_div(rows_of_expert, c.tokens()) * ceil_div(p.n, c.n);
-  return ceil_div(tiles, sm_count) * tile.step_ns;
-}
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The cheapest row; of equals the last, whose tiles are larger.
+std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
+
+// The cheapest row; of equals the last, whose tiles are larger. What few tokens wait for is memory, which tiles of more
+// do not read sooner.
 template <class Tiles>
-int cheapest(Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
-  int best = 0;
-  std::int64_t best_cost = std::numeric_limits<std::int64_t>::max();
+WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+  constexpr int kFewTokens = 64;
+  WholeRowsChoice best{{family, 0}, std::numeric_limits<std::int64_t>::max()};
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-    std::int64_t const cost = cost_of(tiles[row], p, sm_count);
-    if (cost <= best_cost) {
-      best = row;
-      best_cost = cost;
-    }
+    if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
+    std::int64_t const ns = expected_ns(tiles[row], p, sm_count);
+    if (ns <= best.ns) best = {{family, row}, ns};
   }
   return best;
 }
@@ -58,14 +50,20 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   bool const is_int8 = p.a == DType::kInt8;
   if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
   if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
-  if (p.whole_rows) return choose_whole_rows(p, sm_count);
-  if (p.column_scales) return {Family::kSm90ColumnScales, cheapest(kColumnScaleTiles, p, sm_count)};
-  return {Family::kSm90, cheapest(kTiles, p, sm_count)};
+  if (p.whole_rows) return choose_whole_rows(p, sm_count).choice;
+  if (p.column_scales) return cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count).choice;
+  return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
 }
 
-Choice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
-  if (p.a == DType::kInt8) return {Family::kSm90Int8Rows, cheapest(kInt8RowTiles, p, sm_count)};
-  return {Family::kSm90Float8Rows, cheapest(kFloat8RowTiles, p, sm_count)};
+WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
+  if (p.a == DType::kInt8) return cheapest(Family::kSm90Int8Rows, kInt8RowTiles, p, sm_count);
+  return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
+}
+
+std::int64_t expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
+  std::int64_t const rows = ceil_div(rows_of_expert(p), tile.config.tokens());
+  std::int64_t const tiles = p.experts * rows * ceil_div(p.n, tile.config.n);
+  return ceil_div(tiles, sm_count) * (ceil_div(p.k, 128) * tile.step_ns + tile.end_ns);
 }
 
 std::string describe(Choice const& choice) {

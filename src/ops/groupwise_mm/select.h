@@ -5,6 +5,7 @@
 #include <string>
 
 #include "epiloq/groupwise_mm.h"
+#include "ops/groupwise_mm/configs.h"
 
 namespace epiloq::ops::groupwise_mm {
 
@@ -16,8 +17,14 @@ struct Choice {
 };
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
-// On SM90 with scales of whole rows that begin at multiples of 16 bytes, with experts or without.
-Choice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
+// On SM90 with scales of whole rows that begin at multiples of 16 bytes, with experts or without; and what is expected
+// of a tile of any kernel, by its waves of the SMs.
+struct WholeRowsChoice {
+  Choice choice;
+  std::int64_t ns;
+};
+WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
+std::int64_t expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count);
 std::string describe(Choice const& choice);
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -21,6 +21,8 @@ struct Rule {
   int tile;
 };
 inline constexpr int kAny = INT_MAX;
+// No row here, but the tile of groupwise_mm's for whole rows that is expected to take least.
+inline constexpr int kWholeRows = -1;
 
 // SM75: tile, warp, stages. Shapes that public Turing kernels use; seen right (on an H200), never timed on a Turing
 // card.
@@ -46,8 +48,8 @@ inline constexpr std::array kSm80Rules{
     Rule{512, kAny, 3}, Rule{kAny, 4608, 3}, Rule{kAny, kAny, 4}, Rule{kAny, kAny, 3},  // where 128x256 does not fit
 };
 
-// Batches of products (scaled_bmm) take tiles of the same tables: not the skinny ones, which know one product, nor on
-// SM90 those that ask for weights early, by block number. By shape alone, not timed.
+// Batches of products (scaled_bmm) take tiles of the same tables, but not the skinny ones, which know one product. By
+// shape alone, not timed.
 inline constexpr std::array kSm80BatchRules{
     Rule{32, kAny, 0}, Rule{64, kAny, 1}, Rule{kAny, 64, 1}, Rule{kAny, kAny, 3}, Rule{kAny, kAny, 0},
 };
@@ -84,72 +86,54 @@ inline constexpr std::array kSm89FastRules{
     Rule{kAny, kAny, 5},
 };
 
-// SM90: tile, cluster m, cluster n, schedule, swap, blocks an SM, early bytes. H200, 2026-11-20, dependent launch,
-// weights cold: the best of 77 tiles on seven layer shapes. Swizzles and raster orders were level.
+// SM90: tile, cluster m, cluster n, schedule, swap. H200, 2026-11-22, dependent launch, tokens and weights cold, seven
+// layer shapes: with at most 112 tokens groupwise_mm's kernel for whole rows, which asks TMA for no tokens that are not
+// there, is within 3 % of the best of CUTLASS's 77 tiles or up to a sixth faster; at 128 those are up to 13 % faster.
 inline constexpr auto kW = Schedule::kWarpSpecialized;
 inline constexpr auto kP = Schedule::kPingpong;
 inline constexpr auto kC = Schedule::kCooperative;
-inline constexpr int kEarly = 64 * 1024;
 inline constexpr std::array kSm90Tiles{
-    WgmmaConfig{{64, 16, 256}, 1, 1, kP, true, 1, kEarly},      // 0: more weight tiles than SMs, so persistent
-    WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 2, kEarly / 2},  // 1
-    WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 1, kEarly},      // 2
-    WgmmaConfig{{64, 16, 256}, 1, 2, kW, true},                 // 3: tokens in pairs of tiles share the weights
-    WgmmaConfig{{64, 32, 512}, 1, 1, kW, true},                 // 4
-    WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 5
-    WgmmaConfig{{64, 64, 256}, 1, 1, kP, true, 1, kEarly},      // 6
-    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},                // 7
-    WgmmaConfig{{64, 32, 256}, 1, 1, kW, false},                // 8
-    WgmmaConfig{{64, 64, 256}, 1, 8, kW, false},                // 9: eight blocks share their tokens
-    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false},               // 10
-    WgmmaConfig{{128, 128, 128}, 1, 1, kP, true},               // 11
-    WgmmaConfig{{256, 128, 128}, 2, 1, kC, true},               // 12
+    WgmmaConfig{{64, 32, 512}, 1, 1, kW, true},    // 0
+    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},   // 1
+    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false},  // 2
+    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true},  // 3
+    WgmmaConfig{{256, 128, 128}, 2, 1, kC, true},  // 4
 };
 inline constexpr std::array kSm90Rules{
-    // up to 128; more are groupwise_mm's: in one run of three wide layers at 1024 and 4096 tokens it and CUTLASS's tile
-    // of 256 x 128 were level (1.00 of its time, 0.97 beside bf16, where two turns differ by up to a fifth)
-    Rule{16, 2560, 3}, Rule{16, 4608, 2}, Rule{16, 6656, 1}, Rule{16, 8448, 2},  Rule{16, kAny, 0},
-    Rule{32, 4608, 3}, Rule{32, 6656, 9}, Rule{32, 8448, 4}, Rule{32, kAny, 5},  Rule{64, 4608, 8},
-    Rule{64, 7168, 9}, Rule{64, 8448, 7}, Rule{64, kAny, 6}, Rule{128, 4608, 7}, Rule{128, kAny, 10},
+    Rule{112, kAny, kWholeRows}, Rule{128, 2560, kWholeRows},  Rule{128, 4608, 1},
+    Rule{128, kAny, 2},          Rule{kAny, kAny, kWholeRows},
 };
+// Of those tiles the one for many tokens, where it is expected before any of groupwise_mm's: while one of its
+// warpgroups stores, the other multiplies, which counts where tiles are many or K is short (9 to 15 % at 28672 x 4096
+// and 24576 x 1536); two blocks share the tokens. A step and an end as in groupwise_mm's tables.
+inline constexpr int kSm90ManyTokens = 3, kSm90ManyTokensStepNs = 338, kSm90ManyTokensEndNs = 300;
 
 inline constexpr std::array kSm90BatchRules{
-    Rule{32, kAny, 4},   Rule{64, kAny, 7},   Rule{kAny, 64, 7},
-    Rule{512, kAny, 11}, Rule{kAny, 512, 11}, Rule{kAny, kAny, 12},
+    Rule{32, kAny, 0},  Rule{64, kAny, 1},  Rule{kAny, 64, 1},
+    Rule{512, kAny, 3}, Rule{kAny, 512, 3}, Rule{kAny, kAny, 4},
 };
 
-// SM90, float8: as above. H200, 2026-11-20: the best of 49 tiles on seven layer shapes. Few tokens wait for weights and
-// have accurate tiles only, which take 1.05 times as long as int8's; accurate sums of more are groupwise_mm's,
-// which adds up while it multiplies: 7 to 22 % faster at 1024 and 4096 tokens (many-tokens-sweep).
+// SM90, float8: as above. H200, 2026-11-20: the best of 49 tiles on seven layer shapes. Accurate sums of one product
+// are groupwise_mm's, which adds up while it multiplies: 7 to 22 % faster at 1024 and 4096 tokens (many-tokens-sweep);
+// so are fast ones of few tokens, which wait for weights.
 inline constexpr std::array kSm90Float8Tiles{
-    WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},               // 0
-    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false, 1, 0, true},  // 1
-    WgmmaConfig{{64, 32, 256}, 1, 1, kP, true, 1, kEarly},      // 2
-    WgmmaConfig{{64, 16, 256}, 1, 1, kP, true, 1, kEarly},      // 3
-    WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 2, kEarly / 2},  // 4
-    WgmmaConfig{{64, 16, 256}, 1, 1, kW, true, 1, kEarly},      // 5
-    WgmmaConfig{{64, 32, 256}, 1, 1, kW, false},                // 6
-    WgmmaConfig{{64, 16, 256}, 1, 2, kW, true},                 // 7
-    WgmmaConfig{{64, 64, 256}, 1, 8, kW, false},                // 8
-    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},                // 9
-    WgmmaConfig{{64, 64, 256}, 1, 1, kP, true, 1, kEarly},      // 10
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},              // 11
-    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false, 1, 0, true},   // 12
-    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, 1, 0, true},   // 13
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, 1, 0, true},  // 14
-};
-inline constexpr std::array kSm90FewTokensRules{
-    // up to 64; fast sums go on from here
-    Rule{16, 4608, 5}, Rule{16, 6656, 4}, Rule{16, 8448, 5}, Rule{16, kAny, 3}, Rule{32, 4608, 7},
-    Rule{32, 7168, 8}, Rule{32, kAny, 2}, Rule{64, 4608, 6}, Rule{64, 7168, 8}, Rule{64, kAny, 10},
+    WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},         // 0
+    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false, true},  // 1
+    WgmmaConfig{{64, 32, 256}, 1, 1, kW, false},          // 2
+    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},          // 3
+    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},        // 4
+    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false, true},   // 5
+    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, true},   // 6
+    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, true},  // 7
 };
 inline constexpr std::array kSm90Float8BatchRules{
-    Rule{32, kAny, 6},  Rule{64, kAny, 9},  Rule{kAny, 64, 9},
-    Rule{kAny, 512, 0}, Rule{512, kAny, 0}, Rule{kAny, kAny, 11},
+    Rule{32, kAny, 2},  Rule{64, kAny, 3},  Rule{kAny, 64, 3},
+    Rule{kAny, 512, 0}, Rule{512, kAny, 0}, Rule{kAny, kAny, 4},
 };
 inline constexpr std::array kSm90FastRules{
-    Rule{128, 4608, 9},   Rule{128, kAny, 12}, Rule{256, 2560, 9},   Rule{256, 4608, 12},  Rule{256, kAny, 13},
-    Rule{kAny, 2560, 14}, Rule{kAny, 4608, 1}, Rule{kAny, 6656, 13}, Rule{kAny, 12288, 1}, Rule{kAny, kAny, 13},
+    Rule{112, kAny, kWholeRows}, Rule{128, 2560, kWholeRows}, Rule{128, 4608, 3},   Rule{128, kAny, 5},
+    Rule{256, 2560, 3},          Rule{256, 4608, 5},          Rule{256, kAny, 6},   Rule{kAny, 2560, 7},
+    Rule{kAny, 4608, 1},         Rule{kAny, 6656, 6},         Rule{kAny, 12288, 1}, Rule{kAny, kAny, 6},
 };
 
 }  // namespace epiloq::ops::scaled_mm

@@ -33,9 +33,9 @@ static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules))
 static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
 static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
 static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
+static_assert(takes_everything(kSm90Rules) && takes_everything(kSm90FastRules));
 static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules));
-static_assert(takes_everything(kSm90FastRules));
-static_assert(all_named(kSm90Float8Tiles, kSm90FewTokensRules, kSm90Float8BatchRules, kSm90FastRules));
+static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastRules));
 
 // Sums that were asked to be accurate are.
 template <class Tiles, class... Rules>
@@ -48,33 +48,9 @@ constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
   return accurate;
 }
 static_assert(all_accurate(kSm89Tiles, kSm89AccurateRules));
-static_assert(all_accurate(kSm90Float8Tiles, kSm90FewTokensRules));
 
 static_assert(!kSm89Tiles[kE5M2Row].fast_accum && !kSm90Float8Tiles[kE5M2Row].fast_accum);
 
-// Early weights are asked for by block number, which names a tile of weights only while the tokens fill one tile.
-template <class Tiles, class... Rules>
-constexpr bool early_weights_meet_one_token_tile(Tiles const& tiles, Rules const&... lists) {
-  bool meet = true;
-  auto const search = [&](auto const& rules) {
-    for (Rule const& rule : rules) {
-      WgmmaConfig const& config = tiles[rule.tile];
-      meet &= config.early_bytes == 0 || (config.swap && rule.m_max <= config.tile.n);
-    }
-  };
-  (search(lists), ...);
-  return meet;
-}
-static_assert(early_weights_meet_one_token_tile(kSm90Tiles, kSm90Rules));
-static_assert(early_weights_meet_one_token_tile(kSm90Float8Tiles, kSm90FewTokensRules, kSm90FastRules));
-
-template <class Tiles, class Rules>
-constexpr bool none_early(Tiles const& tiles, Rules const& rules) {
-  bool none = true;
-  for (Rule const& rule : rules) none &= tiles[rule.tile].early_bytes == 0;
-  return none;
-}
-static_assert(none_early(kSm90Tiles, kSm90BatchRules) && none_early(kSm90Float8Tiles, kSm90Float8BatchRules));
 static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
 
 template <class Rules, class Fits>
@@ -114,23 +90,32 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
 
 constexpr auto kAlwaysFits = [](int) { return true; };
 
-int whole_rows_row(ScaledMmProblem const& p, Target const& t) {
+// groupwise_mm's kernel for whole rows, or the tile for many tokens.
+Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
-  return groupwise_mm::choose_whole_rows(product, t.sm_count).row;
+  auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
+  if (p.a != DType::kInt8) return {Family::kSm90Float8Rows, own.choice.row};
+  constexpr groupwise_mm::Tile kMany{{2, 1, 128}, kSm90ManyTokensStepNs, kSm90ManyTokensEndNs};
+  static_assert(kMany.config.tokens() == kSm90Tiles[kSm90ManyTokens].tile.n &&
+                kMany.config.n == kSm90Tiles[kSm90ManyTokens].tile.m);
+  bool const is_many = p.m > kMany.config.tokens() && groupwise_mm::expected_ns(kMany, product, t.sm_count) < own.ns;
+  return is_many ? Choice{Family::kSm90, kSm90ManyTokens} : Choice{Family::kSm90Int8Rows, own.choice.row};
+}
+
+template <class Rules>
+Choice sm90_choice(Family family, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
+  int const row = first_fit(rules, p, kAlwaysFits);
+  return row == kWholeRows ? whole_rows_choice(p, t) : Choice{family, row};
+}
+
+Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {
+  if (p.batches > 1) return sm90_choice(Family::kSm90, kSm90BatchRules, p, t);
+  return sm90_choice(Family::kSm90, kSm90Rules, p, t);
 }
 
 Choice sm90_float8_choice(ScaledMmProblem const& p, Target const& t) {
-  auto const choice = [&](auto const& rules) { return Choice{Family::kSm90Float8, first_fit(rules, p, kAlwaysFits)}; };
-  if (p.batches > 1) return choice(kSm90Float8BatchRules);
-  if (p.m <= kSm90FewTokensRules.back().m_max) return choice(kSm90FewTokensRules);
-  if (p.fast_accum) return choice(kSm90FastRules);
-  return {Family::kSm90Float8Rows, whole_rows_row(p, t)};
-}
-
-Choice sm90_choice(ScaledMmProblem const& p, Target const& t) {
-  if (p.batches > 1) return {Family::kSm90, first_fit(kSm90BatchRules, p, kAlwaysFits)};
-  if (p.m <= kSm90Rules.back().m_max) return {Family::kSm90, first_fit(kSm90Rules, p, kAlwaysFits)};
-  return {Family::kSm90Int8Rows, whole_rows_row(p, t)};
+  if (p.batches > 1) return sm90_choice(Family::kSm90Float8, kSm90Float8BatchRules, p, t);
+  return p.fast_accum ? sm90_choice(Family::kSm90Float8, kSm90FastRules, p, t) : whole_rows_choice(p, t);
 }
 
 Choice sm89_choice(ScaledMmProblem const& p, Target const& t) {
@@ -177,7 +162,6 @@ std::string describe(WgmmaConfig const& c) {
   std::ostringstream text;
   text << "sm90 wgmma " << (c.swap ? "swap " : "") << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " cluster "
        << c.cluster_m << 'x' << c.cluster_n << ' ' << kScheduleNames[static_cast<int>(c.schedule)];
-  if (c.blocks_per_sm > 1) text << ' ' << c.blocks_per_sm << " blocks/SM";
   if (c.fast_accum) text << " fast accumulation";
   return text.str();
 }
@@ -197,7 +181,7 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
   switch (t.arch) {
     case Arch::kSm90:
-      return sm90_choice(p, t);
+      return sm90_int8_choice(p, t);
     case Arch::kSm80:
       return sm80_choice(p, t);
     case Arch::kSm75:
