@@ -91,6 +91,25 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
         assert wide[:, :before].isnan().all() and wide[:, before + n :].isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["float8", "groups"])
+def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str) -> None:
+    """Boxes of last tiles leave rows as another product's NaN left them."""
+    k = 640
+    nothing = torch.full((2048, k), float("nan"), device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones(1, device="cuda")
+    for m, n in [(1, 40), (65, 72), (129, 200), (200, 2112), (300, 4616)]:
+        assert epiloq.scaled_mm(nothing, nothing.t(), one, one).isnan().all()
+        out = poisoned((m, n), torch.bfloat16, "cuda")
+        if kind == "groups":
+            p = make(m, n, k, device="cuda").in_columns(4)
+            epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, out=out)
+            assert_close(out, *p.operands())
+        else:
+            of_rows = make_float8_problem(m, n, k, device="cuda")
+            float8_call(of_rows, out)
+            assert_float8_close(out, of_rows)
+
+
 def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
     """Eight tiles of one step to a block: slots of shared memory that TMA still reads are not written again."""
     p, q = make_problem(4096, 8192, 128, device="cuda", bias=True), make(4096, 8192, 128, device="cuda").in_columns(4)

@@ -115,7 +115,7 @@ def test_every_kernel(seed: int, arch: str, group: int, bits: int) -> None:
 
 def integers(m: int, k: int, group: int) -> Tensor:
     """float32 that blocks take as they are: from -128 to 127 in each, so that the scale is 1 and the offset 0."""
-    x = torch.randint(-128, 128, (m, k))
+    x = torch.randint(-128, 128, (m, k), device="cuda")
     for first in range(0, k, group):
         x[:, first], x[:, min(first + group, k) - 1] = -128, 127
     return x.float()
@@ -131,13 +131,13 @@ def test_integers_are_exact(seed: int, arch: str, group: int, bits: int) -> None
         pytest.skip(f"built without {arch}")
     for m, n in shapes_of_every_kernel(group, bits, arch):
         k = (500, 130, 34)[m % 3]
-        x, weight = integers(m, k, group), make_weight(n, k, group, bits=bits, offset=False)
+        x, weight = integers(m, k, group), make_weight(n, k, group, bits=bits, offset=False, device="cuda")
         weight = replace(weight, scale=torch.ones_like(weight.scale))
-        expected = (x @ weight.q.float().t()).cuda()
+        expected = (x.double() @ weight.q.double().t()).float()
+        prepared = weight.prepared()
         with epiloq.config(arch=arch):
             for staged in (False, True):
-                prepared = weight.prepared().to("cuda")
-                assert torch.equal(epiloq.online_quant_mm(x.cuda(), prepared, staged=staged), expected), (m, n, k)
+                assert torch.equal(epiloq.online_quant_mm(x, prepared, staged=staged), expected), (m, n, k)
 
 
 @pytest.mark.gpu
