@@ -116,9 +116,9 @@ def test_against_float64(hidden: int, inner: int, dtype: torch.dtype, kind: str,
     y = found(x.to(device), index.to(device), weights.to(device))
     assert (y.shape, y.dtype) == (x.shape, dtype)
     reference = expected(apart, x, index, weights, grid)
-    # In 16 bits each expert's output is rounded. SM90's tensor cores add FP8 up to 2^-13 of a sum's span, which gates and
-    # factors, themselves sums of both signs, are a small part of: more values round the other way, one a token or more.
-    # Of 60 seeds in float16 the median was 7e-4 and the worst 5e-3 there, and 3e-4 with SM89's kernels for all.
+    # In 16 bits each expert's output is rounded. SM90's tensor cores add FP8 up to 2^-13 of a sum's span, which gates
+    # and factors, themselves sums of both signs, are a small part of: more values round the other way, one a token or
+    # more. Of 60 seeds in float16 the median was 7e-4 and the worst 5e-3 there, and 3e-4 with SM89's kernels for all.
     exact = device == "cpu" or kind == "int8"
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype] if exact else 2e-2
     assert typical_error(y.cpu().double(), reference) < bound
