@@ -129,7 +129,7 @@ def test_every_kernel_of_an_architecture(seed: int, arch: str, dtype: torch.dtyp
         pytest.skip(f"built without {arch}")
     kernels = set()
     with epiloq.config(arch=arch):
-        for m in (1, 9, 16, 31, 33, 64, 65, 127, 200, 255, 600, 2050):
+        for m in (1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050):
             for n in (16, 40, 2112, 4096, 5000, 6400, 8192, 12296):
                 for zero_point in ("none", "token"):
                     p = make_problem(m, n, 272, device="cuda", dtype=dtype, bias=True, zero_point=zero_point)

@@ -123,7 +123,7 @@ def test_every_kernel_of_an_architecture(seed: int, arch: str, fast_accum: bool)
     bound = {"span_bound": fast_bound(1040)} if fast_accum else {}
     with epiloq.config(arch=arch):
         for m, n in itertools.product(
-            (1, 9, 16, 31, 33, 64, 65, 127, 200, 255, 600, 2050), (16, 2112, 4096, 6400, 8192, 12296)
+            (1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050), (16, 2112, 4096, 6400, 8192, 12296)
         ):
             for operands, dtype in ((PAIRS[0], torch.bfloat16), (PAIRS[1], torch.float16), (PAIRS[3], torch.bfloat16)):
                 p = make_float8_problem(m, n, 1040, device="cuda", operands=operands, dtype=dtype, bias=True)

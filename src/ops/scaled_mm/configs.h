@@ -87,8 +87,9 @@ inline constexpr std::array kSm89FastRules{
 };
 
 // SM90: tile, cluster m, cluster n, schedule, swap. H200, 2026-11-22, dependent launch, tokens and weights cold, seven
-// layer shapes: with at most 112 tokens groupwise_mm's kernel for whole rows, which asks TMA for no tokens that are not
-// there, is within 3 % of the best of CUTLASS's 77 tiles or up to a sixth faster; at 128 those are up to 13 % faster.
+// layer shapes: with fewer than 128 tokens groupwise_mm's kernel for whole rows, which asks TMA for no tokens that are
+// not there, is within 3 % of the best of CUTLASS's 77 tiles or up to a sixth faster; at 128 those are up to 13 %
+// faster.
 inline constexpr auto kW = Schedule::kWarpSpecialized;
 inline constexpr auto kP = Schedule::kPingpong;
 inline constexpr auto kC = Schedule::kCooperative;
@@ -100,7 +101,7 @@ inline constexpr std::array kSm90Tiles{
     WgmmaConfig{{256, 128, 128}, 2, 1, kC, true},  // 4
 };
 inline constexpr std::array kSm90Rules{
-    Rule{112, kAny, kWholeRows}, Rule{128, 2560, kWholeRows},  Rule{128, 4608, 1},
+    Rule{127, kAny, kWholeRows}, Rule{128, 2560, kWholeRows},  Rule{128, 4608, 1},
     Rule{128, kAny, 2},          Rule{kAny, kAny, kWholeRows},
 };
 // Of those tiles the one for many tokens, where it is expected before any of groupwise_mm's: while one of its
@@ -131,7 +132,7 @@ inline constexpr std::array kSm90Float8BatchRules{
     Rule{kAny, 512, 0}, Rule{512, kAny, 0}, Rule{kAny, kAny, 4},
 };
 inline constexpr std::array kSm90FastRules{
-    Rule{112, kAny, kWholeRows}, Rule{128, 2560, kWholeRows}, Rule{128, 4608, 3},   Rule{128, kAny, 5},
+    Rule{127, kAny, kWholeRows}, Rule{128, 2560, kWholeRows}, Rule{128, 4608, 3},   Rule{128, kAny, 5},
     Rule{256, 2560, 3},          Rule{256, 4608, 5},          Rule{256, kAny, 6},   Rule{kAny, 2560, 7},
     Rule{kAny, 4608, 1},         Rule{kAny, 6656, 6},         Rule{kAny, 12288, 1}, Rule{kAny, kAny, 6},
 };
