@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epiloq import _core, scaled_mm, scaled_mm_azp
+from epiloq import _core, config, explain, scaled_mm, scaled_mm_azp
 from reference import assert_within_one_ulp, make_problem
 
 PROBLEMS = st.fixed_dictionaries(
@@ -74,3 +74,18 @@ def test_host_and_gpu(arch: str) -> None:
             check(options, "cuda", dtype)
 
     run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n"), [(128, 2568), (128, 4616), (384, 4616)])
+@pytest.mark.parametrize("zero_point", ["none", "token"])
+def test_host_and_cutlass_on_sm90(seed: int, m: int, n: int, zero_point: str) -> None:
+    """Visitor trees, which smaller problems do not reach there; operands in their order, and exchanged."""
+    if "sm90" not in _core.built_archs():
+        pytest.skip("built without sm90")
+    k = 528
+    with config(arch="sm90"):
+        assert "cluster" in explain("scaled_mm", m=m, n=n, k=k, arch="sm90", sm_count=132)
+        for vectors in (False, True):
+            options = {"seed": seed, "m": m, "n": n, "k": k, "bias": vectors, "zero_point": zero_point}
+            check(options | {"per_token": vectors, "per_channel": vectors}, "cuda", torch.float16)

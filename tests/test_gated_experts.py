@@ -119,8 +119,10 @@ def test_against_float64(hidden: int, inner: int, dtype: torch.dtype, kind: str,
     # In 16 bits each expert's output is rounded. SM90's tensor cores add FP8 up to 2^-13 of a sum's span, which gates
     # and factors, themselves sums of both signs, are a small part of: more values round the other way, one a token or
     # more. Of 60 seeds in float16 the median was 7e-4 and the worst 5e-3 there, and 3e-4 with SM89's kernels for all.
-    exact = device == "cpu" or kind == "int8"
-    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype] if exact else 2e-2
+    on_sm90 = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    if kind != "int8" and device == "cuda":
+        bound = max(bound, 2e-2 if on_sm90 else 5e-3)
     assert typical_error(y.cpu().double(), reference) < bound
     # A value of a few tokens rounds the other way, by a step of 127 in int8, by a sixteenth of itself in FP8.
     in_float32 = 5e-3 if kind == "int8" else 2e-2

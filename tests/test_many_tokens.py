@@ -93,26 +93,28 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
 
 @pytest.mark.parametrize("kind", ["float8", "groups"])
 def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str) -> None:
-    """Boxes of last tiles leave rows as another product's NaN left them."""
+    """Boxes of last tiles leave rows as the product before left them, which was of NaN and on every SM."""
     k = 640
-    nothing = torch.full((2048, k), float("nan"), device="cuda").to(torch.float8_e4m3fn)
-    one = torch.ones(1, device="cuda")
+    nothing, one = torch.full((4096, k), float("nan"), device="cuda").to(torch.float8_e4m3fn), torch.ones(1).cuda()
+    of_nothing = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda")
     for m, n in [(1, 40), (65, 72), (129, 200), (200, 2112), (300, 4616)]:
-        assert epiloq.scaled_mm(nothing, nothing.t(), one, one).isnan().all()
         out = poisoned((m, n), torch.bfloat16, "cuda")
+        of_groups, of_rows = make(m, n, k, device="cuda").in_columns(4), make_float8_problem(m, n, k, device="cuda")
+        epiloq.scaled_mm(nothing, nothing.t(), one, one, out=of_nothing)
         if kind == "groups":
-            p = make(m, n, k, device="cuda").in_columns(4)
-            epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, out=out)
-            assert_close(out, *p.operands())
+            epiloq.groupwise_mm(of_groups.a, of_groups.b, of_groups.scale_a, of_groups.scale_b, out=out)
+            assert_close(out, *of_groups.operands())
         else:
-            of_rows = make_float8_problem(m, n, k, device="cuda")
             float8_call(of_rows, out)
             assert_float8_close(out, of_rows)
+        assert of_nothing.isnan().all()
 
 
 def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
-    """Eight tiles of one step to a block: slots of shared memory that TMA still reads are not written again."""
-    p, q = make_problem(4096, 8192, 128, device="cuda", bias=True), make(4096, 8192, 128, device="cuda").in_columns(4)
+    """Eight tiles to a block, of groups with one step each: slots of shared memory that TMA still reads are not written
+    again."""
+    p, q = make_problem(4096, 8192, 8192, device="cuda", bias=True), make(4096, 8192, 128, device="cuda").in_columns(4)
+    assert "x 256 weights" in epiloq.explain("scaled_mm", p.a, p.b, p.scale_a, p.scale_b)
     first, again = (poisoned((4096, 8192), torch.bfloat16, "cuda") for _ in range(2))
     int8_call(p, first)
     assert_within_one_ulp(first, p)

@@ -1,6 +1,6 @@
 #pragma once
 
-// float8 GEMM for SM90 with scales every 128 of K, and int8 and float8 GEMM of experts with scales of whole rows,
+// float8 GEMM for SM90 with scales every 128 of K, and int8 and float8 GEMM with scales of whole rows, of experts too,
 // written on wgmma and TMA rather than CUTLASS's collective, which has no epilogue of ours, no tiles narrower than 128
 // weights and no experts.
 //

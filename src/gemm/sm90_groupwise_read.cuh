@@ -3,6 +3,8 @@
 // What fills the group-wise kernel's stages: TMA for tokens, weights and scales of tokens that lie in columns, and
 // small copies for other scales.
 
+#include <cute/arch/copy_sm90_desc.hpp>
+
 #include "core/async_copy.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/tma.cuh"
@@ -24,12 +26,12 @@ struct TileReader {
         weights(uniform(shared_address(shared.weights(0)))),
         scales(uniform(shared_address(shared.scales(0)))) {}
 
-  // Asks for descriptors, and L2 for the first weights. Harmless before the previous kernel has finished, even if it
-  // writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.) A few boxes: the copies
-  // of the main loop stand behind them.
+  // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless before the previous kernel has
+  // finished, even if it writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.) A
+  // few boxes: the copies of the main loop stand behind them.
   __device__ void prefetch() const {
     constexpr int kBoxes = 8;
-    prefetch_map(params.tokens.maps[0]);
+    cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
     if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;

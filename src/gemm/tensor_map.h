@@ -35,7 +35,7 @@ inline decltype(&cuTensorMapEncodeIm2col) image_map_encoder() {
 
 // Of bytes unless `type` says otherwise: sizes and boxes from the innermost dimension outwards, strides in bytes of all
 // but that one, multiples of 16. What lies outside is read as zero. L2 fetches 128 bytes at a time, a line of a box:
-// asked for 256, an H200 took 17.5 us rather than 16.6 to read 67 MB of weights once, and as long for what L2 holds.
+// asked for 256, an H200 took 17.5 us rather than 16.6 to read 67 MB of weights once; where L2 holds them it is level.
 inline CUtensorMap encode_tensor_map(void const* data, std::initializer_list<std::uint64_t> sizes,
                                      std::initializer_list<std::uint64_t> strides,
                                      std::initializer_list<std::uint32_t> box, CUtensorMapSwizzle swizzle,

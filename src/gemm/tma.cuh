@@ -73,11 +73,6 @@ __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// The descriptor itself.
-__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // A copy into L2 alone.
 __device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)

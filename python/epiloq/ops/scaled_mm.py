@@ -42,7 +42,7 @@ def scaled_mm(
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
         fast_accum: float8 on a GPU: leave all of a sum to the tensor cores, whose accumulators keep about 14 bits on
-            Hopper. Faster from some 128 tokens on; without it sums are added up in fp32 every 128 or 256 of K.
+            Hopper. Faster from some 128 tokens on; without it sums are added up in fp32 every 128 of K.
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:

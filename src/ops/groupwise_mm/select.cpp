@@ -10,15 +10,15 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
 
-// The cheapest row; of equals the last, whose tiles are larger. What few tokens wait for is memory, which tiles of more
-// do not read sooner.
+// The cheapest row; of equals the last, whose tiles are larger. Few tokens wait for memory, which larger tiles do not
+// read sooner.
 template <class Tiles>
 WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
-  WholeRowsChoice best{{family, 0}, std::numeric_limits<std::int64_t>::max()};
+  WholeRowsChoice best{{family, 0}, std::numeric_limits<double>::infinity()};
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
-    std::int64_t const ns = expected_ns(tiles[row], p, sm_count);
+    double const ns = expected_ns(tiles[row], p, sm_count);
     if (ns <= best.ns) best = {{family, row}, ns};
   }
   return best;
@@ -60,10 +60,10 @@ WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
   return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
 }
 
-std::int64_t expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
   std::int64_t const rows = ceil_div(rows_of_expert(p), tile.config.tokens());
   std::int64_t const tiles = p.experts * rows * ceil_div(p.n, tile.config.n);
-  return ceil_div(tiles, sm_count) * (ceil_div(p.k, 128) * tile.step_ns + tile.end_ns);
+  return static_cast<double>(ceil_div(tiles, sm_count)) * (ceil_div(p.k, 128) * tile.step_ns + tile.end_ns);
 }
 
 std::string describe(Choice const& choice) {

@@ -21,10 +21,10 @@ Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 // of a tile of any kernel, by its waves of the SMs.
 struct WholeRowsChoice {
   Choice choice;
-  std::int64_t ns;
+  double ns;
 };
 WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
-std::int64_t expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count);
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count);
 std::string describe(Choice const& choice);
 
 }  // namespace epiloq::ops::groupwise_mm

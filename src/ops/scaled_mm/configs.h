@@ -21,7 +21,7 @@ struct Rule {
   int tile;
 };
 inline constexpr int kAny = INT_MAX;
-// No row here, but the tile of groupwise_mm's for whole rows that is expected to take least.
+// No row by rule: of groupwise_mm's tiles for whole rows, and int8's kSm90ManyTokens, what is expected to take least.
 inline constexpr int kWholeRows = -1;
 
 // SM75: tile, warp, stages. Shapes that public Turing kernels use; seen right (on an H200), never timed on a Turing

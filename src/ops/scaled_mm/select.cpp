@@ -53,6 +53,13 @@ static_assert(!kSm89Tiles[kE5M2Row].fast_accum && !kSm90Float8Tiles[kE5M2Row].fa
 
 static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
 
+// Kernels for whole rows know no batches.
+template <class Rules>
+constexpr bool all_rows_here(Rules const& rules) {
+  return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kWholeRows; });
+}
+static_assert(all_rows_here(kSm90BatchRules) && all_rows_here(kSm90Float8BatchRules));
+
 template <class Rules, class Fits>
 int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
   for (Rule const& rule : rules) {
@@ -99,7 +106,8 @@ Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   static_assert(kMany.config.tokens() == kSm90Tiles[kSm90ManyTokens].tile.n &&
                 kMany.config.n == kSm90Tiles[kSm90ManyTokens].tile.m);
   // CUTLASS's boxes are whole: where tokens end within one, TMA fills the rest so slowly that those tiles take about
-  // three times as long (217 us at 1030 tokens of 28672 x 4096, 154 at 1024).
+  // three times as long (217 us at 1030 tokens of 28672 x 4096, 154 at 1024). (Its tiles for fast float8 sums were not
+  // timed so.)
   GroupwiseMmProblem in_boxes = product;
   if (p.m % kMany.config.tokens() != 0) in_boxes.m += 2 * kMany.config.tokens();
   bool const is_many = p.m > kMany.config.tokens() && groupwise_mm::expected_ns(kMany, in_boxes, t.sm_count) < own.ns;
