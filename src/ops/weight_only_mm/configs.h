@@ -2,11 +2,11 @@
 
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
-// Times are microseconds on an H200, 2026-11-20, fitted to tools/weight_only_sweep.py over seven layer shapes, 4 bits
-// in groups of 128: the kernel that they name took 1 % more than the fastest in geometric mean, 13 % at most. (The
-// wgmma kernels' were taken before a block went on from tile to tile; those of one warpgroup, and what a dense product
-// takes to begin, are of small layers, 64 to 2048 rows, on 2026-11-21; the seven shapes' kernels stayed what they
-// were. Those of 16 tokens choose what was fastest on five layers that day.) On other GPUs only their ratios count.
+// Times are microseconds on an H200, 4 bits in groups of 128 and bfloat16. Up to 32 tokens they are fitted to sweeps of
+// ten layers on 2026-11-22: what they name took 0 to 3 % more than the fastest in geometric mean at 1, 4, 8, 16 and 32
+// tokens, 11 % at most, and the rows are those that such a sweep of 25 left. Of more tokens they are of 2026-11-20 and
+// 21 (tools/weight_only_sweep.py), 6 % taken off those of 64, which got so much faster since. On other GPUs only their
+// ratios count.
 
 #include <array>
 
@@ -34,12 +34,16 @@ struct TiledConfig {
   constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
 };
 
-// By what a block reads, most first. What hides memory's latency is warps: two blocks an SM of two stages each are
-// faster than one of three. The last row fits the shared memory of every device, and is all that SM75 has.
+// By what a warp reads, most first. Some fill an SM with one block and all of a layer with one wave, others by small
+// blocks that K may share. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 3, 8, 2, {0.83, 0.1, 1.84, 0.002}}, StreamConfig{4, 8, 2, 8, 2, {0.32, 1.53, 2.17, 0.042}},
-    StreamConfig{2, 8, 2, 8, 3, {0.71, 0.03, 0.8, 0.011}}, StreamConfig{1, 8, 6, 8, 2, {0.31, 0.05, 0.86, 0.123}},
-    StreamConfig{2, 8, 2, 16, 2, {1.04, 1.2, 1.6, 0.005}}, StreamConfig{1, 4, 2, 8, 2, {0.6, 0.6, 1.0, 0.1}},
+    StreamConfig{4, 8, 2, 8, 1, {0.605, 1.083, 2.64, 0.007}},
+    StreamConfig{4, 4, 2, 8, 4, {0.3, 0.909, 5.99, 0.022}},
+    StreamConfig{4, 4, 3, 8, 3, {0.464, 1.152, 3.01, 0.031}},
+    StreamConfig{2, 16, 2, 8, 1, {1.035, 0.526, 2.01, 0.022}},
+    StreamConfig{1, 16, 4, 8, 1, {0.439, 0.46, 1.71, 0.231}},
+    StreamConfig{2, 16, 2, 16, 1, {0.372, 1.015, 3.64, 0.141}},
+    StreamConfig{1, 4, 2, 8, 2, {0.6, 0.6, 1.0, 0.1}},
 };
 // Without wgmma, up to so many tokens a streaming kernel is taken.
 inline constexpr int kStreamTokens = 8;
@@ -64,14 +68,14 @@ struct WgmmaConfig {
   constexpr int rows() const { return 64 * teams * blocks; }
 };
 
-// Those that multiply exact integers by tokens, fewest first, then three for weights of few rows; then those that
-// round.
+// Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 16, false, {0.66, 4.9}}, WgmmaConfig{4, 1, 32, false, {0.72, 4.2}},
-    WgmmaConfig{4, 1, 64, false, {0.95, 4.9}}, WgmmaConfig{2, 2, 128, false, {1.64, 8.2}},
-    WgmmaConfig{2, 1, 64, false, {0.54, 3.9}}, WgmmaConfig{1, 1, 64, false, {0.48, 3.5}},
-    WgmmaConfig{2, 1, 16, false, {0.36, 4.1}}, WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},
-    WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
+    WgmmaConfig{4, 1, 16, false, {0.556, 5.65}}, WgmmaConfig{3, 1, 16, false, {0.534, 3.53}},
+    WgmmaConfig{2, 1, 16, false, {0.369, 3.05}}, WgmmaConfig{4, 1, 32, false, {0.598, 5.77}},
+    WgmmaConfig{3, 1, 32, false, {0.627, 3.5}},  WgmmaConfig{2, 1, 32, false, {0.345, 4.74}},
+    WgmmaConfig{4, 1, 64, false, {0.89, 4.9}},   WgmmaConfig{2, 1, 64, false, {0.51, 3.9}},
+    WgmmaConfig{1, 1, 64, false, {0.45, 3.5}},   WgmmaConfig{2, 2, 128, false, {1.64, 8.2}},
+    WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},    WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
 };
 // On SM90, up to so many tokens weights are not rounded, though rounding would be a little faster from 128 on.
 inline constexpr int kExactTokens = 128;

@@ -97,12 +97,12 @@ struct DirectRows {
     }
   }
 
-  __device__ __forceinline__ void store(int first_token, float const* sums) const {
+  __device__ __forceinline__ void store(int first_token, float const* sums, float unit) const {
     int const token = first_token + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      alignas(4)
-          T both[2] = {clamped<T>(p, sums[2 * half] + bias[half]), clamped<T>(p, sums[2 * half + 1] + bias[half])};
+      alignas(4) T both[2] = {clamped<T>(p, fmaf(sums[2 * half], unit, bias[half])),
+                              clamped<T>(p, fmaf(sums[2 * half + 1], unit, bias[half]))};
       auto& word = *reinterpret_cast<unsigned*>(both);
       asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
       int const row = first_row + 8 * half + lane % 4 * 2;

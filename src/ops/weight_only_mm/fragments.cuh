@@ -1,7 +1,8 @@
 #pragma once
 
 // Packed integers to A fragments of mma.sync m16n8k16, q - zero in 16 bits, exactly, without a conversion instruction:
-// an integer ORed into the last bits of a power of two is that power plus the integer.
+// an integer ORed into the last bits of a power of two is that power plus the integer; or it is a subnormal number
+// already.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,7 +14,7 @@ namespace epiloq::ops::weight_only_mm {
 using Word = std::uint32_t;
 
 // kBits / 4 words of a lane make its four registers of one fragment: rows g, g + 8, g, g + 8. `Zero` is what the two
-// rows subtract, in the form that the subtraction wants.
+// rows subtract, in the form that the subtraction wants. What is made counts kUnit times: sums are multiplied by it.
 template <class T, int kBits>
 struct Fragment;
 
@@ -32,6 +33,7 @@ __device__ __forceinline__ Word subtract(Word a, Word b) {
 
 template <>
 struct Fragment<__half, 4> {
+  static constexpr float kUnit = 1;
   static constexpr Word kOnes = 0x3c003c00;
   struct Zero {
     Word low, high;  // 1024 + zero; -(64 + zero)
@@ -56,6 +58,7 @@ struct Fragment<__half, 4> {
 
 template <>
 struct Fragment<__half, 8> {
+  static constexpr float kUnit = 1;
   static constexpr Word kOnes = 0x3c003c00;
   struct Zero {
     Word low, high;  // 1024 + zero
@@ -72,44 +75,45 @@ struct Fragment<__half, 8> {
   }
 };
 
-// bfloat16 holds integers up to 256: 128 + q for four bits, and for eight the difference, made in fp32.
-template <>
-struct Fragment<__nv_bfloat16, 4> {
-  static constexpr Word kOnes = 0x3f803f80;
+// A 16-bit pattern of up to 255 is a bfloat16 as it stands: so many times 2^-133, below the smallest normal number or
+// in the first binade, whose steps are the same. A multiply-add turns it into 64ths, which are normal, and subtracts
+// the zero point's, exactly. In the upper half of a byte a nibble counts 16 times.
+struct SubnormalFragment {
+  static constexpr float kUnit = 64;
+  static constexpr Word kOnes = 0x3f803f80, kTo64ths = 0x7f007f00, kFrom16Times = 0x7d007d00;  // 2^127, 2^123
   struct Zero {
-    Word low, high;  // -(128 + zero)
+    Word low, high;  // in 64ths, negative
   };
-  static __device__ __forceinline__ Zero zero(Word low_row, Word high_row) {
-    return {twice(0xc300 | low_row), twice(0xc300 | high_row)};
+  static __device__ __forceinline__ Word multiply_add(Word a, Word b, Word c) {
+    Word result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
   }
-  static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Zero zero) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Word const value = masked_or(w[0] >> 4 * i, 0x000f000f, 0x43004300);
-      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[i]) : "r"(value), "r"(kOnes), "r"(i % 2 ? zero.high : zero.low));
-    }
+  static __device__ __forceinline__ Zero zero(Word low_row, Word high_row) {
+    constexpr Word kSigns = 0x80008000;  // as a sum, nothing
+    return {multiply_add(twice(low_row), kTo64ths | kSigns, kSigns),
+            multiply_add(twice(high_row), kTo64ths | kSigns, kSigns)};
   }
 };
 
 template <>
-struct Fragment<__nv_bfloat16, 8> {
-  static constexpr Word kOnes = 0x3f803f80;
-  struct Zero {
-    float low, high;  // 2^23 + zero
-  };
-  static __device__ __forceinline__ Zero zero(Word low_row, Word high_row) {
-    return {__uint_as_float(0x4b000000u | low_row), __uint_as_float(0x4b000000u | high_row)};
+struct Fragment<__nv_bfloat16, 4> : SubnormalFragment {
+  static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Zero zero) {
+    Word const first = w[0], second = first >> 8;
+    a[0] = multiply_add(first & 0x000f000f, kTo64ths, zero.low);
+    a[1] = multiply_add(first & 0x00f000f0, kFrom16Times, zero.high);
+    a[2] = multiply_add(second & 0x000f000f, kTo64ths, zero.low);
+    a[3] = multiply_add(second & 0x00f000f0, kFrom16Times, zero.high);
   }
-  static __device__ __forceinline__ float difference(Word w, int selector, float zero) {
-    return __uint_as_float(__byte_perm(w, 0x4b000000u, selector)) - zero;
-  }
+};
+
+template <>
+struct Fragment<__nv_bfloat16, 8> : SubnormalFragment {
   static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Zero zero) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float const z = i % 2 ? zero.high : zero.low;
-      float const first = difference(w[i / 2], i % 2 ? 0x7542 : 0x7540, z);
-      float const second = difference(w[i / 2], i % 2 ? 0x7543 : 0x7541, z);
-      a[i] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);  // their upper halves: exact
+    for (int half = 0; half < 2; ++half) {
+      a[2 * half] = multiply_add(__byte_perm(w[half], 0, 0x4140), kTo64ths, zero.low);
+      a[2 * half + 1] = multiply_add(__byte_perm(w[half], 0, 0x4342), kTo64ths, zero.high);
     }
   }
 };

@@ -236,7 +236,7 @@ struct Warp {
       auto const add_offsets = [&](uint4 const(&x)[kBlocks], int tile) {
         Sum const sum = sum_of(x);
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, offset[s]);
+        for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, {offset[s].x / F::kUnit, offset[s].y / F::kUnit});
       };
       if constexpr (kTiles <= 2) {  // fragments are used once or twice: made and multiplied one at a time
         uint4 x[kTiles][kBlocks];
@@ -290,7 +290,7 @@ struct Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           int const token = 8 * j + 2 * (lane() % 4) + i % 2, row = kSlab * s + 8 * (i / 2) + lane() / 4;
-          target[token * stride + row] = sums[s][j][i];
+          target[token * stride + row] = sums[s][j][i] * F::kUnit;
         }
       }
     }

@@ -249,7 +249,7 @@ struct WgmmaMath {
     for (int block = 0; block < C::kBlocks; ++block) {
       DirectRows<T> const rows(params.p, (place.first_slab + slab + block * 4) * kSlab);
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4) rows.store(place.first_token + i * 2, sums[block] + i);
+      for (int i = 0; i < kSums; i += 4) rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);
     }
   }
 
@@ -261,7 +261,7 @@ struct WgmmaMath {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         int const token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = (slab + block * 4) * kSlab + i % 4 / 2 * 8 + lane / 4;
-        target[token * kStride + row] = sums[block][i];
+        target[token * kStride + row] = sums[block][i] * F::kUnit;
       }
     }
   }
