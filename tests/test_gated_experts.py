@@ -239,20 +239,26 @@ def test_state_of_a_module_without_values(kind: str, seed: int) -> None:
         assert torch.equal(other(*arguments), y)
 
 
-def test_arguments_that_do_not_fit(seed: int) -> None:
-    """Among them a width that padding would make that of the weights."""
-    whole = together(quantised(floats(64, 32), Int8Linear.from_linear))
+@pytest.mark.parametrize("kind", [ExpertLinears, GatedExperts])
+def test_arguments_that_do_not_fit(kind: type[ExpertLinears | GatedExperts], seed: int) -> None:
+    """Among them a width that padding would make that of the weights, and experts that there are not."""
+    apart = quantised(floats(64, 32), Int8Linear.from_linear)
+    experts = apart if kind is ExpertLinears else together(apart)
     x, index, weights = routed(4, 64, torch.float32)
     for wrong in (x[:, :60], x.unsqueeze(0)):
-        with pytest.raises(ValueError, match=r"GatedExperts: hidden_states: expected shape \[T, 64\], got"):
-            whole(wrong, index, weights)
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: hidden_states: expected shape \[T, 64\], got"):
+            experts(wrong, index, weights)
     for argument, wrong_index, wrong_weights in (
         ("top_k_index", index[:3], weights[:3]),
         ("top_k_index", index.flatten(), weights),
         ("top_k_weights", index, weights[:, :1]),
     ):
-        with pytest.raises(ValueError, match=rf"GatedExperts: {argument}: expected .* of \[4, top_k\], got"):
-            whole(x, wrong_index, wrong_weights)
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: {argument}: expected .* of \[4, top_k\], got"):
+            experts(x, wrong_index, wrong_weights)
+    for wrong in (-1, experts.experts):
+        beyond = index.index_fill(0, torch.tensor(2), wrong)
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: top_k_index: expected numbers of 0 to .*{wrong}"):
+            experts(x, beyond, weights)
 
 
 def test_compiled(seed: int) -> None:

@@ -18,6 +18,26 @@ class Projections(NamedTuple):
     down: str = "down_proj"
 
 
+def check_routing(
+    name: str, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None, experts: int
+) -> None:
+    """Refuse what the experts of `name` cannot take; numbers of experts where they can be read without waiting."""
+    if hidden_states.dim() != 2 or hidden_states.shape[1] != (hidden or hidden_states.shape[1]):
+        wanted = "H" if hidden is None else hidden
+        raise ValueError(f"{name}: hidden_states: expected shape [T, {wanted}], got {list(hidden_states.shape)}")
+    tokens = hidden_states.shape[0]
+    for argument, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.shape[1] != top_k_index.shape[1]:
+            shapes = f"{list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+            raise ValueError(
+                f"{name}: {argument}: expected top_k_index and top_k_weights of [{tokens}, top_k], got {shapes}"
+            )
+    if top_k_index.device.type == "cpu" and top_k_index.numel() > 0 and not torch.compiler.is_compiling():
+        low, high = (int(end) for end in top_k_index.aminmax())
+        if low < 0 or high >= experts:
+            raise ValueError(f"{name}: top_k_index: expected numbers of 0 to {experts - 1}, got {low} to {high}")
+
+
 @dataclass(frozen=True)
 class Routing:
     """Which expert takes which token: T tokens, top_k experts each.
@@ -57,7 +77,8 @@ class ExpertLinears(nn.Module):
     It is called as the experts of transformers are, with ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]``
     and ``top_k_weights`` ``[T, top_k]``, and gives ``[T, H]``. Its layers are named as checkpoints name them,
     ``7.gate_proj`` (or as `experts` has it, gate, up and down in this order), and may be of any kind, quantised or
-    not. Each call reads on the host how many rows each expert has; ``GatedExperts`` does not.
+    not. Each call reads on the host how many rows each expert has; ``GatedExperts`` does not. Raises ValueError for
+    other shapes, and for numbers of experts that there are not (on a GPU those are not looked at).
     """
 
     def __init__(self, experts: Sequence[Mapping[str, nn.Module]], act_fn: nn.Module) -> None:
@@ -74,6 +95,8 @@ class ExpertLinears(nn.Module):
         return gate, up, down
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        hidden = getattr(self.layers(0)[0], "in_features", None)
+        check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, self.experts)
         routing = Routing.of(top_k_index, self.experts)
         ends = routing.ends.tolist()
         rows, parts = hidden_states[routing.tokens], []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import epiloq
-from epiloq.nn.expert_linears import ExpertLinears, Projections, Routing
+from epiloq.nn.expert_linears import ExpertLinears, Projections, Routing, check_routing
 from epiloq.nn.experts import Experts, Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
@@ -49,7 +49,8 @@ class GatedExperts(nn.Module):
     ``[T, H]`` (float32, float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` of 0 to E - 1 and ``top_k_weights``
     ``[T, top_k]``, giving ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and
     up in one ``epiloq.grouped_mm``, gated and quantised in one pass where `act_fn` is SiLU, multiplied by down in
-    another, and summed in fp32, always in the same order. Nothing is read back to the host.
+    another, and summed in fp32, always in the same order. Nothing is read back to the host. Raises ValueError for
+    other shapes, and on a CPU for numbers of experts that there are not.
 
     The state dict holds a matrix an expert, as checkpoints do: what the linear layers of `kind` hold, under names like
     ``7.gate_proj.weight``. In memory gate and up lie behind each other. Layers that scale activations by the tensor
@@ -123,7 +124,8 @@ class GatedExperts(nn.Module):
                 yield f"{expert}.{projection}", layer
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        self._check(hidden_states, top_k_index, top_k_weights)
+        # Kernels see padded widths only, so that they would take some others too.
+        check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, self.experts)
         routing = Routing.of(top_k_index, self.experts)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = _gathered(q, scale, routing.tokens, self.kind.experts.GATED.get("scale_layout") == "column")
@@ -136,20 +138,6 @@ class GatedExperts(nn.Module):
         # What pads each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.weight.shape[-1]], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(y[:, : self.hidden], top_k_weights)
-
-    def _check(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-        # Kernels see padded widths only, so that they would take some others too.
-        if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden:
-            raise ValueError(
-                f"GatedExperts: hidden_states: expected shape [T, {self.hidden}], got {list(hidden_states.shape)}"
-            )
-        tokens = hidden_states.shape[0]
-        for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-            if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.shape[1] != top_k_index.shape[1]:
-                shapes = f"{list(top_k_index.shape)} and {list(top_k_weights.shape)}"
-                raise ValueError(
-                    f"GatedExperts: {name}: expected top_k_index and top_k_weights of [{tokens}, top_k], got {shapes}"
-                )
 
     def _materialise(self, device: torch.device) -> None:
         """Zeros on a device in the place of tensors on "meta"."""

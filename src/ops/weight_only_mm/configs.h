@@ -2,11 +2,11 @@
 
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
-// Times are microseconds on an H200, 4 bits in groups of 128 and bfloat16. Up to 32 tokens they are fitted to sweeps of
-// ten layers on 2026-11-22: what they name took 0 to 3 % more than the fastest in geometric mean at 1, 4, 8, 16 and 32
-// tokens, 11 % at most, and the rows are those that such a sweep of 25 left. Of more tokens they are of 2026-11-20 and
-// 21 (tools/weight_only_sweep.py), 6 % taken off those of 64, which got so much faster since. On other GPUs only their
-// ratios count.
+// Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8. Those of tiles of up to 32 tokens
+// are fitted to sweeps of ten layers (2026-11-22, weight-only-few-sweep.json): what they name took 0 to 1 % more than
+// the fastest in geometric mean with 4 bits, 11 at most, 0 to 2 with 8 bits, 15 at most; and the rows are what a sweep
+// of 25 left. Of more tokens they are of 2026-11-20 (tools/weight_only_sweep.py), those of 64 by what they gained since
+// less: 0 to 1 % behind the fastest, 6 at most. On other GPUs only their ratios count.
 
 #include <array>
 
@@ -18,11 +18,12 @@ struct StreamConfig {
   int slabs, warps, stages, tokens, blocks;
   // A turn takes `turn` times the blocks that share an SM, and a part more for each token, or `alone` if that is
   // longer; a block takes `block` to begin and to end.
-  struct {
+  struct Time {
     double turn, alone, block, token;
-  } time;
+  } time4, time8;
 
   constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
+  constexpr Time const& time(int bits) const { return bits == 8 ? time8 : time4; }
 };
 
 // More tokens: a block of `warps` warps of 32 weight rows each, by tiles of `tokens`; steps in shared memory, of 4-bit
@@ -37,13 +38,13 @@ struct TiledConfig {
 // By what a warp reads, most first. Some fill an SM with one block and all of a layer with one wave, others by small
 // blocks that K may share. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 2, 8, 1, {0.605, 1.083, 2.64, 0.007}},
-    StreamConfig{4, 4, 2, 8, 4, {0.3, 0.909, 5.99, 0.022}},
-    StreamConfig{4, 4, 3, 8, 3, {0.464, 1.152, 3.01, 0.031}},
-    StreamConfig{2, 16, 2, 8, 1, {1.035, 0.526, 2.01, 0.022}},
-    StreamConfig{1, 16, 4, 8, 1, {0.439, 0.46, 1.71, 0.231}},
-    StreamConfig{2, 16, 2, 16, 1, {0.372, 1.015, 3.64, 0.141}},
-    StreamConfig{1, 4, 2, 8, 2, {0.6, 0.6, 1.0, 0.1}},
+    StreamConfig{4, 8, 2, 8, 1, {0.605, 1.08, 2.64, 0.007}, {1.06, 0.146, 0.553, 0.026}},
+    StreamConfig{4, 4, 2, 8, 4, {0.302, 1.25, 4.56, 0.00751}, {0.436, 0.715, 1.88, 0.0218}},
+    StreamConfig{4, 4, 3, 8, 3, {0.385, 1.23, 2.17, 0.0238}, {0.491, 0.838, 1.38, 0.024}},
+    StreamConfig{2, 16, 2, 8, 1, {1.24, 0.0593, 1.2, 0.0336}, {0.986, 0.848, 1.42, 0.0728}},
+    StreamConfig{1, 16, 4, 8, 1, {0.712, 0.108, 1.62, 0.105}, {0.792, 0.652, 1.46, 0.236}},
+    StreamConfig{2, 16, 2, 16, 1, {0.757, 1.44, 1.8, 0.078}, {0.89, 0.625, 2.46, 0.0505}},
+    StreamConfig{1, 4, 2, 8, 2, {0.6, 0.6, 1.0, 0.1}, {0.6, 0.6, 1.0, 0.1}},
 };
 // Without wgmma, up to so many tokens a streaming kernel is taken.
 inline constexpr int kStreamTokens = 8;
@@ -61,24 +62,36 @@ inline constexpr std::array kTiledRows{
 struct WgmmaConfig {
   int teams, blocks, tokens;
   bool rounds;
-  struct {
+  struct Time {
     double step, block;  // 128 columns; to begin and to end
-  } time;
+  } time4, time8 = time4;
 
   constexpr int rows() const { return 64 * teams * blocks; }
+  constexpr Time const& time(int bits) const { return bits == 8 ? time8 : time4; }
 };
 
 // Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 16, false, {0.556, 5.65}}, WgmmaConfig{3, 1, 16, false, {0.534, 3.53}},
-    WgmmaConfig{2, 1, 16, false, {0.369, 3.05}}, WgmmaConfig{4, 1, 32, false, {0.598, 5.77}},
-    WgmmaConfig{3, 1, 32, false, {0.627, 3.5}},  WgmmaConfig{2, 1, 32, false, {0.345, 4.74}},
-    WgmmaConfig{4, 1, 64, false, {0.89, 4.9}},   WgmmaConfig{2, 1, 64, false, {0.51, 3.9}},
-    WgmmaConfig{1, 1, 64, false, {0.45, 3.5}},   WgmmaConfig{2, 2, 128, false, {1.64, 8.2}},
-    WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},    WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
+    WgmmaConfig{4, 1, 16, false, {0.471, 6.14}, {0.591, 4.53}},
+    WgmmaConfig{3, 1, 16, false, {0.489, 3.24}, {0.688, 2.23}},
+    WgmmaConfig{2, 1, 16, false, {0.352, 2.83}, {0.325, 3.24}},
+    WgmmaConfig{4, 1, 32, false, {0.593, 4.84}, {0.618, 7.76}},
+    WgmmaConfig{3, 1, 32, false, {0.61, 2.78}, {0.643, 2.83}},
+    WgmmaConfig{2, 1, 32, false, {0.317, 4.26}, {0.399, 3.57}},
+    WgmmaConfig{4, 1, 64, false, {0.89, 4.9}},
+    WgmmaConfig{2, 1, 64, false, {0.51, 3.9}},
+    WgmmaConfig{1, 1, 64, false, {0.45, 3.5}},
+    WgmmaConfig{2, 2, 128, false, {1.64, 8.2}},
+    WgmmaConfig{2, 1, 128, true, {0.9, 4.3}},
+    WgmmaConfig{2, 1, 256, true, {1.47, 8.0}},
 };
 // On SM90, up to so many tokens weights are not rounded, though rounding would be a little faster from 128 on.
 inline constexpr int kExactTokens = 128;
+
+// Up to so many tokens one tile takes them all, and `kClusterTime` is what the blocks of a cluster take to add up,
+// which times of more tokens have within.
+inline constexpr int kFewTokens = 32;
+inline constexpr double kClusterTime = 1.6;
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
 inline constexpr struct {

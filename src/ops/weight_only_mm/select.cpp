@@ -78,8 +78,9 @@ double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, T
   std::int64_t const beside =
       split > 1 ? resident : std::min<std::int64_t>(resident, ceil_div(blocks, clusters(split, 1, t)));
   std::int64_t const turns = ceil_div(ceil_div(ceil_div(p.k, kPadding), split), c.warps);
-  double const turn = std::max(c.time.alone, c.time.turn * static_cast<double>(beside) * (1 + c.time.token * p.m));
-  return ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + c.time.block);
+  StreamConfig::Time const& time = c.time(p.bits);
+  double const turn = std::max(time.alone, time.turn * static_cast<double>(beside) * (1 + time.token * p.m));
+  return ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + time.block);
 }
 
 double time_of_dense(WeightOnlyMmProblem const& p) {
@@ -100,7 +101,10 @@ struct Timed {
     int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
     for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
       if (!is_there(family, row, p, t)) continue;
-      for (int split = 1; split <= most; ++split) consider({family, row, split}, time_of(rows[row], p, split, t));
+      for (int split = 1; split <= most; ++split) {
+        bool const waits = split > 1 && p.m <= kFewTokens;
+        consider({family, row, split}, time_of(rows[row], p, split, t) + (waits ? kClusterTime : 0));
+      }
     }
   }
 };
@@ -166,10 +170,12 @@ bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
 }
 
 double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  if (c.rounds && p.m <= kExactTokens) return std::numeric_limits<double>::infinity();
+  bool const is_narrow = c.tokens <= kFewTokens && p.m > c.tokens;
+  if ((c.rounds && p.m <= kExactTokens) || is_narrow) return std::numeric_limits<double>::infinity();
   std::int64_t const blocks = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
   std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
-  return ceil_div(blocks, clusters(split, 1, t)) * (steps * c.time.step + c.time.block);
+  WgmmaConfig::Time const& time = c.time(p.bits);
+  return ceil_div(blocks, clusters(split, 1, t)) * (steps * time.step + time.block);
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
