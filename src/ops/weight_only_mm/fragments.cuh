@@ -80,7 +80,8 @@ struct Fragment<__half, 8> {
 // the zero point's, exactly. In the upper half of a byte a nibble counts 16 times.
 struct SubnormalFragment {
   static constexpr float kUnit = 64;
-  static constexpr Word kOnes = 0x3f803f80, kTo64ths = 0x7f007f00, kFrom16Times = 0x7d007d00;  // 2^127, 2^123
+  static constexpr Word kOnes = 0x3c803c80;                                // as 64ths
+  static constexpr Word kTo64ths = 0x7f007f00, kFrom16Times = 0x7d007d00;  // 2^127, 2^123
   struct Zero {
     Word low, high;  // in 64ths, negative
   };
@@ -89,10 +90,13 @@ struct SubnormalFragment {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
     return result;
   }
+  // By way of 2^23 + zero in fp32, so that the compiler knows constants.
+  static __device__ __forceinline__ Word minus_64ths(Word zero) {
+    Word const exact = __float_as_uint(fmaf(__uint_as_float(0x4b000000u | zero), -1.f / 64, 0x1p17f));
+    return exact | exact >> 16;
+  }
   static __device__ __forceinline__ Zero zero(Word low_row, Word high_row) {
-    constexpr Word kSigns = 0x80008000;  // as a sum, nothing
-    return {multiply_add(twice(low_row), kTo64ths | kSigns, kSigns),
-            multiply_add(twice(high_row), kTo64ths | kSigns, kSigns)};
+    return {minus_64ths(low_row), minus_64ths(high_row)};
   }
 };
 

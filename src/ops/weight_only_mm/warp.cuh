@@ -236,7 +236,7 @@ struct Warp {
       auto const add_offsets = [&](uint4 const(&x)[kBlocks], int tile) {
         Sum const sum = sum_of(x);
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, {offset[s].x / F::kUnit, offset[s].y / F::kUnit});
+        for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, offset[s]);
       };
       if constexpr (kTiles <= 2) {  // fragments are used once or twice: made and multiplied one at a time
         uint4 x[kTiles][kBlocks];
