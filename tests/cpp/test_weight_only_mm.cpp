@@ -145,7 +145,7 @@ void kernels_that_cannot_serve_are_refused() {
     call.kernel = kernel;
     CHECK_THROWS(InvalidArgument, explain(call), "kernel: expected one that fits");
   }
-  call.kernel = {kWgmma, 2, 1};
+  call.kernel = {kWgmma, 6, 1};
   CHECK_EQUAL(explain(call), "wgmma 256 weight rows x 64 tokens, 4 warpgroups");
   call.weight.offset = call.weight.scale;
   call.weight.zero.reset();
