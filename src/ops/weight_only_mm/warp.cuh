@@ -59,10 +59,9 @@ struct Warp {
   // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
   static constexpr bool kWhole =
       kGroups == 1 && kBits == 4 && (kTiles == 1 ? kSlabs < 4 || !kOffsets : kTiles == 8 && !kOffsets);
-  static constexpr int kColumns = kWhole ? kStep
-                                  : kGroups == 4 || kTiles > 8 || (kTiles * kSlabs == 8 && (kOffsets || kTiles == 2))
-                                      ? 32
-                                      : 64;
+  static constexpr bool kFew =
+      kGroups == 4 || kTiles > 8 || (kTiles * kSlabs == 8 && (kOffsets || kBits == 8 || kTiles == 2));
+  static constexpr int kColumns = kWhole ? kStep : kFew ? 32 : 64;
   static constexpr int kPieces = kStep / kColumns;      // of a step
   static constexpr int kFragments = kColumns / 16;      // of a slab and piece
   static constexpr int kBlocks = kColumns / 32;         // of a piece
