@@ -21,8 +21,11 @@ class Projections(NamedTuple):
 def check_routing(
     name: str, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None, experts: int
 ) -> None:
-    """Refuse what the experts of `name` cannot take; numbers of experts where they can be read without waiting."""
-    if hidden_states.dim() != 2 or hidden_states.shape[1] != (hidden or hidden_states.shape[1]):
+    """Refuse what the experts of `name` cannot take; numbers of experts where they can be read without waiting.
+
+    `hidden` is None where the layers do not say how wide they are.
+    """
+    if hidden_states.dim() != 2 or (hidden is not None and hidden_states.shape[1] != hidden):
         wanted = "H" if hidden is None else hidden
         raise ValueError(f"{name}: hidden_states: expected shape [T, {wanted}], got {list(hidden_states.shape)}")
     tokens = hidden_states.shape[0]
