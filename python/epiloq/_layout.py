@@ -1,6 +1,6 @@
 """The order of a packed weight's values in memory: that of src/ops/weight_only_mm/layout.h, which says why it is so.
 
-A row is ``8 r + g`` of its slab; a column of a tile is ``32 b + 8 t + 4 h + 2 p + e``.
+A row is ``8 r + g`` of its slab; a column of a tile is ``16 i + 8 p + 2 t + e``, of 2 and 3 bits ``32 b + 8 t + c``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
     shape = shapes_of(bits, n, k, -1)["q"]
     slabs, tiles = shape[:2]
     if bits == 8:
-        in_order = codes.view(slabs, 2, 8, tiles, 4, 2, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7)  # s tile g t h p r e
+        in_order = codes.view(slabs, 2, 8, tiles, 2, 2, 4, 2).permute(0, 3, 2, 6, 4, 5, 1, 7)  # s tile g t i p r e
         return in_order.reshape(shape)
     rows = codes.view(slabs, 2, 8, padded_k)
     if bits == 4:
         pairs = rows[:, 0] | rows[:, 1] << 4
-        return pairs.view(slabs, 8, tiles, 2, 4, 2, 2, 2).permute(0, 2, 1, 4, 3, 5, 7, 6).reshape(shape)
-    values = rows.view(slabs, 2, 8, tiles, 2, 4, 8).permute(0, 3, 2, 5, 1, 4, 6)  # s tile g t r b (h p e)
+        return pairs.view(slabs, 8, tiles, 4, 2, 4, 2).permute(0, 2, 1, 5, 3, 6, 4).reshape(shape)  # s tile g t i e p
+    values = rows.view(slabs, 2, 8, tiles, 2, 4, 8).permute(0, 3, 2, 5, 1, 4, 6)  # s tile g t r b c
     places = torch.arange(8, dtype=torch.uint8, device=codes.device)
     planes = [((values >> plane & 1) << places).sum(-1, dtype=torch.uint8) for plane in range(bits)]
     return torch.stack([plane.flatten(-2) for plane in planes], dim=-2).reshape(shape)
@@ -52,10 +52,10 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
     slabs, tiles = packed.shape[:2]
     rows, columns = slabs * SLAB, tiles * (32 if bits == 8 else 64)
     if bits == 8:
-        in_order = packed.view(slabs, tiles, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7)
+        in_order = packed.view(slabs, tiles, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 4, 5, 3, 7)
         return in_order.reshape(rows, columns)
     if bits == 4:
-        pairs = packed.view(slabs, tiles, 8, 4, 2, 2, 2, 2).permute(0, 2, 1, 4, 3, 5, 7, 6).reshape(slabs, 8, columns)
+        pairs = packed.view(slabs, tiles, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5).reshape(slabs, 8, columns)
         return torch.stack((pairs & 15, pairs >> 4), dim=1).view(rows, columns)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     planes = packed.view(slabs, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b (h p e)

@@ -30,11 +30,11 @@ void each_value_has_its_place(int bits) {
 }
 
 // Lane l's register of a fragment of mma.sync m16n8k16 holds rows g and g + 8 in turn, the first half of K before the
-// second. Its activations are 8 consecutive columns of each 32, so step f takes columns 8 t + 4 (f % 2) and on.
+// second, two neighbours of each 8 columns.
 void check_fragment(int bits, int lane, int step, int reg, int half, int value) {
   wo::Place const place = wo::place_of(bits, lane, value);
   CHECK_EQUAL(place.row, lane / 4 + 8 * (reg % 2));
-  CHECK_EQUAL(place.column, 32 * (step / 2) + 8 * (lane % 4) + 4 * (step % 2) + 2 * (reg / 2) + half);
+  CHECK_EQUAL(place.column, 16 * step + 8 * (reg / 2) + 2 * (lane % 4) + half);
 }
 
 // (word >> 4 reg) & 0x000f000f is register `reg`: nibbles `reg` and `reg + 4`.

@@ -48,29 +48,28 @@ Value expected(int lane, int piece, int fragment, int reg, int half) {
           piece * wo::kPiece + fragment * wo::kInstruction + 8 * (reg / 2) + 2 * (lane % 4) + half};
 }
 
-// As __byte_perm.
-Word permuted(Word const& a, Word const& b, unsigned selector) {
-  Word result;
-  for (int i = 0; i < 4; ++i) {
-    unsigned const from = selector >> 4 * i & 7;
-    result[i] = from < 4 ? a[from] : b[from - 4];
-  }
-  return result;
+std::array<Word, 4> vector_at(std::vector<Byte> const& memory, int bits, int lane, int tile) {
+  int const at = wo::in_tile(wo::first_at(lane), bits, tile);
+  CHECK_EQUAL(at % 16, 0);
+  return {word_at(memory, at), word_at(memory, at + 4), word_at(memory, at + 8), word_at(memory, at + 12)};
 }
 
-void nibbles_reach_their_slots() {
-  auto const memory = swizzled_slab(4);
+void integers_reach_their_slots(int bits) {
+  auto const memory = swizzled_slab(bits);
   for (int lane = 0; lane < wo::kLanes; ++lane) {
     for (int piece = 0; piece < 4; ++piece) {
-      Word words[4];
-      for (int unit = 0; unit < 4; ++unit)
-        words[unit] = word_at(memory, wo::word_at(wo::first_word_at(lane), piece, unit));
+      auto const words = vector_at(memory, bits, lane, wo::tile_of(bits, piece));
       for (int fragment = 0; fragment < 2; ++fragment) {
-        Word const word = permuted(words[2 * fragment], words[2 * fragment + 1], wo::bytes_of_lane(lane));
         for (int reg = 0; reg < 4; ++reg) {
-          for (int half = 0; half < 2; ++half) {  // (word >> 4 reg) & 0x000f000f
-            int const nibble = reg + 4 * half;
-            CHECK(word[nibble / 2][nibble % 2] == expected(lane, piece, fragment, reg, half));
+          for (int half = 0; half < 2; ++half) {
+            Value value;
+            if (bits == 4) {  // (word >> 4 reg) & 0x000f000f
+              int const nibble = reg + 4 * half;
+              value = words[wo::first_word(4, piece) + fragment][nibble / 2][nibble % 2];
+            } else {
+              value = words[2 * fragment + reg / 2][reg % 2 * 2 + half][0];
+            }
+            CHECK(value == expected(lane, piece, fragment, reg, half));
           }
         }
       }
@@ -78,39 +77,12 @@ void nibbles_reach_their_slots() {
   }
 }
 
-void bytes_reach_their_slots() {
-  auto const memory = swizzled_slab(8);
-  for (int lane = 0; lane < wo::kLanes; ++lane) {
-    for (int piece = 0; piece < 4; ++piece) {
-      for (int fragment = 0; fragment < 2; ++fragment) {
-        for (int reg = 0; reg < 4; ++reg) {
-          // ldmatrix: word lane % 4 of row lane / 4, which the lane of that row and matrix names.
-          int const matrix = 2 * fragment + reg / 2, named_by = matrix * 8 + lane / 4;
-          int const at = wo::row_at(wo::first_row_at(named_by), piece);
-          CHECK_EQUAL(at % 16, 0);
-          Word const word = word_at(memory, at + lane % 4 * 4);
-          for (int half = 0; half < 2; ++half)
-            CHECK(word[reg % 2 * 2 + half][0] == expected(lane, piece, fragment, reg, half));
-        }
-      }
-    }
-  }
-}
-
+// Eight lanes at a time read 16 bytes each.
 void banks_do_not_conflict() {
-  for (int piece = 0; piece < 4; ++piece) {
-    for (int unit = 0; unit < 4; ++unit) {
-      std::set<int> words, banks;
-      for (int lane = 0; lane < wo::kLanes; ++lane) {
-        int const word = wo::word_at(wo::first_word_at(lane), piece, unit) / 4;
-        words.insert(word);
-        banks.insert(word % 32);
-      }
-      CHECK_EQUAL(words.size(), banks.size());
-    }
-    for (int matrix = 0; matrix < 4; ++matrix) {
+  for (int tile = 0; tile < 4; ++tile) {
+    for (int first = 0; first < wo::kLanes; first += 8) {
       std::set<int> banks;
-      for (int row = 0; row < 8; ++row) banks.insert(wo::row_at(wo::first_row_at(matrix * 8 + row), piece) / 16 % 8);
+      for (int lane = first; lane < first + 8; ++lane) banks.insert(wo::in_tile(wo::first_at(lane), 8, tile) / 16 % 8);
       CHECK_EQUAL(banks.size(), std::size_t{8});
     }
   }
@@ -162,8 +134,7 @@ void stages_are_aligned_and_fit() {
 }  // namespace
 
 int main() {
-  nibbles_reach_their_slots();
-  bytes_reach_their_slots();
+  for (int bits : {4, 8}) integers_reach_their_slots(bits);
   banks_do_not_conflict();
   tokens_are_read_where_they_are_written();
   stages_are_aligned_and_fit();

@@ -35,7 +35,7 @@ struct PatchTokens {
     __syncthreads();
     windows = shared + pixel;
     column = conv2d::Column::of(p.shape, p.padded_channels, first_step * wo::kStep + chunk * 8);
-    to = pixel * wo::TokenPlace::kBytes + (chunk * 16 ^ pixel % 2 * 64);
+    to = wo::TokenPlace::of(pixel, chunk);
   }
 
   // Steps are asked for in their order, each once.

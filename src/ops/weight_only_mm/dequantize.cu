@@ -1,4 +1,4 @@
-// A packed weight to rows in memory: a thread for a lane of a tile, whose values are runs of 8 columns.
+// A packed weight to rows in memory: a thread for a lane of a tile; what it writes are runs of 8 columns.
 
 #include <algorithm>
 
@@ -32,12 +32,34 @@ __device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t slab, 
   return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
 }
 
-// The value of a lane that lies at a row (0: g, 1: g + 8) and a column within its tile: the inverse of place_of.
+// Word i of lane t of each four becomes word t of lane i: then a lane has neighbouring columns of 4 and 8 bits.
+__device__ __forceinline__ void transpose_fours(std::uint32_t (&words)[4]) {
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) {
+    bool const upper = threadIdx.x & apart;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const low = apart == 1 ? 2 * i : i, high = low + apart;
+      std::uint32_t const got = __shfl_xor_sync(~0u, upper ? words[low] : words[high], apart);
+      (upper ? words[low] : words[high]) = got;
+    }
+  }
+}
+
+// A lane's columns are two runs of a tile of 64, or one of 32. Where its first begins, and how far on the second.
 template <int kBits>
-constexpr int index_of(int row, int column) {
+constexpr int kFirstRun = kBits == 4 ? 2 * kRun : kRun;
+template <int kBits>
+constexpr int kSecondRun = kBits == 4 ? kRun : 32;
+
+// The value of a lane that lies at a row (0: g, 1: g + 8) and a column of a run.
+template <int kBits>
+constexpr int index_of(int row, int run, int column) {
+  if (kBits == 4) return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
+  if (kBits == 8) return 4 * (column / 2) + 2 * row + column % 2;
   for (int i = 0; i < lane_values(kBits); ++i) {
     Place const place = place_of(kBits, 0, i);
-    if (place.row == 8 * row && place.column == column) return i;
+    if (place.row == 8 * row && place.column == run * kSecondRun<kBits> + column) return i;
   }
   return -1;
 }
@@ -69,15 +91,14 @@ __device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t 
   }
 }
 
-template <int kBits, class T, int kRow, int kBlock>
+template <int kBits, class T, int kRow, int kOf>
 __device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t slab, int g,
                                            int first) {
-  constexpr int kColumn = 32 * kBlock;
-  constexpr int kIndex[kRun] = {index_of<kBits>(kRow, kColumn),     index_of<kBits>(kRow, kColumn + 1),
-                                index_of<kBits>(kRow, kColumn + 2), index_of<kBits>(kRow, kColumn + 3),
-                                index_of<kBits>(kRow, kColumn + 4), index_of<kBits>(kRow, kColumn + 5),
-                                index_of<kBits>(kRow, kColumn + 6), index_of<kBits>(kRow, kColumn + 7)};
-  write_run<kBits>(w, out, lane, slab, g + 8 * kRow, first + kColumn, kIndex);
+  constexpr int kIndex[kRun] = {index_of<kBits>(kRow, kOf, 0), index_of<kBits>(kRow, kOf, 1),
+                                index_of<kBits>(kRow, kOf, 2), index_of<kBits>(kRow, kOf, 3),
+                                index_of<kBits>(kRow, kOf, 4), index_of<kBits>(kRow, kOf, 5),
+                                index_of<kBits>(kRow, kOf, 6), index_of<kBits>(kRow, kOf, 7)};
+  write_run<kBits>(w, out, lane, slab, g + 8 * kRow, first + kOf * kSecondRun<kBits>, kIndex);
 }
 
 template <int kBits, class T>
@@ -89,12 +110,14 @@ __global__ __launch_bounds__(kThreads, 4) void dequantize_kernel(__grid_constant
   std::int64_t const slab = blockIdx.x;
   for (int tile = blockIdx.y * (kThreads / kLanes) + threadIdx.x / kLanes; tile < tiles;
        tile += gridDim.y * (kThreads / kLanes)) {
-    alignas(16) std::uint8_t bytes[kBytes];
+    std::uint32_t words[kBytes / 4];
     auto const* const from =
         reinterpret_cast<std::uint32_t const*>(w.q + ((slab * tiles + tile) * kLanes + lane) * kBytes);
 #pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) reinterpret_cast<std::uint32_t*>(bytes)[i] = __ldcg(from + i);
-    int const first = tile * kDepth + lane % 4 * kRun;
+    for (int i = 0; i < kBytes / 4; ++i) words[i] = __ldcg(from + i);
+    if constexpr (kBits >= 4) transpose_fours(words);
+    auto const* const bytes = reinterpret_cast<std::uint8_t const*>(words);
+    int const first = tile * kDepth + lane % 4 * kFirstRun<kBits>;
     write_part<kBits, T, 0, 0>(w, out, bytes, slab, lane / 4, first);
     write_part<kBits, T, 1, 0>(w, out, bytes, slab, lane / 4, first);
     if constexpr (kDepth == 64) {

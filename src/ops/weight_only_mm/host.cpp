@@ -13,20 +13,22 @@ namespace {
 
 constexpr int kRowBytes = 4 * 16;  // of rows g and g + 8 in a tile of 4 or 8 bits: four lanes
 
-// The order of layout.h by whole words, for the two widths that models come in. In a word of eight bytes the second and
-// third of each four trade places; words of 8 columns lie [t][b].
+// The order of layout.h by whole words, for the two widths that models come in: two columns of a row are neighbours.
+constexpr int kRowWords = kRowBytes / 4;
+
 EPILOQ_CLONES void unpack_rows4(std::uint8_t const* tile, std::uint8_t* low, std::uint8_t* high) {
-  std::uint64_t words[kRowBytes / 8];
+  std::uint32_t words[kRowWords];
+  std::memcpy(words, tile, sizeof(words));
+  std::uint16_t twos[2 * kRowWords];
   for (int t = 0; t < 4; ++t) {
-    for (int b = 0; b < 2; ++b) {
-      std::uint64_t word;
-      std::memcpy(&word, tile + 16 * t + 8 * b, sizeof(word));
-      words[4 * b + t] =
-          (word & 0xff0000ffff0000ffu) | (word & 0x0000ff000000ff00u) << 8 | (word & 0x00ff000000ff0000u) >> 8;
+    for (int i = 0; i < 4; ++i) {
+      std::uint32_t const word = words[4 * t + i];
+      twos[8 * i + t] = static_cast<std::uint16_t>((word & 0xff) | (word >> 8 & 0xff00));
+      twos[8 * i + 4 + t] = static_cast<std::uint16_t>((word >> 8 & 0xff) | (word >> 16 & 0xff00));
     }
   }
   std::uint8_t pairs[kRowBytes];
-  std::memcpy(pairs, words, sizeof(pairs));
+  std::memcpy(pairs, twos, sizeof(pairs));
   for (int i = 0; i < kRowBytes; ++i) {
     low[i] = pairs[i] & 15;
     high[i] = pairs[i] >> 4;
@@ -34,11 +36,13 @@ EPILOQ_CLONES void unpack_rows4(std::uint8_t const* tile, std::uint8_t* low, std
 }
 
 EPILOQ_CLONES void unpack_rows8(std::uint8_t const* tile, std::uint8_t* low, std::uint8_t* high) {
-  std::uint16_t pairs[kRowBytes / 2], lows[kRowBytes / 4], highs[kRowBytes / 4];
-  std::memcpy(pairs, tile, sizeof(pairs));
-  for (int i = 0; i < kRowBytes / 4; ++i) {
-    lows[i] = pairs[2 * i];
-    highs[i] = pairs[2 * i + 1];
+  std::uint16_t twos[2 * kRowWords], lows[kRowWords], highs[kRowWords];
+  std::memcpy(twos, tile, sizeof(twos));
+  for (int t = 0; t < 4; ++t) {
+    for (int i = 0; i < 4; ++i) {
+      lows[4 * i + t] = twos[8 * t + 2 * i];
+      highs[4 * i + t] = twos[8 * t + 2 * i + 1];
+    }
   }
   std::memcpy(low, lows, sizeof(lows));
   std::memcpy(high, highs, sizeof(highs));

@@ -13,27 +13,20 @@ namespace {
 constexpr std::array kBlocks = {1, 2, 4};
 
 // Columns of a tile, by fours of its words, in the order of its bytes: out[step * block] has a value for each word.
-using Four = Vectors<4>::Floats;
 
-// 4 bits: word 4 t + 2 b + h has columns 32 b + 8 t + 4 h + {0, 2, 1, 3}.
+// 4 bits: word 4 t + i has columns 16 i + 2 t + {0, 8, 1, 9}.
 void order4(float const* tile, int t, int block, Line* out) {
-  Four words[4];
-  for (int i = 0; i < 4; ++i) load(words[i], tile + i / 2 * 32 + 8 * t + i % 2 * 4);
-  Four const &a = words[0], &b = words[1], &c = words[2], &d = words[3];
-  Four const low = __builtin_shufflevector(a, b, 0, 4, 1, 5), high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  Four const low2 = __builtin_shufflevector(c, d, 0, 4, 1, 5), high2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-  Four const steps[] = {
-      __builtin_shufflevector(low, low2, 0, 1, 4, 5), __builtin_shufflevector(high, high2, 0, 1, 4, 5),
-      __builtin_shufflevector(low, low2, 2, 3, 6, 7), __builtin_shufflevector(high, high2, 2, 3, 6, 7)};
-  for (int step = 0; step < 4; ++step) std::memcpy(out[step * block].values + 4 * t, &steps[step], sizeof(Four));
+  constexpr int kOf[] = {0, 8, 1, 9};
+  for (int step = 0; step < 4; ++step) {
+    for (int i = 0; i < 4; ++i) out[step * block].values[4 * t + i] = tile[16 * i + 2 * t + kOf[step]];
+  }
 }
 
-// 8 bits: word w has columns 2 w and 2 w + 1.
+// 8 bits: word 4 t + i has columns 8 i + 2 t + {0, 1}.
 void order8(float const* tile, int t, int block, Line* out) {
-  Four a, b;
-  load(a, tile + 8 * t), load(b, tile + 8 * t + 4);
-  Four const steps[] = {__builtin_shufflevector(a, b, 0, 2, 4, 6), __builtin_shufflevector(a, b, 1, 3, 5, 7)};
-  for (int step = 0; step < 2; ++step) std::memcpy(out[step * block].values + 4 * t, &steps[step], sizeof(Four));
+  for (int step = 0; step < 2; ++step) {
+    for (int i = 0; i < 4; ++i) out[step * block].values[4 * t + i] = tile[8 * i + 2 * t + step];
+  }
 }
 
 // A token of a block.

@@ -4,9 +4,9 @@
 // mma.sync m16n8k16 for several steps of K, so that weights go from memory through registers into the tensor cores
 // with one coalesced load, and each lane's activations are 16 consecutive bytes of a row.
 //
-// A tile is 16 rows by `depth` columns, 32 lanes of `lane_bytes`. Lane 4 g + t holds columns 8 t to 8 t + 7 of each
-// 32, of rows g and g + 8. A dot product does not care about the order of K: within 32 columns, step h of two takes
-// columns 8 t + 4 h + {0, 1} for the fragment's first eight of K and 8 t + 4 h + {2, 3} for its last eight.
+// A tile is 16 rows by `depth` columns, 32 lanes of `lane_bytes`. A word of 4 bits, or two of 8, are a lane's fragment
+// of 16 columns: lane 4 g + t has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and g + 8, as tensor cores want
+// them, wgmma's too. (2 and 3 bits, which no kernel multiplies: columns 8 t to 8 t + 7 of each 32.)
 
 #include <cstdint>
 
@@ -27,24 +27,24 @@ struct Place {
   int row, column;  // within the tile
 };
 
-// 8 bits: byte i of a lane is value i: for h, for the fragment's half r of K, for both rows, two columns.
-// 4 bits: byte b holds values 2 b (low, row g) and 2 b + 1 (high, row g + 8). Within four columns the order is
-//         0, 2, 1, 3, so that (word >> 4 p) & 0x000f000f is register p of the fragment.
+// 8 bits: byte i of a lane is value i: for each 16 columns, for the fragment's half r of K, for both rows, two columns.
+// 4 bits: byte b holds values 2 b (low, row g) and 2 b + 1 (high, row g + 8); bytes 0 and 2 of a word are of the half
+//         r = 0, 1 and 3 of r = 1, so that (word >> 4 p) & 0x000f000f is register p of the fragment.
 // 2 and 3 bits: 32-bit words are planes of bits: bit i of word p is bit p of value i; row g, then row g + 8.
 EPILOQ_HD constexpr Place place_of(int bits, int lane, int value) {
   int row = 0, column = 0;
   if (bits == 8) {
     row = value / 2 % 2;
-    column = value / 8 * 4 + value / 4 % 2 * 2 + value % 2;
+    column = value / 8 * 16 + value / 4 % 2 * 8 + value % 2;
   } else if (bits == 4) {
     int const byte = value / 2;
     row = value % 2;
-    column = byte / 8 * 32 + byte / 4 % 2 * 4 + byte % 2 * 2 + byte / 2 % 2;
+    column = byte / 4 * 16 + byte % 2 * 8 + byte / 2 % 2;
   } else {
     row = value / 16;
     column = value % 16 / 8 * 32 + value % 8;
   }
-  return {lane / 4 + 8 * row, lane % 4 * 8 + column};
+  return {lane / 4 + 8 * row, lane % 4 * (bits >= 4 ? 2 : 8) + column};
 }
 
 // Value i of a lane, as it is stored: from 0.

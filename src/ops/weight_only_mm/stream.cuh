@@ -29,20 +29,24 @@ struct Streaming {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSumBytes = kWarps * kTokens * (kRows + 4) * 4;
 
-  // A lane asks for what it reads of the tokens itself, of each tile of 8 one.
+  // A lane asks for 8 columns of each 32, of one token of each tile of 8.
   struct Tokens {
     T const* x[kTiles];
     int k;  // columns from this lane's first to the last
     bool is_there[kTiles];
     TokenPlace place;
+    // Where it reads a tile's. Tokens that are not there have no place: what is multiplied then is the first's, and the
+    // sums are dropped.
+    TokenPlace read_at[kTiles];
 
-    __device__ __forceinline__ explicit Tokens(Problem const& p) {
+    __device__ __forceinline__ explicit Tokens(Problem const& p) : place(W::lane() / 4, W::lane() % 4) {
       int const t = W::lane() % 4;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        int const token = 8 * tile + W::lane() / 4;
+        int const token = 8 * tile + W::lane() / 4, read = 8 * tile + W::lane() % 8;
         is_there[tile] = token < p.m;
         x[tile] = static_cast<T const*>(p.x) + (is_there[tile] ? token : 0) * p.stride_x + 8 * t;
+        read_at[tile] = TokenPlace(read < p.m ? read : 0, W::lane() / 8);
       }
       k = kept(p.weight.k - 8 * t);
     }
@@ -68,9 +72,8 @@ struct Streaming {
       }
     }
 
-    __device__ __forceinline__ uint4 read(std::uint8_t const* tokens, int tile, int block) const {
-      if (!is_there[tile]) return {0, 0, 0, 0};
-      return *reinterpret_cast<uint4 const*>(tokens + tile * TokenPlace::kTile + place.at(block));
+    __device__ __forceinline__ uint4 read(SharedAddress tokens, int tile, int block) const {
+      return load_tokens(tokens + read_at[tile].at(block));
     }
   };
 };
@@ -113,11 +116,11 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
     wait_for_copies<kStages - 2>();
-    __syncwarp();  // parameters are shared by the warp; and all have read the stage that is asked for next
+    __syncwarp();  // a stage is the warp's; and all have read the one that is asked for next
     ask(turn + kStages - 1, write);
     std::uint8_t const* const stage = stages + read;
     W::multiply(sums, p.weight, ring.weights, stage,
-                [&](int tile, int block) { return tokens.read(stage + tokens_at, tile, block); });
+                [&](int tile, int block) { return tokens.read(to + read + tokens_at, tile, block); });
     write = read;
     read = read + ring.bytes == kStages * ring.bytes ? 0 : read + ring.bytes;
   }

@@ -42,7 +42,7 @@ struct Tiled {
       apart = kApart * p.stride_x;
       k = p.weight.k - chunk * 8;
       tokens = p.m - first_token - token;
-      to = token * TokenPlace::kBytes + (chunk * 16 ^ token % 2 * 64);
+      to = TokenPlace::of(token, chunk);
     }
 
     __device__ __forceinline__ void ask(void const* somewhere, SharedAddress tile, int step) const {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
     ask(turn + kStages - 1, write);
     std::uint8_t const* const stage = shared + read;
     W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
-      return *reinterpret_cast<uint4 const*>(stage + tokens_at + place.at(block) + tile * TokenPlace::kTile);
+      return load_tokens(to + read + tokens_at + place.at(block) + tile * TokenPlace::kTile);
     });
     write = read;
     read = read + stage_bytes == kStages * stage_bytes ? 0 : read + stage_bytes;

@@ -4,6 +4,7 @@
 
 #include "core/async_copy.cuh"
 #include "core/device_code.cuh"
+#include "gemm/matrix_loads.cuh"
 #include "ops/weight_only_mm/fragments.cuh"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
@@ -31,22 +32,28 @@ struct StageLayout {
   }
 };
 
-// Tokens of a step in shared memory: 256 bytes each, as they lie in X, but the halves of each 128 trade places in every
-// second token, so that the eight lanes of two tokens read all banks. Lane 4 g + t reads its 16 bytes of each block of
-// 32 columns of token g, and of tokens g + 8 and so on.
+// Tokens of a step in shared memory: 256 bytes each, 16 bytes of X at a time, whose places trade with the token's, so
+// that the same columns of eight tokens lie in all banks. Of each block of 32 columns, `chunk` is one of four.
 struct TokenPlace {
   static constexpr int kBytes = kStep * 2;
   static constexpr int kTile = 8 * kBytes;
 
   int even_at, odd_at;  // of blocks of 32 columns
 
-  __device__ __forceinline__ TokenPlace() {
-    int const lane = threadIdx.x % 32, at = lane / 4 * kBytes + lane % 4 * 16, swap = lane / 4 % 2 * 64;
-    even_at = kept(at + swap);
-    odd_at = kept(at + 64 - swap);
-  }
+  static __device__ __forceinline__ int of(int token, int chunk) { return token * kBytes + (chunk ^ token % 8) * 16; }
+  __device__ __forceinline__ TokenPlace(int token, int chunk)
+      : even_at(kept(of(token, chunk))), odd_at(kept(of(token, chunk) ^ 64)) {}
+  // The 16 bytes that a lane names to ldmatrix, of token lane % 8, for four matrices of 8 columns.
+  __device__ __forceinline__ TokenPlace() : TokenPlace(threadIdx.x % 8, threadIdx.x % 32 / 8) {}
   __device__ __forceinline__ int at(int block) const { return (block % 2 ? odd_at : even_at) + block / 2 * 128; }
 };
+
+// What tensor cores want of 32 columns of 8 tokens: two fragments of the second operand.
+__device__ __forceinline__ uint4 load_tokens(SharedAddress at) {
+  unsigned r[4];
+  gemm::load_matrices(r, at);
+  return {r[0], r[1], r[2], r[3]};
+}
 
 // kSlabs slabs of 16 weight rows by kTiles tiles of 8 tokens; kGroups groups begin in a step (of 32 or 64 columns), or
 // one that is as long as 2^n steps.
@@ -212,7 +219,7 @@ struct Warp {
     sums[3] = fmaf(factor.y, group.v[3], sums[3]);
   }
 
-  // sums += W X for a step. tokens(tile, block) gives a lane's 8 values of each 32 columns: 8 t to 8 t + 7 of token g.
+  // sums += W X for a step. tokens(tile, block) gives load_tokens of a tile's tokens.
   template <class Tokens>
   static __device__ __forceinline__ void multiply(float (&sums)[kSlabs][kTiles][4], Weight const& w,
                                                   StageLayout const& layout, std::uint8_t const* stage, Tokens tokens) {

@@ -3,8 +3,7 @@
 // Shapes and addresses of the wgmma kernel, so that host code can count and test them.
 //
 // A wgmma takes the tokens in their natural order from shared memory: slots 2 t and 2 t + 1 of each 8 of K are lane
-// t's. In a packed weight (layout.h) lane t has columns 8 t to 8 t + 7 of each 32 instead, so a lane reads its columns
-// from what lies there for the four lanes of its row.
+// t's, and those it has in a packed weight (layout.h).
 
 #include <algorithm>
 #include <cstdint>
@@ -25,24 +24,17 @@ inline constexpr int kBarrierBytes = 2 * kMaxStages * 8;
 // Where TMA puts a byte of a box.
 EPILOQ_HD constexpr int swizzled(int at) { return at ^ at / kLine % 8 * 16; }
 
-// Of a slab's integers in a stage: the first byte that a lane reads of 32 columns. The place of tile 1 differs from
-// that of tile 0 in one bit beside the tile's own.
+// Of a slab's integers in a stage: where a lane's 16 bytes of a tile begin. The place of tile 1 differs from that of
+// tile 0 in one bit beside the tile's own.
 EPILOQ_HD constexpr int slab_bytes(int bits) { return kSlab * kPadding * bits / 8; }
 EPILOQ_HD constexpr int tile_bytes(int bits) { return kLanes * lane_bytes(bits); }
-EPILOQ_HD constexpr int tile_of(int bits, int piece) { return piece * kPiece / depth(bits); }
-EPILOQ_HD constexpr int in_tile(int at, int bits, int tile) { return tile * tile_bytes(bits) + (at ^ tile % 2 * 64); }
-
-// 4 bits: words that a lane reads of 16-byte unit `unit`, that of lane 4 g + unit. Both halves of word f serve lanes
-// 2 f and 2 f + 1, which take the bytes of their columns from the words of two units.
-EPILOQ_HD constexpr int first_word_at(int lane) { return swizzled(lane / 4 * 64) + lane % 4 / 2 * 4; }
-EPILOQ_HD constexpr int word_at(int first, int piece, int unit) {
-  return in_tile(first ^ unit * 16, 4, tile_of(4, piece)) + piece % 2 * 8;
+EPILOQ_HD constexpr int first_at(int lane) { return swizzled(lane * 16); }
+EPILOQ_HD constexpr int in_tile(int first, int bits, int tile) {
+  return tile * tile_bytes(bits) + (first ^ tile % 2 * 64);
 }
-EPILOQ_HD constexpr unsigned bytes_of_lane(int lane) { return lane % 2 == 0 ? 0x6240u : 0x7351u; }
-
-// 8 bits: the 16 bytes that a lane names to ldmatrix, row lane % 8 of matrix lane / 8, that of unit lane / 8.
-EPILOQ_HD constexpr int first_row_at(int lane) { return swizzled(lane % 8 * 64 + lane / 8 * 16); }
-EPILOQ_HD constexpr int row_at(int first, int piece) { return in_tile(first, 8, tile_of(8, piece)); }
+// Words of them that are a piece's: all four of 8 bits, two of 4.
+EPILOQ_HD constexpr int tile_of(int bits, int piece) { return piece * kPiece / depth(bits); }
+EPILOQ_HD constexpr int first_word(int bits, int piece) { return bits == 4 ? piece % 2 * 2 : 0; }
 
 // Of the tokens in a stage: the byte from which a wgmma reads its columns of token 0.
 EPILOQ_HD constexpr int tokens_at(int tokens, int column) {

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "core/async_copy.cuh"
-#include "gemm/matrix_loads.cuh"
 #include "gemm/wgmma.cuh"
 #include "ops/weight_only_mm/finish.cuh"
 #include "ops/weight_only_mm/fragments.cuh"
@@ -42,18 +41,16 @@ struct WgmmaMath {
 
   WgmmaParams const& params;
   int lane, slab;
-  int first;      // bytes into a slab from which the lane reads
+  int first;      // bytes into a tile from which the lane reads
   int parameter;  // of a group of the slab, row g's
-  Word bytes;     // of two words that are the lane's
   typename F::Zero symmetric;
 
   __device__ WgmmaMath(WgmmaParams const& params_, int team, int warp)
       : params(params_),
         lane(threadIdx.x % 32),
         slab(team * C::kBlocks * 4 + warp),
-        first(kept(C::kBits == 4 ? first_word_at(lane) : first_row_at(lane))),
+        first(kept(first_at(lane))),
         parameter(kept(slab * C::kGroups * kSlab + lane / 4 * 2)),
-        bytes(kept(bytes_of_lane(lane))),
         symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {}
 
   __device__ __forceinline__ Stage stage_of(SharedAddress address) const {
@@ -66,6 +63,11 @@ struct WgmmaMath {
     Word word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
     return word;
+  }
+  static __device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(at));
   }
   // Two values of T by two of T, each rounded.
   static __device__ __forceinline__ Word times(Word a, Word b) {
@@ -83,27 +85,18 @@ struct WgmmaMath {
     return both;
   }
 
-  // What a piece of a block is made from: pieces are counted through the blocks.
+  // What a piece of a block is made from, unless the piece before it is of the same words: pieces are counted through
+  // the blocks.
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int piece) const {
-    SharedAddress const from = stage.weights + piece / kPieces * 4 * slab_bytes(C::kBits);
-    if constexpr (C::kBits == 4) {
-#pragma unroll
-      for (int unit = 0; unit < 4; ++unit) words[unit] = load_word(from + word_at(first, piece % kPieces, unit));
-    } else {
-      gemm::load_matrices(words, from + row_at(first, piece % kPieces));
-    }
+    if (first_word(C::kBits, piece) != 0) return;
+    int const tile = tile_of(C::kBits, piece % kPieces);
+    load_vector(words, stage.weights + piece / kPieces * 4 * slab_bytes(C::kBits) + in_tile(first, C::kBits, tile));
   }
 
-  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], typename F::Zero const& zero) const {
+  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], int piece,
+                                       typename F::Zero const& zero) const {
 #pragma unroll
-    for (int i = 0; i < kInPiece; ++i) {
-      if constexpr (C::kBits == 4) {
-        Word const pair = __byte_perm(words[2 * i], words[2 * i + 1], bytes);
-        F::make(a[i], &pair, zero);
-      } else {
-        F::make(a[i], words + 2 * i, zero);
-      }
-    }
+    for (int i = 0; i < kInPiece; ++i) F::make(a[i], words + first_word(C::kBits, piece) + i * (C::kBits / 4), zero);
   }
 
   // Of a slab and group, rows g and g + 8.
@@ -179,7 +172,7 @@ struct WgmmaMath {
     Word words[4];
     typename F::Zero zero = zero_of(stage, 0);
     load(words, stage, 0);
-    make(a[0], words, zero);
+    make(a[0], words, 0, zero);
 #pragma unroll
     for (int piece = 0; piece < kAll; ++piece) {
       int const next = piece + 1;
@@ -189,7 +182,7 @@ struct WgmmaMath {
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
         cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
-        make(a[next % 2], words, zero);
+        make(a[next % 2], words, next, zero);
       }
       if (ends_group) {
         float2 const scale = scale_of(stage, piece);
@@ -217,7 +210,7 @@ struct WgmmaMath {
         factor = factor_of(stage, piece);
       }
       cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
-      make(a[piece % 2], words, zero);
+      make(a[piece % 2], words, piece, zero);
       scale(a[piece % 2], factor);
       if (piece + 1 < kPieces) load(words, stage, piece + 1);
       begin(sums[0], a[piece % 2], stage, piece, true);
