@@ -1,5 +1,5 @@
-// The wgmma kernel without a GPU: every weight reaches the place of the fragments that the instruction reads, across
-// TMA's swizzle; shared memory is read without bank conflicts; stages are aligned and fit.
+// The wgmma kernel without a GPU: every weight reaches the place of the fragments that the instruction reads; shared
+// memory is read without bank conflicts; tokens are where TMA's swizzle puts them; stages are aligned and fit.
 
 #include <array>
 #include <set>
@@ -19,8 +19,8 @@ struct Value {
 using Byte = std::array<Value, 2>;  // of 8 bits, the first
 using Word = std::array<Byte, 4>;
 
-// A slab's step of 128 columns as TMA leaves it in shared memory.
-std::vector<Byte> swizzled_slab(int bits) {
+// A slab's step of 128 columns in shared memory.
+std::vector<Byte> slab_of(int bits) {
   std::vector<Byte> memory(wo::slab_bytes(bits));
   std::vector<int> written(memory.size());
   for (int tile = 0; tile < wo::kPadding / wo::depth(bits); ++tile) {
@@ -28,8 +28,8 @@ std::vector<Byte> swizzled_slab(int bits) {
       for (int i = 0; i < wo::lane_values(bits); ++i) {
         wo::Place const place = wo::place_of(bits, lane, i);
         int const byte = tile * wo::tile_bytes(bits) + lane * wo::lane_bytes(bits) + i * bits / 8;
-        memory[wo::swizzled(byte)][bits == 4 ? i % 2 : 0] = {place.row, tile * wo::depth(bits) + place.column};
-        ++written[wo::swizzled(byte)];
+        memory[byte][bits == 4 ? i % 2 : 0] = {place.row, tile * wo::depth(bits) + place.column};
+        ++written[byte];
       }
     }
   }
@@ -43,34 +43,27 @@ Word word_at(std::vector<Byte> const& memory, int at) {
 }
 
 // What slot `half` of register `reg` of a lane's fragment of wgmma's first operand is to hold.
-Value expected(int lane, int piece, int fragment, int reg, int half) {
-  return {lane / 4 + 8 * (reg % 2),
-          piece * wo::kPiece + fragment * wo::kInstruction + 8 * (reg / 2) + 2 * (lane % 4) + half};
-}
-
-std::array<Word, 4> vector_at(std::vector<Byte> const& memory, int bits, int lane, int tile) {
-  int const at = wo::in_tile(wo::first_at(lane), bits, tile);
-  CHECK_EQUAL(at % 16, 0);
-  return {word_at(memory, at), word_at(memory, at + 4), word_at(memory, at + 8), word_at(memory, at + 12)};
+Value expected(int lane, int column, int reg, int half) {
+  return {lane / 4 + 8 * (reg % 2), column + 8 * (reg / 2) + 2 * (lane % 4) + half};
 }
 
 void integers_reach_their_slots(int bits) {
-  auto const memory = swizzled_slab(bits);
+  auto const memory = slab_of(bits);
   for (int lane = 0; lane < wo::kLanes; ++lane) {
-    for (int piece = 0; piece < 4; ++piece) {
-      auto const words = vector_at(memory, bits, lane, wo::tile_of(bits, piece));
-      for (int fragment = 0; fragment < 2; ++fragment) {
-        for (int reg = 0; reg < 4; ++reg) {
-          for (int half = 0; half < 2; ++half) {
-            Value value;
-            if (bits == 4) {  // (word >> 4 reg) & 0x000f000f
-              int const nibble = reg + 4 * half;
-              value = words[wo::first_word(4, piece) + fragment][nibble / 2][nibble % 2];
-            } else {
-              value = words[2 * fragment + reg / 2][reg % 2 * 2 + half][0];
-            }
-            CHECK(value == expected(lane, piece, fragment, reg, half));
+    for (int column = 0; column < wo::kPadding; column += wo::kInstruction) {
+      int const at = wo::lane_at(bits, 0, column) + wo::lane_at(bits, lane, 0), first = wo::word_of(bits, column);
+      CHECK_EQUAL(at % 16, 0);
+      CHECK(first + bits / 4 <= 4);
+      for (int reg = 0; reg < 4; ++reg) {
+        for (int half = 0; half < 2; ++half) {
+          Value value;
+          if (bits == 4) {  // (word >> 4 reg) & 0x000f000f
+            int const nibble = reg + 4 * half;
+            value = word_at(memory, at + first * 4)[nibble / 2][nibble % 2];
+          } else {
+            value = word_at(memory, at + (first + reg / 2) * 4)[reg % 2 * 2 + half][0];
           }
+          CHECK(value == expected(lane, column, reg, half));
         }
       }
     }
@@ -79,10 +72,10 @@ void integers_reach_their_slots(int bits) {
 
 // Eight lanes at a time read 16 bytes each.
 void banks_do_not_conflict() {
-  for (int tile = 0; tile < 4; ++tile) {
+  for (int bits : {4, 8}) {
     for (int first = 0; first < wo::kLanes; first += 8) {
       std::set<int> banks;
-      for (int lane = first; lane < first + 8; ++lane) banks.insert(wo::in_tile(wo::first_at(lane), 8, tile) / 16 % 8);
+      for (int lane = first; lane < first + 8; ++lane) banks.insert(wo::lane_at(bits, lane, 0) / 16 % 8);
       CHECK_EQUAL(banks.size(), std::size_t{8});
     }
   }
@@ -116,7 +109,8 @@ void stages_are_aligned_and_fit() {
           if (config.rounds && scale_bytes != 2) continue;  // of the tokens' type
           for (int zero_bytes : {0, 1}) {
             wo::WgmmaStage const stage(config, bits, groups, scale_bytes, zero_bytes);
-            CHECK_EQUAL(wo::slab_bytes(bits) % wo::kAtom, 0);
+            CHECK_EQUAL(wo::slab_bytes(bits) % 128, 0);
+            CHECK(wo::slab_bytes(bits) / wo::kMapWord <= 256);
             CHECK_EQUAL(stage.tokens_at % wo::kAtom, 0);
             CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns) % wo::kAtom, 0);
             CHECK_EQUAL(stage.bytes % wo::kAtom, 0);

@@ -42,17 +42,17 @@ inline WgmmaMaps maps_of(WeightReads const& r, CUtensorMap const& tokens) {
   using gemm::encode_tensor_map;
   auto const u64 = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
   auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
-  std::uint64_t const slabs = u64((r.n + kSlab - 1) / kSlab),
-                      lines = u64(r.padded_k / kPadding) * slab_bytes(r.bits) / kLine;
+  std::uint64_t const slabs = u64((r.n + kSlab - 1) / kSlab), of_slab = u64(r.padded_k / kPadding) * slab_bytes(r.bits);
   std::uint32_t const box_slabs = u32(r.rows / kSlab);
   auto const parameters = [&](void const* values, int bytes) {  // of a step, by slab
-    std::uint64_t const of_slab = u64(r.groups) * kSlab * bytes;
-    return encode_tensor_map(values, {of_slab, slabs}, {of_slab}, {u32(r.step_groups * kSlab * bytes), box_slabs},
+    std::uint64_t const all = u64(r.groups) * kSlab * bytes;
+    return encode_tensor_map(values, {all, slabs}, {all}, {u32(r.step_groups * kSlab * bytes), box_slabs},
                              CU_TENSOR_MAP_SWIZZLE_NONE);
   };
   WgmmaMaps maps{};
-  maps.weights = encode_tensor_map(r.q, {kLine, lines, slabs}, {kLine, lines * kLine},
-                                   {kLine, u32(slab_bytes(r.bits) / kLine), box_slabs}, CU_TENSOR_MAP_SWIZZLE_128B);
+  maps.weights =
+      encode_tensor_map(r.q, {of_slab / kMapWord, slabs}, {of_slab}, {u32(slab_bytes(r.bits) / kMapWord), box_slabs},
+                        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_UINT64);
   maps.tokens = tokens;
   maps.scales = parameters(r.scale, r.scale_bytes);
   if (r.zero != nullptr) maps.zeros = parameters(r.zero, 1);

@@ -13,28 +13,26 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline constexpr int kLine = 128;        // bytes; TMA's widest swizzle permutes the 16 bytes of each eight lines
-inline constexpr int kAtom = 1024;       // where swizzled data begins
-inline constexpr int kColumns = 64;      // of the tokens that a line holds
-inline constexpr int kPiece = 32;        // columns that are made into fragments at a time
+inline constexpr int kLine = 128;    // bytes, of tokens; TMA's widest swizzle permutes the 16 bytes of each eight lines
+inline constexpr int kMapWord = 8;   // bytes that TMA counts a slab's integers by: a box has at most 256
+inline constexpr int kAtom = 1024;   // where swizzled data begins
+inline constexpr int kColumns = 64;  // of the tokens that a line holds
 inline constexpr int kInstruction = 16;  // columns of a wgmma
+inline constexpr int kEarlySteps = 2;    // that a block asks L2 for before the previous kernel has finished
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBarrierBytes = 2 * kMaxStages * 8;
 
 // Where TMA puts a byte of a box.
 EPILOQ_HD constexpr int swizzled(int at) { return at ^ at / kLine % 8 * 16; }
 
-// Of a slab's integers in a stage: where a lane's 16 bytes of a tile begin. The place of tile 1 differs from that of
-// tile 0 in one bit beside the tile's own.
+// Of a slab's integers in a stage, which lie as in memory: a lane reads 16 bytes of a tile at a time, and those of a
+// warp are neighbours. The fragment of 16 columns from `column` on begins at a word of them.
 EPILOQ_HD constexpr int slab_bytes(int bits) { return kSlab * kPadding * bits / 8; }
 EPILOQ_HD constexpr int tile_bytes(int bits) { return kLanes * lane_bytes(bits); }
-EPILOQ_HD constexpr int first_at(int lane) { return swizzled(lane * 16); }
-EPILOQ_HD constexpr int in_tile(int first, int bits, int tile) {
-  return tile * tile_bytes(bits) + (first ^ tile % 2 * 64);
+EPILOQ_HD constexpr int lane_at(int bits, int lane, int column) {
+  return column / depth(bits) * tile_bytes(bits) + lane * lane_bytes(bits);
 }
-// Words of them that are a piece's: all four of 8 bits, two of 4.
-EPILOQ_HD constexpr int tile_of(int bits, int piece) { return piece * kPiece / depth(bits); }
-EPILOQ_HD constexpr int first_word(int bits, int piece) { return bits == 4 ? piece % 2 * 2 : 0; }
+EPILOQ_HD constexpr int word_of(int bits, int column) { return column % depth(bits) * bits / 64; }
 
 // Of the tokens in a stage: the byte from which a wgmma reads its columns of token 0.
 EPILOQ_HD constexpr int tokens_at(int tokens, int column) {

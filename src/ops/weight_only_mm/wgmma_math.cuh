@@ -24,6 +24,9 @@ struct WgmmaMath {
   using Instruction =
       decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
                                                 cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::_16>>());
+  // Columns that are made into fragments at a time, of one group, and as many as the registers hold: what comes in few
+  // pieces is waited for less often.
+  static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && C::kTokens <= (C::kTeams < 4 ? 64 : 32) ? 64 : 32;
   static constexpr int kPieces = kPadding / kPiece, kInPiece = kPiece / kInstruction;
   static constexpr int kPiecesOfGroup = kPieces / C::kGroups;
   // Of a thread: rows r and r + 8 of its warp's slab, two neighbours of each 8 tokens.
@@ -41,7 +44,7 @@ struct WgmmaMath {
 
   WgmmaParams const& params;
   int lane, slab;
-  int first;      // bytes into a tile from which the lane reads
+  int first;      // bytes into a slab from which the lane reads
   int parameter;  // of a group of the slab, row g's
   typename F::Zero symmetric;
 
@@ -49,7 +52,7 @@ struct WgmmaMath {
       : params(params_),
         lane(threadIdx.x % 32),
         slab(team * C::kBlocks * 4 + warp),
-        first(kept(first_at(lane))),
+        first(kept(lane_at(C::kBits, lane, 0))),
         parameter(kept(slab * C::kGroups * kSlab + lane / 4 * 2)),
         symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {}
 
@@ -85,18 +88,21 @@ struct WgmmaMath {
     return both;
   }
 
-  // What a piece of a block is made from, unless the piece before it is of the same words: pieces are counted through
-  // the blocks.
+  // The tile that a piece of a block is made from, unless the piece before it had it: pieces are counted through the
+  // blocks.
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int piece) const {
-    if (first_word(C::kBits, piece) != 0) return;
-    int const tile = tile_of(C::kBits, piece % kPieces);
-    load_vector(words, stage.weights + piece / kPieces * 4 * slab_bytes(C::kBits) + in_tile(first, C::kBits, tile));
+    int const column = piece % kPieces * kPiece;
+    if (word_of(C::kBits, column) != 0) return;
+    load_vector(words,
+                stage.weights + piece / kPieces * 4 * slab_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
   }
 
   __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], int piece,
                                        typename F::Zero const& zero) const {
 #pragma unroll
-    for (int i = 0; i < kInPiece; ++i) F::make(a[i], words + first_word(C::kBits, piece) + i * (C::kBits / 4), zero);
+    for (int i = 0; i < kInPiece; ++i) {
+      F::make(a[i], words + word_of(C::kBits, piece * kPiece + i * kInstruction), zero);
+    }
   }
 
   // Of a slab and group, rows g and g + 8.

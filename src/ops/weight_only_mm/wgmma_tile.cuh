@@ -13,7 +13,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// What TMA reads. Weights are lines of 128 bytes by slab, of a step in one box; tokens come in boxes of 64 columns.
+// What TMA reads. Of weights, a step of the block's slabs in one box; tokens come in boxes of 64 columns.
 struct WgmmaMaps {
   CUtensorMap weights, tokens, scales, zeros;
 };
@@ -76,7 +76,7 @@ struct Wgmma {
   static constexpr int kTeamThreads = 128;
   static constexpr int kMathThreads = kTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
   static constexpr int kRows = 64 * kTeams * kBlocks;
-  static constexpr int kSlabs = kRows / kSlab;
+  static constexpr int kSlabs = kRows / kSlab, kStepWords = slab_bytes(kBits) / kMapWord;
   // The registers that the block starts with are shared out anew: the copying thread needs few. One team alone has as
   // many as an instruction can name.
   static constexpr bool kSharesRegisters = kTeams > 1;
@@ -122,21 +122,20 @@ struct Wgmma {
     __device__ Copies(Params const& params_, int tile)
         : params(params_), place(params, tile), tokens(params, place.first_token, place.first_step) {}
 
-    __device__ __forceinline__ int line(int step) const { return step * (slab_bytes(kBits) / kLine); }
-
     // Asks L2 for the first weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
-    // where its writes arrive.
+    // where its writes arrive. Few, as copies wait until TMA has been through with these.
     __device__ void prefetch() const {
 #pragma unroll 1
-      for (int step = 0; step < min(place.steps, params.stages); ++step) {
-        cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.maps.weights, 0, line(place.first_step + step),
+      for (int step = 0; step < min(place.steps, kEarlySteps); ++step) {
+        cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&params.maps.weights, (place.first_step + step) * kStepWords,
                                                place.first_slab);
       }
     }
 
     __device__ void ask(unsigned char* stage, std::uint64_t* barrier, int step) {
       Weight const& w = params.p.weight;
-      cute::SM90_TMA_LOAD_3D::copy(&params.maps.weights, barrier, kCopyHint, stage, 0, line(step), place.first_slab);
+      cute::SM90_TMA_LOAD_2D::copy(&params.maps.weights, barrier, kCopyHint, stage, step * kStepWords,
+                                   place.first_slab);
 #pragma unroll
       for (int column = 0; column < kPadding; column += kColumns) {
         tokens.ask(stage + params.stage.tokens_at + tokens_at(kTokens, column), barrier);
