@@ -96,12 +96,14 @@ def test_groups_have_their_parameters(seed: int, bits: int, group_size: int, sca
         assert_equal(run_kernel(("wgmma", row, 1), x, packed), expected[column].half())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_a_ring_of_stages_goes_round(seed: int, row: int) -> None:
-    """Barriers and phases: more steps than stages, the last of them short; sums of integers, exact in any order."""
-    for k in (128, 1152, 2056, 4096):
-        weight = make_weight(300, k, 4, -1, "zero", device="cuda")
-        packed = epiloq.pack_weight(weight.q, ones(300, torch.bfloat16), weight.zero, bits=4, group_size=-1)
+def test_a_ring_of_stages_goes_round(seed: int, row: int, bits: int) -> None:
+    """Barriers and phases: more steps than stages, which are fewer by 8 bits; the last of them short, or fewer than
+    share K within a block; sums of integers, exact in any order."""
+    for k in (128, 256, 1152, 2056, 8192):
+        weight = make_weight(300, k, bits, -1, "zero", device="cuda")
+        packed = epiloq.pack_weight(weight.q, ones(300, torch.bfloat16), weight.zero, bits=bits, group_size=-1)
         x = torch.randint(-2, 3, (TOKENS[row] + 1, k), device="cuda")
         assert weight.zero is not None
         expected = (x.double() @ (weight.q - weight.zero).double().t()).bfloat16()

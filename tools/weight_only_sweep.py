@@ -31,9 +31,9 @@ from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 Kernel = tuple[str, int, int]
 # Tokens of a tile, by row of the tables in src/ops/weight_only_mm/configs.h.
 TILES = {
-    "stream": (8, 8, 8, 8, 8, 16, 8),
+    "stream": (8,) * 6,
     "tiled": (16, 32, 64, 128, 32),
-    "wgmma": (16, 16, 16, 32, 32, 32, 64, 64, 64, 128, 128, 256),
+    "wgmma": (16,) * 4 + (32,) * 4 + (64,) * 4 + (128,) * 3 + (256,),
 }
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
 DENSE = "dense"

@@ -116,7 +116,9 @@ void stages_are_aligned_and_fit() {
             CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
             CHECK_EQUAL(stage.scales_at % 128, 0);
             CHECK_EQUAL(stage.zeros_at % 128, 0);
-            CHECK(stage.end <= stage.bytes && wo::wgmma_stages(stage, kSharedOfSm90) >= 2);
+            int const stages = wo::wgmma_stages(config, stage, kSharedOfSm90);
+            CHECK(stage.end <= stage.bytes && stages >= 2);
+            CHECK_EQUAL(stages % config.ways, 0);
             CHECK(wo::wgmma_shared_bytes(config, stage, kSharedOfSm90) + wo::kBarrierBytes <= kSharedOfSm90);
           }
         }

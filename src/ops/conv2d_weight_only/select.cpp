@@ -143,8 +143,8 @@ std::string describe(Choice const& choice) {
   text << "implicit product, ";
   if (choice.family == Family::kWgmma) {
     wo::WgmmaConfig const& c = kWgmmaRows[choice.row];
-    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.teams
-         << (c.teams > 1 ? " warpgroups" : " warpgroup");
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warpgroups()
+         << (c.warpgroups() > 1 ? " warpgroups" : " warpgroup");
   } else {
     wo::TiledConfig const& c = kRows[choice.row];
     text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warps << " warps, stages "

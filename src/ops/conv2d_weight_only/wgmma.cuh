@@ -66,8 +66,8 @@ struct ImageReads {
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Patches const& problem, int split, int device, Stream stream) {
   constexpr wo::WgmmaConfig kConfig = kWgmmaRows[kRow];
-  using C = wo::Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.blocks, kConfig.tokens, kConfig.rounds,
-                      ImageTokens>;
+  using C = wo::Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens,
+                      kConfig.rounds, ImageTokens>;
   wo::Problem const& p = problem.product;
   ImageReads const reads{wo::WeightReads::of(p.weight, C::kRows, kGroups), p.x, problem.shape, wo::token_box<C>(p)};
   ImageParams const params{wo::params_of<C>(kConfig, p, wo::cached_maps(reads, device), device), problem.shape,

@@ -30,7 +30,7 @@ template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_stream(Problem const& p, int split, int device, Stream stream) {
   constexpr StreamConfig kConfig = kStreamRows[kRow];
   using S = Streaming<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.slabs_of(kBits), kConfig.warps, kConfig.stages,
-                      kConfig.tokens, kConfig.blocks>;
+                      kConfig.blocks>;
   static PerDevice prepared;
   StageLayout const weights = StageLayout::of(p.weight, S::kRows / kSlab, kGroups);
   StreamRing const ring{weights, weights.bytes + p.m * TokenPlace::kBytes};

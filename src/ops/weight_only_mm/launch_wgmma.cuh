@@ -80,14 +80,15 @@ int token_box(Problem const& p) {
 template <class C>
 WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, WgmmaMaps const& maps, int device) {
   WgmmaStage const stage(config, C::kBits, C::kGroups, size_of(p.weight.scale_dtype), p.weight.zero != nullptr ? 1 : 0);
-  int const token_tiles = tiles_of(p.m, C::kTokens);
+  int const token_tiles = tiles_of(p.m, C::kTokens), shared_bytes = device_properties(device).shared_memory_per_block;
   return {maps,
           p,
           stage,
-          wgmma_stages(stage, device_properties(device).shared_memory_per_block),
+          wgmma_stages(config, stage, shared_bytes),
           stage.loaded_bytes(C::kTokens - token_box<C>(p)),
           token_tiles * tiles_of(p.weight.n, C::kRows),
-          token_tiles};
+          token_tiles,
+          wgmma_exchange_at(config, stage, shared_bytes)};
 }
 
 template <class C>
@@ -109,7 +110,8 @@ void launch_tiles(WgmmaConfig const& config, typename C::Params const& params, i
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
-  using C = Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
+  using C =
+      Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
   // A single row may lie in rows of any length.
   std::int64_t const stride_x = p.m > 1 ? p.stride_x : tiles_of(p.weight.k, kEight) * kEight;
   MatrixReads const reads{

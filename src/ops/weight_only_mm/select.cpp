@@ -29,11 +29,11 @@ std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
 std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p) {
   int const rows = c.slabs_of(p.bits) * kSlab;
   return c.warps *
-         std::max<std::int64_t>(c.stages * (step_bytes(p, rows) + p.m * kPadding * 2), c.tokens * (rows + 4) * 4);
+         std::max<std::int64_t>(c.stages * (step_bytes(p, rows) + p.m * kPadding * 2), kStreamTokens * (rows + 4) * 4);
 }
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return p.m <= c.tokens && stream_bytes(c, p) <= t.shared_bytes;
+  return p.m <= kStreamTokens && stream_bytes(c, p) <= t.shared_bytes;
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -88,6 +88,12 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
+// Up to kExactTokens one tile takes them all, and no weight is rounded.
+bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
+  return c.tokens >= std::min<std::int64_t>(p.m, kExactTokens) && (!c.rounds || p.m > kExactTokens);
+}
+bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
+
 struct Timed {
   Choice choice;
   double time = std::numeric_limits<double>::infinity();
@@ -100,10 +106,9 @@ struct Timed {
     std::int64_t const steps = ceil_div(p.k, kPadding);
     int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
     for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
-      if (!is_there(family, row, p, t)) continue;
+      if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
       for (int split = 1; split <= most; ++split) {
-        bool const waits = split > 1 && p.m <= kFewTokens;
-        consider({family, row, split}, time_of(rows[row], p, split, t) + (waits ? kClusterTime : 0));
+        consider({family, row, split}, time_of(rows[row], p, split, t) + (split > 1 ? kClusterTime : 0));
       }
     }
   }
@@ -165,17 +170,17 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
   constexpr int kFewest = 2;
-  return wgmma_stages(stage, t.shared_bytes) >= kFewest &&
+  return wgmma_stages(c, stage, t.shared_bytes) >= kFewest &&
          wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
 }
 
 double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  bool const is_narrow = c.tokens <= kFewTokens && p.m > c.tokens;
-  if ((c.rounds && p.m <= kExactTokens) || is_narrow) return std::numeric_limits<double>::infinity();
-  std::int64_t const blocks = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+  std::int64_t const high = ceil_div(p.n, c.rows()), at_once = clusters(split, 1, t);
   std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
+  std::int64_t const read = std::min(high, at_once) * split * c.rows() * kPadding * p.bits / 8;  // of a step
   WgmmaConfig::Time const& time = c.time(p.bits);
-  return ceil_div(blocks, clusters(split, 1, t)) * (steps * time.step + time.block);
+  double const step = std::max(time.step, static_cast<double>(read) / kReadRate);
+  return ceil_div(high * ceil_div(p.m, c.tokens), at_once) * (steps * step + time.block);
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
@@ -226,11 +231,11 @@ std::string describe(Choice const& choice) {
     text << "de-quantise, then a dense product (" << choice.why << ')';
   } else if (choice.family == Family::kStream) {
     StreamConfig const& c = kStreamRows[choice.row];
-    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.tokens << " tokens, " << c.warps
-         << " warps along K, stages " << c.stages;
+    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages;
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
-    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.teams << " warpgroups"
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warpgroups() << " warpgroups"
+         << (c.ways > 1 ? ", " + std::to_string(c.ways) + " along K" : "")
          << (c.rounds ? ", weights rounded with their scales" : "");
   } else {
     TiledConfig const& c = kTiledRows[choice.row];

@@ -1,6 +1,6 @@
 #pragma once
 
-// At most 8 or 16 tokens, where reading the weight once is all the time there is. The warps of a block share its rows
+// At most 8 tokens, where reading the weight once is all the time there is. The warps of a block share its rows
 // and take turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier
 // stands in the main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few
 // rows.
@@ -16,50 +16,38 @@ struct StreamRing {
   int bytes;  // of a stage: weights and tokens
 };
 
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_, int kTokens_,
-          int kBlocks_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_, int kBlocks_>
 struct Streaming {
-  static constexpr int kTokens = kTokens_;
-  static constexpr int kTiles = kTokens / 8;
+  static constexpr int kTokens = kStreamTokens;
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;
-  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTiles>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
   static constexpr int kRows = kSlabs * kSlab;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSumBytes = kWarps * kTokens * (kRows + 4) * 4;
 
-  // A lane asks for 8 columns of each 32, of one token of each tile of 8.
+  // A lane asks for 8 columns of each 32, of one token.
   struct Tokens {
-    T const* x[kTiles];
+    T const* x;
     int k;  // columns from this lane's first to the last
-    bool is_there[kTiles];
+    bool is_there;
     TokenPlace place;
-    // Where it reads a tile's. Tokens that are not there have no place: what is multiplied then is the first's, and the
-    // sums are dropped.
-    TokenPlace read_at[kTiles];
+    // Where it reads. Tokens that are not there have no place: what is multiplied then is the first's, and the sums are
+    // dropped.
+    TokenPlace read_at;
 
-    __device__ __forceinline__ explicit Tokens(Problem const& p) : place(W::lane() / 4, W::lane() % 4) {
-      int const t = W::lane() % 4;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        int const token = 8 * tile + W::lane() / 4, read = 8 * tile + W::lane() % 8;
-        is_there[tile] = token < p.m;
-        x[tile] = static_cast<T const*>(p.x) + (is_there[tile] ? token : 0) * p.stride_x + 8 * t;
-        read_at[tile] = TokenPlace(read < p.m ? read : 0, W::lane() / 8);
-      }
-      k = kept(p.weight.k - 8 * t);
+    __device__ __forceinline__ explicit Tokens(Problem const& p)
+        : place(W::lane() / 4, W::lane() % 4), read_at(W::lane() % 8 < p.m ? W::lane() % 8 : 0, W::lane() / 8) {
+      int const token = W::lane() / 4, column = W::lane() % 4 * 8;
+      is_there = token < p.m;
+      x = static_cast<T const*>(p.x) + (is_there ? token : 0) * p.stride_x + column;
+      k = kept(p.weight.k - column);
     }
 
     __device__ __forceinline__ void ask(SharedAddress to, int step) const {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if (is_there[tile]) ask(to + tile * TokenPlace::kTile, x[tile], step);
-      }
-    }
-
-    __device__ __forceinline__ void ask(SharedAddress to, T const* row, int step) const {
-      T const* const from = row + step * kStep;
+      if (!is_there) return;
+      T const* const from = x + step * kStep;
       if (step * kStep + kStep - 24 <= k) {
 #pragma unroll
         for (int b = 0; b < kStep / 32; ++b) copy16(to + place.at(b), from + 32 * b);
@@ -68,12 +56,12 @@ struct Streaming {
 #pragma unroll 1
       for (int b = 0; b < kStep / 32; ++b) {
         int const left = k - step * kStep - 32 * b;
-        copy16(to + place.at(b), left > 0 ? from + 32 * b : row, min(max(left, 0), 8) * 2);
+        copy16(to + place.at(b), left > 0 ? from + 32 * b : x, min(max(left, 0), 8) * 2);
       }
     }
 
-    __device__ __forceinline__ uint4 read(SharedAddress tokens, int tile, int block) const {
-      return load_tokens(tokens + read_at[tile].at(block));
+    __device__ __forceinline__ uint4 read(SharedAddress tokens, int block) const {
+      return load_tokens(tokens + read_at.at(block));
     }
   };
 };
@@ -111,7 +99,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
 #pragma unroll 1
   for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, turn * ring.bytes);
 
-  float sums[S::kRows / kSlab][S::kTiles][4] = {};
+  float sums[S::kRows / kSlab][1][4] = {};
   int read = 0, write = (kStages - 1) * ring.bytes;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
@@ -120,7 +108,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
     ask(turn + kStages - 1, write);
     std::uint8_t const* const stage = stages + read;
     W::multiply(sums, p.weight, ring.weights, stage,
-                [&](int tile, int block) { return tokens.read(to + read + tokens_at, tile, block); });
+                [&](int, int block) { return tokens.read(to + read + tokens_at, block); });
     write = read;
     read = read + ring.bytes == kStages * ring.bytes ? 0 : read + ring.bytes;
   }

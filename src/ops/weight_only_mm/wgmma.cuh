@@ -2,8 +2,8 @@
 
 // SM90, from some ten tokens on: weights are the rows of wgmma's tile, through registers, and tokens its columns. One
 // thread copies with TMA into a ring of steps of 128 columns; the warpgroups of a block multiply 64 or twice 64 weight
-// rows each by all of its tokens, and while one makes fragments or adds up, others keep the tensor cores busy. A block
-// takes tile after tile; or the blocks of a cluster share the K of one.
+// rows each by all of its tokens, side by side or every so many steps, and while one makes fragments or adds up, others
+// keep the tensor cores busy. A block takes tile after tile; or the blocks of a cluster share the K of one.
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -18,13 +18,27 @@ __device__ __forceinline__ void wait_for_teams() {
   asm volatile("bar.sync 1, %0;" ::"n"(C::kMathThreads) : "memory");
 }
 
+// The sums of a block, to the first of its ways along K.
+template <class C>
+__device__ void add_ways(typename WgmmaMath<C>::Sums& sums, float* exchange, int way) {
+  constexpr int kFloats = C::kRows * C::kTokens;  // of a way
+  exchange += threadIdx.x % C::kWayThreads;
+  wait_for_teams<C>();  // those of the last tile have been read
+  if (way > 0) WgmmaMath<C>::write(sums, exchange + (way - 1) * kFloats);
+  wait_for_teams<C>();
+  if (way > 0) return;
+#pragma unroll
+  for (int other = 1; other < C::kWays; ++other) WgmmaMath<C>::add(sums, exchange + (other - 1) * kFloats);
+}
+
 // Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each.
 template <class C>
 __device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>::Sums const& sums,
-                                WgmmaParams const& params, unsigned char* stages, typename C::Place const& place) {
+                                WgmmaParams const& params, unsigned char* stages, typename C::Place const& place,
+                                int way) {
   wait_for_teams<C>();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(stages);
-  math.store(all_sums, sums);
+  if (way == 0) math.store(all_sums, sums);
   wait_for_teams<C>();
   wait_for_cluster();
   finish_rows<typename C::T, C::kRows, C::kTokens, C::kMathThreads>(params.p, all_sums, place.first_slab * kSlab,
@@ -34,21 +48,25 @@ __device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>:
 
 template <class C>
 __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages,
-                               int team, int warp) {
-  WgmmaMath<C> const math(params, team, warp);
+                               int group, int warp) {
+  int const way = group / C::kTeams;
+  WgmmaMath<C> const math(params, group % C::kTeams, warp);
   wait_for_previous_kernel();
   SharedAddress const full = uniform(shared_address(shared.full)), empty = uniform(shared_address(shared.empty));
   SharedAddress const first_stage = uniform(shared_address(stages));
   RingPlace ring{0, 0};
+  ring.advance(params.stages, way);
+  int next_step = way;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
     typename C::Place const place(params, tile);
     typename WgmmaMath<C>::Sums sums = {};
-    math.multiply_all(sums, full, empty, first_stage, place.steps, ring);
-    if (gridDim.y == 1) {
+    math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
+    if constexpr (C::kWays > 1) add_ways<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), way);
+    if (gridDim.y > 1) {
+      finish_together<C>(math, sums, params, stages, place, way);
+    } else if (way == 0) {
       math.store_directly(place, sums);
-    } else {
-      finish_together<C>(math, sums, params, stages, place);
     }
   }
 }
@@ -75,8 +93,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   let_next_kernel_start();
-  int const team = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
-  if (team == C::kTeams) {
+  int const group = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
+  if (group == C::kMathTeams) {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
     if (warp == 0 && gemm::is_elected()) copy_tiles<C>(params, shared, stages);
     if (gridDim.y > 1) {  // where the others wait
@@ -85,7 +103,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
     }
   } else {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
-    multiply_tiles<C>(params, shared, stages, team, warp);
+    multiply_tiles<C>(params, shared, stages, group, warp);
   }
 }
 

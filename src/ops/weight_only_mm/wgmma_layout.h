@@ -56,15 +56,24 @@ struct WgmmaStage {
 };
 
 constexpr int wgmma_sum_bytes(WgmmaConfig const& c) { return c.tokens * (c.rows() + 4) * 4; }
+constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) { return (c.ways - 1) * c.tokens * c.rows() * 4; }
 
-// As many stages as fit, beside barriers and what it takes to begin at a multiple of kAtom.
-constexpr int wgmma_stages(WgmmaStage const& stage, int shared_bytes) {
-  return std::min(kMaxStages, (shared_bytes - kAtom - kBarrierBytes) / stage.bytes);
+// As many stages as fit, beside barriers, what ways along K add up, and what it takes to begin at a multiple of kAtom.
+// A stage is always the same way's: one that came to another's before that one's copies had, a turn early, would take
+// the parity of the turn before for its own.
+constexpr int wgmma_stages(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
+  int const fit = (shared_bytes - kAtom - kBarrierBytes - wgmma_exchange_bytes(c)) / stage.bytes;
+  return std::min(kMaxStages, fit) / c.ways * c.ways;
+}
+
+// From the first stage on, where ways along K add up.
+constexpr int wgmma_exchange_at(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
+  return std::max(wgmma_stages(c, stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c));
 }
 
 // Of a block, beside its barriers.
 constexpr int wgmma_shared_bytes(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  return kAtom + std::max(wgmma_stages(stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c));
+  return kAtom + wgmma_exchange_at(c, stage, shared_bytes) + wgmma_exchange_bytes(c);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -26,7 +26,8 @@ struct WgmmaMath {
                                                 cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::_16>>());
   // Columns that are made into fragments at a time, of one group, and as many as the registers hold: what comes in few
   // pieces is waited for less often.
-  static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && C::kTokens <= (C::kTeams < 4 ? 64 : 32) ? 64 : 32;
+  static constexpr int kTokensByWholeTiles = C::kMathTeams < 4 ? 64 : C::kMathTeams == 4 ? 32 : 16;
+  static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && C::kTokens <= kTokensByWholeTiles ? 64 : 32;
   static constexpr int kPieces = kPadding / kPiece, kInPiece = kPiece / kInstruction;
   static constexpr int kPiecesOfGroup = kPieces / C::kGroups;
   // Of a thread: rows r and r + 8 of its warp's slab, two neighbours of each 8 tokens.
@@ -225,11 +226,12 @@ struct WgmmaMath {
     fence(sums[0]);
   }
 
-  // All steps; a stage that has been multiplied is free for the next copies.
+  // Of a tile's steps, every kWays-th from `next` on, which is then of the next tile. A stage that has been multiplied
+  // is free for the next copies.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
-                               RingPlace& ring) const {
+                               int& next, RingPlace& ring) const {
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (; next < steps; next += C::kWays) {
       gemm::wait_for_barrier(full + ring.at * 8, ring.phase);
       Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
       if constexpr (C::kRounds) {
@@ -239,8 +241,19 @@ struct WgmmaMath {
       }
       __syncwarp();
       if (lane == 0) gemm::arrive_at_barrier(empty + ring.at * 8);
-      ring.advance(params.stages);
+      ring.advance(params.stages, C::kWays);
     }
+    next -= steps;
+  }
+
+  // Of the ways along K, the first gets the sums of all: each of its threads those of its own places.
+  static __device__ __forceinline__ void write(Sums const& sums, float* exchange) {
+#pragma unroll
+    for (int i = 0; i < C::kBlocks * kSums; ++i) exchange[i * C::kWayThreads] = sums[i / kSums][i % kSums];
+  }
+  static __device__ __forceinline__ void add(Sums& sums, float const* exchange) {
+#pragma unroll
+    for (int i = 0; i < C::kBlocks * kSums; ++i) sums[i / kSums][i % kSums] += exchange[i * C::kWayThreads];
   }
 
   __device__ void store_directly(typename C::Place const& place, Sums const& sums) const {

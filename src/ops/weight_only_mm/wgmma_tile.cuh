@@ -31,6 +31,7 @@ struct WgmmaParams {
   int stages;
   int loaded_bytes;  // by TMA, a stage
   int tiles, token_tiles;
+  int exchange_at;  // in shared memory, of what the ways along K add up
 };
 
 // A stage of the ring, and the parity of the turn that it is waited for in.
@@ -38,9 +39,11 @@ struct RingPlace {
   int at;
   std::uint32_t phase;
 
-  __device__ __forceinline__ void advance(int stages) {
-    at = at + 1 == stages ? 0 : at + 1;
-    phase ^= at == 0;
+  // By at most a turn of the ring.
+  __device__ __forceinline__ void advance(int stages, int by = 1) {
+    bool const again = at + by >= stages;
+    at += again ? by - stages : by;
+    phase ^= again;
   }
 };
 
@@ -65,23 +68,24 @@ struct MatrixTokens {
 
 // kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps. Integers rather than a
 // WgmmaConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
-template <class T_, int kBits_, int kGroups_, int kTeams_, int kBlocks_, int kTokens_, bool kRounds_,
+template <class T_, int kBits_, int kGroups_, int kTeams_, int kWays_, int kBlocks_, int kTokens_, bool kRounds_,
           class Tokens_ = MatrixTokens>
 struct Wgmma {
   using T = T_;
   using Tokens = Tokens_;
   using Params = typename Tokens::Params;
-  static constexpr int kBits = kBits_, kGroups = kGroups_, kTeams = kTeams_, kBlocks = kBlocks_, kTokens = kTokens_;
+  static constexpr int kBits = kBits_, kGroups = kGroups_, kTeams = kTeams_, kWays = kWays_, kBlocks = kBlocks_;
+  static constexpr int kTokens = kTokens_;
   static constexpr bool kRounds = kRounds_;
-  static constexpr int kTeamThreads = 128;
-  static constexpr int kMathThreads = kTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
+  static constexpr int kTeamThreads = 128, kWayThreads = kTeams * kTeamThreads, kMathTeams = kTeams * kWays;
+  static constexpr int kMathThreads = kMathTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
   static constexpr int kRows = 64 * kTeams * kBlocks;
   static constexpr int kSlabs = kRows / kSlab, kStepWords = slab_bytes(kBits) / kMapWord;
   // The registers that the block starts with are shared out anew: the copying thread needs few. One team alone has as
   // many as an instruction can name.
-  static constexpr bool kSharesRegisters = kTeams > 1;
+  static constexpr bool kSharesRegisters = kMathTeams > 1;
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = Tokens::kCopyRegisters;
-  static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kTeams) / 8 * 8;
+  static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kMathTeams) / 8 * 8;
 
   // Barriers of the stages; CUTLASS's may not be variables.
   struct Shared {
@@ -95,7 +99,7 @@ struct Wgmma {
     __device__ void init() const {
       for (int stage = 0; stage < kMaxStages; ++stage) {
         full[stage].init(1);
-        empty[stage].init(kMathThreads / 32);
+        empty[stage].init(kWayThreads / 32);
       }
       cutlass::arch::fence_barrier_init();
     }
