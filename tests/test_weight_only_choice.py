@@ -1,4 +1,4 @@
-"""What weight_only_mm chooses for few tokens, against the sweep on an H200 that its times are fitted to.
+"""What weight_only_mm chooses against the sweep on an H200 that its times are fitted to.
 
 The bounds are what the fit left: they say when a row or a time that is changed no longer fits, not how good it is.
 """
