@@ -35,7 +35,7 @@ from epiloq.ops.conv2d import Geometry, geometry
 
 NAME = "conv2d_weight_only"
 # Weight rows and pixels of a tile, by row of the tables in src/ops/conv2d_weight_only/configs.h.
-TILES = {"wgmma": ((128, 64), (64, 64), (128, 128)), "patches": ((128, 64), (128, 32))}
+TILES = {"wgmma": ((128, 64), (64, 64), (64, 64)), "patches": ((128, 64), (128, 32))}
 Kernel = tuple[str, int, int]
 
 

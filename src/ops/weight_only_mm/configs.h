@@ -3,9 +3,9 @@
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to a sweep of ten layers by
-// 1 to 256 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 1 % more than the fastest in geometric
-// mean, 11 at most but for one layer by one token (21 %). The rows are what sweeps of 25 and 23 left: each is the
-// fastest of some layer, by 5 % or more. On other GPUs only their ratios count.
+// 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 1 % more than the fastest in geometric
+// mean, 14 at most but for one layer by one token (21 %) and a small one (27 %). The rows are what sweeps of 25 and 23
+// left: each is the fastest of some layer, by 5 % or more. On other GPUs only their ratios count.
 
 #include <array>
 
@@ -80,17 +80,19 @@ inline constexpr std::array kWgmmaRows{
     WgmmaConfig{3, 2, 1, 32, false, {0.47, 3.11}, {0.56, 3.51}},
     WgmmaConfig{2, 2, 1, 32, false, {0.321, 1.8}, {0.528, 1.98}},
     WgmmaConfig{1, 3, 1, 32, false, {0.258, 1.25}, {0.311, 1.13}},
-    WgmmaConfig{4, 1, 1, 64, false, {0.885, 3.18}, {1, 2.94}},
-    WgmmaConfig{3, 1, 1, 64, false, {0.668, 3.31}, {0.874, 2.83}},
-    WgmmaConfig{2, 2, 1, 64, false, {0.369, 4.08}, {0.51, 3.21}},
-    WgmmaConfig{1, 2, 1, 64, false, {0.269, 1.95}, {0.281, 2.65}},
-    WgmmaConfig{2, 1, 2, 128, false, {1.5, 9.01}, {1.46, 8.95}},
-    WgmmaConfig{1, 2, 1, 128, false, {0.499, 4.17}, {0.449, 6.73}},
-    WgmmaConfig{2, 1, 1, 128, true, {0.479, 7.03}, {0.781, 2.32}},
-    WgmmaConfig{2, 1, 1, 256, true, {0.758, 16.9}, {1.5, 4.44}},
+    WgmmaConfig{4, 1, 1, 64, false, {0.656, 4.43}, {0.932, 4.04}},
+    WgmmaConfig{3, 1, 1, 64, false, {0.547, 3.47}, {0.739, 4.37}},
+    WgmmaConfig{2, 2, 1, 64, false, {0.42, 2.65}, {0.532, 3.42}},
+    WgmmaConfig{1, 2, 1, 64, false, {0.247, 2.06}, {0.287, 3.27}},
+    WgmmaConfig{2, 1, 2, 128, false, {1.08, 10.9}, {1.75, 6.15}},
+    WgmmaConfig{1, 2, 1, 128, false, {0.345, 4.41}, {0.428, 6.1}},
+    WgmmaConfig{2, 1, 1, 128, true, {0.507, 6.09}, {0.942, 3.17}},
+    WgmmaConfig{2, 1, 1, 256, true, {0.752, 14.1}, {1.78, 5.15}},
 };
-// On SM90, up to so many tokens weights are not rounded, though rounding would be a little faster from 128 on.
+// On SM90, up to so many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
+// No tile is narrower where there are so many tokens.
+inline constexpr int kWideTokens = 64;
 
 // Beside those times: what the blocks of a cluster take to add up, and bytes of weights that memory gives in a
 // microsecond.

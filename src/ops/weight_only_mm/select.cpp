@@ -88,9 +88,8 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
-// Up to kExactTokens one tile takes them all, and no weight is rounded.
 bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
-  return c.tokens >= std::min<std::int64_t>(p.m, kExactTokens) && (!c.rounds || p.m > kExactTokens);
+  return c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) && (!c.rounds || p.m > kExactTokens);
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
