@@ -16,8 +16,8 @@ import pytest
 import epiloq
 
 SWEEP = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/2026-11-22-weight-only-ways-sweep.json"
-# Left out: the same kernel took 8.07 us by one token and 7.60 by four, and as it stands the choice is 21 % behind; and a
-# small layer where it is 28 % behind.
+# Left out: the same kernel took 8.07 us by one token and 7.60 by four, and as it stands the choice is 21 % behind; and
+# a small layer where it is 28 % behind.
 ODD = ({"bits": 8, "n": 4096, "k": 4096, "m": 1}, {"bits": 4, "n": 256, "k": 1024, "m": 196})
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
