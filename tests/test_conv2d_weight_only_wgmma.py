@@ -199,8 +199,13 @@ def test_every_row_is_chosen() -> None:
             explained(channels, image, n, batch)
             for channels, image, n in ((64, 56, 64), (128, 28, 128), (256, 14, 256), (512, 7, 512))
             for batch in (1, 4, 32)
-        }
-    assert all(any(f"wgmma {rows} weight rows x {pixels} pixels" in a for a in answers) for rows, pixels in TILES)
+        } | {explained(64, 56, 128, kernel=(1, 1), stride=2)}
+    kernels = {answer.partition("wgmma ")[2].partition(", K over")[0] for answer in answers if "wgmma" in answer}
+    assert kernels == {
+        "128 weight rows x 64 pixels, 2 warpgroups",
+        "64 weight rows x 64 pixels, 2 warpgroups, 2 along K",
+        "64 weight rows x 64 pixels, 1 warpgroup",
+    }
 
 
 def test_a_kernel_that_cannot_serve_is_refused() -> None:

@@ -16,9 +16,10 @@ import pytest
 import epiloq
 
 SWEEP = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/2026-11-22-weight-only-ways-sweep.json"
-# Left out: the same kernel took 8.07 us by one token and 7.60 by four, and as it stands the choice is 21 % behind; and
-# a small layer where it is 28 % behind.
+# Left out: the model is 21 % behind for one layer by one token, and 28 % for a small one.
 ODD = ({"bits": 8, "n": 4096, "k": 4096, "m": 1}, {"bits": 4, "n": 256, "k": 1024, "m": 196})
+
+UNTIMED = {"bits": 8, "n": 6144, "k": 4096, "m": 384}
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
 # src/ops/weight_only_mm/configs.h.
@@ -46,7 +47,7 @@ def name_in_sweep(explained: str) -> str:
 def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
     if not SWEEP.exists():
         pytest.skip("results of benchmarks are in the checkout only")
-    behind, untimed = defaultdict(list), 0
+    behind = defaultdict(list)
     for row in json.loads(SWEEP.read_text())["sweep"]:
         problem = {key: row[key] for key in ("bits", "n", "k", "m")}
         explained = epiloq.explain("weight_only_mm", **problem, group_size=128, arch="sm90")
@@ -54,11 +55,11 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
             continue
         times, fastest = row["us"], min(row["us"].values())
         chosen = name_in_sweep(explained)
-        if chosen not in times:  # shares K though all SMs are busy without
-            untimed += 1
+        if chosen not in times:  # tiles of 64 by 96 and 128 tokens; one that shares K though all SMs are busy without
+            assert row["m"] in (96, 128) or problem == UNTIMED, (problem, chosen)
             continue
         behind[problem["bits"], problem["m"]].append(times[chosen] / fastest)
         assert times[chosen] <= 1.15 * fastest, (problem, chosen)
-    assert untimed <= 23 and sum(len(ratios) for ratios in behind.values()) >= 263
+    assert sum(len(ratios) for ratios in behind.values()) >= 263
     for (bits, m), ratios in behind.items():
         assert math.prod(ratios) ** (1 / len(ratios)) <= (1.02 if m <= 48 else 1.04), (bits, m, ratios)

@@ -233,7 +233,7 @@ def test_explain() -> None:
     numbers = {"n": 4096, "k": 4096, "arch": "sm80"}
     assert "128 tokens" in epiloq.explain("weight_only_mm", m=190, **numbers)
     hopper = {**numbers, "arch": "sm90"}
-    for m, exact in ((1, True), (16, True), (128, True), (1024, False)):
+    for m, exact in ((1, True), (16, True), (128, True), (129, True), (512, False), (1024, False)):
         words = epiloq.explain("weight_only_mm", m=m, **hopper)
         assert words.startswith(("stream", "wgmma")) and ("rounded" not in words) == exact, words
     assert "many tokens" in epiloq.explain("weight_only_mm", m=4096, **numbers)

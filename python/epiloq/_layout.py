@@ -58,7 +58,7 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
         pairs = packed.view(slabs, tiles, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5).reshape(slabs, 8, columns)
         return torch.stack((pairs & 15, pairs >> 4), dim=1).view(rows, columns)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    planes = packed.view(slabs, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b (h p e)
+    planes = packed.view(slabs, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b c
     values = sum((planes.select(4, plane) << plane for plane in range(1, bits)), planes.select(4, 0))
     return values.permute(0, 4, 2, 1, 5, 3, 6).reshape(rows, columns)
 

@@ -16,7 +16,7 @@ BITS = (2, 3, 4, 8)
 ZEROS = ("none", "zero", "offset")
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of the order of bytes in ``q``; files carry it.
-LAYOUT = "epiloq-1"
+LAYOUT = "epiloq-2"
 _NUMBERS = ("bits", "n", "k", "group_size")
 _TENSORS = ("q", "scale", "zero", "offset", "perm")
 

@@ -27,7 +27,7 @@ from epiloq.packed_weight import BITS
 from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.schemes import SCHEMES
 
-METHOD, VERSION = "epiloq", 1
+METHOD, VERSION = "epiloq", 2
 
 Options: TypeAlias = Mapping[str, Any]
 _PACKED = "weight_"

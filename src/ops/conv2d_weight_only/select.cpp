@@ -144,7 +144,8 @@ std::string describe(Choice const& choice) {
   if (choice.family == Family::kWgmma) {
     wo::WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warpgroups()
-         << (c.warpgroups() > 1 ? " warpgroups" : " warpgroup");
+         << (c.warpgroups() > 1 ? " warpgroups" : " warpgroup")
+         << (c.ways > 1 ? ", " + std::to_string(c.ways) + " along K" : "");
   } else {
     wo::TiledConfig const& c = kRows[choice.row];
     text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warps << " warps, stages "

@@ -4,8 +4,8 @@
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to a sweep of ten layers by
 // 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 1 % more than the fastest in geometric
-// mean, 14 at most but for one layer by one token (21 %) and a small one (27 %). The rows are what sweeps of 25 and 23
-// left: each is the fastest of some layer, by 5 % or more. On other GPUs only their ratios count.
+// mean, 13 at most but for one layer by one token (21 %) and a small one (28 %). Tiles of 64 were not timed by 96 and
+// 128 tokens. The rows are what sweeps of 25 and 23 left. On other GPUs only their ratios count.
 
 #include <array>
 
@@ -53,11 +53,11 @@ inline constexpr std::array kTiledRows{
     TiledConfig{8, 128, 3, 2, 1}, TiledConfig{4, 32, 2, 2, 2},
 };
 
-// SM90, more tokens: `teams` warpgroups of `blocks` times 64 weight rows each, by tiles of `tokens`, and that `ways`
-// times along K, which take turns at its steps. Tiles are high because each reads all tokens from L2, whose bandwidth
-// otherwise ends before memory's; so there are few, and K is shared. With many tokens the tensor cores are all that
-// counts, and `rounds` lets them add up everything: a weight is rounded to the tokens' type with its scale, as for a
-// dense product, and not its group's sum multiplied.
+// SM90, more tokens: `teams` warpgroups of `blocks` times 64 weight rows each, by tiles of `tokens`; and that `ways`
+// times, each way taking every `ways`-th step of K. Tiles are high because each reads all tokens from L2, whose
+// bandwidth otherwise ends before memory's; so there are few, and K is shared. With many tokens the tensor cores are
+// all that counts, and `rounds` lets them add up everything: a weight is rounded to the tokens' type with its scale, as
+// for a dense product, and not its group's sum multiplied.
 struct WgmmaConfig {
   int teams, ways, blocks, tokens;
   bool rounds;
@@ -91,7 +91,7 @@ inline constexpr std::array kWgmmaRows{
 };
 // On SM90, up to so many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
-// No tile is narrower where there are so many tokens.
+// A tile takes all tokens up to so many; of more, none is narrower.
 inline constexpr int kWideTokens = 64;
 
 // Beside those times: what the blocks of a cluster take to add up, and bytes of weights that memory gives in a

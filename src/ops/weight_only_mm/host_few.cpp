@@ -13,7 +13,6 @@ namespace {
 constexpr std::array kBlocks = {1, 2, 4};
 
 // Columns of a tile, by fours of its words, in the order of its bytes: out[step * block] has a value for each word.
-
 // 4 bits: word 4 t + i has columns 16 i + 2 t + {0, 8, 1, 9}.
 void order4(float const* tile, int t, int block, Line* out) {
   constexpr int kOf[] = {0, 8, 1, 9};

@@ -1,8 +1,8 @@
 #pragma once
 
 // Where each value of a packed weight lies. One order serves every kernel: a lane's 16 bytes are its A fragments of
-// mma.sync m16n8k16 for several steps of K, so that weights go from memory through registers into the tensor cores
-// with one coalesced load, and each lane's activations are 16 consecutive bytes of a row.
+// mma.sync m16n8k16, or of wgmma, for several steps of K, so that weights go from memory through registers into the
+// tensor cores with one coalesced load, beside activations in their own order.
 //
 // A tile is 16 rows by `depth` columns, 32 lanes of `lane_bytes`. A word of 4 bits, or two of 8, are a lane's fragment
 // of 16 columns: lane 4 g + t has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and g + 8, as tensor cores want

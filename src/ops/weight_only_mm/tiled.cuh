@@ -67,36 +67,36 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
   int const first_slab = blockIdx.z * (S::kRows / kSlab) + warp * S::kSlabs;
   int const all_steps = p.weight.padded_k / kStep;
-  int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
+  int const first_step = rank * all_steps / split, end = (rank + 1) * all_steps / split;
   int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
 
   let_next_kernel_start();
   if (S::kTokens <= 32) {  // more, and memory is not what the kernel waits for
-    W::prefetch(p.weight, first_slab, first_step, steps, kEarlyBytes / (S::kRows / kSlab));
+    W::prefetch(p.weight, first_slab, first_step, end - first_step, kEarlyBytes / (S::kRows / kSlab));
   }
   wait_for_previous_kernel();
 
   typename W::Source const source(p.weight, layout, first_slab);
   auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
   SharedAddress const to = shared_address(shared);
-  auto const ask = [&](int turn, int at) {
-    if (turn < steps) {
-      source.ask(layout, to + at + warp * layout.bytes, first_step + turn);
-      tokens.ask(p.x, to + at + tokens_at, first_step + turn);
+  auto const ask = [&](int step, int at) {
+    if (step < end) {
+      source.ask(layout, to + at + warp * layout.bytes, step);
+      tokens.ask(p.x, to + at + tokens_at, step);
     }
     commit_copies();
   };
 #pragma unroll 1
-  for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, turn * stage_bytes);
+  for (int stage = 0; stage < kStages - 1; ++stage) ask(first_step + stage, stage * stage_bytes);
 
   float sums[S::kSlabs][S::kTokens / 8][4] = {};
   TokenPlace const place;
   int read = 0, write = (kStages - 1) * stage_bytes;
 #pragma unroll 1
-  for (int turn = 0; turn < steps; ++turn) {
+  for (int step = first_step; step < end; ++step) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
-    ask(turn + kStages - 1, write);
+    ask(step + kStages - 1, write);
     std::uint8_t const* const stage = shared + read;
     W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
       return load_tokens(to + read + tokens_at + place.at(block) + tile * TokenPlace::kTile);

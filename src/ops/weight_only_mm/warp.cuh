@@ -33,7 +33,7 @@ struct StageLayout {
 };
 
 // Tokens of a step in shared memory: 256 bytes each, 16 bytes of X at a time, whose places trade with the token's, so
-// that the same columns of eight tokens lie in all banks. Of each block of 32 columns, `chunk` is one of four.
+// that the same columns of eight tokens lie in all banks. `chunk` counts them from a token's first column.
 struct TokenPlace {
   static constexpr int kBytes = kStep * 2;
   static constexpr int kTile = 8 * kBytes;
@@ -73,6 +73,8 @@ struct Warp {
   static constexpr int kFragments = kColumns / 16;      // of a slab and piece
   static constexpr int kBlocks = kColumns / 32;         // of a piece
   static constexpr int kWords = kColumns * kBits / 64;  // of a lane, slab and piece
+  // Where ptxas would load the tokens of all tiles ahead and run out of registers.
+  static constexpr bool kPaced = kTiles > 8 || (kTiles == 8 && kOffsets);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
@@ -278,7 +280,9 @@ struct Warp {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
           uint4 x[kBlocks];
+          if constexpr (kPaced) __syncwarp();
           fetch(x, j);
+          if constexpr (kPaced) __syncwarp();
 #pragma unroll
           for (int s = 0; s < kSlabs; ++s) add(sums[s][j], product(a[s], x), scale[s]);
           if constexpr (kOffsets) add_offsets(x, j);

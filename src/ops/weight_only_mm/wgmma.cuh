@@ -1,9 +1,10 @@
 #pragma once
 
-// SM90, from some ten tokens on: weights are the rows of wgmma's tile, through registers, and tokens its columns. One
-// thread copies with TMA into a ring of steps of 128 columns; the warpgroups of a block multiply 64 or twice 64 weight
-// rows each by all of its tokens, side by side or every so many steps, and while one makes fragments or adds up, others
-// keep the tensor cores busy. A block takes tile after tile; or the blocks of a cluster share the K of one.
+// SM90, for all but the fewest tokens: weights are the rows of wgmma's tile, through registers, and tokens its columns.
+// One thread copies with TMA into a ring of steps of 128 columns; the warpgroups of a block multiply 64 or twice 64
+// weight rows each by all of its tokens, some of them every step, or each way along K every so many; and while one
+// makes fragments or adds up, others keep the tensor cores busy. A block takes tile after tile; or the blocks of a
+// cluster share the K of one.
 
 #include <cutlass/arch/reg_reconfig.h>
 

@@ -22,9 +22,6 @@ inline constexpr int kEarlySteps = 2;    // that a block asks L2 for before the 
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBarrierBytes = 2 * kMaxStages * 8;
 
-// Where TMA puts a byte of a box.
-EPILOQ_HD constexpr int swizzled(int at) { return at ^ at / kLine % 8 * 16; }
-
 // Of a slab's integers in a stage, which lie as in memory: a lane reads 16 bytes of a tile at a time, and those of a
 // warp are neighbours. The fragment of 16 columns from `column` on begins at a word of them.
 EPILOQ_HD constexpr int slab_bytes(int bits) { return kSlab * kPadding * bits / 8; }
