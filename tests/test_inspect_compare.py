@@ -90,7 +90,7 @@ def test_inspect_knows_schemes(tmp_path: Path, scheme: str) -> None:
     epiloq_modules.save(epiloq.quantize_(tiny_model(), scheme), tmp_path / "out")
     found, result = facts(tmp_path / "out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert (found["format"], found["version"], found["scheme"]) == ("epiloq", 1, scheme)
+    assert (found["format"], found["version"], found["scheme"]) == ("epiloq", epiloq_modules.VERSION, scheme)
     assert {row["weights"][:3] for row in found["kinds"]} == {"fp8" if "fp8" in scheme else "int"}
     assert found["formats"]["epiloq"] is None
 
