@@ -113,6 +113,20 @@ def test_any_magnitude(columns: int, exponent: float, seed: int) -> None:
         assert_close(gated(x), q, scale, choice)
 
 
+@pytest.mark.parametrize("choice", CHOICES)
+def test_norms_at_the_ends_of_float32(seed: int, device: str, choice: dict[str, Any]) -> None:
+    """Rows, groups and weights so large or small that x * weight leaves float32, though the norm does not."""
+    exponents = torch.tensor([-140, -126, -110, -100, -60, -1, 0, 40, 57]).view(-1, 1)
+    for columns, more in ((512, 0), (512, -45), (512, 60), (4096, -100), (500, -126), (2048, 66)):
+        x, residual = (torch.ldexp(torch.randn(9, columns), exponents).to(device) for _ in range(2))
+        weight = torch.rand(columns) + 0.5
+        weight[: columns // 2] = torch.ldexp(weight[: columns // 2], torch.tensor(more))
+        weight = weight.to(device)
+        for added in (None, residual):
+            q, scale = epiloq.rms_norm_quant(x, weight, 1e-12, residual=added, **choice)[:2]
+            assert_close(normalised(x, weight, 1e-12, added), q, scale, choice)
+
+
 def test_gates_that_close(device: str) -> None:
     """Down to where silu vanishes, and up to where it is the identity."""
     gate = torch.tensor([-1000.0, -100.0, -89.0, -88.0, -87.0, -20.0, -1.0, -0.0, 0.0, 1.0, 20.0, 89.0, 1000.0])

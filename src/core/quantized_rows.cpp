@@ -76,8 +76,9 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
       by_row || (rows.tile_cols % kVector == 0 && std::has_single_bit(lanes) && lanes >= kFewestLanes && lanes <= 32);
   int const vectors = rows.cols / kVector;
   if (!whole || !in_warp || vectors > kVectors[kernels - 1] * kMaxThreads) return {0, whole_warps(rows.cols), 0};
-  // Few rows want many threads each, for latency; many rows small blocks, of which an SM runs several.
-  int const comfortable = rows.rows <= 2 * sm_count ? kMaxThreads : 128;
+  // Few rows want many threads each, for latency; many rows small blocks, of which an SM runs several, whose threads
+  // have more to do for each of their exchanges.
+  int const comfortable = rows.rows <= 2 * sm_count ? kMaxThreads : rows.rows <= 16 * sm_count ? 128 : 64;
   int kernel = 1;
   while (kernel < kernels && vectors > kVectors[kernel - 1] * comfortable) ++kernel;
   int const threads = static_cast<int>(ceil_div(vectors, kVectors[kernel - 1]));

@@ -8,14 +8,15 @@
 
 namespace epiloq {
 
-// In a fixed order, so that the bits repeat. As largest_of_block, in shared memory of its own.
+// In a fixed order, so that the bits repeat.
+__device__ __forceinline__ float sum_of_warp(float part) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) part += __shfl_xor_sync(~0u, part, offset);
+  return part;
+}
+// As largest_of_block, in shared memory of its own.
 __device__ __forceinline__ float sum_of_block(float value) {
   __shared__ float of_warp[kMaxThreads / 32];
-  auto const sum_of_warp = [](float part) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) part += __shfl_xor_sync(~0u, part, offset);
-    return part;
-  };
   value = sum_of_warp(value);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
@@ -94,16 +95,18 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
   for (int c = column + kVectors * step; c < p.padded_cols; c += step) *reinterpret_cast<uint2*>(q + c) = {};
 }
 
-// The same of rows in any layout: `value(column)` is computed twice.
-template <class Format, class Value>
+// The same of rows in any layout: `value(column)` is computed twice. Loops are unrolled so many times.
+template <class Format, int kUnroll = 4, class Value>
 __device__ void quantize_elements(QuantizedRows const& p, int row, Value value) {
   std::uint8_t* const q = p.q + row * p.stride_q;
   auto const largest = [&](int begin, int end, int first, int step) {
     float amax = 0.f;
+#pragma unroll kUnroll
     for (int c = begin + first; c < end; c += step) amax = larger(amax, fabsf(value(c)));
     return amax;
   };
   auto const store = [&](int begin, int end, int first, int step, float scale) {
+#pragma unroll kUnroll
     for (int c = begin + first; c < end; c += step) {
       q[c] = static_cast<std::uint8_t>(pack<Format>(__fdiv_rn(value(c), scale), 0.f, 0.f, 0.f));
     }

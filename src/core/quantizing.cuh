@@ -129,10 +129,11 @@ struct Vector {
   }
   // In fp32, rounded once.
   __device__ __forceinline__ void add(Vector const& other) {
+    float sum[kVector], added[kVector];
+    widen(sum);
+    other.widen(added);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      values[i] = static_cast<T>(static_cast<float>(values[i]) + static_cast<float>(other.values[i]));
-    }
+    for (int i = 0; i < kVector; ++i) values[i] = static_cast<T>(sum[i] + added[i]);
   }
   __device__ __forceinline__ void widen(float (&out)[kVector]) const {
 #pragma unroll
@@ -141,6 +142,17 @@ struct Vector {
   __device__ __forceinline__ float largest() const;  // of the magnitudes
   __device__ __forceinline__ Range range() const;
 };
+
+// An instruction each, where conversions one by one take the upper halves down first.
+template <>
+__device__ __forceinline__ void Vector<__nv_bfloat16>::widen(float (&out)[kVector]) const {
+  auto const* const pairs = reinterpret_cast<unsigned const*>(values);
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    out[2 * i] = __uint_as_float(pairs[i] << 16);
+    out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
+}
 
 template <>
 __device__ __forceinline__ float Vector<float>::largest() const {

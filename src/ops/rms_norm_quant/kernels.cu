@@ -10,50 +10,117 @@ __device__ float inverse_rms(Problem const& p, float sum_of_squares) {
   return __frcp_rn(__fsqrt_rn(sum_of_squares / count + p.eps));
 }
 
-// The row in registers: one pass.
+template <class Format, int kUnroll, class T>
+__device__ __forceinline__ void quantize_normed(Problem const& p, int row, T const* source, float inverse) {
+  quantize_elements<Format, kUnroll>(p.out, row, [&](int c) {
+    return static_cast<float>(source[c]) * inverse * static_cast<float>(static_cast<T const*>(p.weight)[c]);
+  });
+}
+
+// Magnitudes of x * weight, and of the inverse, whose products and quotients stay within float32.
+__device__ bool holds(float amax) { return amax == 0.f || (amax >= 0x1p-100f && amax <= 0x1p60f); }
+__device__ bool is_moderate(float inverse) { return inverse >= 0x1p-60f && inverse <= 0x1p60f; }
+
+// The others' rows, from memory again, in as few registers as the kernel has without it.
+template <class T, class Format>
+__device__ __noinline__ void quantize_again(Problem const& p, int row, float inverse) {
+  bool const adds = p.residual != nullptr;
+  void const* const rows = adds ? p.residual_out : p.x;
+  std::int64_t const stride = adds ? p.stride_residual_out : p.stride_x;
+  quantize_normed<Format, 1>(p, row, static_cast<T const*>(rows) + row * stride, inverse);
+}
+
+// What a row's threads tell one another, at one barrier.
+struct RowParts {
+  float sum_of_squares, amax;
+  bool all_hold;
+};
+__device__ __forceinline__ RowParts of_block(RowParts part) {
+  __shared__ float2 of_warp[kMaxThreads / 32];
+  part.sum_of_squares = sum_of_warp(part.sum_of_squares);
+  part.amax = largest_of_warp(part.amax);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = {part.sum_of_squares, part.amax};
+  bool const all_hold = __syncthreads_and(part.all_hold);
+  float2 const other = threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : float2{};
+  return {sum_of_warp(other.x), largest_of_warp(other.y), all_hold};
+}
+
+// The row's vectors, with the residual's, which are asked for before any is written.
+template <class T, int kVectors>
+__device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&x)[kVectors]) {
+  int const column = threadIdx.x * kVector, step = blockDim.x * kVector;
+  T const* const source = static_cast<T const*>(p.x) + row * p.stride_x + column;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) x[v].load_if(column + v * step < p.out.cols, source + v * step);
+  if (p.residual == nullptr) return;
+  T const* const residual = static_cast<T const*>(p.residual) + row * p.stride_residual + column;
+  T* const residual_out = static_cast<T*>(p.residual_out) + row * p.stride_residual_out + column;
+  Vector<T> added[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) added[v].load_if(column + v * step < p.out.cols, residual + v * step);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    x[v].add(added[v]);
+    if (column + v * step < p.out.cols) x[v].store(residual_out + v * step);
+  }
+}
+
+// The row in registers: one pass over memory, one barrier. What the row is divided by is not known before its sum is,
+// so x * weight is measured and kept, and multiplied by inverse / scale at the end.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
   wait_for_previous_kernel();
   int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
-  T const* const x = static_cast<T const*>(p.x) + row * p.stride_x + column;
-  T const* const residual = static_cast<T const*>(p.residual) + row * p.stride_residual + column;
-  T* const residual_out = static_cast<T*>(p.residual_out) + row * p.stride_residual_out + column;
-  Vector<T> held[kVectors], weight[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) held[v].load_if(column + v * step < p.out.cols, x + v * step);
+  QuantizedRows const& out = p.out;
+  T const* const weights = static_cast<T const*>(p.weight) + column;
+  Vector<T> held[kVectors];
+  read_row(p, row, held);
+  float sum = 0.f, products[kVectors][kVector], amax[kVectors], of_row = 0.f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    weight[v].clear();
-    if (column + v * step < p.out.cols) weight[v].load_cached(static_cast<T const*>(p.weight) + column + v * step);
-  }
-  if (p.residual != nullptr) {
+    Vector<T> weight;
+    weight.clear();
+    if (column + v * step < out.cols) weight.load_cached(weights + v * step);
+    float values[kVector];
+    held[v].widen(values);
+    weight.widen(products[v]);
+    amax[v] = 0.f;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column + v * step < p.out.cols) {
-        Vector<T> added;
-        added.load(residual + v * step);
-        held[v].add(added);
-        held[v].store(residual_out + v * step);
-      }
+    for (int i = 0; i < kVector; ++i) {
+      sum = __fmaf_rn(values[i], values[i], sum);
+      products[v][i] *= values[i];
+      amax[v] = larger(amax[v], fabsf(products[v][i]));
+    }
+    of_row = larger(of_row, amax[v]);
+  }
+  let_next_kernel_start();
+  bool const by_row = out.lanes == 0;
+  // Of one of the thread's vectors, its group's.
+  int const of_vector = threadIdx.x % kVectors;
+  float const of_group = by_row ? of_row : largest_of_tiles(amax, out.lanes);
+  RowParts const whole = of_block({sum, of_row, by_row || holds(of_group)});
+  float const inverse = inverse_rms(p, whole.sum_of_squares);
+  if (!whole.all_hold || !holds(whole.amax) || !is_moderate(inverse)) return quantize_again<T, Format>(p, row, inverse);
+  int const tile = by_row ? 0 : (column + of_vector * step) >> (__ffs(out.tile_cols) - 1);  // a power of two
+  bool const writes = by_row ? threadIdx.x == 0 : (threadIdx.x & (out.lanes - 1)) < kVectors;
+  float const largest = by_row ? whole.amax : of_group;
+  float const scale = measured<Format>(out, row, tile, largest * inverse, writes && tile < out.tiles).scale;
+  float const factor = largest == 0.f ? 0.f : __fdividef(inverse, scale);
+  std::uint8_t* const q = out.q + row * out.stride_q;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    int const c = column + v * step;
+    float const times = by_row ? factor : __shfl_sync(~0u, factor, v, out.lanes);
+    if (c < out.cols) {
+      float (&y)[kVector] = products[v];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) y[i] *= times;
+      *reinterpret_cast<uint2*>(q + c) = {pack<Format>(y[0], y[1], y[2], y[3]), pack<Format>(y[4], y[5], y[6], y[7])};
+    } else if (c < out.padded_cols) {
+      *reinterpret_cast<uint2*>(q + c) = {};
     }
   }
-  float sum = 0.f, values[kVectors][kVector];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    held[v].widen(values[v]);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum = __fmaf_rn(values[v][i], values[v][i], sum);
-  }
-  float const inverse = inverse_rms(p, sum_of_block(sum));
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float factors[kVector];
-    held[v].widen(values[v]);
-    weight[v].widen(factors);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) values[v][i] = values[v][i] * inverse * factors[i];
-  }
-  quantize_row<Format>(p.out, row, values);
+  for (int c = column + kVectors * step; c < out.padded_cols; c += step) *reinterpret_cast<uint2*>(q + c) = {};
 }
 
 template <class T, class Format>
@@ -77,9 +144,7 @@ __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Proble
     sum = __fmaf_rn(value, value, sum);
   }
   float const inverse = inverse_rms(p, sum_of_block(sum));
-  quantize_elements<Format>(p.out, row, [&](int c) {
-    return static_cast<float>(source[c]) * inverse * static_cast<float>(static_cast<T const*>(p.weight)[c]);
-  });
+  quantize_normed<Format, 4>(p, row, source, inverse);
 }
 
 template <class T, class Format>
