@@ -53,10 +53,16 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
         explained = epiloq.explain("weight_only_mm", **problem, group_size=128, arch="sm90")
         if problem in ODD or explained.startswith("de-quantise"):  # not in this sweep
             continue
-        times, fastest = row["us"], min(row["us"].values())
+        # Up to 128 tokens no weight is rounded.
+        times = {
+            name: us
+            for name, us in row["us"].items()
+            if row["m"] > 128 or not name.partition(" split")[0].endswith(",r")
+        }
+        fastest = min(times.values())
         chosen = name_in_sweep(explained)
-        if chosen not in times:  # tiles of 64 by 96 and 128 tokens; one that shares K though all SMs are busy without
-            assert row["m"] in (96, 128) or problem == UNTIMED, (problem, chosen)
+        if chosen not in times:  # it shares K though all SMs are busy without
+            assert problem == UNTIMED, (problem, chosen)
             continue
         behind[problem["bits"], problem["m"]].append(times[chosen] / fastest)
         assert times[chosen] <= 1.15 * fastest, (problem, chosen)

@@ -53,6 +53,9 @@ class GroupwiseScheduler {
     return true;
   }
 
+  // Whether no tile follows. Nor may one if only experts without rows are left, which this does not see.
+  __device__ bool was_last() const { return expert_ + 1 >= p_.experts && index_ - before_ >= rows_ * tiles_.columns; }
+
  private:
   static constexpr int kBand = 8;
   static __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -36,9 +36,9 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
     if (group_k == 0) out.expect(tile);
-    Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary);
+    Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
     if constexpr (C::kKGroups > 1) Math::meet(sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
-    if (group_k == 0) out.store(sums, tile);
+    if (group_k == 0) out.store(sums, tile, scheduler.was_last());
   }
   out.finish();
 }

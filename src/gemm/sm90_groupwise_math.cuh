@@ -121,27 +121,31 @@ struct GroupwiseMath {
     }
   }
 
-  // The next `steps` stages, every kKGroups-th of them.
+  // The next `steps` stages, every kKGroups-th of them. `meanwhile` is called once for each,
+  // with wgmma under way, if C::kSendsBetween.
+  template <class Meanwhile>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
-                                             int steps, int boundary) {
+                                             int steps, int boundary, Meanwhile meanwhile) {
     if (steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums[0], of, at, steps);
+      sum_in_place(sums[0], of, at, steps, meanwhile);
     } else if constexpr (C::kOverlaps) {
       sum_overlapped(sums[0], of, at, steps, boundary);
     } else {
-      sum_in_turn(sums, of, at, steps, boundary);
+      sum_in_turn(sums, of, at, steps, boundary, meanwhile);
     }
   }
 
   // Of int8, onto the sums themselves: each stage is given back once the one after it is under way.
+  template <class Meanwhile>
   static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, RingPosition<C> at,
-                                                      int steps) {
+                                                      int steps, Meanwhile meanwhile) {
     RingPosition<C> behind = at;
     for (int i = 0; i < steps; ++i) {
       wait(of, at);
       begin(sums, of, at, 0, true);
       at.advance(C::kKGroups);
+      meanwhile();
       if (i == 0) continue;
       await<1>(sums);
       release(of, behind);
@@ -153,8 +157,9 @@ struct GroupwiseMath {
 
   // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
   // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer.
+  template <class Meanwhile>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
-                                                     RingPosition<C> at, int steps, int boundary) {
+                                                     RingPosition<C> at, int steps, int boundary, Meanwhile meanwhile) {
     float product[kSums];
     Factors factors;
 #pragma unroll 4
@@ -164,6 +169,7 @@ struct GroupwiseMath {
       for (int round = 0; round < C::kRounds; ++round) {
         begin(product, of, at, round, false);
         if (round == 0) read(factors, of, at);
+        if (round == C::kRounds - 1) meanwhile();
         await<0>(product);
         if (round == C::kRounds - 1) release(of, at);
         add(sums[round], product, factors, round, boundary);

@@ -14,8 +14,9 @@ namespace epiloq::gemm {
 
 // A warp's way out. It writes 16 rows by a line of columns into a slot of shared memory, in the order of TMA's swizzle,
 // of which no two lanes' writes meet in a bank. TMA takes whole slots from there to D while the warp goes on; where it
-// cannot, the warp copies. Scales of whole rows are asked for before there is anything to multiply by them, and then
-// the epilogue's expression is evaluated in registers.
+// cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up what they read for
+// the next: so a tile's slots leave one by one between its products. Scales of whole rows are asked for before there is
+// anything to multiply by them, and then the epilogue's expression is evaluated in registers.
 template <class C>
 class GroupwiseStore {
  public:
@@ -55,28 +56,44 @@ class GroupwiseStore {
     }
   }
 
-  // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out.
-  __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile) {
+  // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
+  // next tile's products, if there are some.
+  __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile,
+                                        bool is_last) {
+    while (unsent_ > 0) send_one();
     if constexpr (C::kWholeRows) {
       wait_for_copies<0>();
       __syncwarp();
     }
-#pragma unroll
-    for (int round = 0; round < C::kRounds; ++round) {
-      params_.p.bias == nullptr ? store_round<false>(sums[round], round, tile)
-                                : store_round<true>(sums[round], round, tile);
+    bool const later = kSendsLater && !is_last && leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
+    params_.p.bias == nullptr ? store_tile<false>(sums, tile, later) : store_tile<true>(sums, tile, later);
+  }
+
+  // Between two products: a slot of the tile before, if there is one left.
+  __device__ __forceinline__ void send_one() {
+    if (!kSendsLater || unsent_ == 0) return;
+    int const part = kParts - unsent_;
+    --unsent_;
+    if (is_elected()) {
+      send(part, part, unsent_row_, unsent_column_);
+      commit_stores();
     }
   }
 
   // Before shared memory goes.
-  __device__ void finish() const {
+  __device__ void finish() {
+    while (unsent_ > 0) send_one();
     if constexpr (C::kStoresBoxes) {
       if (is_elected()) wait_for_stores<0>();
     }
   }
 
  private:
-  static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
+  static constexpr int kUnit = 16 / sizeof(Out);          // elements that are written at once
+  static constexpr int kEights = C::kChunk / 8;           // columns of a slot
+  static constexpr int kParts = C::kRounds * C::kChunks;  // of a tile, a slot each
+  static constexpr int kLastRound = (C::kRounds - 1) * 64;
+  static constexpr bool kSendsLater = C::kSendsBetween && kParts <= C::kSlots;
 
   // One value a column and one a row, all 4 bytes; null rows are 1.
   template <class T>
@@ -96,25 +113,76 @@ class GroupwiseStore {
     }
   }
 
+  // A slot leaves once it is full, or later, with all of the tile's.
   template <bool kHasBias>
-  __device__ __forceinline__ void store_round(Sum const (&sums)[C::kSums], int round, GroupwiseTile const& tile) {
-    int const first_row = tile.first_row + first_row_ + round * 64;
+  __device__ __forceinline__ void store_tile(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile,
+                                             bool later) {
+    int const tile_row = tile.first_row + first_row_;
 #pragma unroll
-    for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-      constexpr int kOfChunk = C::kChunk / 8;
-      unsigned char* const slot = take_slot();
-#pragma unroll
-      for (int j = 0; j < kOfChunk && chunk * kOfChunk + j < C::kN / 8; ++j) {
-        int const eight = chunk * kOfChunk + j, column = 8 * eight + 2 * (lane_ % 4);
-        float2 const bias = kHasBias ? bias_of(tile.first_column + column) : float2{};
-        float values[4];
-        finish_sums<kHasBias>(values, sums + 4 * eight, round, column, bias);
-        unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
-        put(at, values[0], values[1]);
-        put(at + 8 * C::kLine, values[2], values[3]);
+    for (int part = 0; part < kParts; ++part) {
+      int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
+      if (part == 0) take_slots<0>();
+      if (part >= C::kSlots) take_slots<C::kSlots - 1>();
+      fill_slot<kHasBias>(slot_at(slot), sums[round], round, chunk, tile);
+      if (later) continue;
+      int const row = tile_row + round * 64, column = chunk * C::kChunk;
+      bool const by_box = leaves_by_box(row, tile.end_row);
+      if constexpr (C::kStoresBoxes) fence_stored();
+      __syncwarp();
+      if constexpr (C::kStoresBoxes) {
+        if (is_elected()) {
+          if (by_box) send(slot, part, tile_row, tile.first_column);
+          commit_stores();  // a slot is a group, if an empty one
+        }
       }
-      int const columns = min(C::kChunk, C::kN - chunk * C::kChunk);
-      give(slot, first_row, tile.end_row, tile.first_column + chunk * C::kChunk, columns);
+      if (by_box) continue;
+      copy_slot(slot_at(slot), row, tile.end_row, tile.first_column + column, min(C::kChunk, C::kN - column));
+    }
+    if (!later) return;
+    fence_stored();
+    __syncwarp();
+    unsent_ = kParts, unsent_row_ = tile_row, unsent_column_ = tile.first_column;
+  }
+
+  // What the epilogue takes besides sums: of a slot's columns, two neighbours of each eight, and of two rows.
+  struct OfColumns {
+    float2 scale[kEights], bias[kEights];
+    int2 azp_adj[kEights];
+  };
+  struct OfRows {
+    float scale[2];
+    int azp[2];
+  };
+
+  // All that is read stands before what is written: the compiler takes one for the other.
+  template <bool kHasBias>
+  __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kSums], int round, int chunk,
+                                            GroupwiseTile const& tile) const {
+    OfColumns columns;
+    OfRows rows{{1.f, 1.f}, {1, 1}};
+    auto const is_there = [&](int j) { return chunk * kEights + j < C::kN / 8; };
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      int const column = 8 * (chunk * kEights + j) + 2 * (lane_ % 4);
+      columns.bias[j] = kHasBias && is_there(j) ? bias_of(tile.first_column + column) : float2{};
+      if (!C::kWholeRows || !is_there(j)) continue;
+      columns.scale[j] = *reinterpret_cast<float2 const*>(operands_ + column);
+      if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(zero_points() + column);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 && C::kWholeRows; ++i) {
+      int const row = C::kN + round * 16 + lane_ / 4 + 8 * i;
+      rows.scale[i] = operands_[row];
+      if (C::kHasZeroPoint) rows.azp[i] = zero_points()[row];
+    }
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      if (!is_there(j)) continue;
+      float values[4];
+      finish_sums<kHasBias>(values, sums + 4 * (chunk * kEights + j), rows, columns, j);
+      unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
+      put(at, values[0], values[1]);
+      put(at + 8 * C::kLine, values[2], values[3]);
     }
   }
 
@@ -125,37 +193,29 @@ class GroupwiseStore {
             column + 1 < n ? static_cast<float>(bias[column + 1]) : 0.f};
   }
 
+  __device__ __forceinline__ int const* zero_points() const {
+    return reinterpret_cast<int const*>(operands_ + C::kScalesOfWarp);
+  }
+
   // Two neighbours of a row, and of the eighth after it.
   template <bool kHasBias>
-  __device__ __forceinline__ void finish_sums(float (&values)[4], Sum const* sums, int round, int column,
-                                              float2 const& bias) const {
-    if constexpr (C::kWholeRows) {
-      // The operands of two columns and two rows, in registers.
-      int const row = C::kN + round * 16 + lane_ / 4;
-      float2 const scale_b = *reinterpret_cast<float2 const*>(operands_ + column);
-      float const* const scale_a = operands_ + row;
-      [[maybe_unused]] int2 azp_adj{};
-      [[maybe_unused]] int const* azp = nullptr;
-      if constexpr (C::kHasZeroPoint) {
-        auto const* const zero_points = reinterpret_cast<int const*>(operands_ + C::kScalesOfWarp);
-        azp_adj = *reinterpret_cast<int2 const*>(zero_points + column);
-        azp = zero_points + row;
-      }
+  __device__ __forceinline__ void finish_sums(float (&values)[4], Sum const* sums, OfRows const& rows,
+                                              OfColumns const& columns, int j) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        bool const second = i % 2 == 1;
-        float const of_row = scale_a[i / 2 * 8], of_column = second ? scale_b.y : scale_b.x;
-        float const of_bias = second ? bias.y : bias.x;
+    for (int i = 0; i < 4; ++i) {
+      bool const second = i % 2 == 1;
+      float const of_bias = second ? columns.bias[j].y : columns.bias[j].x;
+      if constexpr (C::kWholeRows) {
+        float const of_column = second ? columns.scale[j].y : columns.scale[j].x;
+        int const adj = C::kHasZeroPoint ? second ? columns.azp_adj[j].y : columns.azp_adj[j].x : 0;
         epilogue::Operands with;
-        with.scale_a = &of_row, with.scale_b = &of_column, with.bias = &of_bias;
-        int const adj = second ? azp_adj.y : azp_adj.x, zero = C::kHasZeroPoint ? azp[i / 2 * 8] : 1;
-        with.azp_adj = &adj, with.azp = &zero;
+        with.scale_a = &rows.scale[i / 2], with.scale_b = &of_column, with.bias = &of_bias;
+        with.azp_adj = &adj, with.azp = &rows.azp[i / 2];
         using Value = std::conditional_t<C::kExact, std::int32_t, float>;
         values[i] = epilogue::eval(C::Epilogue::template make<float>(with), static_cast<Value>(sums[i]), 0, 0);
+      } else {
+        values[i] = kHasBias ? sums[i] + of_bias : sums[i];
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = kHasBias ? sums[i] + (i % 2 == 0 ? bias.x : bias.y) : sums[i];
     }
   }
 
@@ -163,39 +223,36 @@ class GroupwiseStore {
     return (row * C::kLine + column * static_cast<int>(sizeof(Out))) ^ (row % 8 * 16);
   }
 
-  // The slot that was given longest ago, once it has been read.
-  __device__ __forceinline__ unsigned char* take_slot() {
+  __device__ __forceinline__ unsigned char* slot_at(int slot) const { return staging_ + slot * C::kSlotBytes; }
+
+  // Once all but the last kPending that were given have been read.
+  template <int kPending>
+  __device__ __forceinline__ void take_slots() const {
     if constexpr (C::kStoresBoxes) {
-      if (is_elected()) wait_for_stores<C::kSlots - 1>();
+      if (is_elected()) wait_for_stores<kPending>();
     }
     __syncwarp();
-    unsigned char* const slot = staging_ + next_ * C::kSlotBytes;
-    next_ = next_ + 1 < C::kSlots ? next_ + 1 : 0;
-    return slot;
   }
 
-  // A slot's `columns`, of which some may be past D's last, as rows past the tile's. TMA leaves out what is past D's
-  // own last row and column; an expert's rows may end before.
-  __device__ __forceinline__ void give(unsigned char const* slot, int first_row, int end_row, int first_column,
-                                       int columns) const {
+  // By one lane, which then commits.
+  __device__ __forceinline__ void send(int slot, int part, int tile_row, int tile_column) const {
+    int const column = (tile_column + part % C::kChunks * C::kChunk) * static_cast<int>(sizeof(Out));
+    store_box(params_.output, column, tile_row + part / C::kChunks * 64, shared_address(slot_at(slot)));
+  }
+
+  // TMA leaves out what is past D's own last row and column; an expert's rows may end before.
+  __device__ __forceinline__ bool leaves_by_box(int first_row, int end_row) const {
     auto const& p = params_.p;
-    bool const has_rows = first_row + 16 <= end_row;
-    if constexpr (C::kStoresBoxes) {
-      bool const stores = params_.stores_boxes && (has_rows || (p.offs == nullptr && p.masked_m == nullptr));
-      fence_stored();
-      __syncwarp();
-      if (is_elected()) {
-        if (stores) {
-          store_box(params_.output, first_column * static_cast<int>(sizeof(Out)), first_row, shared_address(slot));
-        }
-        commit_stores();  // a slot is a group, if an empty one
-      }
-      if (stores) return;
-    } else {
-      __syncwarp();
-    }
+    bool const last_is_own = p.offs == nullptr && p.masked_m == nullptr;
+    return C::kStoresBoxes && params_.stores_boxes && (last_is_own || first_row + 16 <= end_row);
+  }
+
+  // A slot's `columns`, of which some may be past D's last, as rows past the tile's.
+  __device__ __forceinline__ void copy_slot(unsigned char const* slot, int first_row, int end_row, int first_column,
+                                            int columns) const {
+    auto const& p = params_.p;
     auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
-    if (!C::kStoresBoxes && has_rows && first_column + columns <= p.n && has_lines(p)) {
+    if (!C::kStoresBoxes && first_row + 16 <= end_row && first_column + columns <= p.n && has_lines(p)) {
       int const units = columns / kUnit;
 #pragma unroll
       for (int i = lane_; i < 16 * units; i += 32) {
@@ -229,8 +286,8 @@ class GroupwiseStore {
   unsigned char* staging_;
   float* operands_;  // of the epilogue: of columns, of rows, and their zero points
   int first_row_, lane_;
-  int own_;  // where the lane's first two values of a slot are
-  int next_ = 0;
+  int own_;                                              // where the lane's first two values of a slot are
+  int unsent_ = 0, unsent_row_ = 0, unsent_column_ = 0;  // parts of the tile before that have not left, and its place
 };
 
 }  // namespace epiloq::gemm

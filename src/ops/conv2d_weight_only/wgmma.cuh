@@ -24,18 +24,19 @@ struct ImageTokens {
   static constexpr int kCopyRegisters = 40;
 
   Params const& params;
+  CUtensorMap const& map;
   conv2d::FirstTap first;
   conv2d::Column column;
 
-  __device__ ImageTokens(Params const& params_, int first_pixel, int first_step)
+  __device__ ImageTokens(Params const& params_, CUtensorMap const& map_, int first_pixel, int first_step)
       : params(params_),
+        map(map_),
         first(conv2d::first_tap_of(params.shape, static_cast<unsigned>(first_pixel))),
         column(conv2d::Column::of(params.shape, params.padded_channels, first_step * wo::kPadding)) {}
 
   __device__ __forceinline__ void ask(unsigned char* to, std::uint64_t* barrier) {
     conv2d::Box const box = box_of(params.shape, column);
-    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&params.maps.tokens, barrier, to, box.channel, first.x, first.y, first.image,
-                                        box.x, box.y);
+    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, barrier, to, box.channel, first.x, first.y, first.image, box.x, box.y);
     column.advance(params.shape, params.padded_channels, {0, 0, wo::kColumns});
   }
 };
@@ -57,9 +58,9 @@ struct ImageReads {
   wo::WeightReads weight;
   void const* x;
   conv2d::Shape shape;
-  int pixel_box;
+  wo::TokenBoxes boxes;
 
-  CUtensorMap token_map() const { return tensor_map_of(x, *conv2d::image_map_of(shape, kElementBytes), pixel_box); }
+  CUtensorMap token_map(int box) const { return tensor_map_of(x, *conv2d::image_map_of(shape, kElementBytes), box); }
   bool operator==(ImageReads const&) const = default;
 };
 
@@ -69,7 +70,8 @@ void launch_wgmma(Patches const& problem, int split, int device, Stream stream) 
   using C = wo::Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens,
                       kConfig.rounds, ImageTokens>;
   wo::Problem const& p = problem.product;
-  ImageReads const reads{wo::WeightReads::of(p.weight, C::kRows, kGroups), p.x, problem.shape, wo::token_box<C>(p)};
+  ImageReads const reads{wo::WeightReads::of(p.weight, C::kRows, kGroups), p.x, problem.shape,
+                         wo::TokenBoxes::of(p.m, C::kTokens)};
   ImageParams const params{wo::params_of<C>(kConfig, p, wo::cached_maps(reads, device), device), problem.shape,
                            problem.padded_channels};
   wo::launch_tiles<C>(kConfig, params, split, device, stream, "launching epiloq.conv2d_weight_only");

@@ -27,19 +27,36 @@ struct WeightReads {
   bool operator==(WeightReads const&) const = default;
 };
 
+// Tokens that are copied at a time, of a whole tile and of the last: whole eights, which the swizzle's pattern has.
+struct TokenBoxes {
+  int whole, last;
+
+  static TokenBoxes of(int tokens, int tile) {
+    auto const box = [](int there) { return (there + kEight - 1) / kEight * kEight; };
+    int const rest = tokens % tile;
+    return {std::min(tile, box(tokens)), rest == 0 ? tile : box(rest)};
+  }
+  bool operator==(TokenBoxes const&) const = default;
+
+  static constexpr int kEight = 8;
+};
+
 // And of tokens that are rows of a matrix.
 struct MatrixReads {
   WeightReads weight;
   void const* x;
   std::int64_t stride_x;
-  int k, m, token_box;
+  int k, m;
+  TokenBoxes boxes;
 
-  CUtensorMap token_map() const { return gemm::tensor_map_of(x, m, std::int64_t{k} * 2, stride_x * 2, token_box); }
+  CUtensorMap token_map(int box) const { return gemm::tensor_map_of(x, m, std::int64_t{k} * 2, stride_x * 2, box); }
   bool operator==(MatrixReads const&) const = default;
 };
 
-inline WgmmaMaps maps_of(WeightReads const& r, CUtensorMap const& tokens) {
+template <class Reads>
+WgmmaMaps maps_of(Reads const& reads) {
   using gemm::encode_tensor_map;
+  WeightReads const& r = reads.weight;
   auto const u64 = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
   auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
   std::uint64_t const slabs = u64((r.n + kSlab - 1) / kSlab), of_slab = u64(r.padded_k / kPadding) * slab_bytes(r.bits);
@@ -53,7 +70,8 @@ inline WgmmaMaps maps_of(WeightReads const& r, CUtensorMap const& tokens) {
   maps.weights =
       encode_tensor_map(r.q, {of_slab / kMapWord, slabs}, {of_slab}, {u32(slab_bytes(r.bits) / kMapWord), box_slabs},
                         CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_UINT64);
-  maps.tokens = tokens;
+  maps.tokens[0] = reads.token_map(reads.boxes.whole);
+  maps.tokens[1] = reads.token_map(reads.boxes.last);
   maps.scales = parameters(r.scale, r.scale_bytes);
   if (r.zero != nullptr) maps.zeros = parameters(r.zero, 1);
   return maps;
@@ -64,28 +82,21 @@ template <class Reads>
 WgmmaMaps const& cached_maps(Reads const& reads, int device) {
   thread_local gemm::ParamsCache<Reads, WgmmaMaps> cache;
   return cache.get(gemm::cache_key(reads.x, reads.weight.q, reads.weight.scale), reads, device,
-                   [&] { return maps_of(reads.weight, reads.token_map()); });
+                   [&] { return maps_of(reads); });
 }
 
 inline int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
 
-// Tokens that are copied at a time: whole eights, which the swizzle's pattern has; those past the box are multiplied,
-// and dropped.
-inline constexpr int kEight = 8;
-template <class C>
-int token_box(Problem const& p) {
-  return std::min(C::kTokens, tiles_of(p.m, kEight) * kEight);
-}
-
 template <class C>
 WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, WgmmaMaps const& maps, int device) {
   WgmmaStage const stage(config, C::kBits, C::kGroups, size_of(p.weight.scale_dtype), p.weight.zero != nullptr ? 1 : 0);
+  TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
   int const token_tiles = tiles_of(p.m, C::kTokens), shared_bytes = device_properties(device).shared_memory_per_block;
   return {maps,
           p,
           stage,
           wgmma_stages(config, stage, shared_bytes),
-          stage.loaded_bytes(C::kTokens - token_box<C>(p)),
+          {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
           token_tiles * tiles_of(p.weight.n, C::kRows),
           token_tiles,
           wgmma_exchange_at(config, stage, shared_bytes)};
@@ -113,9 +124,9 @@ void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   using C =
       Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
   // A single row may lie in rows of any length.
-  std::int64_t const stride_x = p.m > 1 ? p.stride_x : tiles_of(p.weight.k, kEight) * kEight;
+  std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
   MatrixReads const reads{
-      WeightReads::of(p.weight, C::kRows, kGroups), p.x, stride_x, p.weight.k, p.m, token_box<C>(p)};
+      WeightReads::of(p.weight, C::kRows, kGroups), p.x, stride_x, p.weight.k, p.m, TokenBoxes::of(p.m, C::kTokens)};
   launch_tiles<C>(kConfig, params_of<C>(kConfig, p, cached_maps(reads, device), device), split, device, stream,
                   "launching epiloq.weight_only_mm");
 }

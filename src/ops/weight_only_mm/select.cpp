@@ -174,12 +174,13 @@ bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
 }
 
 double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  std::int64_t const high = ceil_div(p.n, c.rows()), at_once = clusters(split, 1, t);
-  std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
-  std::int64_t const read = std::min(high, at_once) * split * c.rows() * kPadding * p.bits / 8;  // of a step
+  std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
+  std::int64_t const at_once = clusters(split, 1, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
+  // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
+  std::int64_t const read = std::min(high, ceil_div(at_once, wide)) * split * c.rows() * kPadding * p.bits / 8;
   WgmmaConfig::Time const& time = c.time(p.bits);
   double const step = std::max(time.step, static_cast<double>(read) / kReadRate);
-  return ceil_div(high * ceil_div(p.m, c.tokens), at_once) * (steps * step + time.block);
+  return ceil_div(high * wide, at_once) * (steps * step + time.block);
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {

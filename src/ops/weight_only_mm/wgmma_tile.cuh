@@ -13,13 +13,15 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// What TMA reads. Of weights, a step of the block's slabs in one box; tokens come in boxes of 64 columns.
+// What TMA reads. Of weights, a step of the block's slabs in one box; tokens come in boxes of 64 columns, as many as a
+// tile has and, in the last one, as there are: TMA fills in zeros more slowly than it reads. What a box leaves out
+// stays what it was, and is multiplied for nobody.
 struct WgmmaMaps {
-  CUtensorMap weights, tokens, scales, zeros;
+  CUtensorMap weights, tokens[2], scales, zeros;
 };
 
 __device__ __forceinline__ void prefetch(WgmmaMaps const& maps, bool has_zeros) {
-  cute::prefetch_tma_descriptor(&maps.tokens);
+  cute::prefetch_tma_descriptor(&maps.tokens[0]);
   cute::prefetch_tma_descriptor(&maps.scales);
   if (has_zeros) cute::prefetch_tma_descriptor(&maps.zeros);
 }
@@ -29,7 +31,7 @@ struct WgmmaParams {
   Problem p;
   WgmmaStage stage;
   int stages;
-  int loaded_bytes;  // by TMA, a stage
+  int loaded_bytes[2];  // by TMA, a stage: of a whole tile, of the last
   int tiles, token_tiles;
   int exchange_at;  // in shared memory, of what the ways along K add up
 };
@@ -54,14 +56,14 @@ struct MatrixTokens {
   using Params = WgmmaParams;
   static constexpr int kCopyRegisters = 24;  // of the copying thread, whole eights
 
-  Params const& params;
+  CUtensorMap const& map;
   int first_token, column;
 
-  __device__ MatrixTokens(Params const& params_, int first_token_, int first_step)
-      : params(params_), first_token(first_token_), column(first_step * kPadding) {}
+  __device__ MatrixTokens(Params const& params, CUtensorMap const& map_, int first_token_, int first_step)
+      : map(map_), first_token(first_token_), column(first_step * kPadding) {}
 
   __device__ __forceinline__ void ask(unsigned char* to, std::uint64_t* barrier) {
-    cute::SM90_TMA_LOAD_2D::copy(&params.maps.tokens, barrier, kCopyHint, to, column * 2, first_token);
+    cute::SM90_TMA_LOAD_2D::copy(&map, barrier, kCopyHint, to, column * 2, first_token);
     column += kColumns;
   }
 };
@@ -121,10 +123,14 @@ struct Wgmma {
   struct Copies {
     Params const& params;
     Place place;
+    bool is_last;  // of the token tiles
     Tokens tokens;
 
     __device__ Copies(Params const& params_, int tile)
-        : params(params_), place(params, tile), tokens(params, place.first_token, place.first_step) {}
+        : params(params_),
+          place(params, tile),
+          is_last(place.first_token + kTokens > params.p.m),
+          tokens(params, params.maps.tokens[is_last], place.first_token, place.first_step) {}
 
     // Asks L2 for the first weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
     // where its writes arrive. Few, as copies wait until TMA has been through with these.
@@ -157,7 +163,7 @@ struct Wgmma {
 #pragma unroll 1
       for (int step = 0; step < place.steps; ++step) {
         shared.empty[ring.at].wait(ring.phase);
-        shared.full[ring.at].arrive_and_expect_tx(params.loaded_bytes);
+        shared.full[ring.at].arrive_and_expect_tx(params.loaded_bytes[is_last]);
         ask(stages + ring.at * params.stage.bytes, reinterpret_cast<std::uint64_t*>(&shared.full[ring.at]),
             place.first_step + step);
         ring.advance(params.stages);
