@@ -21,9 +21,9 @@ __device__ __forceinline__ void quantize_normed(Problem const& p, int row, T con
 __device__ bool holds(float amax) { return amax == 0.f || (amax >= 0x1p-100f && amax <= 0x1p60f); }
 __device__ bool is_moderate(float inverse) { return inverse >= 0x1p-60f && inverse <= 0x1p60f; }
 
-// The others' rows, from memory again, in as few registers as the kernel has without it.
+// The others' rows, from memory again, in no more registers than the kernel has without it.
 template <class T, class Format>
-__device__ __noinline__ void quantize_again(Problem const& p, int row, float inverse) {
+__device__ __forceinline__ void quantize_again(Problem const& p, int row, float inverse) {
   bool const adds = p.residual != nullptr;
   void const* const rows = adds ? p.residual_out : p.x;
   std::int64_t const stride = adds ? p.stride_residual_out : p.stride_x;
@@ -66,9 +66,10 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
 }
 
 // The row in registers: one pass over memory, one barrier. What the row is divided by is not known before its sum is,
-// so x * weight is measured and kept, and multiplied by inverse / scale at the end.
+// so x * weight is measured and kept, and multiplied by inverse / scale at the end. (At least one block an SM, said so
+// that ptxas does not take it for two, spilling on SM80. 0 leaves it to decide: two blocks of a vector a thread.)
 template <class T, class Format, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
+__global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
   wait_for_previous_kernel();
   int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
   QuantizedRows const& out = p.out;
