@@ -70,8 +70,9 @@ def assert_close(values: Tensor, q: Tensor, scale: Tensor, choice: dict[str, Any
     over_scale = values / scale.repeat_interleave(group, -1)[..., :columns]
     over_scale = over_scale.clamp(-LARGEST[dtype], LARGEST[dtype])
     error = (q.cpu()[..., :columns].double() - over_scale).abs()
-    # Half a step from rounding, and what fp32 may move a value by before it.
-    assert (error <= 0.5 * step_of(over_scale, dtype) + 2.0**-19 * over_scale.abs()).all()
+    # Half a step from rounding, and what fp32 may move a value by before it; a subnormal one by two of the smallest.
+    smallest = 2.0**-148 / scale.repeat_interleave(group, -1)[..., :columns]
+    assert (error <= 0.5 * step_of(over_scale, dtype) + 2.0**-19 * over_scale.abs() + smallest).all()
 
 
 @pytest.mark.parametrize("x_dtype", FLOATS)
@@ -115,17 +116,42 @@ def test_any_magnitude(columns: int, exponent: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_norms_at_the_ends_of_float32(seed: int, device: str, choice: dict[str, Any]) -> None:
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("eps", [0.0, 1e-12])
+def test_norms_at_the_ends_of_float32(
+    seed: int, device: str, eps: float, x_dtype: torch.dtype, choice: dict[str, Any]
+) -> None:
     """Rows, groups and weights so large or small that x * weight leaves float32, though the norm does not."""
-    exponents = torch.tensor([-140, -126, -110, -100, -60, -1, 0, 40, 57]).view(-1, 1)
-    for columns, more in ((512, 0), (512, -45), (512, 60), (4096, -100), (500, -126), (2048, 66)):
-        x, residual = (torch.ldexp(torch.randn(9, columns), exponents).to(device) for _ in range(2))
+    # The mean of the squares has to stay a normal number where nothing is added to it.
+    exponents = torch.tensor([-55, -30, -1, 0, 55] if eps == 0 else [-140, -126, -110, -100, -60, -1, 0, 40, 55])
+    for columns, more in ((512, 0), (512, -45), (512, 60), (4096, -100), (500, -126), (2048, 66), (9216, -98)):
+        x, residual = (
+            torch.ldexp(torch.randn(len(exponents), columns), exponents.view(-1, 1)).to(x_dtype).to(device)
+            for _ in range(2)
+        )
         weight = torch.rand(columns) + 0.5
-        weight[: columns // 2] = torch.ldexp(weight[: columns // 2], torch.tensor(more))
-        weight = weight.to(device)
+        small = slice(0, columns // 2 if more != -98 else columns)
+        weight[small] = torch.ldexp(weight[small], torch.tensor(more))
+        weight = weight.to(x_dtype).to(device)
         for added in (None, residual):
-            q, scale = epiloq.rms_norm_quant(x, weight, 1e-12, residual=added, **choice)[:2]
-            assert_close(normalised(x, weight, 1e-12, added), q, scale, choice)
+            q, scale = epiloq.rms_norm_quant(x, weight, eps, residual=added, **choice)[:2]
+            assert_close(normalised(x, weight, eps, added), q, scale, choice)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", FLOATS)
+def test_many_rows(seed: int, x_dtype: torch.dtype) -> None:
+    """Every plan of many rows: one, two and four vectors a thread."""
+    for shape in ((2300, 512), (2300, 1024), (2200, 2048), (300, 4096)):
+        x, residual = ((3 * torch.randn(shape)).to(x_dtype).cuda() for _ in range(2))
+        weight = (torch.rand(shape[1]) + 0.5).to(x_dtype).cuda()
+        gates = torch.cat([x, residual], -1)
+        expected = [normalised(x, weight, 1e-5, added) for added in (None, residual)]
+        for choice in (CHOICES[0], CHOICES[4]):
+            for values, added in zip(expected, (None, residual), strict=True):
+                q, scale = epiloq.rms_norm_quant(x, weight, 1e-5, residual=added, **choice)[:2]
+                assert_close(values, q, scale, choice)
+            assert_close(gated(gates), *epiloq.silu_and_mul_quant(gates, **choice), choice)
 
 
 def test_gates_that_close(device: str) -> None:

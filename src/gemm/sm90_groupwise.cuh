@@ -38,7 +38,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     if (group_k == 0) out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
     if constexpr (C::kKGroups > 1) Math::meet(sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
-    if (group_k == 0) out.store(sums, tile, scheduler.was_last());
+    if (group_k == 0) out.store(sums, tile, scheduler.was_last() || depth < C::kParts);
   }
   out.finish();
 }

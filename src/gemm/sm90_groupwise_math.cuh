@@ -122,7 +122,7 @@ struct GroupwiseMath {
   }
 
   // The next `steps` stages, every kKGroups-th of them. `meanwhile` is called once for each,
-  // with wgmma under way, if C::kSendsBetween.
+  // with wgmma under way, but not where that overlaps.
   template <class Meanwhile>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
                                              int steps, int boundary, Meanwhile meanwhile) {

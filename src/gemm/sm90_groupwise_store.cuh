@@ -15,8 +15,8 @@ namespace epiloq::gemm {
 // A warp's way out. It writes 16 rows by a line of columns into a slot of shared memory, in the order of TMA's swizzle,
 // of which no two lanes' writes meet in a bank. TMA takes whole slots from there to D while the warp goes on; where it
 // cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up what they read for
-// the next: so a tile's slots leave one by one between its products. Scales of whole rows are asked for before there is
-// anything to multiply by them, and then the epilogue's expression is evaluated in registers.
+// the next: so a tile's slots may leave one by one between the next one's products. Scales of whole rows are asked for
+// before there is anything to multiply by them, and then the epilogue's expression is evaluated in registers.
 template <class C>
 class GroupwiseStore {
  public:
@@ -57,22 +57,23 @@ class GroupwiseStore {
   }
 
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
-  // next tile's products, if there are some.
+  // next tile's products, unless there are none, or too few.
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile,
-                                        bool is_last) {
+                                        bool is_last_or_short) {
     while (unsent_ > 0) send_one();
     if constexpr (C::kWholeRows) {
       wait_for_copies<0>();
       __syncwarp();
     }
-    bool const later = kSendsLater && !is_last && leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
+    bool const later =
+        C::kSendsLater && !is_last_or_short && leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
     params_.p.bias == nullptr ? store_tile<false>(sums, tile, later) : store_tile<true>(sums, tile, later);
   }
 
   // Between two products: a slot of the tile before, if there is one left.
   __device__ __forceinline__ void send_one() {
-    if (!kSendsLater || unsent_ == 0) return;
-    int const part = kParts - unsent_;
+    if (!C::kSendsLater || unsent_ == 0) return;
+    int const part = C::kParts - unsent_;
     --unsent_;
     if (is_elected()) {
       send(part, part, unsent_row_, unsent_column_);
@@ -89,11 +90,9 @@ class GroupwiseStore {
   }
 
  private:
-  static constexpr int kUnit = 16 / sizeof(Out);          // elements that are written at once
-  static constexpr int kEights = C::kChunk / 8;           // columns of a slot
-  static constexpr int kParts = C::kRounds * C::kChunks;  // of a tile, a slot each
+  static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
+  static constexpr int kEights = C::kChunk / 8;   // columns of a slot
   static constexpr int kLastRound = (C::kRounds - 1) * 64;
-  static constexpr bool kSendsLater = C::kSendsBetween && kParts <= C::kSlots;
 
   // One value a column and one a row, all 4 bytes; null rows are 1.
   template <class T>
@@ -113,13 +112,13 @@ class GroupwiseStore {
     }
   }
 
-  // A slot leaves once it is full, or later, with all of the tile's.
+  // A slot leaves at once, or all are kept for send_one.
   template <bool kHasBias>
   __device__ __forceinline__ void store_tile(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile,
                                              bool later) {
     int const tile_row = tile.first_row + first_row_;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < C::kParts; ++part) {
       int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
       if (part == 0) take_slots<0>();
       if (part >= C::kSlots) take_slots<C::kSlots - 1>();
@@ -141,7 +140,7 @@ class GroupwiseStore {
     if (!later) return;
     fence_stored();
     __syncwarp();
-    unsent_ = kParts, unsent_row_ = tile_row, unsent_column_ = tile.first_column;
+    unsent_ = C::kParts, unsent_row_ = tile_row, unsent_column_ = tile.first_column;
   }
 
   // What the epilogue takes besides sums: of a slot's columns, two neighbours of each eight, and of two rows.

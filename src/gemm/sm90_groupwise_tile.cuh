@@ -66,7 +66,8 @@ struct Groupwise {
   static constexpr int kChunk = kLine / static_cast<int>(sizeof(Out));  // columns
   static constexpr int kChunks = (kN + kChunk - 1) / kChunk;            // of a round
   static constexpr bool kStoresBoxes = kMGroups == 2 && kN % kChunk == 0;
-  static constexpr int kSlots = kStoresBoxes ? std::min(kRounds * kChunks, 4) : 1;
+  static constexpr int kParts = kRounds * kChunks;  // of a tile
+  static constexpr int kSlots = kStoresBoxes ? std::min(kParts, 4) : 1;
   static constexpr int kSlotBytes = 16 * kLine;
   static_assert(kN % 8 == 0);
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
@@ -126,9 +127,9 @@ struct Groupwise {
 
   // A warpgroup that has the registers multiplies one stage while it adds up the one before.
   static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
-  // A tile may leave between the next one's products; not where two of those are under way, which took 1 to 11 %
-  // longer.
-  static constexpr bool kSendsBetween = kStoresBoxes && !kOverlaps;
+  // A tile may leave between the next one's products if each of its parts has a slot; not where two products are under
+  // way at a time, which took 1 to 11 % longer.
+  static constexpr bool kSendsLater = kStoresBoxes && kParts <= kSlots && !kOverlaps;
 };
 
 // Where a role stands in the ring of stages.

@@ -17,9 +17,10 @@ __device__ __forceinline__ void quantize_normed(Problem const& p, int row, T con
   });
 }
 
-// Magnitudes of x * weight, and of the inverse, whose products and quotients stay within float32.
+// Magnitudes of x * weight, and of the inverse, whose products and quotients stay within float32. A product that became
+// 0, below 2^-150, is a norm below 2^-136: 0 of any scale.
 __device__ bool holds(float amax) { return amax == 0.f || (amax >= 0x1p-100f && amax <= 0x1p60f); }
-__device__ bool is_moderate(float inverse) { return inverse >= 0x1p-60f && inverse <= 0x1p60f; }
+__device__ bool is_moderate(float inverse) { return inverse >= 0x1p-60f && inverse <= 0x1p14f; }
 
 // The others' rows, from memory again, in no more registers than the kernel has without it.
 template <class T, class Format>

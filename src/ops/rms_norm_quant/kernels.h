@@ -14,7 +14,7 @@ struct Problem {
   float eps;
 };
 
-// Four vectors of float32 do not fit a thread's registers beside the residual and the weight.
+// Four vectors of float32 do not fit a thread's registers beside the residual's.
 constexpr int kernels(DType x) { return x == DType::kFloat32 ? 2 : 3; }
 
 void launch(Problem const& problem, RowPlan const& plan, DType x, DType q, int device, Stream stream);

@@ -4,8 +4,8 @@
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to a sweep of ten layers by
 // 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 1 % more than the fastest in geometric
-// mean, 13 at most but for one layer by one token (21 %) and a small one (28 %); by 96 and 128 tokens, which were timed
-// afterwards, 0.3 % and 4 at most. The rows are what sweeps of 25 and 23 left. On other GPUs only their ratios count.
+// mean, 13 at most but for one layer by one token (21 %) and a small one (28 %, timed before last tiles had boxes of
+// their own); by 96 and 128 tokens, timed afterwards, 0.3 % and 4 at most. On other GPUs only their ratios count.
 
 #include <array>
 

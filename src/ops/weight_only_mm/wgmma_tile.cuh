@@ -21,7 +21,6 @@ struct WgmmaMaps {
 };
 
 __device__ __forceinline__ void prefetch(WgmmaMaps const& maps, bool has_zeros) {
-  cute::prefetch_tma_descriptor(&maps.tokens[0]);
   cute::prefetch_tma_descriptor(&maps.scales);
   if (has_zeros) cute::prefetch_tma_descriptor(&maps.zeros);
 }
@@ -59,7 +58,7 @@ struct MatrixTokens {
   CUtensorMap const& map;
   int first_token, column;
 
-  __device__ MatrixTokens(Params const& params, CUtensorMap const& map_, int first_token_, int first_step)
+  __device__ MatrixTokens(Params const&, CUtensorMap const& map_, int first_token_, int first_step)
       : map(map_), first_token(first_token_), column(first_step * kPadding) {}
 
   __device__ __forceinline__ void ask(unsigned char* to, std::uint64_t* barrier) {
@@ -132,9 +131,11 @@ struct Wgmma {
           is_last(place.first_token + kTokens > params.p.m),
           tokens(params, params.maps.tokens[is_last], place.first_token, place.first_step) {}
 
-    // Asks L2 for the first weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
-    // where its writes arrive. Few, as copies wait until TMA has been through with these.
+    // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless before the previous kernel
+    // has finished, even if it writes them: L2 is where its writes arrive. Few, as copies wait until TMA has been
+    // through with these.
     __device__ void prefetch() const {
+      cute::prefetch_tma_descriptor(&params.maps.tokens[is_last]);
 #pragma unroll 1
       for (int step = 0; step < min(place.steps, kEarlySteps); ++step) {
         cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&params.maps.weights, (place.first_step + step) * kStepWords,
