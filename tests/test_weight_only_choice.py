@@ -16,9 +16,6 @@ import pytest
 import epiloq
 
 SWEEP = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/2026-11-22-weight-only-ways-sweep.json"
-# Left out: the model is 21 % behind for one layer by one token, and 28 % for a small one.
-ODD = ({"bits": 8, "n": 4096, "k": 4096, "m": 1}, {"bits": 4, "n": 256, "k": 1024, "m": 196})
-
 UNTIMED = {"bits": 8, "n": 6144, "k": 4096, "m": 384}
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
@@ -51,7 +48,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
     for row in json.loads(SWEEP.read_text())["sweep"]:
         problem = {key: row[key] for key in ("bits", "n", "k", "m")}
         explained = epiloq.explain("weight_only_mm", **problem, group_size=128, arch="sm90")
-        if problem in ODD or explained.startswith("de-quantise"):  # not in this sweep
+        if explained.startswith("de-quantise"):  # not in this sweep
             continue
         # Up to 128 tokens no weight is rounded.
         times = {
@@ -65,7 +62,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
             assert problem == UNTIMED, (problem, chosen)
             continue
         behind[problem["bits"], problem["m"]].append(times[chosen] / fastest)
-        assert times[chosen] <= 1.15 * fastest, (problem, chosen)
-    assert sum(len(ratios) for ratios in behind.values()) == 285
+        assert times[chosen] <= 1.1 * fastest, (problem, chosen)
+    assert sum(len(ratios) for ratios in behind.values()) == 287
     for (bits, m), ratios in behind.items():
-        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.02 if m <= 48 else 1.04), (bits, m, ratios)
+        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.015 if m <= 48 else 1.04), (bits, m, ratios)

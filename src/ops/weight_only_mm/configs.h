@@ -3,9 +3,8 @@
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to a sweep of ten layers by
-// 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 1 % more than the fastest in geometric
-// mean, 13 at most but for one layer by one token (21 %) and a small one (28 %, timed before last tiles had boxes of
-// their own); by 96 and 128 tokens, timed afterwards, 0.3 % and 4 at most. On other GPUs only their ratios count.
+// 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 0.5 % more than the fastest in
+// geometric mean, 10 at most. The rows are what sweeps of 25 and 23 left. On other GPUs only their ratios count.
 
 #include <array>
 
@@ -39,11 +38,11 @@ struct TiledConfig {
 // By what a warp reads, most first. Some fill an SM with one block and all of a layer with one wave, others by small
 // blocks that K may share. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 2, 1, {0.308, 1.02, 1.83, 0.0341}, {1.46, 0.702, 0.403, 0.0247}},
-    StreamConfig{4, 4, 2, 4, {0.514, 1.71, 0.572, 0.0584}, {0.493, 1.41, 0.0527, 0.0321}},
-    StreamConfig{4, 4, 3, 3, {0.462, 0.769, 0.787, 0.062}, {0.316, 1.57, 1.89, 0.0932}},
-    StreamConfig{2, 16, 2, 1, {1.28, 0.0308, 1.18, 0.00652}, {0.724, 1.5, 0.641, 0.0338}},
-    StreamConfig{1, 16, 4, 1, {0.963, 0.0407, 1.27, 0.02}, {1.1, 0.111, 0.524, 0.0885}},
+    StreamConfig{4, 8, 2, 1, {0.27, 1, 1.43, 0.0355}, {1.26, 0.544, 1.46, 0.0245}},
+    StreamConfig{4, 4, 2, 4, {0.421, 1.59, 0.392, 0.0975}, {0.497, 1.34, 0.0292, 0.0171}},
+    StreamConfig{4, 4, 3, 3, {0.452, 0.921, 0.455, 0.0614}, {0.203, 1.45, 1.76, 0.0959}},
+    StreamConfig{2, 16, 2, 1, {1.22, 0.0779, 1.09, 0.0102}, {0.294, 1.33, 0.752, 0.0183}},
+    StreamConfig{1, 16, 4, 1, {0.942, 0.0232, 1.12, 0.0195}, {1.25, 0.122, 0.655, 0.0255}},
     StreamConfig{1, 4, 2, 2, {0.6, 0.6, 1.0, 0.1}, {0.6, 0.6, 1.0, 0.1}},
 };
 
@@ -72,31 +71,33 @@ struct WgmmaConfig {
 
 // Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 1, 16, false, {0.458, 3.53}, {0.399, 3.17}},
-    WgmmaConfig{3, 2, 1, 16, false, {0.295, 3.88}, {0.545, 2.56}},
-    WgmmaConfig{2, 2, 1, 16, false, {0.296, 1.9}, {0.439, 0.824}},
-    WgmmaConfig{1, 2, 1, 16, false, {0.227, 1.15}, {0.212, 0.813}},
-    WgmmaConfig{4, 1, 1, 32, false, {0.615, 2.36}, {0.692, 4}},
-    WgmmaConfig{3, 2, 1, 32, false, {0.47, 3.11}, {0.56, 3.51}},
-    WgmmaConfig{2, 2, 1, 32, false, {0.321, 1.8}, {0.528, 1.98}},
-    WgmmaConfig{1, 3, 1, 32, false, {0.258, 1.25}, {0.311, 1.13}},
-    WgmmaConfig{4, 1, 1, 64, false, {0.656, 4.43}, {0.932, 4.04}},
-    WgmmaConfig{3, 1, 1, 64, false, {0.547, 3.47}, {0.739, 4.37}},
-    WgmmaConfig{2, 2, 1, 64, false, {0.42, 2.65}, {0.532, 3.42}},
-    WgmmaConfig{1, 2, 1, 64, false, {0.247, 2.06}, {0.287, 3.27}},
-    WgmmaConfig{2, 1, 2, 128, false, {1.08, 10.9}, {1.75, 6.15}},
-    WgmmaConfig{1, 2, 1, 128, false, {0.345, 4.41}, {0.428, 6.1}},
-    WgmmaConfig{2, 1, 1, 128, true, {0.507, 6.09}, {0.942, 3.17}},
-    WgmmaConfig{2, 1, 1, 256, true, {0.752, 14.1}, {1.78, 5.15}},
+    WgmmaConfig{4, 1, 1, 16, false, {0.405, 3.34}, {0.464, 1.8}},
+    WgmmaConfig{3, 2, 1, 16, false, {0.325, 3.35}, {0.502, 1.6}},
+    WgmmaConfig{2, 2, 1, 16, false, {0.264, 2.39}, {0.36, 1.76}},
+    WgmmaConfig{1, 2, 1, 16, false, {0.239, 0.585}, {0.202, 0.912}},
+    WgmmaConfig{4, 1, 1, 32, false, {0.596, 3.01}, {0.716, 3.37}},
+    WgmmaConfig{3, 2, 1, 32, false, {0.453, 3.26}, {0.466, 3.34}},
+    WgmmaConfig{2, 2, 1, 32, false, {0.334, 2.81}, {0.534, 1.22}},
+    WgmmaConfig{1, 3, 1, 32, false, {0.272, 1.39}, {0.311, 0.568}},
+    WgmmaConfig{4, 1, 1, 64, false, {0.656, 5.84}, {0.914, 5.49}},
+    WgmmaConfig{3, 1, 1, 64, false, {0.564, 3.65}, {0.769, 4.06}},
+    WgmmaConfig{2, 2, 1, 64, false, {0.387, 2.77}, {0.547, 2.32}},
+    WgmmaConfig{1, 2, 1, 64, false, {0.274, 1.43}, {0.35, 1.04}},
+    WgmmaConfig{2, 1, 2, 128, false, {1.38, 7.81}, {1.9, 5.29}},
+    WgmmaConfig{1, 2, 1, 128, false, {0.344, 4.18}, {0.42, 6.57}},
+    WgmmaConfig{2, 1, 1, 128, true, {0.568, 6.53}, {0.911, 3.86}},
+    WgmmaConfig{2, 1, 1, 256, true, {0.752, 16.4}, {1.81, 4.77}},
 };
 // On SM90, up to so many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
 // A tile takes all tokens up to so many; of more, none is narrower.
 inline constexpr int kWideTokens = 64;
 
-// Beside those times: what the blocks of a cluster take to add up, and bytes of weights that memory gives in a
-// microsecond.
-inline constexpr double kClusterTime = 1.6;
+// Beside those times: what the blocks of a cluster take to add up, streams and wgmma's tiles, which have sums of their
+// size; and bytes of weights that memory gives in a microsecond.
+inline constexpr struct {
+  double stream = 1.71, tile = 1.2, sum = 0.000103;
+} kClusterTime;
 inline constexpr double kReadRate = 4.0e6;
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.

@@ -93,6 +93,9 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
+double cluster_time(StreamConfig const&) { return kClusterTime.stream; }
+double cluster_time(WgmmaConfig const& c) { return kClusterTime.tile + kClusterTime.sum * c.rows() * c.tokens; }
+
 struct Timed {
   Choice choice;
   double time = std::numeric_limits<double>::infinity();
@@ -107,7 +110,7 @@ struct Timed {
     for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
       if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
       for (int split = 1; split <= most; ++split) {
-        consider({family, row, split}, time_of(rows[row], p, split, t) + (split > 1 ? kClusterTime : 0));
+        consider({family, row, split}, time_of(rows[row], p, split, t) + (split > 1 ? cluster_time(rows[row]) : 0));
       }
     }
   }
