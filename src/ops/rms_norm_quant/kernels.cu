@@ -67,8 +67,9 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
 }
 
 // The row in registers: one pass over memory, one barrier. What the row is divided by is not known before its sum is,
-// so x * weight is measured and kept, and multiplied by inverse / scale at the end. (At least one block an SM, said so
-// that ptxas does not take it for two, spilling on SM80. 0 leaves it to decide: two blocks of a vector a thread.)
+// so x * weight is measured and kept, and multiplied by inverse / scale at the end. Of two vectors a thread and
+// more, one block of kMaxThreads an SM is asked for: by itself ptxas makes room for two, and spills on SM80. One vector
+// fits twice; 0 asks for nothing.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
   wait_for_previous_kernel();

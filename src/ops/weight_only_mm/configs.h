@@ -3,8 +3,9 @@
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to a sweep of ten layers by
-// 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 0.5 % more than the fastest in
-// geometric mean, 10 at most. The rows are what sweeps of 25 and 23 left. On other GPUs only their ratios count.
+// 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 0.5 % more there than the fastest in
+// geometric mean, 10 at most. (By 192, 196, 384 and more tokens it was timed before last tiles had boxes of their own.)
+// The rows are what sweeps of 25 and 23 left. On other GPUs only their ratios count.
 
 #include <array>
 
