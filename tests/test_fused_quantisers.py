@@ -154,6 +154,31 @@ def test_many_rows(seed: int, x_dtype: torch.dtype) -> None:
             assert_close(gated(gates), *epiloq.silu_and_mul_quant(gates, **choice), choice)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", FLOATS)
+def test_many_narrow_rows(seed: int, x_dtype: torch.dtype) -> None:
+    """A warp each and several a block, of which the last has room to spare; nothing is written behind them."""
+    for shape in ((2999, 8), (3001, 256), (2202, 1000)):
+        x, residual = ((3 * torch.randn(shape)).to(x_dtype).cuda() for _ in range(2))
+        weight = (torch.rand(shape[1]) + 0.5).to(x_dtype).cuda()
+        x[5], x[6, 3] = 0, math.inf  # of which the second goes the long way, beside others that do not
+        for choice in CHOICES[:5]:
+            options = {name: value for name, value in choice.items() if name != "pad_to"}
+            new = epiloq.rms_norm_quant(x, weight, 1e-5, residual=residual, **choice)
+            memory = torch.full((shape[0] + 8, new[0].shape[1]), 99, dtype=torch.int8, device="cuda")
+            q = memory[: shape[0]].view(choice["dtype"])
+            outputs = (q, torch.full_like(new[1], math.nan), torch.full_like(x, math.nan))
+            epiloq.rms_norm_quant(x, weight, 1e-5, residual=residual, out=outputs, **options)
+            assert (memory[shape[0] :] == 99).all()
+            for one, other in zip(new, outputs, strict=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            finite = torch.arange(shape[0], device="cuda") != 6
+            expected = normalised(x[finite], weight, 1e-5, residual[finite])
+            assert_close(expected, new[0][finite], new[1][finite], choice)
+            gates = torch.cat([x[finite], residual[finite]], -1)
+            assert_close(gated(gates), *epiloq.silu_and_mul_quant(gates, **choice), choice)
+
+
 def test_gates_that_close(device: str) -> None:
     """Down to where silu vanishes, and up to where it is the identity."""
     gate = torch.tensor([-1000.0, -100.0, -89.0, -88.0, -87.0, -20.0, -1.0, -0.0, 0.0, 1.0, 20.0, 89.0, 1000.0])

@@ -77,12 +77,13 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
   int const vectors = rows.cols / kVector;
   if (!whole || !in_warp || vectors > kVectors[kernels - 1] * kMaxThreads) return {0, whole_warps(rows.cols), 0};
   // Few rows want many threads each, for latency; many rows small blocks, of which an SM runs several, whose threads
-  // have more to do for each of their exchanges.
-  int const comfortable = rows.rows <= 2 * sm_count ? kMaxThreads : rows.rows <= 16 * sm_count ? 128 : 64;
+  // have more to do for each of their exchanges. Rows of one warp share a block: starting one takes 1.25 ns.
+  constexpr int kWarp = 32, kRowsOfBlock = 4;
+  int const comfortable = rows.rows <= 2 * sm_count ? kMaxThreads : rows.rows <= 16 * sm_count ? 128 : kWarp;
   int kernel = 1;
   while (kernel < kernels && vectors > kVectors[kernel - 1] * comfortable) ++kernel;
-  int const threads = static_cast<int>(ceil_div(vectors, kVectors[kernel - 1]));
-  return {kernel, whole_warps(threads), static_cast<int>(lanes)};
+  int const threads = whole_warps(static_cast<int>(ceil_div(vectors, kVectors[kernel - 1])));
+  return {kernel, threads, static_cast<int>(lanes), threads == kWarp && comfortable == kWarp ? kRowsOfBlock : 1};
 }
 
 char const* describe(RowPlan const& plan) {

@@ -1,12 +1,21 @@
 #pragma once
 
-// The end of kernels that compute a row in fp32 and quantise it; a block of threads a row.
+// The end of kernels that compute a row in fp32 and quantise it: a block of threads a row, or a warp each.
 
 #include "core/device_code.cuh"
 #include "core/quantized_rows.h"
 #include "core/quantizing.cuh"
 
 namespace epiloq {
+
+// The row of these threads, which are those of one threadIdx.y; it may be past the last.
+__device__ __forceinline__ int own_row() { return static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y); }
+__device__ __forceinline__ bool is_one_warp() { return blockDim.x == 32; }
+
+// Of a row, as largest_of_block.
+__device__ __forceinline__ float largest_of_row(float magnitude) {
+  return is_one_warp() ? largest_of_warp(magnitude) : largest_of_block(magnitude);
+}
 
 // In a fixed order, so that the bits repeat.
 __device__ __forceinline__ float sum_of_warp(float part) {
@@ -73,7 +82,7 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
   bool const by_row = p.lanes == 0;
   if (by_row) {
     // Rows without columns have no groups, and so no scale to write.
-    divisor = measured<Format>(p, row, 0, largest_of_block(of_row), threadIdx.x == 0 && p.tiles > 0);
+    divisor = measured<Format>(p, row, 0, largest_of_row(of_row), threadIdx.x == 0 && p.tiles > 0);
   } else {
     // Of one of the thread's vectors; divisions take long.
     int const v = threadIdx.x % kVectors, tile = (column + v * step) >> (__ffs(p.tile_cols) - 1);  // a power of two
@@ -112,7 +121,7 @@ __device__ void quantize_elements(QuantizedRows const& p, int row, Value value) 
     }
   };
   if (p.tiles == 1) {
-    float const amax = largest_of_block(largest(0, p.cols, threadIdx.x, blockDim.x));
+    float const amax = largest_of_row(largest(0, p.cols, threadIdx.x, blockDim.x));
     float const scale = measured<Format>(p, row, 0, amax, threadIdx.x == 0).scale;
     store(0, p.cols, threadIdx.x, blockDim.x, scale);
   } else {

@@ -25,9 +25,10 @@ QuantizedRows check_quantized(Checker const& check, TensorView const& q, TensorV
 
 // Which of an operation's kernels takes the rows: the one for elements, or one that holds them in registers.
 struct RowPlan {
-  int kernel;  // 0: an element at a time; 1, 2, 3: 1, 2, 4 vectors of 8 a thread
-  int threads;
+  int kernel;   // 0: an element at a time; 1, 2, 3: 1, 2, 4 vectors of 8 a thread
+  int threads;  // of a row
   int lanes;
+  int rows = 1;  // of a block; several have a warp each
 };
 
 // `inputs_in_vectors`: what is read lies in whole vectors on 16 bytes. `kernels`: the last one that there is.

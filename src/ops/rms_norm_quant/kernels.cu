@@ -31,15 +31,16 @@ __device__ __forceinline__ void quantize_again(Problem const& p, int row, float 
   quantize_normed<Format, 1>(p, row, static_cast<T const*>(rows) + row * stride, inverse);
 }
 
-// What a row's threads tell one another, at one barrier.
+// What a row's threads tell one another, at one barrier if they are several warps.
 struct RowParts {
   float sum_of_squares, amax;
   bool all_hold;
 };
-__device__ __forceinline__ RowParts of_block(RowParts part) {
+__device__ __forceinline__ RowParts of_row(RowParts part) {
   __shared__ float2 of_warp[kMaxThreads / 32];
   part.sum_of_squares = sum_of_warp(part.sum_of_squares);
   part.amax = largest_of_warp(part.amax);
+  if (is_one_warp()) return {part.sum_of_squares, part.amax, __all_sync(~0u, part.all_hold) != 0};
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = {part.sum_of_squares, part.amax};
   bool const all_hold = __syncthreads_and(part.all_hold);
   float2 const other = threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : float2{};
@@ -73,12 +74,13 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
   wait_for_previous_kernel();
-  int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
+  int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   QuantizedRows const& out = p.out;
+  if (row >= out.rows) return;
   T const* const weights = static_cast<T const*>(p.weight) + column;
   Vector<T> held[kVectors];
   read_row(p, row, held);
-  float sum = 0.f, products[kVectors][kVector], amax[kVectors], of_row = 0.f;
+  float sum = 0.f, products[kVectors][kVector], amax[kVectors], largest_own = 0.f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     Vector<T> weight;
@@ -94,14 +96,14 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
       products[v][i] *= values[i];
       amax[v] = larger(amax[v], fabsf(products[v][i]));
     }
-    of_row = larger(of_row, amax[v]);
+    largest_own = larger(largest_own, amax[v]);
   }
   let_next_kernel_start();
   bool const by_row = out.lanes == 0;
   // Of one of the thread's vectors, its group's.
   int const of_vector = threadIdx.x % kVectors;
-  float const of_group = by_row ? of_row : largest_of_tiles(amax, out.lanes);
-  RowParts const whole = of_block({sum, of_row, by_row || holds(of_group)});
+  float const of_group = by_row ? largest_own : largest_of_tiles(amax, out.lanes);
+  RowParts const whole = of_row({sum, largest_own, by_row || holds(of_group)});
   float const inverse = inverse_rms(p, whole.sum_of_squares);
   if (!whole.all_hold || !holds(whole.amax) || !is_moderate(inverse)) return quantize_again<T, Format>(p, row, inverse);
   int const tile = by_row ? 0 : (column + of_vector * step) >> (__ffs(out.tile_cols) - 1);  // a power of two
@@ -155,8 +157,8 @@ void launch_typed(Problem const& p, RowPlan const& plan, Stream stream) {
   constexpr int kMost = sizeof(T) == 2 ? 4 : 2;
   constexpr void (*kKernels[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1>, one_pass<T, Format, 2>,
                                            one_pass<T, Format, kMost>};
-  cuda_check(launch_dependent(kKernels[plan.kernel], p.out.rows, plan.threads, 0, stream, p),
-             "launching epiloq.rms_norm_quant");
+  dim3 const blocks((p.out.rows + plan.rows - 1) / plan.rows), threads(plan.threads, plan.rows);
+  cuda_check(launch_dependent(kKernels[plan.kernel], blocks, threads, 0, stream, p), "launching epiloq.rms_norm_quant");
 }
 
 template <class T>

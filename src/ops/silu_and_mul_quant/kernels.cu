@@ -16,7 +16,8 @@ __device__ __forceinline__ float gated(float gate, float up) {
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
   wait_for_previous_kernel();
-  int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
+  int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
+  if (row >= p.out.rows) return;
   T const* const gates = static_cast<T const*>(p.x) + row * p.stride_x + column;
   T const* const ups = gates + p.out.cols;
   Vector<T> gate[kVectors], up[kVectors];
@@ -51,7 +52,8 @@ template <class T, class Format>
 void launch_typed(Problem const& p, RowPlan const& plan, Stream stream) {
   constexpr void (*kKernels[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1>, one_pass<T, Format, 2>,
                                            one_pass<T, Format, 4>};
-  cuda_check(launch_dependent(kKernels[plan.kernel], p.out.rows, plan.threads, 0, stream, p),
+  dim3 const blocks((p.out.rows + plan.rows - 1) / plan.rows), threads(plan.threads, plan.rows);
+  cuda_check(launch_dependent(kKernels[plan.kernel], blocks, threads, 0, stream, p),
              "launching epiloq.silu_and_mul_quant");
 }
 
