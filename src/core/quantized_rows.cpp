@@ -83,7 +83,7 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
   int kernel = 1;
   while (kernel < kernels && vectors > kVectors[kernel - 1] * comfortable) ++kernel;
   int const threads = whole_warps(static_cast<int>(ceil_div(vectors, kVectors[kernel - 1])));
-  return {kernel, threads, static_cast<int>(lanes), threads == kWarp && comfortable == kWarp ? kRowsOfBlock : 1};
+  return {kernel, threads, static_cast<int>(lanes), threads == kWarp && comfortable < kMaxThreads ? kRowsOfBlock : 1};
 }
 
 char const* describe(RowPlan const& plan) {

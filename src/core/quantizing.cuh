@@ -17,26 +17,6 @@ struct Int8 {
   static constexpr float kMax = 127.f;
 };
 
-// NaN wins, here and in all that is made of these, so that what holds one gets a scale that is one.
-__device__ __forceinline__ float smaller(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#else
-  return a < b || a != a ? a : b;
-#endif
-}
-__device__ __forceinline__ float larger(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#else
-  return a > b || a != a ? a : b;
-#endif
-}
-
 struct Range {
   float lo, hi;
 };

@@ -19,9 +19,6 @@ struct BlockwiseFinish {
     *reinterpret_cast<float2*>(sums + (team * kTileM + row) * kPitch + column) = pair;
   }
 
-  // NaN stays.
-  static __device__ float limit(float x, BlockwiseProblem const& p) { return x < p.lo ? p.lo : x > p.hi ? p.hi : x; }
-
   static __device__ void add_up(float const* sums, int row, int column, float (&x)[kVector]) {
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
@@ -53,7 +50,7 @@ struct BlockwiseFinish {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         float const with_bias = bias != nullptr && n + e < p.n ? x[e] + static_cast<float>(bias[n + e]) : x[e];
-        result[e] = static_cast<T>(limit(with_bias, p));
+        result[e] = static_cast<T>(clamped(with_bias, p.lo, p.hi));
       }
       T* const target = static_cast<T*>(p.out) + m * p.stride_out + n;
       if (aligned && n + kVector <= p.n) {

@@ -10,17 +10,19 @@
 // two loads of a token's parameters, whose way from shared memory to registers is as wide as a warp. So tensor cores
 // do that too. A parameter is split into two tf32 parts, and products of depth 8 of those parts,
 //
-//   [scale_w | 0] [scale_x | offset_x]^T   and   [total_w | offset_w] [offset_x | scale_x sum(q_x)]^T,
+//   [scale_w | 0] [scale_x | scale_x]^T   and   [total_w | offset_w] [offset_x | scale_x sum(q_x)]^T,
 //
-// give every sum's scale, and add the offsets' part to the sums: a conversion and one multiply-add remain. H200,
-// 2026-11-21, 4096 x 4096 without offsets by 4096 tokens: 199 us instead of 235; with offsets by 1024: 48.5 instead of
-// 75.1. In forerunners tensor cores were at work for 56 to 59 % of the time (ncu), and adding up waited for the
-// register file, which their sums share. (Two blocks' sums in turn would not wait for wgmma, but ptxas does where
-// others than wgmma change what it adds to: C7518.)
+// give every sum's scale, and add the offsets' part to the sums: a conversion and one multiply-add remain. Weights
+// without offsets take the second product for two blocks at a time: [total_w | total_w'] [offset_x | offset_x']^T.
+//
+// Registers are written at one a cycle and quarter of an SM, by wgmma as by all else, so these add up: of a block of
+// 128 x 128 x 128, 512 cycles of int8 products, 128 of scales, 128 (or 64) of offsets, 128 each of conversions and
+// multiply-adds, 1,024 (960), of which 1,107 (about 1,050) are measured; without a product of scales or of offsets it
+// takes 126 and 131 less. To let two halves of a tile's tokens take turns, so that no group ever waits for wgmma, would
+// not change the sum (nor does ptxas take it: C7514).
 
 #include <algorithm>
 
-#include "core/cluster.cuh"
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
 #include "cutlass/arch/barrier.h"
@@ -28,66 +30,26 @@
 #include "epiloq/device.h"
 #include "gemm/blockwise_sm90_copies.cuh"
 #include "gemm/blockwise_sm90_math.cuh"
+#include "gemm/blockwise_sm90_store.cuh"
 #include "gemm/params_cache.h"
 #include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
 
-// Turns D^T into rows of D, some tokens at a time.
 template <class T>
-__device__ void store_tile(BlockwiseProblem const& p, float const (&sums)[T::kTokens / 2], float* mine,
-                           typename T::Place const& place, int group, int warp, int lane) {
-  auto const wait_for_group = [group] {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(T::kGroupThreads) : "memory");
-  };
-#pragma unroll
-  for (int chunk = 0; chunk < T::kTokens / T::kChunk; ++chunk) {
-    wait_for_group();
-#pragma unroll
-    for (int i = 0; i < T::kChunk / 2; ++i) {
-      int const token = i / 4 * 8 + 2 * (lane % 4) + i % 2, row = 16 * warp + i / 2 % 2 * 8 + lane / 4;
-      mine[token * T::Finish::kPitch + row] = sums[chunk * T::kChunk / 2 + i];
-    }
-    wait_for_group();
-    T::Finish::store(p, mine, place.first_m + chunk * T::kChunk, place.first_n + group * T::kGroupRows);
-  }
-}
-
-// Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each.
-template <class T>
-__device__ void store_together(BlockwiseProblem const& p, float const (&sums)[T::kTokens / 2], float* all_sums,
-                               typename T::Place const& place, int group, int warp, int lane) {
-  auto const wait_for_groups = [] { asm volatile("bar.sync 1, %0;" ::"n"(T::kGroups * T::kGroupThreads) : "memory"); };
-  wait_for_groups();  // the ring makes room for the sums
-#pragma unroll
-  for (int i = 0; i < T::kTokens / 2; ++i) {
-    int const token = i / 4 * 8 + 2 * (lane % 4) + i % 2;
-    int const row = group * T::kGroupRows + 16 * warp + i / 2 % 2 * 8 + lane / 4;
-    all_sums[token * T::ClusterFinish::kPitch + row] = sums[i];
-  }
-  wait_for_cluster();
-  T::ClusterFinish::store_of_cluster(p, all_sums, place.first_m, place.first_n, blockIdx.y, gridDim.y);
-  wait_for_cluster();  // others may still read this block's sums
-}
-
-template <class T>
-__device__ void multiply_tiles(BlockwiseProblem const& p, typename T::Shared const& shared, int group) {
+__device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group) {
   using Math = BlockwiseSm90Math<T>;
-  int const warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
-  typename Math::Share const of(shared, p, group, threadIdx.x % T::kGroupThreads);
-  typename T::Share const share(p);
+  typename Math::Share const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
+  typename T::Share const share(params.p);
+  BlockwiseSm90Store<T> const store(params, shared, group);
   typename T::Ring at;
   if (group == 1) Math::pass_turn(group);
   for (int tile = share.first_tile; tile < share.tiles; tile += share.stride) {
     float sums[Math::kSums] = {};
     Math::sum(sums, of, at, share.steps);
-    typename T::Place const place(p, tile);
-    if (gridDim.y == 1) {
-      store_tile<T>(p, sums, shared.sums + group * T::Finish::kSharedBytes / 4, place, group, warp, lane);
-    } else {
-      store_together<T>(p, sums, shared.all_sums, place, group, warp, lane);
-    }
+    store.store(sums, typename T::Place(params.p, tile));
   }
+  store.finish();
 }
 
 template <class T>
@@ -118,9 +80,6 @@ __global__ __launch_bounds__(T::kThreads,
     }
     cutlass::arch::fence_barrier_init();
   }
-  // Weights without offsets multiply the third kind of the tokens' parameters by zeros, which nobody copies then.
-  for (int i = threadIdx.x; i < T::kStages * T::kTokenParts / 4; i += T::kThreads) shared.all_parts[i] = 0;
-  fence_stored();
   __syncthreads();
   let_next_kernel_start();
   int const group = uniform(threadIdx.x / T::kGroupThreads);
@@ -129,7 +88,7 @@ __global__ __launch_bounds__(T::kThreads,
     fill_stages<T>(params, shared);
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
-    multiply_tiles<T>(params.p, shared, group);
+    multiply_tiles<T>(params, shared, group);
   }
 }
 

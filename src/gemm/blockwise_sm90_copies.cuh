@@ -12,6 +12,8 @@ struct BlockwiseSm90Params {
   BlockwiseProblem p;
   RowTiles weights, values;
   CUtensorMap weight_parameters;
+  CUtensorMap output;  // where TMA can store it; else not used
+  bool stores_boxes;
 };
 
 template <class T>
@@ -19,16 +21,24 @@ struct BlockwiseSm90Copies {
   using Shared = typename T::Shared;
   using Share = typename T::Share;
   using Place = typename T::Place;
+  using Parameters = typename T::Parameters;
 
   static BlockwiseSm90Params params_of(BlockwiseProblem const& p) {
     int const weight_bytes = p.k / 8 * T::kBits;
     auto const lines = static_cast<std::uint64_t>(p.k / T::kStep) * p.kinds;
     auto const columns = static_cast<std::uint64_t>(p.padded_n);
-    return {p, row_tiles_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, p.n, true, T::kRowBytes),
-            row_tiles_of(p.a, p.m, p.k, p.k, T::kTokens, p.m),
-            encode_tensor_map(p.b_parameters, {columns, lines}, {4 * columns},
-                              {static_cast<std::uint32_t>(T::kRows), static_cast<std::uint32_t>(p.kinds)},
-                              CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32)};
+    constexpr int kHalf = 2;
+    bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % (16 / kHalf) == 0 &&
+                              reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0;
+    return {
+        p,
+        row_tiles_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, p.n, true, T::kRowBytes),
+        row_tiles_of(p.a, p.m, p.k, p.k, T::kTokens, p.m),
+        encode_tensor_map(p.b_parameters, {columns, lines}, {4 * columns}, {static_cast<std::uint32_t>(T::kRows), 1},
+                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
+        stores_boxes ? tensor_map_of(p.out, p.m, kHalf * p.n, kHalf * p.stride_out, T::kChunk, T::kLine)
+                     : CUtensorMap{},
+        stores_boxes};
   }
 
   // Of each of the block's stages in turn: `fill` once it is empty.
@@ -39,9 +49,9 @@ struct BlockwiseSm90Copies {
     for (int tile = share.first_tile; tile < share.tiles; tile += share.stride) {
       Place const place(p, tile);
 #pragma unroll 1
-      for (int step = share.first_step; step < share.first_step + share.steps; ++step) {
+      for (int i = 0; i < share.steps; ++i) {
         wait_for_barrier(shared.empty + at.stage * 8, at.phase ^ 1);
-        fill(at, place, step);
+        fill(at, place, share.first_step + i, Parameters(p.kinds == T::kKinds, i, share.steps));
         at.advance();
       }
     }
@@ -50,33 +60,36 @@ struct BlockwiseSm90Copies {
   // What is absent stays what it was: a row or a token reaches its own sums only. (Of the weights' parameters it counts
   // and is read as zeros.)
   static __device__ void copy_weights(Shared const& shared, BlockwiseSm90Params const& params) {
-    int const kinds = params.p.kinds;
-    for_each_stage(shared, params.p, [&](auto const& at, Place const& place, int step) {
+    for_each_stage(shared, params.p, [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
       bool const is_last = place.first_n + T::kRows > params.p.n;
-      expect_bytes(full, params.weights.boxes[is_last] * T::kRowBytes + kinds * T::kRows * 4);
+      expect_bytes(full, params.weights.boxes[is_last] * T::kRowBytes + parameters.lines() * T::kRows * 4);
       copy_box(shared.weights + at.stage * T::kWeights, params.weights.maps[is_last], step * T::kRowBytes,
                place.first_n, full);
-      copy_box(shared.weight_parameters + at.stage * T::kWeightParameters, params.weight_parameters, place.first_n,
-               step * kinds, full);
+      SharedAddress const to = shared.weight_parameters + at.stage * T::kWeightParameters;
+#pragma unroll 1
+      for (int line = 0; line < parameters.lines(); ++line) {
+        copy_box(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
+                 step * params.p.kinds + parameters.source(line, params.p.kinds), full);
+      }
     });
   }
 
   static __device__ void copy_tokens(Shared const& shared, BlockwiseSm90Params const& params) {
     auto const& p = params.p;
-    for_each_stage(shared, p, [&](auto const& at, Place const& place, int step) {
+    for_each_stage(shared, p, [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
       int const part_bytes = min(T::kTokens, p.padded_m - place.first_m) * 16;
       bool const is_last = place.first_m + T::kTokens > p.m;
-      expect_bytes(full, params.values.boxes[is_last] * T::kStep + p.kinds * part_bytes);
+      expect_bytes(full, params.values.boxes[is_last] * T::kStep + parameters.lines() * part_bytes);
       copy_box(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, place.first_m,
                full);
       SharedAddress const to = shared.parts + at.stage * T::kTokenParts;
-      auto const* from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m +
-                         static_cast<std::int64_t>(step) * T::kKinds * p.padded_m;
+      auto const* const from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m;
 #pragma unroll 1
-      for (int kind = 0; kind < p.kinds; ++kind, from += p.padded_m) {
-        copy_bytes(to + kind * T::kPlane, from, part_bytes, full);
+      for (int line = 0; line < parameters.lines(); ++line) {
+        auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds);
+        copy_bytes(to + line * T::kPlane, from + source * p.padded_m, part_bytes, full);
       }
     });
   }

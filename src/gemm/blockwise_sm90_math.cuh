@@ -48,20 +48,24 @@ struct BlockwiseSm90Math {
           has_offsets(p.kinds == T::kKinds) {}
   };
 
-  // Of rows r and r + 8 of the weight: parameters, and 4-bit values as they are packed.
+  // Of rows r and r + 8 of the weight: the scale, what multiplies the tokens' other two lines of parameters, and 4-bit
+  // values as they are packed.
   struct Rows {
-    float scale[2], total[2], offset[2];
+    bool are_added;
+    float scale[2], added[2][2];
     unsigned packed[2][4];
   };
-  static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at) {
+  static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at, int i, int steps) {
+    typename T::Parameters const parameters(of.has_offsets, i, steps);
     wait_for_barrier(of.full + at.stage * 8, at.phase);
     SharedAddress const row = of.of_row + at.stage * T::kWeightParameters;
+    rows.are_added = parameters.are_added;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       constexpr int kEight = 8 * 4;
       rows.scale[h] = load_shared(row + h * kEight);
-      rows.total[h] = load_shared(row + T::kRows * 4 + h * kEight);
-      rows.offset[h] = of.has_offsets ? load_shared(row + 2 * T::kRows * 4 + h * kEight) : 0.f;
+      rows.added[0][h] = parameters.are_added ? load_shared(row + T::kRows * 4 + h * kEight) : 0.f;
+      rows.added[1][h] = parameters.third_counts() ? load_shared(row + 2 * T::kRows * 4 + h * kEight) : 0.f;
     }
     // As in blockwise.cuh; TMA's 64-byte swizzle is what ValuesB does there. Eight rows further the pattern is the
     // same.
@@ -77,7 +81,7 @@ struct BlockwiseSm90Math {
   // first two are a parameter's high part and the others its low one. 4-bit values are in the upper halves of bytes:
   // int8 of 16 times their value.
   struct Factors {
-    std::uint32_t scales[4], rest[4];
+    std::uint32_t scales[4], added[4];
     std::uint32_t weights[kProducts][4];
   };
   static __device__ __forceinline__ void split(Factors& factors, Rows const& rows, Share const& of) {
@@ -86,8 +90,8 @@ struct BlockwiseSm90Math {
     for (int h = 0; h < 2; ++h) {
       factors.scales[h] = part(rows.scale[h] * (T::kBits == 4 ? 0.0625f : 1.f));
       factors.scales[2 + h] = 0;
-      factors.rest[h] = part(rows.total[h]);
-      factors.rest[2 + h] = part(rows.offset[h]);
+      factors.added[h] = part(rows.added[0][h]);
+      factors.added[2 + h] = part(rows.added[1][h]);
     }
     if constexpr (T::kBits == 4) {
       constexpr unsigned kHigh = 0xf0f0f0f0u;
@@ -125,14 +129,15 @@ struct BlockwiseSm90Math {
     Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]..., add ? ScaleOut::One : ScaleOut::Zero);
   }
 
-  // Starts a block's products, their factors scale_w scale_x, and total_w offset_x + offset_w scale_x sum(q_x) onto the
-  // sums. The other group goes next: it adds up while this one's are under way.
-  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
-                                               Ring const& at) {
+  // Starts a block's products, their factors scale_w scale_x (of whose eight columns four are zeros on the left and the
+  // tokens' own again on the right), and what is added to the sums. The other group goes next: it adds up while this
+  // one's are under way.
+  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, bool are_added,
+                                               Share const& of, Ring const& at) {
     auto const weights = of.weights + at.stage * (T::kWeights >> 4);
     auto const values = of.values + at.stage * (T::kValues >> 4);
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
-    fence(block.products, block.scales, sums, factors.scales, factors.rest);
+    fence(block.products, block.scales, sums, factors.scales, factors.added);
     if constexpr (T::kBits == 4) fence(factors.weights[0], factors.weights[1], factors.weights[2], factors.weights[3]);
     wait_for_turn(of.group);
     cute::warpgroup_arrive();
@@ -146,9 +151,13 @@ struct BlockwiseSm90Math {
         multiply_once<Integers8>(descriptor_of(weights + i * kDepth), tokens, block.products, i > 0, Indices{});
       }
     }
-    multiply<Outer>(factors.scales, planes_descriptor(parts), block.scales, false, Indices{});
-    multiply<Outer>(factors.rest, planes_descriptor(parts + (T::kPlane >> 4)), sums, true, Indices{});
+    multiply<Outer>(factors.scales, planes_descriptor(parts, 0), block.scales, false, Indices{});
     cute::warpgroup_commit_batch();
+    if (are_added) {
+      cute::warpgroup_arrive();
+      multiply<Outer>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true, Indices{});
+      cute::warpgroup_commit_batch();
+    }
     pass_turn(of.group);
   }
 
@@ -170,14 +179,14 @@ struct BlockwiseSm90Math {
     Block block;
     Rows rows;
     Factors factors;
-    read(rows, of, at);
+    read(rows, of, at, 0, steps);
 #pragma unroll 2
-    for (int left = steps; left > 0; --left) {
+    for (int i = 0; i < steps; ++i) {
       split(factors, rows, of);
-      begin(sums, block, factors, of, at);
+      begin(sums, block, factors, rows.are_added, of, at);
       Ring const behind = at;
       at.advance();
-      if (left > 1) read(rows, of, at);
+      if (i + 1 < steps) read(rows, of, at, i + 1, steps);
       finish(sums, block, of, behind);
     }
   }
@@ -191,11 +200,11 @@ struct BlockwiseSm90Math {
     asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group), "n"(kBoth) : "memory");
   }
 
-  // Two planes of 16 bytes a row, as wgmma reads them without a swizzle: eight columns of tf32.
-  static __device__ __forceinline__ std::uint64_t planes_descriptor(std::uint32_t address) {
+  // Two planes of 16 bytes a row, so far apart, as wgmma reads them without a swizzle: eight columns of tf32.
+  static __device__ __forceinline__ std::uint64_t planes_descriptor(std::uint32_t address, int apart) {
     constexpr std::uint32_t kEightRows = 8 * 16;
     std::uint64_t descriptor;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address | T::kPlane >> 4 << 16), "n"(kEightRows >> 4));
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address | apart >> 4 << 16), "n"(kEightRows >> 4));
     return descriptor;
   }
 };

@@ -31,8 +31,9 @@ struct BlockwiseSm90Tile {
   static constexpr int kThreads = (1 + kGroups) * kGroupThreads;
   static constexpr int kKinds = 3;  // of parameters
 
-  // The registers of 384 threads, shared out anew.
-  static constexpr int kCopyRegisters = 24, kProductRegisters = 240;
+  // The registers that 384 threads begin with, shared out anew: asked for more than those, a block waits for ever.
+  static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 65536 / kThreads / 8 * 8;
+  static_assert((kCopyRegisters + kGroups * kProductRegisters) * kGroupThreads <= kFirstRegisters * kThreads);
   static constexpr int kFullArrivals = 2, kEmptyArrivals = kGroups * kGroupThreads / 32;
 
   static constexpr int kRowBytes = kStep * kBits / 8;  // of the weight
@@ -42,11 +43,16 @@ struct BlockwiseSm90Tile {
   static constexpr int kWeightParameters = kKinds * kRows * 4;
   static constexpr int kStageBytes = kWeights + kValues + kTokenParts + kWeightParameters;
 
-  static constexpr int kChunk = 32;  // tokens that are written together
+  // Tokens that are written together, by TMA from slots or from sums that take their place.
+  static constexpr int kChunk = 32;
   using Finish = BlockwiseFinish<kChunk, kGroupRows, 1, kGroupThreads, 4>;
-  static constexpr int kAlignment = 1024;  // of TMA's widest swizzle
+  static constexpr int kLine = kGroupRows * 2, kSlots = 2, kSlotBytes = kChunk * kLine;
+  static constexpr int kAlignment = 1024;  // of TMA's widest swizzle, of lines of 128 bytes
+  static constexpr int kGroupSlots =
+      (std::max(kSlots * kSlotBytes, Finish::kSharedBytes) + kAlignment - 1) / kAlignment * kAlignment;
+  static_assert(kLine == 128 && kWeights % kAlignment == 0 && kValues % kAlignment == 0);
   static constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
-  static constexpr int kFixedBytes = kGroups * Finish::kSharedBytes + kBarrierBytes + kAlignment;
+  static constexpr int kFixedBytes = kGroups * kGroupSlots + kBarrierBytes + kAlignment;
   static constexpr int kSharedOfSm90 = 232448;
   static constexpr int kStages = std::min((kSharedOfSm90 - kFixedBytes) / kStageBytes, kMaxStages);
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
@@ -61,25 +67,37 @@ struct BlockwiseSm90Tile {
   struct Shared {
     SharedAddress weights, values, parts, weight_parameters;
     SharedAddress full, empty;
-    float* sums;       // a group's after the other's
-    float* all_sums;   // of the tile, in place of the ring
-    float* all_parts;  // of tokens
+    unsigned char* slots;  // of what leaves, a group's after the other's
+    float* all_sums;       // of the tile, in place of the ring
 
     __device__ explicit Shared(unsigned char* base) {
       SharedAddress const raw = shared_address(base);
       unsigned char* const ring = base + (kAlignment - raw % kAlignment) % kAlignment;
-      unsigned char* const of_parts = ring + kStages * (kWeights + kValues);
-      unsigned char* const of_sums = of_parts + kStages * (kTokenParts + kWeightParameters);
+      slots = ring + kStages * (kWeights + kValues);
+      unsigned char* const of_parts = slots + kGroups * kGroupSlots;
       weights = shared_address(ring);
       values = weights + kStages * kWeights;
       parts = shared_address(of_parts);
       weight_parameters = parts + kStages * kTokenParts;
-      full = shared_address(of_sums) + kGroups * Finish::kSharedBytes;
+      full = weight_parameters + kStages * kWeightParameters;
       empty = full + kMaxStages * 8;
-      sums = reinterpret_cast<float*>(of_sums);
       all_sums = reinterpret_cast<float*>(ring);
-      all_parts = reinterpret_cast<float*>(of_parts);
     }
+  };
+
+  // What the stage of the ith of `steps` blocks brings of either operand's parameters: all kinds; or, where weights
+  // have no offsets, the scales, and every other time the second kind, of the block and of the next one. The last block
+  // may be without a next one, and has its own twice.
+  struct Parameters {
+    bool has_offsets, are_added, has_next;
+    __device__ Parameters(bool has_offsets_, int i, int steps)
+        : has_offsets(has_offsets_), are_added(has_offsets || i % 2 == 0), has_next(i + 1 < steps) {}
+    __device__ int lines() const { return are_added ? kKinds : 1; }
+    // Which one is a line, counted from the block's first.
+    __device__ int source(int line, int kinds_of_block) const {
+      return line < 2 || has_offsets ? line : has_next ? kinds_of_block + 1 : 1;
+    }
+    __device__ bool third_counts() const { return are_added && (has_offsets || has_next); }
   };
 
   struct Place {

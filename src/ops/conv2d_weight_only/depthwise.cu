@@ -77,8 +77,7 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
     for (int c = 0; c < kChannels; ++c) {
       float const bias = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[here.n + c]) : 0.f;
       float const value = sums[i][c] + bias;
-      // Not fmin and fmax, which lose NaN.
-      out.values[c] = static_cast<T>(value < p.lo ? p.lo : value > p.hi ? p.hi : value);
+      out.values[c] = static_cast<T>(clamped(value, p.lo, p.hi));
     }
     std::int64_t const at = (here.first + i * s.q) * s.out_pixel + here.n;
     *reinterpret_cast<Run<T, kChannels>*>(static_cast<T*>(p.out) + at) = out;

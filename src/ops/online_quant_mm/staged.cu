@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   auto const [m, n, inside, index] = place(p);
   if (!inside) return;
   float const x = p.bias == nullptr ? sums[index] : sums[index] + static_cast<float>(static_cast<T const*>(p.bias)[n]);
-  static_cast<T*>(p.out)[m * p.stride_out + n] = static_cast<T>(x < p.lo ? p.lo : x > p.hi ? p.hi : x);
+  static_cast<T*>(p.out)[m * p.stride_out + n] = static_cast<T>(clamped(x, p.lo, p.hi));
 }
 
 template <class T>

@@ -23,10 +23,9 @@ __device__ __forceinline__ float read_from(float const* shared, int rank) {
 #endif
 }
 
-// Not by fmin and fmax, which lose NaN.
 template <class T>
 __device__ __forceinline__ T clamped(Problem const& p, float value) {
-  return static_cast<T>(value < p.lo ? p.lo : value > p.hi ? p.hi : value);
+  return static_cast<T>(epiloq::clamped(value, p.lo, p.hi));
 }
 
 template <class T>
