@@ -16,13 +16,15 @@ namespace epiloq::gemm {
 template <class T>
 struct BlockwiseSm90Math {
   static constexpr int kSums = T::kTokens / 2;  // of a thread
+  static constexpr int kScales = kSums / T::kScaleParts;
   static constexpr int kProducts = T::kStep / 32;
-  using Indices = std::make_index_sequence<kSums>;
-  template <int kDepth>
-  using Shape = cute::Shape<cute::_64, cute::Int<T::kTokens>, cute::Int<kDepth>>;
+  template <int kDepth, int kTokens = T::kTokens>
+  using Shape = cute::Shape<cute::_64, cute::Int<kTokens>, cute::Int<kDepth>>;
   using Integers8 = decltype(cute::SM90::GMMA::ss_op_selector<std::int8_t, std::int8_t, std::int32_t, Shape<32>>());
   using Integers4 = decltype(cute::SM90::GMMA::rs_op_selector<std::int8_t, std::int8_t, std::int32_t, Shape<32>>());
-  using Outer = decltype(cute::SM90::GMMA::rs_op_selector<cute::tfloat32_t, cute::tfloat32_t, float, Shape<8>>());
+  template <int kTokens>
+  using Outer =
+      decltype(cute::SM90::GMMA::rs_op_selector<cute::tfloat32_t, cute::tfloat32_t, float, Shape<8, kTokens>>());
   using Ring = typename T::Ring;
 
   // A group's share of the first stage, as descriptors have it and by its own addresses.
@@ -106,10 +108,10 @@ struct BlockwiseSm90Math {
     }
   }
 
-  // Of a block of K: products, and what they are multiplied by.
+  // Of a block of K: products, and what they are multiplied by, a part at a time.
   struct Block {
     std::uint32_t products[kSums];
-    float scales[kSums];
+    float scales[kScales];
   };
 
   template <class... Arrays>
@@ -122,16 +124,25 @@ struct BlockwiseSm90Math {
   }
 
   // By a left operand in registers.
-  template <class Instruction, class Sum, std::size_t... kIndices>
-  static __device__ __forceinline__ void multiply(std::uint32_t const (&a)[4], std::uint64_t b, Sum (&sums)[kSums],
-                                                  bool add, std::index_sequence<kIndices...>) {
+  template <class Instruction, class Sum, int kCount>
+  static __device__ __forceinline__ void multiply(std::uint32_t const (&a)[4], std::uint64_t b, Sum (&sums)[kCount],
+                                                  bool add) {
     using cute::SM90::GMMA::ScaleOut;
-    Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]..., add ? ScaleOut::One : ScaleOut::Zero);
+    [&]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
+      Instruction::fma(a[0], a[1], a[2], a[3], b, sums[kIndices]..., add ? ScaleOut::One : ScaleOut::Zero);
+    }(std::make_index_sequence<kCount>{});
   }
 
-  // Starts a block's products, their factors scale_w scale_x (of whose eight columns four are zeros on the left and the
-  // tokens' own again on the right), and what is added to the sums. The other group goes next: it adds up while this
-  // one's are under way.
+  // scale_w scale_x of some tokens: of eight columns four are zeros on the left, and the tokens' own again on the
+  // right.
+  static __device__ __forceinline__ void begin_scales(Block& block, Factors const& factors, std::uint32_t parts,
+                                                      int part) {
+    auto const tokens = parts + part * (T::kPlane / T::kScaleParts >> 4);
+    multiply<Outer<T::kTokens / T::kScaleParts>>(factors.scales, planes_descriptor(tokens, 0), block.scales, false);
+  }
+
+  // Starts a block's products, the first of their scales, and what is added to the sums. The other group goes next: it
+  // adds up while this one's are under way.
   static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, bool are_added,
                                                Share const& of, Ring const& at) {
     auto const weights = of.weights + at.stage * (T::kWeights >> 4);
@@ -146,30 +157,48 @@ struct BlockwiseSm90Math {
       constexpr int kDepth = 32 >> 4;  // of a descriptor's address
       auto const tokens = descriptor_of(values + i * kDepth);
       if constexpr (T::kBits == 4) {
-        multiply<Integers4>(factors.weights[i], tokens, block.products, i > 0, Indices{});
+        multiply<Integers4>(factors.weights[i], tokens, block.products, i > 0);
       } else {
-        multiply_once<Integers8>(descriptor_of(weights + i * kDepth), tokens, block.products, i > 0, Indices{});
+        multiply_once<Integers8>(descriptor_of(weights + i * kDepth), tokens, block.products, i > 0,
+                                 std::make_index_sequence<kSums>{});
       }
     }
-    multiply<Outer>(factors.scales, planes_descriptor(parts, 0), block.scales, false, Indices{});
+    begin_scales(block, factors, parts, 0);
     cute::warpgroup_commit_batch();
-    if (are_added) {
+    if (T::kAddsAlways || are_added) {
       cute::warpgroup_arrive();
-      multiply<Outer>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true, Indices{});
+      multiply<Outer<T::kTokens>>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true);
       cute::warpgroup_commit_batch();
     }
     pass_turn(of.group);
   }
 
-  // Waits for what was begun, gives the stage back and adds up.
-  static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Share const& of, Ring const& at) {
+  // Waits for what was begun and adds up.
+  static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
+                                                Ring const& at) {
     cute::warpgroup_wait<0>();
     fence(block.products, block.scales, sums);
+    if constexpr (T::kScaleParts > 1) {
+      add_up(sums, block, 0);
+      fence(block.products, block.scales, sums, factors.scales);
+      cute::warpgroup_arrive();
+      begin_scales(block, factors, of.parts + at.stage * (T::kTokenParts >> 4), 1);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+      fence(block.products, block.scales, sums);
+    }
+    release(of, at);
+    add_up(sums, block, T::kScaleParts - 1);
+  }
+  static __device__ __forceinline__ void release(Share const& of, Ring const& at) {
     __syncwarp();
     if (of.releases) arrive_at_barrier(of.empty + at.stage * 8);
+  }
+  static __device__ __forceinline__ void add_up(float (&sums)[kSums], Block const& block, int part) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      sums[i] = fmaf(static_cast<float>(static_cast<int>(block.products[i])), block.scales[i], sums[i]);
+    for (int i = 0; i < kScales; ++i) {
+      float& sum = sums[part * kScales + i];
+      sum = fmaf(static_cast<float>(static_cast<int>(block.products[part * kScales + i])), block.scales[i], sum);
     }
   }
 
@@ -187,7 +216,7 @@ struct BlockwiseSm90Math {
       Ring const behind = at;
       at.advance();
       if (i + 1 < steps) read(rows, of, at, i + 1, steps);
-      finish(sums, block, of, behind);
+      finish(sums, block, factors, of, behind);
     }
   }
 

@@ -30,6 +30,10 @@ struct BlockwiseSm90Tile {
   static constexpr int kGroups = 2, kGroupThreads = 128, kGroupRows = kRows / kGroups;
   static constexpr int kThreads = (1 + kGroups) * kGroupThreads;
   static constexpr int kKinds = 3;  // of parameters
+  // In how many goes the sums' scales are made: weights that a thread unpacks leave no registers for all of them.
+  // There ptxas serialises wgmma (C7515) unless offsets are added with every block.
+  static constexpr int kScaleParts = kBits == 4 && kTokens == 128 ? 2 : 1;
+  static constexpr bool kAddsAlways = kScaleParts > 1;
 
   // The registers that 384 threads begin with, shared out anew: asked for more than those, a block waits for ever.
   static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 65536 / kThreads / 8 * 8;
@@ -91,7 +95,9 @@ struct BlockwiseSm90Tile {
   struct Parameters {
     bool has_offsets, are_added, has_next;
     __device__ Parameters(bool has_offsets_, int i, int steps)
-        : has_offsets(has_offsets_), are_added(has_offsets || i % 2 == 0), has_next(i + 1 < steps) {}
+        : has_offsets(has_offsets_),
+          are_added(has_offsets || kAddsAlways || i % 2 == 0),
+          has_next(!kAddsAlways && i + 1 < steps) {}
     __device__ int lines() const { return are_added ? kKinds : 1; }
     // Which one is a line, counted from the block's first.
     __device__ int source(int line, int kinds_of_block) const {

@@ -55,20 +55,22 @@ inline constexpr std::array kSm75Rules{
     Rule{16, 2560, 0}, Rule{16, kAny, 1}, Rule{32, kAny, 2}, Rule{64, kAny, 3}, Rule{256, 2560, 4}, Rule{kAny, kAny, 5},
 };
 
-// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the ns of a block of K. 128 tokens leave no registers
-// for 4-bit weights to pass through. H200, 2026-11-21, from one wave of 4096 x 4096; more of them take a sixth longer.
+// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the ns of a block of K. H200, 2026-11-22, from what a
+// further wave of 4096 x 4096 took (online-quant-tiles.json).
 inline constexpr int kSm90Group = 128;
 inline constexpr std::array kSm90Tiles8{
-    BlockwiseSm90Config{64, 375},
-    BlockwiseSm90Config{128, 630},
+    BlockwiseSm90Config{64, 372},
+    BlockwiseSm90Config{96, 472},
+    BlockwiseSm90Config{128, 584},
 };
 inline constexpr std::array kSm90Tiles4{
-    BlockwiseSm90Config{64, 395},
-    BlockwiseSm90Config{96, 540},
+    BlockwiseSm90Config{64, 394},
+    BlockwiseSm90Config{96, 500},
+    BlockwiseSm90Config{128, 656},
 };
 constexpr auto const& sm90_tiles(int bits) { return bits == 8 ? kSm90Tiles8 : kSm90Tiles4; }
 // What a tile takes beside its blocks of K, and what each further block of a cluster adds.
-inline constexpr int kSm90TileNs = 1500, kSm90SplitNs = 1500;
+inline constexpr int kSm90TileNs = 1000, kSm90SplitNs = 1400;
 // From how many tokens on these serve weights of so many rows and columns: with fewer, bytes are all the time there is.
 struct Sm90Rule {
   int n_max, k_max;
