@@ -210,10 +210,13 @@ def test_float32_sums_of_wgmma_kernels(seed: int, bits: int, offset: bool) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("m", [40, 300])
-def test_what_is_not_finite_stays_in_its_row(seed: int, m: int, offset: bool) -> None:
-    x, weight = torch.randn(m, 700, device="cuda"), make_weight(300, 700, 128, offset=offset, device="cuda")
+@pytest.mark.parametrize(("m", "n"), [(40, 300), (300, 300), (1100, 4100)])
+def test_what_is_not_finite_stays_in_its_row(seed: int, m: int, n: int, offset: bool, bits: int) -> None:
+    """The last shape has more tiles than there are SMs: shared memory that held such tokens' parameters comes again."""
+    x = torch.randn(m, 700, device="cuda")
+    weight = make_weight(n, 700, 128, bits=bits, offset=offset, device="cuda")
     expected = epiloq.online_quant_mm(x, weight.prepared())
     x[3, 650], x[m - 1, 0] = float("nan"), float("inf")
     out = epiloq.online_quant_mm(x, weight.prepared())
@@ -221,6 +224,25 @@ def test_what_is_not_finite_stays_in_its_row(seed: int, m: int, offset: bool) ->
     assert out[spoiled].isnan().all()
     rest = torch.ones(m, dtype=torch.bool, device="cuda").index_fill(0, spoiled, False)
     assert torch.equal(out[rest], expected[rest])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_around_an_output_nothing_is_written(seed: int, dtype: torch.dtype, bits: int) -> None:
+    """Views whose rows TMA can write and others, of tiles with and without clusters, with the same bits."""
+    for m, n in ((70, 200), (129, 2056), (1030, 4104)):
+        x = torch.randn(m, 640, device="cuda").to(dtype)
+        weight = make_weight(n, 640, 128, bits=bits, offset=False, device="cuda").prepared()
+        bias = torch.randn(n, device="cuda").to(dtype)
+        expected = epiloq.online_quant_mm(x, weight, bias=bias, clamp=(-20, 20))
+        for first in (16, 5):
+            memory = torch.full((m + 9, n + 40), 99.0, device="cuda", dtype=dtype)
+            inside = torch.zeros_like(memory, dtype=torch.bool)
+            inside[4 : 4 + m, first : first + n] = True
+            epiloq.online_quant_mm(x, weight, bias=bias, clamp=(-20, 20), out=memory[4 : 4 + m, first : first + n])
+            assert torch.equal(memory[inside].view(m, n), expected), (m, n, first)
+            assert (memory[~inside] == 99).all(), (m, n, first)
 
 
 @pytest.mark.gpu

@@ -15,11 +15,11 @@
 // give every sum's scale, and add the offsets' part to the sums: a conversion and one multiply-add remain. Weights
 // without offsets take the second product for two blocks at a time: [total_w | total_w'] [offset_x | offset_x']^T.
 //
-// Registers are written at one a cycle and quarter of an SM, by wgmma as by all else, so these add up: of a block of
-// 128 x 128 x 128, 512 cycles of int8 products, 128 of scales, 128 (or 64) of offsets, 128 each of conversions and
-// multiply-adds, 1,024 (960), of which 1,107 (about 1,050) are measured; without a product of scales or of offsets it
-// takes 126 and 131 less. To let two halves of a tile's tokens take turns, so that no group ever waits for wgmma, would
-// not change the sum (nor does ptxas take it: C7514).
+// What is left adds up, as if all shared the ports by which registers are written, one a cycle and quarter of an SM: of
+// 128 x 128 x 128, 512 cycles of int8 products, 128 of scales, 128 (or 64) of offsets, 128 of conversions and 128 of
+// multiply-adds make 1,024 (960). Measured were 1,131, without scales and offsets 914, without conversions 1,013
+// (online-quant-tiles.json). Halves of a tile that take turns, so that no group waits for its wgmma, would then bring
+// little; ptxas takes them for a race besides (C7514).
 
 #include <algorithm>
 
