@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/device_code.cuh"
 #include "core/float8.h"
 
 namespace epiloq {

@@ -63,8 +63,8 @@ class BlockwiseSm90Store {
     SharedAddress const own = slots_ + token * T::kLine + ((unit ^ token % 8) << 4);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (is_sender()) wait_for_stores<T::kSlots - 1>();
-      wait_for_group();  // the slot is free
+      if (is_sender()) wait_for_slot(chunk);
+      wait_for_group();
       SharedAddress const slot = own + chunk % T::kSlots * T::kSlotBytes;
 #pragma unroll
       for (int i = 0; i < kOfChunk; i += 8) {
@@ -81,6 +81,15 @@ class BlockwiseSm90Store {
                   slots_ + chunk % T::kSlots * T::kSlotBytes);
         commit_stores();
       }
+    }
+  }
+
+  // Chunks take turns with the slots, but a tile begins with the first one, wherever the tile before it ended.
+  static __device__ __forceinline__ void wait_for_slot(int chunk) {
+    if (chunk == 0) {
+      wait_for_stores<0>();
+    } else {
+      wait_for_stores<T::kSlots - 1>();
     }
   }
 

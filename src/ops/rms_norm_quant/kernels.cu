@@ -40,7 +40,10 @@ __device__ __forceinline__ RowParts of_row(RowParts part) {
   __shared__ float2 of_warp[kMaxThreads / 32];
   part.sum_of_squares = sum_of_warp(part.sum_of_squares);
   part.amax = largest_of_warp(part.amax);
-  if (is_one_warp()) return {part.sum_of_squares, part.amax, __all_sync(~0u, part.all_hold) != 0};
+  if (is_one_warp()) {
+    __syncwarp();  // before others' residuals are read again; a vote orders no memory
+    return {part.sum_of_squares, part.amax, __all_sync(~0u, part.all_hold) != 0};
+  }
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = {part.sum_of_squares, part.amax};
   bool const all_hold = __syncthreads_and(part.all_hold);
   float2 const other = threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : float2{};
@@ -67,10 +70,10 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
   }
 }
 
-// The row in registers: one pass over memory, one barrier. What the row is divided by is not known before its sum is,
-// so x * weight is measured and kept, and multiplied by inverse / scale at the end. Of two vectors a thread and
-// more, one block of kMaxThreads an SM is asked for: by itself ptxas makes room for two, and spills on SM80. One vector
-// fits twice; 0 asks for nothing.
+// The row in registers: one pass over memory, one barrier if it has several warps. What the row is divided by is not
+// known before its sum is, so x * weight is measured and kept, and multiplied by inverse / scale at the end. Of two
+// vectors a thread and more, one block of kMaxThreads an SM is asked for: by itself ptxas makes room for two, and
+// spills on SM80. One vector fits twice; 0 asks for nothing.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
   wait_for_previous_kernel();
@@ -157,7 +160,7 @@ void launch_typed(Problem const& p, RowPlan const& plan, Stream stream) {
   constexpr int kMost = sizeof(T) == 2 ? 4 : 2;
   constexpr void (*kKernels[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1>, one_pass<T, Format, 2>,
                                            one_pass<T, Format, kMost>};
-  dim3 const blocks((p.out.rows + plan.rows - 1) / plan.rows), threads(plan.threads, plan.rows);
+  dim3 const blocks((p.out.rows - 1) / plan.rows + 1), threads(plan.threads, plan.rows);
   cuda_check(launch_dependent(kKernels[plan.kernel], blocks, threads, 0, stream, p), "launching epiloq.rms_norm_quant");
 }
 

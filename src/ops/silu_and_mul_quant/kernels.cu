@@ -52,7 +52,7 @@ template <class T, class Format>
 void launch_typed(Problem const& p, RowPlan const& plan, Stream stream) {
   constexpr void (*kKernels[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1>, one_pass<T, Format, 2>,
                                            one_pass<T, Format, 4>};
-  dim3 const blocks((p.out.rows + plan.rows - 1) / plan.rows), threads(plan.threads, plan.rows);
+  dim3 const blocks((p.out.rows - 1) / plan.rows + 1), threads(plan.threads, plan.rows);
   cuda_check(launch_dependent(kKernels[plan.kernel], blocks, threads, 0, stream, p),
              "launching epiloq.silu_and_mul_quant");
 }
