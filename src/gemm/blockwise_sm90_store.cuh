@@ -103,7 +103,9 @@ class BlockwiseSm90Store {
   template <class Out>
   __device__ unsigned finished(float a, float b, float bias) const {
     auto const& p = params_.p;
-    return pair_of<Out>(clamped(a + bias, p.lo, p.hi), clamped(b + bias, p.lo, p.hi));
+    alignas(4) Out const both[2] = {static_cast<Out>(clamped(a + bias, p.lo, p.hi)),
+                                    static_cast<Out>(clamped(b + bias, p.lo, p.hi))};
+    return *reinterpret_cast<unsigned const*>(both);
   }
 
   // Rows that TMA cannot write, and float32.

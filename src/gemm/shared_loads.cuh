@@ -2,11 +2,6 @@
 
 // Shared memory by its own addresses.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
 #include "core/async_copy.cuh"
 
 namespace epiloq::gemm {
@@ -28,18 +23,6 @@ __device__ __forceinline__ void store_transposed(SharedAddress to, unsigned cons
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(matrices[0]),
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
-}
-
-// Two floats rounded to 16 bits, the first one in the lower half of the word.
-template <class Half>
-__device__ __forceinline__ unsigned pair_of(float a, float b) {
-  unsigned word;
-  if constexpr (std::is_same_v<Half, __nv_bfloat16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(b), "f"(a));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(b), "f"(a));
-  }
-  return word;
 }
 
 }  // namespace epiloq::gemm
