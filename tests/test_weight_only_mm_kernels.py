@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import epiloq
+from reference import ulp
 from weight_reference import (
     KINDS,
     WGMMA_TOKENS,
@@ -34,7 +35,8 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
                 run_and_assert_close("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
-ROWS = {"stream": 6, "tiled": 5, "wgmma": len(WGMMA_TOKENS)}  # of the tables in src/ops/weight_only_mm/configs.h
+DIGIT_ROWS = 6  # of the streams
+ROWS = {"stream": 12, "tiled": 5, "wgmma": len(WGMMA_TOKENS)}  # of the tables in src/ops/weight_only_mm/configs.h
 
 
 @pytest.mark.gpu
@@ -51,7 +53,7 @@ def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: t
     ran = 0
     for (n, k), scale_dtype in itertools.product(((1040, 2064), (33, 1100)), (torch.float16, dtype)):
         weight = make_weight(n, k, bits, group_size, kind, scale_dtype=scale_dtype, device="cuda")
-        for m, kernel in itertools.product((1, 5, 8, 40, 130), kernels):
+        for m, kernel in itertools.product((1, 2, 5, 8, 40, 130), kernels):
             x = torch.nn.functional.pad(torch.randn(m, k, device="cuda").to(dtype), (0, -k % 8))[:, :k]
             try:
                 out = run_kernel(kernel, x, weight.packed)
@@ -79,6 +81,36 @@ def test_every_integer_is_exact(bits: int, dtype: torch.dtype) -> None:
             for first in range(0, 256, m if m > 8 else 61):
                 rows = x[first : first + m]
                 assert torch.equal(epiloq.weight_only_mm(rows, packed), expected[first : first + m])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["symmetric", "zero"])
+def test_tokens_as_digits_of_any_magnitude(seed: int, kind: str, bits: int, dtype: torch.dtype) -> None:
+    """Activations far apart in a block of 128, whose largest meets weights of 0, and blocks far from each other.
+
+    The bound is that of docs/numerics.md with its term for digits.
+    """
+    n, k, block = 100, 1152, 128
+    weight = make_weight(n, k, bits, block, kind, device="cuda")
+    lowest, highest = (-24, 8) if dtype == torch.float16 else (-120, 60)
+    for m, row, split in itertools.product((1, 2), range(DIGIT_ROWS), (1, 3)):
+        exponent = torch.randint(lowest, highest, (m, k // block, 1)) - torch.randint(0, 40, (m, k // block, block))
+        x = torch.randn(m, k, device="cuda").double() * torch.exp2(exponent.view(m, k).cuda().double())
+        x = x.to(dtype)
+        largest = x[0].abs().view(-1, block).argmax(-1) + torch.arange(0, k, block, device="cuda")
+        q, dense, size = weight.q.clone(), weight.dense.clone(), weight.size.clone()
+        q[:, largest] = 0 if weight.zero is None else weight.zero.to(q.dtype)
+        dense[:, largest] = size[:, largest] = 0
+        packed = epiloq.pack_weight(q, weight.scale, weight.zero, bits=bits, group_size=block)
+        y = run_kernel(("stream", row, split), x, packed)
+        rows = x.double()
+        exact, magnitude = rows @ dense.t(), rows.abs() @ size.t()
+        digits = rows.abs().view(m, -1, block).amax(-1).clamp(min=2.0**-98) @ size.view(n, -1, block).sum(-1).t()
+        bound = ulp(exact, dtype) + 2.0**-23 * k**0.5 * magnitude + 2.0**-30 * digits
+        error = (y.double() - exact).abs()
+        assert (error <= bound).all(), (m, row, split, float((error / bound).max()))
 
 
 @pytest.mark.gpu

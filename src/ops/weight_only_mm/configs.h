@@ -2,10 +2,11 @@
 
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
-// Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to a sweep of ten layers by
-// 1 to 384 tokens (2026-11-22, weight-only-ways-sweep.json): what they name took 0.5 % more there than the fastest in
-// geometric mean, 10 at most. (By 192, 196, 384 and more tokens it was timed before last tiles had boxes of their own.)
-// The rows are what sweeps of 25 and 23 left. On other GPUs only their ratios count.
+// Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps of ten layers: by
+// 1 to 64 tokens (2026-11-22, weight-only-digits-sweep.json; what they name took 0.5 % more there than the fastest in
+// geometric mean, 6 at most), and beyond (weight-only-ways-sweep.json, before weights were asked for early; by 192,
+// 196, 384 and more tokens also before last tiles had boxes of their own). The rows are what sweeps of more left. On
+// other GPUs only their ratios count.
 
 #include <array>
 
@@ -13,16 +14,20 @@ namespace epiloq::ops::weight_only_mm {
 
 // At most kStreamTokens tokens: `warps` warps take turns at the steps of K, of `slabs` slabs of 16 rows of 4-bit
 // weights, or the same bytes of 8-bit ones; each asks `stages` - 1 of its steps ahead. `blocks` have their registers in
-// an SM.
-inline constexpr int kStreamTokens = 8;
+// an SM. With `digits` tokens are multiplied as integers, kDigitTokens at most.
+inline constexpr int kStreamTokens = 8, kDigitTokens = 2;
+inline constexpr int kDigitBytes = 512;  // of a token and 128 columns
 struct StreamConfig {
   int slabs, warps, stages, blocks;
+  bool digits;
   // A turn takes `turn` times the blocks that share an SM, and a part more for each token, or `alone` if that is
-  // longer; a block takes `block` to begin and to end.
+  // longer; a block takes `block` to begin and to end. Turns and what memory takes for all weights add up as the sides
+  // of a right angle do.
   struct Time {
     double turn, alone, block, token;
   } time4, time8;
 
+  constexpr int tokens() const { return digits ? kDigitTokens : kStreamTokens; }
   constexpr int slabs_of(int bits) const { return slabs * 4 > bits ? slabs * 4 / bits : 1; }
   constexpr Time const& time(int bits) const { return bits == 8 ? time8 : time4; }
 };
@@ -39,12 +44,18 @@ struct TiledConfig {
 // By what a warp reads, most first. Some fill an SM with one block and all of a layer with one wave, others by small
 // blocks that K may share. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 8, 2, 1, {0.27, 1, 1.43, 0.0355}, {1.26, 0.544, 1.46, 0.0245}},
-    StreamConfig{4, 4, 2, 4, {0.421, 1.59, 0.392, 0.0975}, {0.497, 1.34, 0.0292, 0.0171}},
-    StreamConfig{4, 4, 3, 3, {0.452, 0.921, 0.455, 0.0614}, {0.203, 1.45, 1.76, 0.0959}},
-    StreamConfig{2, 16, 2, 1, {1.22, 0.0779, 1.09, 0.0102}, {0.294, 1.33, 0.752, 0.0183}},
-    StreamConfig{1, 16, 4, 1, {0.942, 0.0232, 1.12, 0.0195}, {1.25, 0.122, 0.655, 0.0255}},
-    StreamConfig{1, 4, 2, 2, {0.6, 0.6, 1.0, 0.1}, {0.6, 0.6, 1.0, 0.1}},
+    StreamConfig{4, 16, 2, 1, true, {0.894, 0.0133, 2.15, 0.0104}, {0.225, 0.906, 0.924, 0.111}},
+    StreamConfig{4, 8, 3, 2, true, {0.167, 0.391, 3, 0.11}, {0.136, 0.611, 0.867, 0.124}},
+    StreamConfig{4, 4, 3, 3, true, {0.0334, 0.864, 0.689, 0.107}, {0.768, 0.244, 0.471, 0.302}},
+    StreamConfig{4, 4, 2, 4, true, {0.102, 0.314, 5.12, 0.0653}, {0.043, 0.349, 3.16, 0.0442}},
+    StreamConfig{2, 16, 2, 1, true, {0.646, 0.247, 0.835, 0.024}, {0.339, 0.0478, 1.7, 0.121}},
+    StreamConfig{8, 4, 2, 2, true, {0.195, 2.89, 0.398, 0.0184}, {0.42, 1.05, 0.321, 0.195}},
+    StreamConfig{4, 12, 2, 1, false, {0.144, 0.678, 2.23, 0.154}, {1.05, 0.0807, 0.379, 0.0483}},
+    StreamConfig{8, 8, 2, 1, false, {5.27, 0.025, 1.86, 0.015}, {0.669, 0.133, 0.9, 0.105}},
+    StreamConfig{8, 4, 2, 2, false, {0.0579, 1.55, 2.95, 0.0488}, {0.0555, 1.54, 0.278, 0.0363}},
+    StreamConfig{4, 4, 3, 3, false, {0.125, 0.686, 3.01, 0.395}, {0.371, 0.0271, 1.56, 0.0583}},
+    StreamConfig{2, 16, 2, 1, false, {1.03, 0.209, 0.531, 0.0101}, {0.199, 0.436, 1.6, 0.527}},
+    StreamConfig{1, 4, 2, 2, false, {0.298, 0.181, 0.225, 0.25}, {0.328, 0.119, 0.339, 0.0768}},
 };
 
 // By tokens, fewest first, and again one that fits everywhere.
@@ -72,14 +83,14 @@ struct WgmmaConfig {
 
 // Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 1, 16, false, {0.405, 3.34}, {0.464, 1.8}},
-    WgmmaConfig{3, 2, 1, 16, false, {0.325, 3.35}, {0.502, 1.6}},
-    WgmmaConfig{2, 2, 1, 16, false, {0.264, 2.39}, {0.36, 1.76}},
-    WgmmaConfig{1, 2, 1, 16, false, {0.239, 0.585}, {0.202, 0.912}},
-    WgmmaConfig{4, 1, 1, 32, false, {0.596, 3.01}, {0.716, 3.37}},
-    WgmmaConfig{3, 2, 1, 32, false, {0.453, 3.26}, {0.466, 3.34}},
-    WgmmaConfig{2, 2, 1, 32, false, {0.334, 2.81}, {0.534, 1.22}},
-    WgmmaConfig{1, 3, 1, 32, false, {0.272, 1.39}, {0.311, 0.568}},
+    WgmmaConfig{4, 1, 1, 16, false, {0.619, 0.9}, {0.491, 2.69}},
+    WgmmaConfig{3, 2, 1, 16, false, {0.387, 2.28}, {0.375, 2.25}},
+    WgmmaConfig{2, 2, 1, 16, false, {0.309, 1.71}, {0.3, 2.69}},
+    WgmmaConfig{1, 2, 1, 16, false, {0.21, 0.728}, {0.214, 0.822}},
+    WgmmaConfig{4, 1, 1, 32, false, {0.641, 1.46}, {0.5, 3.7}},
+    WgmmaConfig{3, 2, 1, 32, false, {0.46, 2.7}, {0.38, 3.32}},
+    WgmmaConfig{2, 2, 1, 32, false, {0.336, 1.51}, {0.307, 2.24}},
+    WgmmaConfig{1, 3, 1, 32, false, {0.258, 1.15}, {0.223, 1.73}},
     WgmmaConfig{4, 1, 1, 64, false, {0.656, 5.84}, {0.914, 5.49}},
     WgmmaConfig{3, 1, 1, 64, false, {0.564, 3.65}, {0.769, 4.06}},
     WgmmaConfig{2, 2, 1, 64, false, {0.387, 2.77}, {0.547, 2.32}},
@@ -94,20 +105,19 @@ inline constexpr int kExactTokens = 128;
 // A tile takes all tokens up to so many; of more, none is narrower.
 inline constexpr int kWideTokens = 64;
 
-// Beside those times: what the blocks of a cluster take to add up, streams and wgmma's tiles, which have sums of their
-// size; and bytes of weights that memory gives in a microsecond.
+// Beside those times: what the blocks of a cluster take to add up, streams and wgmma's tiles, which take longer the
+// more blocks there are and the larger the sums; and bytes of weights that memory gives in a microsecond.
 inline constexpr struct {
-  double stream = 1.71, tile = 1.2, sum = 0.000103;
+  double stream = 1.03, tile = 0.36, block = 0.4, sum = 0.000031;
 } kClusterTime;
-inline constexpr double kReadRate = 4.0e6;
+inline constexpr struct {
+  double stream = 4.8e6, tile = 4.0e6;
+} kReadRate;
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
 inline constexpr struct {
   double call = 6, weight = 0.95e-6, product = 3.125e-9;
 } kDenseTime;
-
-// Bytes of weights that a block asks for before the previous kernel has finished.
-inline constexpr int kEarlyBytes = 32 * 1024;
 
 // Without wgmma, from here on a dense product, of the weight de-quantised into memory first, is faster. H200,
 // 2026-11-20: at 256 tokens the tiled kernel takes 2.4 to 5 times a bf16 product, on seven layer shapes, where

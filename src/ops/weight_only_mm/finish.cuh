@@ -76,45 +76,67 @@ __device__ void finish(Problem const& p, float* sums, int first_row, int first_t
 
 // Sums of 16 weight rows by 8 tokens as tensor cores leave them with a warp: a lane has rows g and g + 8 of tokens 2 t
 // and 2 t + 1. They go to D without a way through shared memory: transposed, a lane has rows 2 t and 2 t + 1 of token
-// g.
+// g, and of the next eight rows; and after a trade with its neighbours rows 4 t to 4 t + 3, so that each token's rows
+// are 32 bytes that are written at once (24576 x 1536 of 4 bits by 64 tokens: 14.1 us by 16 bytes at a time, 13.0 so).
 template <class T>
 struct DirectRows {
   Problem const& p;
-  int first_row, lane;
+  int first_row, t;
   float bias[2];
-  bool in_words;  // pairs of rows lie on 4 bytes
+  bool are_whole;  // all rows are there, and fours of them on 8 bytes
 
   __device__ __forceinline__ DirectRows(Problem const& p_, int first_row_)
       : p(p_),
         first_row(first_row_),
-        lane(threadIdx.x % 32),
-        in_words(reinterpret_cast<std::uintptr_t>(p_.out) % 4 == 0 && p_.stride_out % 2 == 0) {
+        t(threadIdx.x % 4),
+        are_whole(first_row + kSlab <= p.weight.n && reinterpret_cast<std::uintptr_t>(p_.out) % 8 == 0 &&
+                  p_.stride_out % 4 == 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int const row = first_row + 8 * half + lane / 4;
+      int const row = first_row + 8 * half + threadIdx.x % 32 / 4;
       bias[half] = p.bias != nullptr && row < p.weight.n ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
     }
   }
 
+  // Rows 8 half + 2 t and the next of token g.
+  __device__ __forceinline__ unsigned pair(int half, float const* sums, float unit) const {
+    T const both[2] = {clamped<T>(p, fmaf(sums[2 * half], unit, bias[half])),
+                       clamped<T>(p, fmaf(sums[2 * half + 1], unit, bias[half]))};
+    unsigned word;
+    memcpy(&word, both, sizeof word);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+    return word;
+  }
+
   __device__ __forceinline__ void store(int first_token, float const* sums, float unit) const {
-    int const token = first_token + lane / 4;
+    unsigned const words[2] = {pair(0, sums, unit), pair(1, sums, unit)};
+    int const token = first_token + threadIdx.x % 32 / 4;
+    T* const to = static_cast<T*>(p.out) + token * p.stride_out + first_row;
+    if (are_whole) {
+      uint2 const four = traded(words);
+      if (token < p.m) *reinterpret_cast<uint2*>(to + 4 * t) = four;
+      return;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      alignas(4) T both[2] = {clamped<T>(p, fmaf(sums[2 * half], unit, bias[half])),
-                              clamped<T>(p, fmaf(sums[2 * half + 1], unit, bias[half]))};
-      auto& word = *reinterpret_cast<unsigned*>(both);
-      asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
-      int const row = first_row + 8 * half + lane % 4 * 2;
-      T* const to = static_cast<T*>(p.out) + token * p.stride_out + row;
-      if (token < p.m && row < p.weight.n) {
-        if (in_words && row + 1 < p.weight.n) {
-          *reinterpret_cast<unsigned*>(to) = word;
-        } else {
-          to[0] = both[0];
-          if (row + 1 < p.weight.n) to[1] = both[1];
-        }
+      T both[2];
+      memcpy(both, words + half, sizeof both);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const row = 8 * half + 2 * t + i;
+        if (token < p.m && first_row + row < p.weight.n) to[row] = both[i];
       }
     }
+  }
+
+  // Lane t of four has words t and 4 + t of eight, and gets words 2 t and 2 t + 1, by two exchanges: in each the lanes
+  // that are even give one half and the odd ones the other.
+  __device__ __forceinline__ uint2 traded(unsigned const (&words)[2]) const {
+    bool const is_odd = t % 2 != 0, is_low = t < 2;
+    int const even = t % 2 * 2;
+    unsigned const a = __shfl_sync(~0u, is_odd ? words[1] : words[0], is_low ? even : even + 1, 4);
+    unsigned const b = __shfl_sync(~0u, is_odd ? words[0] : words[1], is_low ? even + 1 : even, 4);
+    return is_low ? uint2{a, b} : uint2{b, a};
   }
 };
 

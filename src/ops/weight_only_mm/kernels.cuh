@@ -6,6 +6,7 @@
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
+#include "ops/weight_only_mm/digits.cuh"
 #include "ops/weight_only_mm/rows.h"
 #include "ops/weight_only_mm/stream.cuh"
 #include "ops/weight_only_mm/tiled.cuh"
@@ -29,14 +30,17 @@ void launch_kernel(void (*kernel)(Problem, Ring), PerDevice& prepared, Problem c
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_stream(Problem const& p, int split, int device, Stream stream) {
   constexpr StreamConfig kConfig = kStreamRows[kRow];
-  using S = Streaming<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.slabs_of(kBits), kConfig.warps, kConfig.stages,
-                      kConfig.blocks>;
+  using T = CudaType<kX>;
+  constexpr int kSlabs = kConfig.slabs_of(kBits);
+  using Products = std::conditional_t<kConfig.digits, DigitProducts<T, kBits, kGroups, kOffsets, kSlabs>,
+                                      HalfProducts<T, kBits, kGroups, kOffsets, kSlabs>>;
+  using S = Streaming<Products, kSlabs, kConfig.warps, kConfig.stages, kConfig.blocks>;
   static PerDevice prepared;
-  StageLayout const weights = StageLayout::of(p.weight, S::kRows / kSlab, kGroups);
-  StreamRing const ring{weights, weights.bytes + p.m * TokenPlace::kBytes};
-  int const shared_bytes = std::max(S::kWarps * S::kStages * ring.bytes, S::kSumBytes);
+  StageLayout const weights = StageLayout::of(p.weight, kSlabs, kGroups);
+  StreamRing const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m)};
+  int const shared_bytes = std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
   dim3 const grid(ceil_div(p.weight.n, S::kRows), split);
-  launch_kernel(stream_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
+  launch_kernel(stream_kernel<S, T>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
 }
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>

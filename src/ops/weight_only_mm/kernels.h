@@ -7,6 +7,11 @@
 namespace epiloq::ops::weight_only_mm {
 
 // A packed weight as kernels see it; sizes are whole slabs and tiles.
+//
+// Kernels read it before the one launched before them has finished, and only then wait for that one
+// (wait_for_previous_kernel). That is safe as long as no kernel that lets the next one start early writes a packed
+// weight: copies do not, nor do the kernels of torch that pack, and what follows such a kernel starts when all that it
+// wrote is there (PTX ISA, griddepcontrol: only where the one before uses launch_dependents has the next one to wait).
 struct Weight {
   int n, k, padded_k;
   int bits;

@@ -1,6 +1,7 @@
 #include "ops/weight_only_mm/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <sstream>
 
@@ -28,12 +29,13 @@ std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
 // Of a block: its warps' rings of stages, then their sums.
 std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p) {
   int const rows = c.slabs_of(p.bits) * kSlab;
-  return c.warps *
-         std::max<std::int64_t>(c.stages * (step_bytes(p, rows) + p.m * kPadding * 2), kStreamTokens * (rows + 4) * 4);
+  return c.warps * std::max<std::int64_t>(
+                       c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) + (c.digits ? p.m * kDigitBytes : 0),
+                       c.tokens() * (rows + 4) * 4);
 }
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return p.m <= kStreamTokens && stream_bytes(c, p) <= t.shared_bytes;
+  return p.m <= c.tokens() && stream_bytes(c, p) <= t.shared_bytes;
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -80,7 +82,9 @@ double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, T
   std::int64_t const turns = ceil_div(ceil_div(ceil_div(p.k, kPadding), split), c.warps);
   StreamConfig::Time const& time = c.time(p.bits);
   double const turn = std::max(time.alone, time.turn * static_cast<double>(beside) * (1 + time.token * p.m));
-  return ceil_div(blocks, clusters(split, resident, t)) * (turns * turn + time.block);
+  double const waves = static_cast<double>(ceil_div(blocks, clusters(split, resident, t)));
+  double const reading = static_cast<double>(ceil_div(p.k, kPadding) * step_bytes(p, 1) * p.n) / kReadRate.stream;
+  return std::hypot(waves * turns * turn, reading) + waves * time.block;
 }
 
 double time_of_dense(WeightOnlyMmProblem const& p) {
@@ -88,13 +92,17 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
+// One token and two are a stream's: no tile was more than 3 % faster.
 bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
-  return c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) && (!c.rounds || p.m > kExactTokens);
+  return p.m > kDigitTokens && c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) &&
+         (!c.rounds || p.m > kExactTokens);
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
-double cluster_time(StreamConfig const&) { return kClusterTime.stream; }
-double cluster_time(WgmmaConfig const& c) { return kClusterTime.tile + kClusterTime.sum * c.rows() * c.tokens; }
+double cluster_time(StreamConfig const&, int) { return kClusterTime.stream; }
+double cluster_time(WgmmaConfig const& c, int split) {
+  return kClusterTime.tile + kClusterTime.block * split + kClusterTime.sum * c.rows() * c.tokens;
+}
 
 struct Timed {
   Choice choice;
@@ -110,7 +118,8 @@ struct Timed {
     for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
       if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
       for (int split = 1; split <= most; ++split) {
-        consider({family, row, split}, time_of(rows[row], p, split, t) + (split > 1 ? cluster_time(rows[row]) : 0));
+        consider({family, row, split},
+                 time_of(rows[row], p, split, t) + (split > 1 ? cluster_time(rows[row], split) : 0));
       }
     }
   }
@@ -182,7 +191,7 @@ double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Ta
   // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
   std::int64_t const read = std::min(high, ceil_div(at_once, wide)) * split * c.rows() * kPadding * p.bits / 8;
   WgmmaConfig::Time const& time = c.time(p.bits);
-  double const step = std::max(time.step, static_cast<double>(read) / kReadRate);
+  double const step = std::max(time.step, static_cast<double>(read) / kReadRate.tile);
   return ceil_div(high * wide, at_once) * (steps * step + time.block);
 }
 
@@ -234,7 +243,8 @@ std::string describe(Choice const& choice) {
     text << "de-quantise, then a dense product (" << choice.why << ')';
   } else if (choice.family == Family::kStream) {
     StreamConfig const& c = kStreamRows[choice.row];
-    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages;
+    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
+         << (c.digits ? ", tokens as digits" : "");
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warpgroups() << " warpgroups"

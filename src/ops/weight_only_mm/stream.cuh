@@ -11,112 +11,127 @@
 
 namespace epiloq::ops::weight_only_mm {
 
+// Of a warp.
 struct StreamRing {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
+  int stages;
+  int scratch;  // bytes behind the stages
+
+  __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kWarps_, int kStages_, int kBlocks_>
-struct Streaming {
+// What a warp multiplies, of so many slabs: a type with its Sums, how many tokens at most, the bytes of tokens in a
+// stage and of scratch, how tokens are asked for and multiplied, and how sums are stored. Here 16-bit tokens, by tensor
+// cores for such; for one or two tokens see digits.cuh.
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs>
+struct HalfProducts {
   static constexpr int kTokens = kStreamTokens;
-  static constexpr int kBlocks = kBlocks_;
-  static constexpr int kWarps = kWarps_;
-  static constexpr int kStages = kStages_;
   using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
-  static constexpr int kRows = kSlabs * kSlab;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kSumBytes = kWarps * kTokens * (kRows + 4) * 4;
+  using Sums = float[kSlabs][1][4];
+  static int token_bytes(int m) { return m * TokenPlace::kBytes; }
+  static int scratch_bytes(int) { return 0; }
 
   // A lane asks for 8 columns of each 32, of one token.
-  struct Tokens {
-    T const* x;
-    int k;  // columns from this lane's first to the last
-    bool is_there;
-    TokenPlace place;
-    // Where it reads. Tokens that are not there have no place: what is multiplied then is the first's, and the sums are
-    // dropped.
-    TokenPlace read_at;
+  Problem const& p;
+  T const* x;
+  int k;  // columns from this lane's first to the last
+  bool is_there;
+  TokenPlace place;
+  // Where it reads. Tokens that are not there have no place: what is multiplied then is the first's, and the sums are
+  // dropped.
+  TokenPlace read_at;
 
-    __device__ __forceinline__ explicit Tokens(Problem const& p)
-        : place(W::lane() / 4, W::lane() % 4), read_at(W::lane() % 8 < p.m ? W::lane() % 8 : 0, W::lane() / 8) {
-      int const token = W::lane() / 4, column = W::lane() % 4 * 8;
-      is_there = token < p.m;
-      x = static_cast<T const*>(p.x) + (is_there ? token : 0) * p.stride_x + column;
-      k = kept(p.weight.k - column);
-    }
+  __device__ __forceinline__ explicit HalfProducts(Problem const& p_)
+      : p(p_), place(W::lane() / 4, W::lane() % 4), read_at(W::lane() % 8 < p.m ? W::lane() % 8 : 0, W::lane() / 8) {
+    int const token = W::lane() / 4, column = W::lane() % 4 * 8;
+    is_there = token < p.m;
+    x = static_cast<T const*>(p.x) + (is_there ? token : 0) * p.stride_x + column;
+    k = kept(p.weight.k - column);
+  }
 
-    __device__ __forceinline__ void ask(SharedAddress to, int step) const {
-      if (!is_there) return;
-      T const* const from = x + step * kStep;
-      if (step * kStep + kStep - 24 <= k) {
+  __device__ __forceinline__ void ask(SharedAddress to, int step) const {
+    if (!is_there) return;
+    T const* const from = x + step * kStep;
+    if (step * kStep + kStep - 24 <= k) {
 #pragma unroll
-        for (int b = 0; b < kStep / 32; ++b) copy16(to + place.at(b), from + 32 * b);
-        return;
-      }
+      for (int b = 0; b < kStep / 32; ++b) copy16(to + place.at(b), from + 32 * b);
+      return;
+    }
 #pragma unroll 1
-      for (int b = 0; b < kStep / 32; ++b) {
-        int const left = k - step * kStep - 32 * b;
-        copy16(to + place.at(b), left > 0 ? from + 32 * b : x, min(max(left, 0), 8) * 2);
-      }
+    for (int b = 0; b < kStep / 32; ++b) {
+      int const left = k - step * kStep - 32 * b;
+      copy16(to + place.at(b), left > 0 ? from + 32 * b : x, min(max(left, 0), 8) * 2);
     }
+  }
 
-    __device__ __forceinline__ uint4 read(SharedAddress tokens, int block) const {
-      return load_tokens(tokens + read_at.at(block));
-    }
-  };
+  __device__ __forceinline__ void multiply(Sums& sums, StageLayout const& layout, std::uint8_t const* stage,
+                                           SharedAddress tokens, SharedAddress) const {
+    W::multiply(sums, p.weight, layout, stage, [&](int, int block) { return load_tokens(tokens + read_at.at(block)); });
+  }
+
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums) {
+    W::store(target, stride, sums);
+  }
 };
 
-// A column of blocks shares K.
+template <class Products_, int kSlabs, int kWarps_, int kStages_, int kBlocks_>
+struct Streaming {
+  using Products = Products_;
+  static constexpr int kWarps = kWarps_, kStages = kStages_, kBlocks = kBlocks_;
+  static constexpr int kTokens = Products::kTokens, kRows = kSlabs * kSlab, kThreads = kWarps * 32;
+  static constexpr int kSumStride = kRows + 4, kWarpSums = kTokens * kSumStride;
+  static constexpr int kSumBytes = kWarps * kWarpSums * 4;
+};
+
+// A column of blocks shares K. Weights are asked for before the previous kernel has finished (kernels.h).
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
                                                                          __grid_constant__ StreamRing const ring) {
   extern __shared__ __align__(16) std::uint8_t shared[];
-  using W = typename S::W;
-  constexpr int kWarps = S::kWarps, kStages = S::kStages;
+  using Products = typename S::Products;
+  constexpr int kWarps = S::kWarps, kAhead = S::kStages - 1;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
-  int const first_slab = blockIdx.x * (S::kRows / kSlab);
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
   int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
+  auto const step_of = [&](int turn) { return first_step + warp + turn * kWarps; };
 
   let_next_kernel_start();
-  if (warp == 0) W::prefetch(p.weight, first_slab, first_step, steps, kEarlyBytes / (S::kRows / kSlab));
+  typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kSlab));
+  std::uint8_t* const stages = shared + warp * ring.warp_bytes();
+  SharedAddress const to = shared_address(stages), scratch = to + S::kStages * ring.bytes;
+  int const tokens_at = ring.weights.bytes, early = min(kAhead, turns);
+#pragma unroll 1
+  for (int turn = 0; turn < early; ++turn) source.ask(ring.weights, to + turn * ring.bytes, step_of(turn));
   wait_for_previous_kernel();
 
-  typename W::Source const source(p.weight, ring.weights, first_slab);
-  typename S::Tokens const tokens(p);
-  std::uint8_t* const stages = shared + warp * kStages * ring.bytes;
-  SharedAddress const to = shared_address(stages);
-  int const tokens_at = ring.weights.bytes;
-  auto const ask = [&](int turn, int at) {
-    if (turn < turns) {
-      int const step = first_step + warp + turn * kWarps;
-      source.ask(ring.weights, to + at, step);
-      tokens.ask(to + at + tokens_at, step);
-    }
-    commit_copies();
-  };
+  Products const products(p);
 #pragma unroll 1
-  for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, turn * ring.bytes);
-
-  float sums[S::kRows / kSlab][1][4] = {};
-  int read = 0, write = (kStages - 1) * ring.bytes;
+  for (int turn = 0; turn < kAhead; ++turn) {
+    if (turn < turns) products.ask(to + turn * ring.bytes + tokens_at, step_of(turn));
+    commit_copies();
+  }
+  typename Products::Sums sums = {};
+  int read = 0, write = kAhead * ring.bytes;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    wait_for_copies<kStages - 2>();
+    wait_for_copies<kAhead - 1>();
     __syncwarp();  // a stage is the warp's; and all have read the one that is asked for next
-    ask(turn + kStages - 1, write);
-    std::uint8_t const* const stage = stages + read;
-    W::multiply(sums, p.weight, ring.weights, stage,
-                [&](int, int block) { return tokens.read(to + read + tokens_at, block); });
+    if (turn + kAhead < turns) {
+      source.ask(ring.weights, to + write, step_of(turn + kAhead));
+      products.ask(to + write + tokens_at, step_of(turn + kAhead));
+    }
+    commit_copies();
+    products.multiply(sums, ring.weights, stages + read, to + read + tokens_at, scratch);
     write = read;
-    read = read + ring.bytes == kStages * ring.bytes ? 0 : read + ring.bytes;
+    read = read + ring.bytes == S::kStages * ring.bytes ? 0 : read + ring.bytes;
   }
 
   wait_for_copies<0>();
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * S::kTokens * (S::kRows + 4), S::kRows + 4, sums);
+  Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums);
   finish<T, S::kRows, S::kTokens, kWarps>(p, all_sums, blockIdx.x * S::kRows, 0, blockIdx.y, gridDim.y);
 }
 

@@ -71,14 +71,16 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
 
   let_next_kernel_start();
-  if (S::kTokens <= 32) {  // more, and memory is not what the kernel waits for
-    W::prefetch(p.weight, first_slab, first_step, end - first_step, kEarlyBytes / (S::kRows / kSlab));
+  typename W::Source const source(p.weight, layout, first_slab);
+  SharedAddress const to = shared_address(shared);
+  int const early = min(kStages - 1, end - first_step);
+#pragma unroll 1
+  for (int stage = 0; stage < early; ++stage) {
+    source.ask(layout, to + stage * stage_bytes + warp * layout.bytes, first_step + stage);
   }
   wait_for_previous_kernel();
 
-  typename W::Source const source(p.weight, layout, first_slab);
   auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
-  SharedAddress const to = shared_address(shared);
   auto const ask = [&](int step, int at) {
     if (step < end) {
       source.ask(layout, to + at + warp * layout.bytes, step);
@@ -87,7 +89,10 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
     commit_copies();
   };
 #pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) ask(first_step + stage, stage * stage_bytes);
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < early) tokens.ask(p.x, to + stage * stage_bytes + tokens_at, first_step + stage);
+    commit_copies();
+  }
 
   float sums[S::kSlabs][S::kTokens / 8][4] = {};
   TokenPlace const place;

@@ -78,18 +78,6 @@ struct Warp {
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-  // Asks L2 for the warp's first weights, up to so many bytes a slab. Harmless before the previous kernel has finished,
-  // even if it writes them: L2 is where its writes arrive.
-  static __device__ __forceinline__ void prefetch(Weight const& w, int first_slab, int first_step, int steps,
-                                                  int most) {
-#if __CUDA_ARCH__ >= 900
-    if (lane() >= kSlabs) return;
-    std::int64_t const slab = min(first_slab + lane(), (w.n - 1) / kSlab);
-    auto const* const from = w.q + (slab * (w.padded_k / kStep) + first_step) * kStepBytes;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(min(steps * kStepBytes, most)));
-#endif
-  }
-
   // Where a lane reads: its 16 bytes of each vector, and 16 bytes of each slab's parameters, where there are so many.
   // Rows past the last slab are read as the last slab's, and their sums dropped. Offsets fit 32 bits (select.cpp).
   struct Source {

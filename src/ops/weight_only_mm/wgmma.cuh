@@ -75,11 +75,13 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
 template <class C>
 __device__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared, unsigned char* stages) {
   prefetch(params.maps, params.p.weight.zero != nullptr);
-  typename C::Copies(params, blockIdx.x).prefetch();
-  wait_for_previous_kernel();
   RingPlace ring{0, 1};  // the first wait for each stage passes
+  typename C::Copies first(params, blockIdx.x);
+  int const early = first.ask_early(stages, shared);
+  ring.advance(params.stages, early);
+  first.ask_for_all(stages, shared, ring, early);
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
+  for (int tile = blockIdx.x + gridDim.x; tile < params.tiles; tile += gridDim.x) {
     typename C::Copies(params, tile).ask_for_all(stages, shared, ring);
   }
 }

@@ -18,7 +18,7 @@ inline constexpr int kMapWord = 8;   // bytes that TMA counts a slab's integers 
 inline constexpr int kAtom = 1024;   // where swizzled data begins
 inline constexpr int kColumns = 64;  // of the tokens that a line holds
 inline constexpr int kInstruction = 16;  // columns of a wgmma
-inline constexpr int kEarlySteps = 2;    // that a block asks L2 for before the previous kernel has finished
+inline constexpr int kEarlySteps = 2;    // whose weights a block asks for before the previous kernel has finished
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBarrierBytes = 2 * kMaxStages * 8;
 

@@ -131,26 +131,17 @@ struct Wgmma {
           is_last(place.first_token + kTokens > params.p.m),
           tokens(params, params.maps.tokens[is_last], place.first_token, place.first_step) {}
 
-    // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless before the previous kernel
-    // has finished, even if it writes them: L2 is where its writes arrive. Few, as copies wait until TMA has been
-    // through with these.
-    __device__ void prefetch() const {
-      cute::prefetch_tma_descriptor(&params.maps.tokens[is_last]);
-#pragma unroll 1
-      for (int step = 0; step < min(place.steps, kEarlySteps); ++step) {
-        cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&params.maps.weights, (place.first_step + step) * kStepWords,
-                                               place.first_slab);
-      }
-    }
-
-    __device__ void ask(unsigned char* stage, std::uint64_t* barrier, int step) {
-      Weight const& w = params.p.weight;
-      cute::SM90_TMA_LOAD_2D::copy(&params.maps.weights, barrier, kCopyHint, stage, step * kStepWords,
-                                   place.first_slab);
+    __device__ void ask_for_tokens(unsigned char* stage, std::uint64_t* barrier) {
 #pragma unroll
       for (int column = 0; column < kPadding; column += kColumns) {
         tokens.ask(stage + params.stage.tokens_at + tokens_at(kTokens, column), barrier);
       }
+    }
+
+    __device__ void ask_for_weights(unsigned char* stage, std::uint64_t* barrier, int step) const {
+      Weight const& w = params.p.weight;
+      cute::SM90_TMA_LOAD_2D::copy(&params.maps.weights, barrier, kCopyHint, stage, step * kStepWords,
+                                   place.first_slab);
       int const group = step * kGroups >> w.group_shift;
       cute::SM90_TMA_LOAD_2D::copy(&params.maps.scales, barrier, kCopyHint, stage + params.stage.scales_at,
                                    group * kSlab * size_of_scale(w), place.first_slab);
@@ -160,13 +151,35 @@ struct Wgmma {
       }
     }
 
-    __device__ void ask_for_all(unsigned char* stages, Shared const& shared, RingPlace& ring) {
+    static __device__ __forceinline__ std::uint64_t* barrier_of(Shared const& shared, int stage) {
+      return reinterpret_cast<std::uint64_t*>(&shared.full[stage]);
+    }
+
+    // A block's first steps: weights before the previous kernel has finished, tokens after. Few steps, as tokens wait
+    // until TMA has been through with the weights. Returns how many.
+    __device__ int ask_early(unsigned char* stages, Shared const& shared) {
+      cute::prefetch_tma_descriptor(&params.maps.tokens[is_last]);
+      int const early = min(place.steps, kEarlySteps);
 #pragma unroll 1
-      for (int step = 0; step < place.steps; ++step) {
+      for (int step = 0; step < early; ++step) {
+        shared.full[step].arrive_and_expect_tx(params.loaded_bytes[is_last]);
+        ask_for_weights(stages + step * params.stage.bytes, barrier_of(shared, step), place.first_step + step);
+      }
+      wait_for_previous_kernel();
+#pragma unroll 1
+      for (int step = 0; step < early; ++step) {
+        ask_for_tokens(stages + step * params.stage.bytes, barrier_of(shared, step));
+      }
+      return early;
+    }
+
+    __device__ void ask_for_all(unsigned char* stages, Shared const& shared, RingPlace& ring, int from = 0) {
+#pragma unroll 1
+      for (int step = from; step < place.steps; ++step) {
         shared.empty[ring.at].wait(ring.phase);
         shared.full[ring.at].arrive_and_expect_tx(params.loaded_bytes[is_last]);
-        ask(stages + ring.at * params.stage.bytes, reinterpret_cast<std::uint64_t*>(&shared.full[ring.at]),
-            place.first_step + step);
+        ask_for_weights(stages + ring.at * params.stage.bytes, barrier_of(shared, ring.at), place.first_step + step);
+        ask_for_tokens(stages + ring.at * params.stage.bytes, barrier_of(shared, ring.at));
         ring.advance(params.stages);
       }
     }
