@@ -2,9 +2,12 @@
 
 // From the sums of a block's warps, or of a cluster's blocks, to D: always in the same order.
 
+#include <cstring>
+
 #include "core/cluster.cuh"
 #include "core/device_code.cuh"
 #include "ops/weight_only_mm/kernels.h"
+#include "ops/weight_only_mm/layout.h"
 
 namespace epiloq::ops::weight_only_mm {
 
