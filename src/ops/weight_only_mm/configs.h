@@ -94,7 +94,7 @@ inline constexpr std::array kWgmmaRows{
     WgmmaConfig{4, 1, 1, 64, false, {0.656, 5.84}, {0.914, 5.49}},
     WgmmaConfig{3, 1, 1, 64, false, {0.564, 3.65}, {0.769, 4.06}},
     WgmmaConfig{2, 2, 1, 64, false, {0.387, 2.77}, {0.547, 2.32}},
-    WgmmaConfig{1, 2, 1, 64, false, {0.3, 1.43}, {0.31, 1.04}},
+    WgmmaConfig{1, 2, 1, 64, false, {0.274, 1.43}, {0.35, 1.04}},
     WgmmaConfig{2, 1, 2, 128, false, {1.38, 7.81}, {1.9, 5.29}},
     WgmmaConfig{1, 2, 1, 128, false, {0.344, 4.18}, {0.42, 6.57}},
     WgmmaConfig{2, 1, 1, 128, true, {0.568, 6.53}, {0.911, 3.86}},
@@ -105,10 +105,11 @@ inline constexpr int kExactTokens = 128;
 // A tile takes all tokens up to so many; of more, none is narrower.
 inline constexpr int kWideTokens = 64;
 
-// Beside those times: what the blocks of a cluster take to add up, streams and wgmma's tiles, which take longer the
-// more blocks there are and the larger the sums; and bytes of weights that memory gives in a microsecond.
+// Beside those times: what the blocks of a cluster take to add up, streams and wgmma's tiles, which have sums of their
+// size and take longer for each block beyond kCrowd; and bytes of weights that memory gives in a microsecond.
+inline constexpr int kCrowd = 4;
 inline constexpr struct {
-  double stream = 1.03, tile = 0.36, block = 0.32, sum = 0.000031;
+  double stream = 1.03, tile = 1.2, sum = 0.000103, crowd = 0.35;
 } kClusterTime;
 inline constexpr struct {
   double stream = 4.8e6, tile = 4.0e6;

@@ -101,7 +101,7 @@ bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
 double cluster_time(StreamConfig const&, int) { return kClusterTime.stream; }
 double cluster_time(WgmmaConfig const& c, int split) {
-  return kClusterTime.tile + kClusterTime.block * split + kClusterTime.sum * c.rows() * c.tokens;
+  return kClusterTime.tile + kClusterTime.sum * c.rows() * c.tokens + kClusterTime.crowd * std::max(split - kCrowd, 0);
 }
 
 struct Timed {
