@@ -30,7 +30,7 @@ WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:
 
 
 def name_in_sweep(explained: str) -> str:
-    """stream slabs,warps,stages,blocks,whether by digits, or wgmma warpgroups,ways along K,blocks of rows,tokens; then who shares K."""
+    """As in the sweeps: "stream slabs,warps,stages,blocks", "wgmma warpgroups,ways along K,blocks of rows,tokens"."""
     kernel, _, split = explained.partition(", K over clusters of ")
     if found := STREAM.fullmatch(kernel):
         row = ",".join(found.groups()[:3])
