@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -31,7 +32,7 @@ HALVES = [torch.float16, torch.bfloat16]
 def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtype, arch: str) -> None:
     with epiloq.config(arch=arch):
         for n, k in ((4096, 4096), (2112, 7168), (1000, 14336)):
-            for m in (1, 8, 17, 64, 190, 700):
+            for m in (1, 2, 8, 17, 64, 190, 700):
                 run_and_assert_close("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
@@ -90,7 +91,8 @@ def test_every_integer_is_exact(bits: int, dtype: torch.dtype) -> None:
 def test_tokens_as_digits_of_any_magnitude(seed: int, kind: str, bits: int, dtype: torch.dtype) -> None:
     """Activations far apart in a block of 128, whose largest meets weights of 0, and blocks far from each other.
 
-    The bound is that of docs/numerics.md with its term for digits.
+    The bound is that of docs/numerics.md with its term for digits. The others are 2^12 below the largest, so that a
+    wrong lowest digit exceeds it.
     """
     n, k, block = 100, 1152, 128
     weight = make_weight(n, k, bits, block, kind, device="cuda")
@@ -100,6 +102,9 @@ def test_tokens_as_digits_of_any_magnitude(seed: int, kind: str, bits: int, dtyp
         x = torch.randn(m, k, device="cuda").double() * torch.exp2(exponent.view(m, k).cuda().double())
         x = x.to(dtype)
         largest = x[0].abs().view(-1, block).argmax(-1) + torch.arange(0, k, block, device="cuda")
+        smaller = torch.full((k,), 2.0**-12, dtype=torch.float64, device="cuda")
+        smaller[largest] = 1
+        x = (x.double() * smaller).to(dtype)
         q, dense, size = weight.q.clone(), weight.dense.clone(), weight.size.clone()
         q[:, largest] = 0 if weight.zero is None else weight.zero.to(q.dtype)
         dense[:, largest] = size[:, largest] = 0
@@ -113,8 +118,61 @@ def test_tokens_as_digits_of_any_magnitude(seed: int, kind: str, bits: int, dtyp
         assert (error <= bound).all(), (m, row, split, float((error / bound).max()))
 
 
+def all_kernels() -> list[tuple[str, int, int]]:
+    """Every row, alone and with K shared by three; those that cannot serve are refused when called."""
+    return [(family, row, split) for family, rows in ROWS.items() for row in range(rows) for split in (1, 3)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 8, 64])
+@pytest.mark.parametrize("m", [1, 2, 7, 40])
+def test_tokens_wait_for_the_kernel_that_writes_them(seed: int, m: int) -> None:
+    """A chain of products with the unit matrix, nothing in between: each starts while the one before still runs."""
+    n, links = 512, 40
+    x = torch.randn(m, n, device="cuda").half()
+    for bits in (4, 8):
+        q = torch.eye(n, dtype=torch.int32, device="cuda")
+        packed = epiloq.pack_weight(
+            q, torch.ones(n, n // 128, dtype=torch.float16, device="cuda"), bits=bits, group_size=128
+        )
+        for kernel in all_kernels():
+            outs = torch.full((links, m, n), math.nan, dtype=torch.float16, device="cuda")
+            tokens = x
+            try:
+                for out in outs:
+                    tokens = run_kernel(kernel, tokens, packed, out=out)
+            except ValueError as refusal:
+                assert "kernel: expected one that fits" in str(refusal)
+                continue
+            assert torch.equal(outs, x.expand_as(outs)), kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 7, 40])
+def test_weights_that_a_kernel_of_torch_has_just_written(seed: int, m: int) -> None:
+    """Integers change in place, by a kernel; another product follows, during which the next one starts."""
+    n, k = 256, 1024
+    first, second = (make_weight(n, k, device="cuda").packed for _ in range(2))
+    x = torch.randn(m, k, device="cuda").half()
+    change = first.q ^ second.q
+    packed = dataclasses.replace(first, q=first.q.clone())
+    for kernel in all_kernels():
+        try:
+            expected = [run_kernel(kernel, x, dataclasses.replace(first, q=w.q)) for w in (second, first)]
+        except ValueError as refusal:
+            assert "kernel: expected one that fits" in str(refusal)
+            continue
+        outs = torch.full((20, m, n), math.nan, dtype=torch.float16, device="cuda")
+        other = torch.empty_like(outs[0])
+        for out in outs:
+            packed.q.bitwise_xor_(change)
+            run_kernel(kernel, x, first, out=other)
+            run_kernel(kernel, x, packed, out=out)
+        for i, out in enumerate(outs):
+            assert torch.equal(out, expected[i % 2]), (kernel, i)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 8, 64])
 def test_nothing_is_read_past_the_ends(seed: int, m: int) -> None:
     """Guards of NaN around x, in the row's own padding above all, leave no trace."""
     for n, k, dtype in itertools.product((17, 100), (33, 100, 576), HALVES):
