@@ -72,9 +72,10 @@ def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
 @pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
 @pytest.mark.parametrize(("before", "after"), [(8, 8), (0, 1), (8, 3), (0, 8)])
 def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> None:
-    """Rows that begin at multiples of 16 bytes, and rows that do not: nothing between them is written."""
-    for m, n in [(300, 256), (256, 4096), (130, 576)]:
-        wide = poisoned((m, before + n + after), torch.bfloat16, "cuda")
+    """Rows that begin at multiples of 16 bytes, and rows that do not; rows that end at none, where TMA would write the
+    last 16 bytes whole: nothing between them is written."""
+    for m, n in [(300, 256), (256, 4096), (130, 576), (130, 577), (300, 2054)]:
+        wide = poisoned((m, before + n + after + -n % 8), torch.bfloat16, "cuda")
         out = wide[:, before : before + n]
         if kind == "groups":
             p = make(m, n, 640, device="cuda").in_columns(4)

@@ -59,7 +59,7 @@ EPILOQ_API void check(Conv2dWeightOnly const& call);
 // A 1 x 1 kernel with unit strides and no padding is weight_only_mm of the pixels, which must then collapse into rows.
 // Launches (a product of few pixels on the CPU: computes) and returns true; or does nothing and returns false where it
 // is better, or the only way, to de-quantise the weight for a dense convolution (on the CPU; with many pixels; what no
-// kernel is made for).
+// kernel is made for). The packed weight is read early, as weight_only_mm's.
 EPILOQ_API bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream);
 
 // Which kernel serves a call, in words.

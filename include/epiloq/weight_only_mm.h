@@ -73,6 +73,9 @@ EPILOQ_API void check(DequantizeWeight const& call);
 // On CUDA launches, on the CPU computes, and returns true; or on CUDA does nothing and returns false where it is
 // better, or the only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is
 // made for).
+//
+// On SM90 the packed weight is read before the stream's previous kernels have finished: none of them that lets the next
+// one start early (programmatic dependent launch) may write it. Copies and torch's own kernels do not.
 EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 
 // On the CPU or on CUDA.

@@ -27,8 +27,8 @@ struct BlockwiseSm90Copies {
     int const weight_bytes = p.k / 8 * T::kBits;
     auto const lines = static_cast<std::uint64_t>(p.k / T::kStep) * p.kinds;
     auto const columns = static_cast<std::uint64_t>(p.padded_n);
-    constexpr int kHalf = 2;
-    bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % (16 / kHalf) == 0 &&
+    constexpr int kHalf = 2, kUnit = 16 / kHalf;  // of which TMA writes whole ones
+    bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % kUnit == 0 && p.n % kUnit == 0 &&
                               reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0;
     return {
         p,

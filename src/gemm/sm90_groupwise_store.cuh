@@ -27,6 +27,8 @@ class GroupwiseStore {
   static __host__ __device__ bool has_lines(GroupwiseProblem const& p) {
     return p.stride_d % kUnit == 0 && reinterpret_cast<std::uintptr_t>(p.d) % 16 == 0;
   }
+  // TMA would write a last piece of a row whole.
+  static bool can_store_boxes(GroupwiseProblem const& p) { return C::kStoresBoxes && has_lines(p) && p.n % kUnit == 0; }
 
   // `first_row` of the warp's first 16 in a tile; those of the next round are 64 further.
   __device__ GroupwiseStore(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,

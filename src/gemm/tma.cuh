@@ -57,8 +57,9 @@ __device__ __forceinline__ void copy_bytes(SharedAddress to, void const* from, i
                : "memory");
 }
 
-// The other way, once what this warp's lanes wrote has been fenced; what is outside the matrix stays. Boxes that a lane
-// stored since its last commit are a group.
+// The other way, once what this warp's lanes wrote has been fenced. What is outside the matrix stays, if its rows are
+// of whole pieces of 16 bytes: TMA writes no less, whatever the map says. Boxes that a lane stored since its last
+// commit are a group.
 __device__ __forceinline__ void fence_stored() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void store_box(CUtensorMap const& map, int column, int row, SharedAddress from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),

@@ -2,10 +2,11 @@
 
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
-// Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps of ten layers: by
-// 1 to 64 tokens (2026-11-22, weight-only-digits-sweep.json; what they name took 0.5 % more there than the fastest in
-// geometric mean, 6 at most), and beyond (weight-only-ways-sweep.json, before weights were asked for early; by 192,
-// 196, 384 and more tokens also before last tiles had boxes of their own). The rows are what sweeps of more left. On
+// Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps of ten layers on
+// 2026-11-22: by 1 to 8 tokens (weight-only-lines-sweep.json; what they name took 0.5 % more there than the fastest in
+// geometric mean, 6 at most), by 16 to 64 (weight-only-digits-sweep.json, 0.5 % and 5), and beyond
+// (weight-only-ways-sweep.json, before weights were asked for early; by 192, 196, 384 and more tokens also before last
+// tiles had boxes of their own). The rows are what sweeps of more left. On
 // other GPUs only their ratios count.
 
 #include <array>
@@ -44,18 +45,18 @@ struct TiledConfig {
 // By what a warp reads, most first. Some fill an SM with one block and all of a layer with one wave, others by small
 // blocks that K may share. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 16, 2, 1, true, {0.894, 0.0133, 2.15, 0.0104}, {0.225, 0.906, 0.924, 0.111}},
-    StreamConfig{4, 8, 3, 2, true, {0.167, 0.391, 3, 0.11}, {0.136, 0.611, 0.867, 0.124}},
-    StreamConfig{4, 4, 3, 3, true, {0.0334, 0.864, 0.689, 0.107}, {0.768, 0.244, 0.471, 0.302}},
-    StreamConfig{4, 4, 2, 4, true, {0.102, 0.314, 5.12, 0.0653}, {0.043, 0.349, 3.16, 0.0442}},
-    StreamConfig{2, 16, 2, 1, true, {0.646, 0.247, 0.835, 0.024}, {0.339, 0.0478, 1.7, 0.121}},
-    StreamConfig{8, 4, 2, 2, true, {0.195, 2.89, 0.398, 0.0184}, {0.42, 1.05, 0.321, 0.195}},
-    StreamConfig{4, 12, 2, 1, false, {0.144, 0.678, 2.23, 0.154}, {1.05, 0.0807, 0.379, 0.0483}},
-    StreamConfig{8, 8, 2, 1, false, {5.27, 0.025, 1.86, 0.015}, {0.669, 0.133, 0.9, 0.105}},
-    StreamConfig{8, 4, 2, 2, false, {0.0579, 1.55, 2.95, 0.0488}, {0.0555, 1.54, 0.278, 0.0363}},
-    StreamConfig{4, 4, 3, 3, false, {0.125, 0.686, 3.01, 0.395}, {0.371, 0.0271, 1.56, 0.0583}},
-    StreamConfig{2, 16, 2, 1, false, {1.03, 0.209, 0.531, 0.0101}, {0.199, 0.436, 1.6, 0.527}},
-    StreamConfig{1, 4, 2, 2, false, {0.298, 0.181, 0.225, 0.25}, {0.328, 0.119, 0.339, 0.0768}},
+    StreamConfig{4, 16, 2, 1, true, {0.934, 0.138, 1.56, 0.0773}, {0.392, 0.958, 1.07, 0.0141}},
+    StreamConfig{4, 8, 3, 2, true, {0.0693, 0.812, 1.43, 0.19}, {0.0524, 0.657, 0.927, 0.0398}},
+    StreamConfig{4, 4, 3, 3, true, {0.0841, 0.725, 1.29, 0.268}, {0.313, 0.606, 0.421, 0.0814}},
+    StreamConfig{4, 4, 2, 4, true, {0.0547, 0.275, 3.01, 0.0553}, {0.0342, 0.338, 2.68, 0.196}},
+    StreamConfig{2, 16, 2, 1, true, {0.791, 0.369, 0.918, 0.0882}, {0.311, 0.0319, 1.65, 0.139}},
+    StreamConfig{8, 4, 2, 2, true, {0.441, 0.896, 1.14, 0.0653}, {0.419, 1.05, 0.356, 0.136}},
+    StreamConfig{4, 12, 2, 1, false, {0.348, 0.928, 1.71, 0.278}, {0.8, 0.875, 0.879, 0.0238}},
+    StreamConfig{8, 8, 2, 1, false, {1.44, 0.113, 1.47, 0.0365}, {0.71, 0.84, 0.895, 0.0911}},
+    StreamConfig{8, 4, 2, 2, false, {0.572, 1.25, 1.45, 0.0443}, {0.223, 1.17, 0.46, 0.251}},
+    StreamConfig{4, 4, 3, 3, false, {0.112, 0.84, 1.56, 0.325}, {0.216, 0.561, 1.26, 0.0236}},
+    StreamConfig{2, 16, 2, 1, false, {0.933, 0.977, 0.817, 0.0189}, {0.151, 0.416, 1.54, 0.4}},
+    StreamConfig{1, 4, 2, 2, false, {0.111, 0.273, 0.777, 0.185}, {0.138, 0.285, 0.772, 0.121}},
 };
 
 // By tokens, fewest first, and again one that fits everywhere.

@@ -180,8 +180,7 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 
 bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  constexpr int kFewest = 2;
-  return wgmma_stages(c, stage, t.shared_bytes) >= kFewest &&
+  return wgmma_stages(c, stage, t.shared_bytes) >= kEarlySteps &&
          wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
 }
 
