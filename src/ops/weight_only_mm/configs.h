@@ -3,8 +3,8 @@
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps of ten layers on
-// 2026-11-22: by 1 to 8 tokens (weight-only-lines-sweep.json; what they name took 0.5 % more there than the fastest in
-// geometric mean, 6 at most), by 16 to 64 (weight-only-digits-sweep.json, 0.5 % and 5), and beyond
+// 2026-11-22: by 1 to 8 tokens (weight-only-lines-sweep.json; what they name took 0.6 % more there than the fastest in
+// geometric mean, 7 at most), by 16 to 64 (weight-only-digits-sweep.json, 0.5 % and 5), and beyond
 // (weight-only-ways-sweep.json, before weights were asked for early; by 192, 196, 384 and more tokens also before last
 // tiles had boxes of their own). The rows are what sweeps of more left. On
 // other GPUs only their ratios count.
@@ -45,18 +45,18 @@ struct TiledConfig {
 // By what a warp reads, most first. Some fill an SM with one block and all of a layer with one wave, others by small
 // blocks that K may share. The last row fits the shared memory of every device, and is all that SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 16, 2, 1, true, {0.934, 0.138, 1.56, 0.0773}, {0.392, 0.958, 1.07, 0.0141}},
-    StreamConfig{4, 8, 3, 2, true, {0.0693, 0.812, 1.43, 0.19}, {0.0524, 0.657, 0.927, 0.0398}},
-    StreamConfig{4, 4, 3, 3, true, {0.0841, 0.725, 1.29, 0.268}, {0.313, 0.606, 0.421, 0.0814}},
-    StreamConfig{4, 4, 2, 4, true, {0.0547, 0.275, 3.01, 0.0553}, {0.0342, 0.338, 2.68, 0.196}},
-    StreamConfig{2, 16, 2, 1, true, {0.791, 0.369, 0.918, 0.0882}, {0.311, 0.0319, 1.65, 0.139}},
-    StreamConfig{8, 4, 2, 2, true, {0.441, 0.896, 1.14, 0.0653}, {0.419, 1.05, 0.356, 0.136}},
-    StreamConfig{4, 12, 2, 1, false, {0.348, 0.928, 1.71, 0.278}, {0.8, 0.875, 0.879, 0.0238}},
-    StreamConfig{8, 8, 2, 1, false, {1.44, 0.113, 1.47, 0.0365}, {0.71, 0.84, 0.895, 0.0911}},
-    StreamConfig{8, 4, 2, 2, false, {0.572, 1.25, 1.45, 0.0443}, {0.223, 1.17, 0.46, 0.251}},
-    StreamConfig{4, 4, 3, 3, false, {0.112, 0.84, 1.56, 0.325}, {0.216, 0.561, 1.26, 0.0236}},
-    StreamConfig{2, 16, 2, 1, false, {0.933, 0.977, 0.817, 0.0189}, {0.151, 0.416, 1.54, 0.4}},
-    StreamConfig{1, 4, 2, 2, false, {0.111, 0.273, 0.777, 0.185}, {0.138, 0.285, 0.772, 0.121}},
+    StreamConfig{4, 16, 2, 1, true, {0.03, 0.861, 1.82, 0.0253}, {0.367, 0.629, 1.53, 0.0101}},
+    StreamConfig{4, 8, 3, 2, true, {0.0307, 0.65, 1.8, 0.38}, {0.0823, 0.68, 1.13, 0.395}},
+    StreamConfig{4, 4, 3, 3, true, {0.132, 0.59, 1.48, 0.4}, {0.151, 0.546, 1.38, 0.206}},
+    StreamConfig{4, 4, 2, 4, true, {0.0887, 0.796, 1.45, 0.0183}, {0.145, 0.476, 1.29, 0.106}},
+    StreamConfig{2, 16, 2, 1, true, {0.379, 0.169, 1.51, 0.339}, {0.0695, 0.974, 0.572, 0.372}},
+    StreamConfig{8, 4, 2, 2, true, {0.0615, 1.05, 1, 0.209}, {0.438, 0.871, 0.245, 0.13}},
+    StreamConfig{4, 12, 2, 1, false, {0.318, 0.825, 2.01, 0.0413}, {0.173, 0.27, 2.17, 0.185}},
+    StreamConfig{8, 8, 2, 1, false, {1.07, 1.72, 1.62, 0.0209}, {0.381, 0.151, 1.96, 0.0605}},
+    StreamConfig{8, 4, 2, 2, false, {0.0334, 1.34, 1.61, 0.396}, {0.503, 0.877, 1.32, 0.0156}},
+    StreamConfig{4, 4, 3, 3, false, {0.0996, 0.68, 2.08, 0.275}, {0.167, 0.511, 1.62, 0.0442}},
+    StreamConfig{2, 16, 2, 1, false, {0.258, 0.0336, 2.2, 0.0837}, {0.166, 0.292, 1.61, 0.4}},
+    StreamConfig{1, 4, 2, 2, false, {0.242, 0.0116, 0.723, 0.0517}, {0.185, 0.449, 0.688, 0.0827}},
 };
 
 // By tokens, fewest first, and again one that fits everywhere.
