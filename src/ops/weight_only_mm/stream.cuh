@@ -34,7 +34,7 @@ struct HalfProducts {
 
   // Eight lanes ask for a line of memory, half of a token's columns, then for the other half; and for those of the
   // token kApart further. L2 has every SM asking for the same lines: by halves of them, of all eight tokens at a time,
-  // 4 to 8 tokens took 3 to 5 % longer.
+  // 4 to 8 tokens took 2 to 6 % longer.
   static constexpr int kApart = 4, kLineColumns = 64;
   Problem const& p;
   int token, column;
@@ -104,7 +104,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
   int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
-  // Blocks begin in different places, so that they ask L2 for different tokens at a time: 1 to 4 % of 2 to 8 tokens.
+  // Blocks begin in different places, so that they ask L2 for different tokens at a time: 0 to 5 % of 2 to 8 tokens.
   constexpr int kApart = 5;
   int const begin = blockIdx.x * kApart % steps;
   auto const step_of = [&](int turn) {
