@@ -19,7 +19,7 @@ import wheels
 FOLDER = wheels.ROOT / "build" / "gpu-bundle"
 PYTHON_MINOR = 12
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "ON"}
-TEST_PACKAGES = ("pytest", "hypothesis", "typer", "rich")
+TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "typer", "rich")
 LIMIT = 60 * 2**20  # bytes
 
 

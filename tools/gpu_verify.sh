@@ -3,6 +3,7 @@
 #
 #   bash tools/gpu_verify.sh [OUT [options of the benchmark]]
 #
+# The GPU's tests run in JOBS processes, by default one for each two cores: much of their time is references on the CPU.
 # Leaves the record, the tests' results and the benchmark in OUT (by default out/ in the bundle). The exit code is 1
 # when a test or a benchmarked result failed; the record is written all the same and says so.
 set -uo pipefail
@@ -25,7 +26,8 @@ run_tests() {  # NAME PYTEST-OPTIONS..
   shift
   "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/tests-$name.xml" "$@" || failed=1
 }
-run_tests gpu -m gpu --require-gpu
+jobs=${JOBS:-$((($(nproc) + 1) / 2))}
+OMP_NUM_THREADS=2 run_tests gpu -m gpu --require-gpu -n "$jobs"
 run_tests cpu -m "not gpu"
 
 commit=$("$python" -c 'import json; print(json.load(open("bundle.json"))["commit"])')
