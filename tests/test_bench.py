@@ -148,6 +148,7 @@ def test_cpu_timer_sees_past_other_work() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cuda_graph_time_is_that_of_the_kernel() -> None:
     device = torch.device("cuda")
     source = [torch.rand(64 << 20, device=device) for _ in range(3)]

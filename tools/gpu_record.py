@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / "docs" / "verification.json"
+RUNS = ("gpu", "alone", "cpu")  # of gpu_verify.sh
 REQUIRED = ("date", "gpu", "driver", "torch", "commit", "kernel_sources", "tests", "benchmark")
 
 
@@ -62,7 +63,7 @@ def collect(out: Path) -> dict[str, Any]:
         "epiloq": epiloq.__version__,
         "kernels": list(_core.built_archs()),
         "kernel_sources": bundle["kernel_sources"],
-        "tests": {name: count_tests(out / f"tests-{name}.xml") for name in ("gpu", "cpu")},
+        "tests": {name: count_tests(out / f"tests-{name}.xml") for name in RUNS},
         "benchmark": benchmark(out / "benchmark.json"),
     }
 

@@ -27,7 +27,8 @@ run_tests() {  # NAME PYTEST-OPTIONS..
   "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/tests-$name.xml" "$@" || failed=1
 }
 jobs=${JOBS:-$((($(nproc) + 1) / 2))}
-OMP_NUM_THREADS=2 run_tests gpu -m gpu --require-gpu -n "$jobs"
+OMP_NUM_THREADS=2 run_tests gpu -m "gpu and not alone" --require-gpu -n "$jobs"
+run_tests alone -m "gpu and alone" --require-gpu
 run_tests cpu -m "not gpu"
 
 commit=$("$python" -c 'import json; print(json.load(open("bundle.json"))["commit"])')
