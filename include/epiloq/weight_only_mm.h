@@ -75,7 +75,8 @@ EPILOQ_API void check(DequantizeWeight const& call);
 // made for).
 //
 // On SM90 the packed weight is read before the stream's previous kernels have finished: none of them that lets the next
-// one start early (programmatic dependent launch) may write it. Copies and torch's own kernels do not.
+// one start early (programmatic dependent launch) may write it, as epiloq's do. Copies and element-wise kernels of
+// eager torch may.
 EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 
 // On the CPU or on CUDA.

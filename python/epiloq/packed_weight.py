@@ -26,9 +26,9 @@ class PackedWeight:
     """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, a group of columns at a time.
 
     Made by `pack_weight`. The value is immutable: write to none of its tensors. (On SM90 kernels read them before those
-    launched just before have finished. Copies and torch's own operations may fill them; a kernel of yours that lets the
-    next one start early, by programmatic dependent launch, may not, unless the stream is synchronised in between.) They
-    are the state dict, and with ``metadata`` what a file needs:
+    launched just before have finished. Copies and element-wise operations of eager torch may fill them; kernels that
+    let the next one start early, by programmatic dependent launch, as epiloq's do and compiled code may, only if the
+    stream is synchronised in between.) They are the state dict, and with ``metadata`` what a file needs:
 
     - ``q``: uint8 ``[slabs, K / depth, 32, bytes]``, slabs of 16 rows, in the order of the kernels (4 and 8 bits;
       with K padded to a multiple of 128), or in planes of bits (2 and 3);

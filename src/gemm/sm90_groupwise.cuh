@@ -33,7 +33,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int before = 0;  // steps of the tiles that are done
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; uniform(scheduler.next(tile)); before += depth) {
-    typename C::Sum sums[C::kRounds][Math::kSums];
+    typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
     if (group_k == 0) out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });

@@ -4,7 +4,7 @@
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps of ten layers on
 // 2026-11-22: by 1 to 8 tokens (weight-only-lines-sweep.json; what they name took 0.6 % more there than the fastest in
-// geometric mean, 7 at most), by 16 to 64 (weight-only-digits-sweep.json, 0.5 % and 5), and beyond
+// geometric mean, 7 at most), by 16 to 64 (weight-only-digits-sweep.json, 0.4 % and 5), and beyond
 // (weight-only-ways-sweep.json, before weights were asked for early; by 192, 196, 384 and more tokens also before last
 // tiles had boxes of their own). The rows are what sweeps of more left. On
 // other GPUs only their ratios count.

@@ -148,7 +148,7 @@ struct DigitProducts {
   static int token_bytes(int m) { return m * kStep * 2; }
   static int scratch_bytes(int m) { return m * Digits::kBytes; }
 
-  // Sums of 128 products of integers are below 2^22: onto these bits, a float's, they are added as floats are.
+  // Sums of 128 products of integers are 2^22 at most: onto these bits, a float's, they are added as floats are.
   static constexpr int kFloatBits = 0x4b400000;
   static constexpr float kFloat = 0x1.8p23f;
   static constexpr int kInstructions = kStep / kGroups / 32;  // of a group

@@ -10,9 +10,9 @@ namespace epiloq::ops::weight_only_mm {
 //
 // Kernels read it before the one launched before them has finished, and only then wait for that one
 // (wait_for_previous_kernel). That is safe as long as no kernel that lets the next one start early writes a packed
-// weight: copies do not, nor do torch's eager kernels, which pack, and what follows one that does not starts when all
-// that it wrote is there (PTX ISA, griddepcontrol: only where the one before uses launch_dependents has the next one to
-// wait). epiloq's callers are told (epiloq/weight_only_mm.h).
+// weight: copies do not, nor do eager torch's element-wise kernels, which pack, and what follows one that does not
+// starts when all that it wrote is there (PTX ISA, griddepcontrol: only where the one before uses launch_dependents has
+// the next one to wait). epiloq's callers are told (epiloq/weight_only_mm.h).
 struct Weight {
   int n, k, padded_k;
   int bits;

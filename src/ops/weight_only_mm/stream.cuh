@@ -33,9 +33,9 @@ struct HalfProducts {
   static int scratch_bytes(int) { return 0; }
 
   // Eight lanes ask for a line of memory, half of a token's columns, then for the other half; and for those of the
-  // token kApart further. L2 has every SM asking for the same lines: by halves of them, of all eight tokens at a time,
-  // 4 to 8 tokens took 2 to 6 % longer.
-  static constexpr int kApart = 4, kLineColumns = 64;
+  // fourth token after it. L2 has every SM asking for the same lines: by halves of them, of all eight tokens at a time,
+  // 4 and 8 tokens took 3 to 6 % longer.
+  static constexpr int kAtOnce = 4, kLineColumns = 64;
   Problem const& p;
   int token, column;
   T const* x;
@@ -50,14 +50,14 @@ struct HalfProducts {
         column(W::lane() % 8 * 8),
         x(static_cast<T const*>(p_.x) + token * p_.stride_x + column),
         place(kept(TokenPlace::of(token, W::lane() % 8))),
-        other_place(kept(TokenPlace::of(token + kApart, W::lane() % 8))),
+        other_place(kept(TokenPlace::of(token + kAtOnce, W::lane() % 8))),
         read_at(W::lane() % 8 < p_.m ? W::lane() % 8 : 0, W::lane() / 8) {}
 
   __device__ __forceinline__ void ask(SharedAddress to, int step) const {
     T const* const from = x + step * kStep;
     int const left = p.weight.k - step * kStep - column;
     if (token < p.m) ask_for_token(to + place, from, left);
-    if (token + kApart < p.m) ask_for_token(to + other_place, from + kApart * p.stride_x, left);
+    if (token + kAtOnce < p.m) ask_for_token(to + other_place, from + kAtOnce * p.stride_x, left);
   }
 
   // The row has `left` columns from there on.
@@ -105,7 +105,8 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
   int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
   int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
   // Blocks begin in different places, so that they ask L2 for different tokens at a time: 0 to 5 % of 2 to 8 tokens.
-  constexpr int kApart = 5;
+  // A prime, of which no layer's steps are likely to be a multiple.
+  constexpr int kApart = 23;
   int const begin = blockIdx.x * kApart % steps;
   auto const step_of = [&](int turn) {
     int const step = begin + warp + turn * kWarps;
