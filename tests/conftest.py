@@ -20,7 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and a build with kernels")
-    config.addinivalue_line("markers", "alone: times something, so that nothing may run beside it")
+    config.addinivalue_line(
+        "markers",
+        "alone: needs the GPU to itself: it times kernels, or what matters is which of them follow one another",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -228,6 +228,22 @@ def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_end_within_16_bytes_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -> None:
+    """TMA, which stores the boxes of these tiles, would write a last piece of 16 bytes whole."""
+    counts = [300, 513]
+    for n in (2054, 6149):
+        p = make(sum(counts), n, 640, len(counts), kind, "cuda")
+        wide = poisoned((sum(counts), (n + 23) // 8 * 8), dtype, "cuda")
+        out = wide[:, 8 : 8 + n]
+        by_offsets(p, counts, out=out)
+        for expert, rows in enumerate(rows_of(counts)):
+            assert_rows(out[rows], p, rows, expert)
+        assert wide[:, :8].isnan().all() and wide[:, 8 + n :].isnan().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "arch"), [(INT8, "sm80"), (E4M3, "sm89")], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_older_kernels_on_a_gpu(seed: int, kind: torch.dtype, arch: str, dtype: torch.dtype) -> None:

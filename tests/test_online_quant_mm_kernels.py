@@ -306,6 +306,7 @@ def test_graph_capture_and_streams(seed: int, m: int) -> None:
 @pytest.mark.parametrize("arch", ["auto", "sm75"])
 @pytest.mark.parametrize("m", [4, 48, 160])
 @pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.alone
 def test_a_chain_of_dependent_launches(seed: int, m: int, group: int, arch: str) -> None:
     """Kernels that overlap must see what those before them wrote: activations, and weights written just before."""
     if arch != "auto" and arch not in epiloq._core.built_archs():

@@ -160,6 +160,7 @@ def test_graph_capture_and_streams(seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_chain_of_dependent_launches(seed: int) -> None:
     """Quantise, multiply, quantise ...: kernels that overlap must still see what the one before them wrote."""
     weights = [make_problem(1, 512, 512, device="cuda") for _ in range(4)]
@@ -184,6 +185,7 @@ def test_a_chain_of_dependent_launches(seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_scalar_scales_written_by_the_kernel_before(seed: int) -> None:
     """A per-tensor scale that changes from zero just before the launch must not be read early."""
     p = make_problem(16, 4096, 4096, device="cuda", per_token=False, per_channel=False)

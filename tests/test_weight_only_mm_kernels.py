@@ -124,6 +124,7 @@ def all_kernels() -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("m", [1, 2, 7, 40])
 def test_tokens_wait_for_the_kernel_that_writes_them(seed: int, m: int) -> None:
     """A chain of products with the unit matrix, nothing in between: each starts while the one before still runs."""
@@ -147,6 +148,7 @@ def test_tokens_wait_for_the_kernel_that_writes_them(seed: int, m: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("m", [1, 2, 7, 40])
 def test_weights_that_a_kernel_of_torch_has_just_written(seed: int, m: int) -> None:
     """Integers change in place, by a kernel; another product follows, during which the next one starts."""
@@ -182,6 +184,19 @@ def test_nothing_is_read_past_the_ends(seed: int, m: int) -> None:
         memory = torch.full((m + 2, padded + 8), math.nan, dtype=dtype, device="cuda")
         view = memory[1:-1, :k].copy_(x)
         assert_close(epiloq.weight_only_mm(view, weight.packed), x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1, 33, 63, 64, 65, 72, 73, 129, 191, 192, 193, 200, 201, 700])
+def test_streams_read_the_tokens_that_are_there(seed: int, k: int) -> None:
+    """Every number of them, lines of memory that end anywhere, and NaN wherever a row is not."""
+    weight = make_weight(100, k, 4, 128, "zero", device="cuda")
+    for m, row, dtype in itertools.product(range(1, 9), range(ROWS["stream"]), HALVES):
+        if row < DIGIT_ROWS and m > 2:
+            continue
+        memory = torch.full((m + 2, -(-k // 8) * 8 + 64), math.nan, dtype=dtype, device="cuda")
+        x = memory[1:-1, :k].copy_(torch.randn(m, k))
+        assert_close(run_kernel(("stream", row, 1), x, weight.packed), x, weight)
 
 
 @pytest.mark.gpu

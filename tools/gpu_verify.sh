@@ -4,6 +4,7 @@
 #   bash tools/gpu_verify.sh [OUT [options of the benchmark]]
 #
 # The GPU's tests run in JOBS processes, by default one for each two cores: much of their time is references on the CPU.
+# Each keeps some gigabytes of the GPU's memory. Those that want the GPU to themselves follow.
 # Leaves the record, the tests' results and the benchmark in OUT (by default out/ in the bundle). The exit code is 1
 # when a test or a benchmarked result failed; the record is written all the same and says so.
 set -uo pipefail

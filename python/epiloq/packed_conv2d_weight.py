@@ -27,8 +27,8 @@ Sizes: TypeAlias = "tuple[int, int, tuple[int, int], int, int, int]"
 class PackedConv2dWeight:
     """A weight ``[Co, Kh, Kw, C]``, C = Ci / groups: ``scale * (q - zero)`` or ``scale * q + offset``.
 
-    Made by `pack_conv2d_weight`. Immutable, and read early, as a `PackedWeight`. include/epiloq/conv2d_weight_only.h has
-    the layout: the rows of a `PackedWeight` ``[Co, Kh Kw Cp]``, or with C = 1 (depthwise) a byte a code,
+    Made by `pack_conv2d_weight`. Immutable, and read early, as a `PackedWeight`; include/epiloq/conv2d_weight_only.h
+    has the layout: the rows of a `PackedWeight` ``[Co, Kh Kw Cp]``, or with C = 1 (depthwise) a byte a code,
     ``[Kh, Kw, Co]``.
     """
 
