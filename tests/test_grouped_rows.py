@@ -237,6 +237,9 @@ def test_rows_that_end_within_16_bytes_on_a_gpu(seed: int, kind: torch.dtype, dt
         p = make(sum(counts), n, 640, len(counts), kind, "cuda")
         wide = poisoned((sum(counts), (n + 23) // 8 * 8), dtype, "cuda")
         out = wide[:, 8 : 8 + n]
+        operands = (p.a, p.b, p.scale_a, p.scale_b)
+        tile = epiloq.explain("grouped_mm", *operands, offs=ends_of(counts, "cuda"), recipe=RECIPE)
+        assert "128 tokens" in tile
         by_offsets(p, counts, out=out)
         for expert, rows in enumerate(rows_of(counts)):
             assert_rows(out[rows], p, rows, expert)
