@@ -124,7 +124,10 @@ def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantis
 
 
 def _lanes(group_size: int) -> int:
-    """Threads that share a block in the kernel: 16 values each where that divides a warp, else a warp."""
+    """Threads that share a block in the kernel: four of the usual sizes, where rows are whole vectors of eight values;
+    16 values each where that divides a warp, else a warp."""
+    if group_size in (32, 64, 128):
+        return 4
     lanes, rest = divmod(group_size, 16)
     return lanes if rest == 0 and lanes in (1, 2, 4, 8, 16, 32) else 32
 

@@ -147,7 +147,8 @@ void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Choice con
   work.quantise.q = workspace.values.as<std::int8_t>();
   work.quantise.scale = workspace.parameters.as<float>();
   work.quantise.offset = work.quantise.scale + line;
-  work.quantise.scaled_sum = work.quantise.offset + line;
+  // Only weights with offsets are multiplied by sums.
+  work.quantise.scaled_sum = work.gemm.kinds == 3 ? work.quantise.offset + line : nullptr;
   work.gemm.a = work.quantise.q;
   work.gemm.a_parameters = work.quantise.scale;
   work.gemm.split = choice.split;

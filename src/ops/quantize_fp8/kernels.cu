@@ -5,6 +5,7 @@
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
 #include "core/quantizing.cuh"
+#include "core/spread_launch.cuh"
 #include "epiloq/device.h"
 #include "ops/quantize_fp8/plan.h"
 
@@ -190,10 +191,11 @@ __global__ void __launch_bounds__(kMeasureThreads)
     atomicMax(reinterpret_cast<int*>(p.scale), __float_as_int(scale_of(amax, Format::kMax, p.rule)));
 }
 
+char const* const kDoing = "launching epiloq.quantize_fp8";
+
 template <class... Parameters, class... Arguments>
 void run(void (*kernel)(Parameters...), std::int64_t blocks, dim3 threads, Stream stream, Arguments... arguments) {
-  cuda_check(launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), threads, 0, stream, arguments...),
-             "launching epiloq.quantize_fp8");
+  launch_spread(kDoing, kernel, dim3(static_cast<unsigned>(blocks)), threads, stream, arguments...);
 }
 
 int round_up(int value, int multiple) { return static_cast<int>(ceil_div(value, multiple)) * multiple; }
@@ -251,8 +253,7 @@ void run_measure(Problem const& p, DType x, int device, Stream stream) {
   std::int64_t const across = std::clamp<std::int64_t>(wanted, 1, most);
   std::int64_t const down = std::clamp<std::int64_t>(most / across, 1, span.rows);
   cuda_check(cudaMemsetAsync(p.scale, 0, sizeof(float), stream), "clearing the scale of epiloq.quantize_fp8");
-  cuda_check(launch_dependent(measure<T, Format>, dim3(across, down), kMeasureThreads, 0, stream, p, span),
-             "launching epiloq.quantize_fp8");
+  launch_spread(kDoing, measure<T, Format>, dim3(across, down), kMeasureThreads, stream, p, span);
 }
 
 template <class T, class Format>

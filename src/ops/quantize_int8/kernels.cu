@@ -3,6 +3,7 @@
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
 #include "core/quantizing.cuh"
+#include "core/spread_launch.cuh"
 #include "epiloq/device.h"
 #include "ops/quantize_int8/kernels.h"
 
@@ -208,7 +209,7 @@ void launch_typed(Problem const& p, int device, Stream stream) {
     chosen.kernel = two_pass<T>;
     threads = std::min(round_up(std::max(1, p.cols), 32), kMaxThreads);
   }
-  cuda_check(launch_dependent(chosen.kernel, p.rows, threads, 0, stream, p), "launching epiloq.quantize_int8");
+  launch_spread("launching epiloq.quantize_int8", chosen.kernel, p.rows, threads, stream, p);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "core/cuda_check.h"
 #include "core/quantized_rows.cuh"
+#include "core/spread_launch.cuh"
 #include "ops/silu_and_mul_quant/kernels.h"
 
 namespace epiloq::ops::silu_and_mul_quant {
@@ -53,8 +54,7 @@ void launch_typed(Problem const& p, RowPlan const& plan, Stream stream) {
   constexpr void (*kKernels[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1>, one_pass<T, Format, 2>,
                                            one_pass<T, Format, 4>};
   dim3 const blocks((p.out.rows - 1) / plan.rows + 1), threads(plan.threads, plan.rows);
-  cuda_check(launch_dependent(kKernels[plan.kernel], blocks, threads, 0, stream, p),
-             "launching epiloq.silu_and_mul_quant");
+  launch_spread("launching epiloq.silu_and_mul_quant", kKernels[plan.kernel], blocks, threads, stream, p);
 }
 
 template <class T>
