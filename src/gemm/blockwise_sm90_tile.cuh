@@ -48,7 +48,7 @@ struct BlockwiseSm90Tile {
   static constexpr int kStageBytes = kWeights + kValues + kTokenParts + kWeightParameters;
 
   // Tokens that are written together, by TMA from slots or from sums that take their place.
-  static constexpr int kChunk = 32;
+  static constexpr int kChunk = kTokens % 32 == 0 ? 32 : 16;
   using Finish = BlockwiseFinish<kChunk, kGroupRows, 1, kGroupThreads, 4>;
   static constexpr int kLine = kGroupRows * 2, kSlots = 2, kSlotBytes = kChunk * kLine;
   static constexpr int kAlignment = 1024;  // of TMA's widest swizzle, of lines of 128 bytes
