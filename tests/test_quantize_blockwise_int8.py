@@ -249,4 +249,4 @@ def test_explain() -> None:
 
 
 def test_explain_says_how_threads_share_a_block() -> None:
-    assert [_lanes(group) for group in (1, 8, 16, 32, 48, 128, 512, 1024)] == [32, 32, 1, 4, 32, 4, 32, 32]
+    assert [_lanes(group) for group in (1, 8, 16, 32, 48, 128, 512, 1024)] == [32, 32, 1, 2, 32, 4, 32, 32]

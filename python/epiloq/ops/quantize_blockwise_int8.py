@@ -124,9 +124,9 @@ def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantis
 
 
 def _lanes(group_size: int) -> int:
-    """Threads that share a block in the kernel: four of the usual sizes, where rows are whole vectors of eight values;
+    """Threads that share a block in the kernel: few for the usual sizes, where rows are whole vectors of eight values;
     16 values each where that divides a warp, else a warp."""
-    if group_size in (32, 64, 128):
+    if group_size in (64, 128):
         return 4
     lanes, rest = divmod(group_size, 16)
     return lanes if rest == 0 and lanes in (1, 2, 4, 8, 16, 32) else 32

@@ -60,11 +60,11 @@ inline constexpr std::array kSm75Rules{
 inline constexpr int kSm90Group = 128;
 inline constexpr std::array kSm90Tiles8{
     BlockwiseSm90Config{64, 372},  BlockwiseSm90Config{80, 432},  BlockwiseSm90Config{96, 472},
-    BlockwiseSm90Config{112, 536}, BlockwiseSm90Config{128, 584},
+    BlockwiseSm90Config{112, 540}, BlockwiseSm90Config{128, 584},
 };
 inline constexpr std::array kSm90Tiles4{
     BlockwiseSm90Config{64, 394},  BlockwiseSm90Config{80, 448},  BlockwiseSm90Config{96, 500},
-    BlockwiseSm90Config{112, 577}, BlockwiseSm90Config{128, 656},
+    BlockwiseSm90Config{112, 596}, BlockwiseSm90Config{128, 656},
 };
 constexpr auto const& sm90_tiles(int bits) { return bits == 8 ? kSm90Tiles8 : kSm90Tiles4; }
 // What a tile takes beside its blocks of K, and what each further block of a cluster adds.

@@ -14,9 +14,8 @@ namespace {
 
 constexpr int kBlockThreads = 256;
 constexpr int kMaxGridY = 65535;
-constexpr int kLaneVectors = 2;                         // of a thread of by_lanes
-constexpr int kFours = 4, kBlocksOfWarp = 32 / kFours;  // lanes that share a block in by_fours
-constexpr int kFoursWarps = 4;
+constexpr int kLaneVectors = 2;  // of a thread of by_lanes
+constexpr int kFewWarps = 4;     // of a thread block of by_few_lanes
 constexpr float kLargest = 3.402823466e38f;
 
 struct Parameters {
@@ -168,15 +167,16 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Blocks of 32 * kVectors values whose vectors are whole ones, four lanes each. A warp has eight: of eight rows where
-// parameters of neighbouring rows are neighbours in memory, else of one. What by_lanes takes to look at each vector's
-// place was more than memory's time: of 4096 x 14336 in blocks of 128, 79 us where this takes 53 (H200; a copy 44).
-template <class T, int kVectors>
-__global__ void __launch_bounds__(kBlockThreads) by_fours(__grid_constant__ Problem const p, bool across_rows) {
-  constexpr int kStep = kFours * kVector, kGroup = kVectors * kStep;
+// Blocks of 8 * kVectors * kLanes values, whose vectors are whole ones. Those of a warp are of as many rows where
+// parameters of neighbouring rows are neighbours in memory, else of one row. What by_lanes takes to look at each
+// vector's place is more than memory's time: of 4096 x 14336 in blocks of 128, 80 us where this takes 53 (H200; a copy
+// 44).
+template <class T, int kLanes, int kVectors>
+__global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__ Problem const p, bool across_rows) {
+  constexpr int kStep = kLanes * kVector, kGroup = kVectors * kStep, kBlocksOfWarp = 32 / kLanes;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  int const lane = threadIdx.x % kFours, slot = threadIdx.x % 32 / kFours;
+  int const lane = threadIdx.x % kLanes, slot = threadIdx.x % 32 / kLanes;
   int const warp = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
   int const row = across_rows ? blockIdx.x * kBlocksOfWarp + slot : blockIdx.x;
   int const block = across_rows ? warp : warp * kBlocksOfWarp + slot;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kBlockThreads) by_fours(__grid_constant__ Prob
 #pragma unroll
   for (int v = 1; v < kVectors; ++v) range = merge(range, held[v].range());
   bool const is_empty = block * kGroup >= p.cols;
-  Parameters const parameters = measure(is_empty ? empty() : merge_lanes(range, kFours), p.offset == nullptr);
+  Parameters const parameters = measure(is_empty ? empty() : merge_lanes(range, kLanes), p.offset == nullptr);
   Divisor const divisor = divide_by(parameters.scale);
   uint2 bytes[kVectors];
   int sum = 0;
@@ -201,14 +201,14 @@ __global__ void __launch_bounds__(kBlockThreads) by_fours(__grid_constant__ Prob
     bytes[v] = quantize(values, p.cols - column - v * kStep, parameters, divisor);
     sum = add_bytes(bytes[v].y, add_bytes(bytes[v].x, sum));
   }
-  sum = add_lanes(sum, kFours);
+  sum = add_lanes(sum, kLanes);
   if (row >= p.rows || block * kGroup >= p.padded_cols) return;
   std::int8_t* const q = p.q + row * p.stride_q + column;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (column + v * kStep < p.padded_cols) *reinterpret_cast<uint2*>(q + v * kStep) = bytes[v];
   }
-  store_parameters(p, lane, kFours, row, block, parameters, sum);
+  store_parameters(p, lane, kLanes, row, block, parameters, sum);
 }
 
 // Blocks of any size, a warp each; read twice.
@@ -260,19 +260,20 @@ struct Aligned {
 
 int blocks_of(Problem const& p) { return (p.padded_cols + p.group - 1) / p.group; }
 
-// Whether by_fours takes them, in which case it did.
-template <class T, int kVectors>
-bool launch_fours(Problem const& p, Aligned const& aligned, Stream stream) {
+// Whether by_few_lanes takes them, in which case it did.
+template <class T, int kLanes, int kVectors>
+bool launch_few_lanes(Problem const& p, Aligned const& aligned, Stream stream) {
+  constexpr int kBlocksOfWarp = 32 / kLanes;
   bool const across_rows = p.row_stride < p.block_stride;
   int const of_warp = across_rows ? 1 : kBlocksOfWarp, wanted = (blocks_of(p) + of_warp - 1) / of_warp;
-  int const warps = std::min(kFoursWarps, wanted), along_row = (wanted + warps - 1) / warps;
+  int const warps = std::min(kFewWarps, wanted), along_row = (wanted + warps - 1) / warps;
   bool const whole = p.cols >= kVector && p.cols % kVector == 0 && p.padded_cols % kVector == 0;
-  if (p.group != kVectors * kFours * kVector || !whole || !aligned.x || !aligned.q || along_row > kMaxGridY) {
+  if (p.group != kVectors * kLanes * kVector || !whole || !aligned.x || !aligned.q || along_row > kMaxGridY) {
     return false;
   }
   int const of_rows = across_rows ? kBlocksOfWarp : 1;
   dim3 const grid((p.rows + of_rows - 1) / of_rows, along_row);
-  launch_spread(kDoing, by_fours<T, kVectors>, grid, 32 * warps, stream, p, across_rows);
+  launch_spread(kDoing, by_few_lanes<T, kLanes, kVectors>, grid, 32 * warps, stream, p, across_rows);
   return true;
 }
 
@@ -285,8 +286,8 @@ void launch_lanes(Problem const& p, int lanes, Aligned const& aligned, Stream st
 template <class T>
 void launch_typed(Problem const& p, Stream stream) {
   Aligned const aligned(p, sizeof(T));
-  if (launch_fours<T, 1>(p, aligned, stream) || launch_fours<T, 2>(p, aligned, stream) ||
-      launch_fours<T, 4>(p, aligned, stream)) {
+  if (launch_few_lanes<T, 2, 2>(p, aligned, stream) || launch_few_lanes<T, 4, 2>(p, aligned, stream) ||
+      launch_few_lanes<T, 4, 4>(p, aligned, stream)) {
     return;
   }
   constexpr int kOfLane = kLaneVectors * kVector;
