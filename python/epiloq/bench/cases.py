@@ -131,6 +131,12 @@ SUITES: dict[str, Suite] = {
     ),
     "h200-fp8": Suite(H200, TOKENS, FLOAT8),
     "epilogues": Suite((LLAMA3_8B[0], LLAMA3_8B[3], LLAMA3_70B[1]), (1, 64, 1024, 4096), EVERYTHING),
+    # A quantiser and the product behind it.
+    "layers": Suite(
+        LLAMA3_8B,
+        (1, 16, 64, 128, 256, 1024),
+        {"layer": ("int8_token", "fp8_token", "fp8_group", "norm_int8_token", "norm_fp8_group")},
+    ),
     "llama3-8b": Suite(LLAMA3_8B, TOKENS, SCALED_AND_TOKEN),
     "llama3-70b": Suite(LLAMA3_70B, TOKENS, SCALED_AND_TOKEN),
     "deepseek-v3": Suite(DEEPSEEK_V3, TOKENS, SCALED_AND_TOKEN),

@@ -1,0 +1,121 @@
+"""What a quantised layer takes of bf16 tokens: a quantiser, or a fused norm, and the product behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import epiloq
+from epiloq.bench.cases import Case
+from epiloq.bench.contract import Bound, Inputs, Operation
+from epiloq.bench.operations import float8_mm, scaled_mm
+
+DTYPE = torch.bfloat16
+EPS = 1e-6
+# Of tokens, and a norm's weight where one is fused: quantised tokens and their scales.
+Quantise = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer: how its tokens are quantised, and its product among the other operations, whose weights and check these
+    are."""
+
+    quantise: Quantise
+    multiply: Callable[..., Tensor]
+    product: Operation
+    variant: str
+    norm: bool = False
+
+
+def _int8(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return epiloq.quantize_int8(x)[:2]
+
+
+def _fp8(**kind: Any) -> Quantise:
+    return lambda x, _: epiloq.quantize_fp8(x, **kind)
+
+
+def _norm(**kind: Any) -> Quantise:
+    return lambda x, weight: epiloq.rms_norm_quant(x, weight, EPS, **kind)
+
+
+_scaled_mm = partial(epiloq.scaled_mm, out_dtype=DTYPE)
+_groupwise_mm = partial(epiloq.groupwise_mm, out_dtype=DTYPE)
+_groups: dict[str, Any] = {"granularity": "group", "scale_layout": "column"}
+
+
+_INT8 = Kind(_int8, _scaled_mm, scaled_mm.OPERATION, "scaled")
+_FP8 = Kind(_fp8(granularity="token"), _scaled_mm, float8_mm.ROWS, "accurate")
+_FP8_GROUPS = Kind(_fp8(**_groups), _groupwise_mm, float8_mm.GROUPS, "group")
+KINDS = {
+    "int8_token": _INT8,
+    "fp8_token": _FP8,
+    "fp8_group": _FP8_GROUPS,
+    "norm_int8_token": replace(_INT8, quantise=_norm(), norm=True),
+    "norm_fp8_group": replace(_FP8_GROUPS, quantise=_norm(dtype=torch.float8_e4m3fn, **_groups), norm=True),
+}
+
+
+def _inputs(case: Case, generator: torch.Generator) -> Inputs:
+    product = _product_case(case)
+    drawn = KINDS[case.variant].product.inputs(product, generator)
+    x = torch.randn((case.m, case.k), generator=generator, device=generator.device).to(DTYPE)
+    return {"x": x, "norm": x.new_ones(case.k), "b": drawn["b"], "scale_b": drawn["scale_b"]}
+
+
+def _product_case(case: Case) -> Case:
+    kind = KINDS[case.variant]
+    return replace(case, operation=kind.product.name, variant=kind.variant)
+
+
+def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
+    kind = KINDS[case.variant]
+
+    def call(s: Inputs) -> Tensor:
+        q, scale = kind.quantise(s["x"], s["norm"])
+        return kind.multiply(q, s["b"], scale, s["scale_b"])
+
+    return Bound([partial(call, s) for s in sets])
+
+
+def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+    """The product's check, of what the quantiser gives."""
+    kind = KINDS[case.variant]
+    q, scale = kind.quantise(inputs["x"], inputs["norm"])
+    return kind.product.error(_product_case(case), {**inputs, "a": q, "scale_a": scale}, result, generator)
+
+
+def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
+    """The layer in bf16, behind the same norm; its weights' values do not matter."""
+
+    def call(s: Inputs) -> partial[Tensor]:
+        weight = s["b"].t().to(DTYPE).contiguous()
+        if not KINDS[case.variant].norm:
+            return partial(F.linear, s["x"], weight)
+        return partial(lambda x, w, norm: F.linear(F.rms_norm(x, (case.k,), norm, EPS), w), s["x"], weight, s["norm"])
+
+    return Bound([call(s) for s in sets])
+
+
+def _work(case: Case) -> int:
+    return 2 * case.m * case.n * case.k
+
+
+OPERATION = Operation(
+    name="layer",
+    variants=tuple(KINDS),
+    has_weight=True,
+    inputs=_inputs,
+    bind=_ours,
+    error=_error,
+    work=_work,
+    ceiling="int8",  # float8's rate is the same
+    peers={"bf16": _bf16},
+)
