@@ -155,11 +155,12 @@ def test_blocks_come_back_within_half_a_step(seed: int, device: str, group: int)
     assert (error <= 0.501 * spread[0] + 1e-6 * x.double().abs()).all()
 
 
-def test_strided_rows(seed: int, device: str) -> None:
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_strided_rows(seed: int, device: str, group: int) -> None:
     wide = torch.randn(40, 640, dtype=torch.bfloat16).to(device)
     for view in (wide[:, 64:576], wide[::2, 8:520], wide[:, 3:515], wide.view(5, 8, 640)[:, :, :512]):
-        strided = epiloq.quantize_blockwise_int8(view, 64)
-        dense = epiloq.quantize_blockwise_int8(view.contiguous(), 64)
+        strided = epiloq.quantize_blockwise_int8(view, group)
+        dense = epiloq.quantize_blockwise_int8(view.contiguous(), group)
         assert all(same_bits(a, b) for a, b in zip(strided, dense, strict=True))
 
 
@@ -171,17 +172,20 @@ def test_empty(device: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_out(seed: int, device: str, symmetric: bool) -> None:
-    """Written whole, and nothing around it: q lies inside wider rows."""
-    x = torch.randn(5, 100, device=device, dtype=torch.float16)
-    expected = epiloq.quantize_blockwise_int8(x, 32, symmetric=symmetric)
-    wide = torch.full((5, 120), 99, dtype=torch.int8, device=device)
-    scale, offset = (torch.full((5, 4), math.nan, device=device) for _ in range(2))
-    total = torch.full((5, 4), 10**6, dtype=torch.int32, device=device)
-    out = (wide[:, 9:109], scale, None if symmetric else offset, total)
-    assert epiloq.quantize_blockwise_int8(x, 32, symmetric=symmetric, out=out) is out
+@pytest.mark.parametrize(("columns", "first"), [(100, 9), (104, 8), (1160, 16)])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_out(seed: int, device: str, group: int, columns: int, first: int, symmetric: bool) -> None:
+    """Written whole, and nothing around it: q lies inside wider rows, of whole vectors and of others."""
+    x = torch.randn(5, columns, device=device, dtype=torch.float16)
+    expected = epiloq.quantize_blockwise_int8(x, group, symmetric=symmetric)
+    end, blocks = first + columns, -(-columns // group)
+    wide = torch.full((7, columns + 24), 99, dtype=torch.int8, device=device)
+    scale, offset = (torch.full((5, blocks), math.nan, device=device) for _ in range(2))
+    total = torch.full((5, blocks), 10**6, dtype=torch.int32, device=device)
+    out = (wide[1:6, first:end], scale, None if symmetric else offset, total)
+    assert epiloq.quantize_blockwise_int8(x, group, symmetric=symmetric, out=out) is out
     assert all(same_bits(a, b) for a, b in zip(expected, out, strict=True))
-    assert (wide[:, :9] == 99).all() and (wide[:, 109:] == 99).all()
+    assert (wide[:, :first] == 99).all() and (wide[:, end:] == 99).all() and (wide[[0, 6]] == 99).all()
 
 
 def outs() -> list[Tensor | None]:
@@ -249,4 +253,6 @@ def test_explain() -> None:
 
 
 def test_explain_says_how_threads_share_a_block() -> None:
-    assert [_lanes(group) for group in (1, 8, 16, 32, 48, 128, 512, 1024)] == [32, 32, 1, 2, 32, 4, 32, 32]
+    groups = (1, 8, 16, 32, 48, 128, 512, 1024)
+    assert [_lanes(group, whole=True) for group in groups] == [32, 32, 1, 2, 32, 4, 32, 32]
+    assert [_lanes(group, whole=False) for group in groups] == [32, 32, 1, 2, 32, 8, 32, 32]

@@ -15,18 +15,31 @@ namespace epiloq {
 
 // Shared memory that a block asks for and leaves alone, so that an SM takes no more blocks than an even share of them.
 // A kernel that may start before the one in front of it is done finds SMs as that one leaves them, and its blocks pile
-// up on the first few: between products that fill an H200, blocks of 256 x 4096 values were quantised in 5.9 us, with
-// this in 3.0.
-inline int spreading_bytes(std::int64_t blocks, int threads, DeviceProperties const& device) {
+// up on the first few: quantising 256 x 4096 values to float8 before their product took 4.8 us more than the product,
+// with this 2.7 (H200, quantisers-behind-products.json).
+constexpr int kReservedOfBlock = 1024;  // of an SM's shared memory, for each block
+constexpr int spreading_bytes(std::int64_t blocks, int threads, DeviceProperties const& device) {
   constexpr int kFirstArch = 90;  // whose kernels start early
   constexpr int kMostBlocks = 8;  // of an SM, and threads: shares of more fill it
   constexpr int kMostThreads = 1024;
-  constexpr int kReserved = 1024;  // bytes of the SM's, for each block
-  std::int64_t const share = (blocks + device.sm_count - 1) / device.sm_count;
+  std::int64_t const share = std::max<std::int64_t>(1, (blocks + device.sm_count - 1) / device.sm_count);
   if (device.compute_capability < kFirstArch || share > kMostBlocks || share * threads > kMostThreads) return 0;
-  int const all = device.shared_memory_per_block + kReserved;
-  return all / static_cast<int>(share + 1) - kReserved / 2;  // share + 1 blocks want more than all
+  int const all = device.shared_memory_per_block + kReservedOfBlock;
+  return all / static_cast<int>(share + 1) - kReservedOfBlock / 2;
 }
+
+// A share of blocks fits, with a little shared memory of their own, and one more does not.
+constexpr bool spreads(int shared_memory_per_block) {
+  DeviceProperties const device{90, 100, shared_memory_per_block, 0};
+  constexpr int kOwn = 256;
+  for (int share = 1; share <= 8; ++share) {
+    int const each = spreading_bytes(share * 100, 32, device) + kReservedOfBlock;
+    int const all = shared_memory_per_block + kReservedOfBlock;
+    if (share * (each + kOwn) > all || (share + 1) * each <= all) return false;
+  }
+  return true;
+}
+static_assert(spreads(227 * 1024) && spreads(99 * 1024));
 
 // On the current device.
 template <class... Parameters, class... Arguments>

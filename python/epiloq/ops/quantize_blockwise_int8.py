@@ -120,13 +120,15 @@ def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantis
     _core.check_quantize_blockwise_int8(q, x, scale, offset, total, group_size)
     if not x.is_cuda:
         return "cpu, vectorised blocks"
-    return f"cuda, {_lanes(group_size)} threads a block of {group_size}"
+    size, stride = x.element_size(), x.stride(-2) if x.ndim > 1 else 0
+    whole = x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and stride * size % 16 == 0 and q.data_ptr() % 8 == 0
+    return f"cuda, {_lanes(group_size, whole)} threads a block of {group_size}"
 
 
-def _lanes(group_size: int) -> int:
+def _lanes(group_size: int, whole: bool) -> int:
     """Threads that share a block in the kernel: few for the usual sizes, where rows are whole vectors of eight values;
-    16 values each where that divides a warp, else a warp."""
-    if group_size in (64, 128):
+    16 values each where that divides a warp (or 32 of many), else a warp."""
+    if whole and group_size in (64, 128):
         return 4
     lanes, rest = divmod(group_size, 16)
     return lanes if rest == 0 and lanes in (1, 2, 4, 8, 16, 32) else 32

@@ -56,7 +56,7 @@ inline constexpr std::array kSm75Rules{
 };
 
 // SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the ns of a block of K. H200, 2026-11-22, from what a
-// further wave of 4096 x 4096 took (online-quant-tiles.json).
+// further wave of 4096 x 4096 took (online-quant-tiles.json), 80 and 112 beside 128 (quantisers-behind-products.json).
 inline constexpr int kSm90Group = 128;
 inline constexpr std::array kSm90Tiles8{
     BlockwiseSm90Config{64, 372},  BlockwiseSm90Config{80, 432},  BlockwiseSm90Config{96, 472},

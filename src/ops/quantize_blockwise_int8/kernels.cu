@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
@@ -14,8 +15,11 @@ namespace {
 
 constexpr int kBlockThreads = 256;
 constexpr int kMaxGridY = 65535;
-constexpr int kLaneVectors = 2;  // of a thread of by_lanes
-constexpr int kFewWarps = 4;     // of a thread block of by_few_lanes
+// Vectors of a thread of by_lanes: more where there is enough for all, for what a block of values takes beside them is
+// shared.
+constexpr int kFewVectors = 2, kManyVectors = 4;
+constexpr std::int64_t kManyValues = 1 << 21;
+constexpr int kFewWarps = 4;  // of a thread block of by_few_lanes
 constexpr float kLargest = 3.402823466e38f;
 
 struct Parameters {
@@ -121,9 +125,9 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, P
   return first_of({pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])}, left);
 }
 
-// Blocks of 8 * kLaneVectors * lanes values, lanes a power of two up to 32: each value is read once. Neighbours'
+// Blocks of 8 * kVectors * lanes values, lanes a power of two up to 32: each value is read once. Neighbours'
 // vectors lie side by side.
-template <class T>
+template <class T, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
   wait_for_previous_kernel();
@@ -135,22 +139,22 @@ __global__ void __launch_bounds__(kBlockThreads)
   // Whole warps stay in the loop: they shuffle.
   for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
     int const piece = first + threadIdx.x, lane = piece & (lanes - 1);
-    int const column = ((piece - lane) * kLaneVectors + lane) * kVector, step = lanes * kVector;
+    int const column = ((piece - lane) * kVectors + lane) * kVector, step = lanes * kVector;
     auto const left = [&](int v) { return p.cols - column - v * step; };
-    Vector<T> held[kLaneVectors];
+    Vector<T> held[kVectors];
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) load(held[v], x_row + column + v * step, left(v), x_vectors);
+    for (int v = 0; v < kVectors; ++v) load(held[v], x_row + column + v * step, left(v), x_vectors);
     Range range = empty();
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       if (left(v) > 0) range = merge(range, held[v].range());
     }
     Parameters const parameters = measure(merge_lanes(range, lanes), p.offset == nullptr);
     Divisor const divisor = divide_by(parameters.scale);
-    uint2 bytes[kLaneVectors];
+    uint2 bytes[kVectors];
     int sum = 0;
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       float x[kVector];
       held[v].widen(x);
       bytes[v] = quantize(x, left(v), parameters, divisor);
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     sum = add_lanes(sum, lanes);
     if (piece >= pieces) continue;
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       int const to = column + v * step;
       store(q_row + to, p.padded_cols - to, q_vectors, bytes[v]);
     }
@@ -189,8 +193,8 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
   Range range = held[0].range();
 #pragma unroll
   for (int v = 1; v < kVectors; ++v) range = merge(range, held[v].range());
-  bool const is_empty = block * kGroup >= p.cols;
-  Parameters const parameters = measure(is_empty ? empty() : merge_lanes(range, kLanes), p.offset == nullptr);
+  Range const merged = merge_lanes(range, kLanes);  // by whole warps, whose last blocks may have no values
+  Parameters const parameters = measure(block * kGroup < p.cols ? merged : empty(), p.offset == nullptr);
   Divisor const divisor = divide_by(parameters.scale);
   uint2 bytes[kVectors];
   int sum = 0;
@@ -263,24 +267,24 @@ int blocks_of(Problem const& p) { return (p.padded_cols + p.group - 1) / p.group
 // Whether by_few_lanes takes them, in which case it did.
 template <class T, int kLanes, int kVectors>
 bool launch_few_lanes(Problem const& p, Aligned const& aligned, Stream stream) {
+  bool const whole = p.cols >= kVector && p.cols % kVector == 0 && p.padded_cols % kVector == 0;
+  if (p.group != kVectors * kLanes * kVector || !whole || !aligned.x || !aligned.q) return false;
   constexpr int kBlocksOfWarp = 32 / kLanes;
   bool const across_rows = p.row_stride < p.block_stride;
   int const of_warp = across_rows ? 1 : kBlocksOfWarp, wanted = (blocks_of(p) + of_warp - 1) / of_warp;
   int const warps = std::min(kFewWarps, wanted), along_row = (wanted + warps - 1) / warps;
-  bool const whole = p.cols >= kVector && p.cols % kVector == 0 && p.padded_cols % kVector == 0;
-  if (p.group != kVectors * kLanes * kVector || !whole || !aligned.x || !aligned.q || along_row > kMaxGridY) {
-    return false;
-  }
+  if (along_row > kMaxGridY) return false;
   int const of_rows = across_rows ? kBlocksOfWarp : 1;
   dim3 const grid((p.rows + of_rows - 1) / of_rows, along_row);
   launch_spread(kDoing, by_few_lanes<T, kLanes, kVectors>, grid, 32 * warps, stream, p, across_rows);
   return true;
 }
 
-template <class T>
+template <class T, int kVectors>
 void launch_lanes(Problem const& p, int lanes, Aligned const& aligned, Stream stream) {
   int const pieces = blocks_of(p) * lanes, threads = std::min(kBlockThreads, (pieces + 31) / 32 * 32);
-  launch_spread(kDoing, by_lanes<T>, grid_of(p, pieces, threads), threads, stream, p, lanes, aligned.x, aligned.q);
+  launch_spread(kDoing, by_lanes<T, kVectors>, grid_of(p, pieces, threads), threads, stream, p, lanes, aligned.x,
+                aligned.q);
 }
 
 template <class T>
@@ -290,11 +294,15 @@ void launch_typed(Problem const& p, Stream stream) {
       launch_few_lanes<T, 4, 4>(p, aligned, stream)) {
     return;
   }
-  constexpr int kOfLane = kLaneVectors * kVector;
-  int const lanes = p.group / kOfLane;
-  if (p.group % kOfLane == 0 && lanes <= 32 && std::has_single_bit(unsigned(lanes))) {
-    return launch_lanes<T>(p, lanes, aligned, stream);
-  }
+  auto const by = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+    int const lanes = p.group / (kVectors * kVector);
+    bool const fits = p.group % (kVectors * kVector) == 0 && lanes <= 32 && std::has_single_bit(unsigned(lanes));
+    if (fits) launch_lanes<T, kVectors>(p, lanes, aligned, stream);
+    return fits;
+  };
+  bool const many = static_cast<std::int64_t>(p.rows) * p.cols >= kManyValues;
+  if (many && by(std::integral_constant<int, kManyVectors>{})) return;
+  if (by(std::integral_constant<int, kFewVectors>{})) return;
   int const blocks = (p.cols + p.group - 1) / p.group, warps = std::min(kBlockThreads / 32, blocks);
   launch_spread(kDoing, by_warp<T>, grid_of(p, blocks, warps), warps * 32, stream, p);
 }
