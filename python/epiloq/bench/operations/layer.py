@@ -46,20 +46,20 @@ def _norm(**kind: Any) -> Quantise:
     return lambda x, weight: epiloq.rms_norm_quant(x, weight, EPS, **kind)
 
 
-_scaled_mm = partial(epiloq.scaled_mm, out_dtype=DTYPE)
-_groupwise_mm = partial(epiloq.groupwise_mm, out_dtype=DTYPE)
-_groups: dict[str, Any] = {"granularity": "group", "scale_layout": "column"}
+_SCALED_MM = partial(epiloq.scaled_mm, out_dtype=DTYPE)
+_GROUPWISE_MM = partial(epiloq.groupwise_mm, out_dtype=DTYPE)
+_GROUPS: dict[str, Any] = {"granularity": "group", "scale_layout": "column"}
 
 
-_INT8 = Kind(_int8, _scaled_mm, scaled_mm.OPERATION, "scaled")
-_FP8 = Kind(_fp8(granularity="token"), _scaled_mm, float8_mm.ROWS, "accurate")
-_FP8_GROUPS = Kind(_fp8(**_groups), _groupwise_mm, float8_mm.GROUPS, "group")
+_INT8 = Kind(_int8, _SCALED_MM, scaled_mm.OPERATION, "scaled")
+_FP8 = Kind(_fp8(granularity="token"), _SCALED_MM, float8_mm.ROWS, "accurate")
+_FP8_GROUPS = Kind(_fp8(**_GROUPS), _GROUPWISE_MM, float8_mm.GROUPS, "group")
 KINDS = {
     "int8_token": _INT8,
     "fp8_token": _FP8,
     "fp8_group": _FP8_GROUPS,
     "norm_int8_token": replace(_INT8, quantise=_norm(), norm=True),
-    "norm_fp8_group": replace(_FP8_GROUPS, quantise=_norm(dtype=torch.float8_e4m3fn, **_groups), norm=True),
+    "norm_fp8_group": replace(_FP8_GROUPS, quantise=_norm(dtype=torch.float8_e4m3fn, **_GROUPS), norm=True),
 }
 
 
