@@ -10,71 +10,9 @@ import torch
 from torch import Tensor
 
 import epiloq
-from blockwise_reference import RawWeight, assert_close, exact, make_weight
+from blockwise_kernels import ROWS, SIZES_M, SIZES_N, kernel, some, term_magnitude
+from blockwise_reference import assert_close, make_weight
 from reference import poisoned, ulp
-
-ROWS = {"sm75": 6, "sm80": 8, "sm90": 13}
-SIZES_M = (1, 7, 9, 16, 17, 32, 33, 64, 65, 100, 128, 200, 256, 300, 513, 2050)
-SIZES_N = (16, 100, 2560, 2576, 4096, 4100, 8192, 8208, 16384)
-
-
-def kernel(m: int, n: int, k: int, group: int, bits: int, arch: str) -> str:
-    return epiloq.explain("online_quant_mm", m=m, n=n, k=k, group_size=group, bits=bits, arch=arch, sm_count=132)
-
-
-def tile(name: str) -> str:
-    return name.split(", K over")[0]
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("arch", ROWS)
-def test_every_row_is_reached(arch: str, bits: int) -> None:
-    kernels = {tile(kernel(m, n, 4096, 128, bits, arch)) for m, n in itertools.product(SIZES_M, SIZES_N)}
-    kernels |= {
-        kernel(m, n, 4096, 64, bits, arch).replace("of 64", "of 128") for m, n in itertools.product(SIZES_M, SIZES_N)
-    }
-    assert len(kernels) == ROWS[arch], sorted(kernels)
-    families = {"sm75": ("sm75 mma.sync",), "sm80": ("sm80 mma.sync",)}.get(arch, ("sm80 mma.sync", "sm90 wgmma"))
-    assert all(name.startswith(tuple(f"{family} w{bits}a8" for family in families)) for name in kernels)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
-    shapes = list(itertools.product(SIZES_M, SIZES_N))
-    names = {shape: kernel(*shape, 4096, 128, bits, "sm90") for shape in shapes}
-    shared = {shape for shape, name in names.items() if "K over clusters" in name}
-    assert (64, 4096) in shared and (2050, 16384) not in shared
-    assert {tile(names[shape]) for shape in shared} == {tile(name) for name in names.values() if "wgmma" in name}
-
-
-def test_what_has_no_fused_kernel_is_staged_and_says_so() -> None:
-    for arch in ROWS:
-        assert kernel(64, 64, 64, 48, 8, arch).startswith("staged")
-        assert not any(kernel(64, 64, 64, group, 8, arch).startswith("staged") for group in (32, 64, 128))
-    with pytest.raises(ValueError, match="arch"):
-        epiloq.explain("online_quant_mm", m=1, n=1, k=1, arch="sm91")
-
-
-def test_explain_takes_the_calls_own_arguments(seed: int) -> None:
-    x, weight = torch.randn(3, 100), make_weight(24, 100, 32)
-    for arguments in ((x, weight.prepared()), (x, weight.q, weight.scale, weight.offset)):
-        group = {} if len(arguments) == 2 else {"group_size": 32}
-        assert epiloq.explain("online_quant_mm", *arguments, **group).startswith("cpu")
-        for arch in ("sm75", "sm80"):
-            with epiloq.config(arch=arch):
-                answer = epiloq.explain("online_quant_mm", *arguments, **group)
-                assert answer.startswith(f"{arch} mma.sync w8a8 blocks of 32")
-                assert epiloq.explain("online_quant_mm", *arguments, **group, staged=True).startswith("staged")
-                assert epiloq.supports("online_quant_mm", *arguments, **group) == (True, answer)
-    assert epiloq.supports("online_quant_mm", x) == (
-        False,
-        "epiloq.online_quant_mm: missing a required argument: 'w_q'",
-    )
-
-
-def some(size: int, count: int) -> Tensor:
-    """The first, the last and random indices below `size`."""
-    return torch.cat((torch.tensor([0, size - 1]), torch.randint(size, (count,)))).unique()
 
 
 def shapes_of_every_kernel(group: int, bits: int, arch: str) -> list[tuple[int, int]]:
@@ -95,7 +33,7 @@ def test_every_kernel(seed: int, arch: str, group: int, bits: int) -> None:
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")
     for i, (m, n) in enumerate(shapes_of_every_kernel(group, bits, arch)):
-        k, offset = ((2300, False), (304, True), (100, True), (2312, True), (8, False))[i % 5]
+        k, offset = ((2300, False), (304, True), (100, True), (2312, True))[i % 4]
         x = (torch.randn(m, k) * torch.rand(m, 1) + 0.2).to("cuda", torch.bfloat16)
         weight = make_weight(n, k, group, bits=bits, offset=offset, device="cuda")
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
@@ -158,8 +96,19 @@ def test_sm75_has_the_bits_of_sm80(seed: int, group: int, bits: int) -> None:
         assert torch.equal(*results)
 
 
-def term_magnitude(x: Tensor, weight: RawWeight) -> Tensor:
-    return x.double().abs() @ weight.prepared().dequantize(torch.float64).abs().t()
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ROWS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_k_of_one_vector(seed: int, group: int, bits: int, arch: str) -> None:
+    """Blocks of padding follow the first one where a step has several."""
+    if arch not in epiloq._core.built_archs():
+        pytest.skip(f"built without {arch}")
+    for m, n in ((1, 16), (9, 300), (300, 4100)):
+        x = torch.randn(m, 8, device="cuda", dtype=torch.bfloat16)
+        weight = make_weight(n, 8, group, bits=bits, device="cuda")
+        with epiloq.config(arch=arch):
+            assert_close(epiloq.online_quant_mm(x, weight.prepared()), x, weight)
 
 
 @pytest.mark.gpu
@@ -180,106 +129,6 @@ def test_fused_and_staged_agree(seed: int, group: int, bits: int, arch: str) -> 
         limit = ulp(staged.double(), torch.float32) + 2.0**-20 * term_magnitude(x, weight)
         assert ((fused.double() - staged.double()).abs() <= limit).all()
         assert torch.equal(fused, again), "the same call twice"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_float32_sums_of_wgmma_kernels(seed: int, bits: int, offset: bool) -> None:
-    """Scales and offsets' parts pass tensor cores in two tf32 parts, and are added there with their last bit cut off:
-    terms of one sign, where that adds up with every block, stay within what docs/numerics.md says."""
-    if "sm90" not in epiloq._core.built_archs():
-        pytest.skip("built without sm90")
-    for m, n, k in ((65, 200, 1000), (200, 4100, 4096), (130, 300, 16400), (300, 5000, 2048)):
-        assert kernel(m, n, k, 128, bits, "sm90").startswith("sm90 wgmma")
-        x = torch.rand(m, k, device="cuda") + 3
-        weight = make_weight(n, k, 128, bits=bits, offset=offset, device="cuda")
-        weight = replace(weight, q=weight.q.clamp(min=0), offset=weight.offset.abs() if offset else None)
-        rows, columns = some(m, 40).cuda(), some(n, 60).cuda()
-        with epiloq.config(arch="sm90"):
-            out = epiloq.online_quant_mm(x, weight.prepared())[rows][:, columns]
-        chosen = replace(
-            weight,
-            q=weight.q[columns],
-            scale=weight.scale[columns],
-            offset=weight.offset[columns] if offset else None,
-        )
-        result, magnitude = exact(x[rows], chosen, None)
-        limit = ulp(result, torch.float32) + (2.0**-20 + -(-k // 128) * 2.0**-23) * magnitude
-        assert ((out.double() - result).abs() <= limit).all(), (m, n, k)
-
-
-# Of SM90: each tile, more of them than there are SMs or shared by a cluster, and odd numbers of blocks along K.
-WGMMA_SHAPES = (
-    (300, 300, 600),
-    (70, 200, 2300),
-    (300, 8200, 600),
-    (1100, 4100, 600),
-    (220, 8200, 600),
-    (560, 6144, 600),
-    (1000, 8200, 600),
-    (514, 8192, 128),
-)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_shapes_of_wgmma_reach_every_tile(bits: int) -> None:
-    names = [kernel(*shape, 128, bits, "sm90") for shape in WGMMA_SHAPES]
-    assert {tile(name).split()[-1] for name in names} == {f"128x{n}x128" for n in (64, 80, 96, 112, 128)}
-    assert any("clusters" in name for name in names)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(40, 300, 700), *WGMMA_SHAPES])
-def test_what_is_not_finite_stays_in_its_row(
-    seed: int, m: int, n: int, k: int, offset: bool, bits: int, dtype: torch.dtype
-) -> None:
-    """Also where shared memory that held such a token's parameters comes again, in another block of K or tile."""
-    x = torch.randn(m, k, device="cuda").to(dtype)
-    weight = make_weight(n, k, 128, bits=bits, offset=offset, device="cuda")
-    expected = epiloq.online_quant_mm(x, weight.prepared())
-    x[3, k - 1], x[m - 1, 0] = float("nan"), float("inf")
-    out = epiloq.online_quant_mm(x, weight.prepared())
-    spoiled = torch.tensor([3, m - 1], device="cuda")
-    assert out[spoiled].isnan().all()
-    rest = torch.ones(m, dtype=torch.bool, device="cuda").index_fill(0, spoiled, False)
-    assert torch.equal(out[rest], expected[rest])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_leave_as_floats_do(seed: int, dtype: torch.dtype, bits: int) -> None:
-    """16-bit outputs leave by other ways than float32, by TMA while the next tile is multiplied; where K is short that
-    is soon done. Their values are those of float32, rounded."""
-    for m, n, k in WGMMA_SHAPES:
-        weight = make_weight(n, k, 128, bits=bits, offset=False, device="cuda").prepared()
-        for _ in range(5):
-            x = torch.randn(m, k, device="cuda").to(dtype)
-            expected = epiloq.online_quant_mm(x.float(), weight).to(dtype)
-            assert torch.equal(epiloq.online_quant_mm(x, weight), expected), (m, n, k)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_around_an_output_nothing_is_written(seed: int, dtype: torch.dtype, bits: int) -> None:
-    """Views whose rows TMA can write and others, whose columns may be no multiple of 16 bytes, with the same bits."""
-    for m, n, k in (*WGMMA_SHAPES, (129, 2050, 640)):
-        x = torch.randn(m, k, device="cuda").to(dtype)
-        weight = make_weight(n, k, 128, bits=bits, offset=False, device="cuda").prepared()
-        bias = torch.randn(n, device="cuda").to(dtype)
-        expected = epiloq.online_quant_mm(x, weight, bias=bias, clamp=(-20, 20))
-        for first in (16, 5):
-            memory = torch.full((m + 9, (n + 47) // 8 * 8), 99.0, device="cuda", dtype=dtype)
-            inside = torch.zeros_like(memory, dtype=torch.bool)
-            inside[4 : 4 + m, first : first + n] = True
-            epiloq.online_quant_mm(x, weight, bias=bias, clamp=(-20, 20), out=memory[4 : 4 + m, first : first + n])
-            assert torch.equal(memory[inside].view(m, n), expected), (m, n, k, first)
-            assert (memory[~inside] == 99).all(), (m, n, k, first)
 
 
 @pytest.mark.gpu

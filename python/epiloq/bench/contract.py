@@ -30,6 +30,11 @@ class Bound:
 Binder = Callable[[Case, Sequence[Inputs]], Bound]
 
 
+def product_work(case: Case) -> int:
+    """The multiplications and additions of a matrix product."""
+    return 2 * case.m * case.n * case.k
+
+
 def note_of(error: float) -> str:
     """What is noted of a peer whose result is so many times the tolerance off: it is timed all the same."""
     return "" if error <= 1 else f"{error:.3g} times the tolerance off"

@@ -12,7 +12,18 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, note_of, require, sample, worst
+from epiloq.bench.contract import (
+    Bound,
+    Call,
+    Inputs,
+    Operation,
+    Unavailable,
+    note_of,
+    product_work,
+    require,
+    sample,
+    worst,
+)
 from epiloq.bench.operations import deep_gemm_peers
 
 OUT_DTYPE = torch.bfloat16
@@ -144,10 +155,6 @@ def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(scaled, *operands(s), OUT_DTYPE) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 2 * case.m * case.n * case.k
-
-
 ROWS = Operation(
     name="scaled_mm_fp8",
     variants=("fast", "accurate"),
@@ -155,7 +162,7 @@ ROWS = Operation(
     inputs=_row_inputs,
     bind=_rows,
     error=_error_with(_row_bound),
-    work=_work,
+    work=product_work,
     ceiling="int8",  # the same rate
     peers={"bf16": _bf16, "_scaled_mm": _cublas, "vllm": _vllm},
 )
@@ -166,7 +173,7 @@ GROUPS = Operation(
     inputs=_group_inputs,
     bind=_groups,
     error=_error_with(lambda case: ACCURATE),
-    work=_work,
+    work=product_work,
     ceiling="int8",
     peers={
         "bf16": _bf16,

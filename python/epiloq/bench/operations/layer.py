@@ -13,7 +13,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation
+from epiloq.bench.contract import Bound, Inputs, Operation, product_work
 from epiloq.bench.operations import float8_mm, scaled_mm
 
 DTYPE = torch.bfloat16
@@ -104,10 +104,6 @@ def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([call(s) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 2 * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="layer",
     variants=tuple(KINDS),
@@ -115,7 +111,7 @@ OPERATION = Operation(
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=product_work,
     ceiling="int8",  # float8's rate is the same
     peers={"bf16": _bf16},
 )

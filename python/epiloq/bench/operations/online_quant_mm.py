@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
+from epiloq.bench.contract import Bound, Inputs, Operation, product_work, sample, worst
 
 DTYPE = torch.bfloat16
 # Variant -> bits and group size.
@@ -80,10 +80,6 @@ def _scaled_mm(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([bind(s) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 2 * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="online_quant_mm",
     variants=tuple(KINDS),
@@ -91,7 +87,7 @@ OPERATION = Operation(
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=product_work,
     ceiling="int8",
     peers={"bf16": _bf16, "quantize_int8+scaled_mm": _scaled_mm, "staged": _staged},
 )

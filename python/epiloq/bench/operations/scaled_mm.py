@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, require, sample, worst
+from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, product_work, require, sample, worst
 
 OUT_DTYPE = torch.bfloat16
 # torch._int_mm on CUDA refuses fewer than 17 rows.
@@ -137,10 +137,6 @@ def _sgl_kernel(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(int8_scaled_mm, *_operands(s), OUT_DTYPE, s.get("bias")) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 2 * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="scaled_mm",
     variants=("scaled", "bias", "azp", "azp_per_token"),
@@ -148,7 +144,7 @@ OPERATION = Operation(
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=product_work,
     ceiling="int8",
     peers={
         "bf16": _bf16,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of, sample, worst
+from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of, product_work, sample, worst
 from epiloq.bench.operations.weight_only_peers import gemlite, humming, int4pack, marlin, torchao
 
 
@@ -85,10 +85,6 @@ def _peer(bind: Callable[[Inputs, epiloq.PackedWeight], Call]) -> Binder:
     return bound
 
 
-def _work(case: Case) -> int:
-    return 2 * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="weight_only_mm",
     variants=tuple(VARIANTS),
@@ -96,7 +92,7 @@ OPERATION = Operation(
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=product_work,
     ceiling="half",
     peers={
         "dense": _dense,
