@@ -19,7 +19,17 @@ from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Unavailable
 from epiloq.bench.floor import ReadSample, fit
 from epiloq.bench.operations import OPERATIONS, default_peers, expand
-from epiloq.bench.timing import CACHE_MULTIPLE, FEWEST_SETS, CpuTimer, CudaTimer, cache_bytes, kernel_us, rotate
+from epiloq.bench.timing import (
+    CACHE_MULTIPLE,
+    COLD_MULTIPLE,
+    FEWEST_SETS,
+    MOST_SETS,
+    CpuTimer,
+    CudaTimer,
+    cache_bytes,
+    kernel_us,
+    rotate,
+)
 
 CPU = torch.device("cpu")
 
@@ -127,13 +137,16 @@ def test_rotate_stays_cold_and_keeps_strides(seed: int) -> None:
     generator = torch.Generator(CPU).manual_seed(seed)
     inputs = OPERATIONS["scaled_mm"].inputs(Case("scaled_mm", "scaled", "", 17, 100, 576), generator)
     sets, cold = rotate(inputs, cache)
-    assert cold and sum(t.nbytes for s in sets for t in s.values()) >= CACHE_MULTIPLE * cache
+    assert cold and sum(t.nbytes for s in sets for t in s.values()) >= CACHE_MULTIPLE[CPU.type] * cache
     assert len({s["b"].data_ptr() for s in sets}) == len(sets)
     assert all(s["b"].stride() == (1, 576) and torch.equal(s["b"], inputs["b"]) for s in sets)
     padded = torch.arange(12.0).view(3, 4).t()[:1]
     assert all(s["x"].stride() == (1, 4) and torch.equal(s["x"], padded) for s in rotate({"x": padded}, 1)[0])
     assert len(rotate(inputs, 1)[0]) == FEWEST_SETS
     assert rotate({"x": torch.ones(1)}, cache)[1] is False
+    barely = {"x": torch.ones(COLD_MULTIPLE * cache // MOST_SETS, dtype=torch.int8)}
+    assert len(rotate(barely, cache)[0]) == MOST_SETS and rotate(barely, cache)[1]
+    assert not rotate({"x": barely["x"][1:]}, cache)[1]
 
 
 def test_cpu_timer_sees_past_other_work() -> None:

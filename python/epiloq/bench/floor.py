@@ -115,7 +115,8 @@ def _readers(device: torch.device) -> Mapping[str, Reader]:
 def measure_read_floor(device: torch.device, timer: Timer[Any], sizes_mib: Sequence[int] = ()) -> ReadFloor:
     """Times every reader on every size; its inputs rotate through slices of one arena, several caches long."""
     sizes = [mib << 20 for mib in sizes_mib or READ_MIB[device.type]]
-    arena = torch.rand(max(CACHE_MULTIPLE * cache_bytes(device), 3 * max(sizes)) // 4, device=device)
+    span = max(CACHE_MULTIPLE[device.type] * cache_bytes(device), 3 * max(sizes))
+    arena = torch.rand(span // 4, device=device)
     readers = _readers(device)
     samples = []
     for nbytes in sizes:

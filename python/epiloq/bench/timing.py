@@ -18,11 +18,14 @@ import torch
 
 from epiloq.bench.contract import Call, Inputs
 
-# Input sets rotate through this many times the last-level cache, so that each one has left it before it comes again.
-CACHE_MULTIPLE = 4
+# Input sets rotate through so many times the last-level cache, so that each one has left it before it comes again. A
+# GPU's holds on to parts of a rotation where kernels ask it to evict first what they load.
+CACHE_MULTIPLE = {"cuda": 20, "cpu": 4}
 FEWEST_SETS = 3
-# Bounds the graph and the set-up of tiny problems; they then run warm, and their rows say so.
+# Bounds the graph and the set-up of small problems. What then fills the cache less than so often runs warm, and its row
+# says so.
 MOST_SETS = 1024
+COLD_MULTIPLE = 4
 
 
 Prepared = TypeVar("Prepared")
@@ -60,9 +63,10 @@ def cache_bytes(device: torch.device) -> int:
 def rotate(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
     """Copies of an input set in memory of their own, strides kept, and whether they are enough to stay cold."""
     nbytes = sum(t.nbytes for t in inputs.values())
-    wanted = max(FEWEST_SETS, math.ceil(CACHE_MULTIPLE * cache / nbytes))
-    sets = [inputs] + [{k: _copy(t) for k, t in inputs.items()} for _ in range(min(wanted, MOST_SETS) - 1)]
-    return sets, wanted <= MOST_SETS
+    multiple = CACHE_MULTIPLE[next(iter(inputs.values())).device.type]
+    count = min(max(FEWEST_SETS, math.ceil(multiple * cache / nbytes)), MOST_SETS)
+    sets = [inputs] + [{k: _copy(t) for k, t in inputs.items()} for _ in range(count - 1)]
+    return sets, count * nbytes >= COLD_MULTIPLE * cache
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
