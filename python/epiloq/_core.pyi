@@ -298,6 +298,27 @@ def check_quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
 def lookup_int8(out: Tensor, x: Tensor, table: Tensor) -> None: ...
+def int8_linear(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    azp_adj: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero_point: Tensor | None,
+    threads: int,
+) -> None: ...
+def fp8_linear(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    per_token: bool,
+) -> None: ...
+def fp8_block_linear(out: Tensor, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> None: ...
 def online_quant_mm(
     out: Tensor,
     x: Tensor,
@@ -310,8 +331,6 @@ def online_quant_mm(
     lo: float,
     hi: float,
     staged: bool,
-    x_values: Tensor,
-    x_parameters: Tensor,
     products: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> None: ...

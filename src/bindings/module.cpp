@@ -52,6 +52,7 @@ PYBIND11_MODULE(_core, module) {
   register_conv2d_weight_only(module);
   register_groupwise_mm(module);
   register_host_products(module);
+  register_linear(module);
   register_lookup_int8(module);
   register_online_quant_mm(module);
   register_quantize_blockwise_int8(module);

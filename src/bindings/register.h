@@ -8,6 +8,7 @@ void register_conv2d_int8(py::module_& module);
 void register_conv2d_weight_only(py::module_& module);
 void register_groupwise_mm(py::module_& module);
 void register_host_products(py::module_& module);
+void register_linear(py::module_& module);
 void register_lookup_int8(py::module_& module);
 void register_online_quant_mm(py::module_& module);
 void register_quantize_blockwise_int8(py::module_& module);

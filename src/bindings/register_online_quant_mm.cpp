@@ -1,4 +1,5 @@
 #include "bindings/register.h"
+#include "bindings/scratch.h"
 #include "epiloq/online_quant_mm.h"
 
 namespace epiloq::bindings {
@@ -22,13 +23,16 @@ void register_online_quant_mm(py::module_& module) {
       "online_quant_mm",
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
          Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
-         bool staged, TensorArg const& x_values, TensorArg const& x_parameters, Optional const& products,
-         Optional const& sums) {
+         bool staged, Optional const& products, Optional const& sums) {
+        std::int64_t const m = in_features > 0 ? x.view.numel() / in_features : 0, padded_m = (m + 3) / 4 * 4;
+        std::int64_t const padded_k = values.view.shape[1] * (bits == 4 ? 2 : 1), blocks = parameters.view.shape[0];
+        Scratch const scratch(x, {{DType::kInt8, m, padded_k}, {DType::kFloat32, 3 * blocks, 4 * padded_m}});
+        TensorView const x_parameters{scratch[1].data, DType::kFloat32, x.view.device, {blocks, 3, 4 * padded_m}};
         online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
                          lo, hi, staged},
-                        {x_values.view, x_parameters.view, view_of(products), view_of(sums)}, current_stream(x));
+                        {scratch[0], x_parameters, view_of(products), view_of(sums)}, current_stream(x));
       },
-      py::arg("x_values"), py::arg("x_parameters"), py::arg("products") = py::none(), py::arg("sums") = py::none());
+      py::arg("products") = py::none(), py::arg("sums") = py::none());
   define(
       "online_quant_mm_on_host",
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, PreparedLinear, check_linear
+from epiloq import _core
+from epiloq.nn.prepared_linear import (
+    FLOAT_DTYPES,
+    FP8_BLOCK,
+    K_MULTIPLE,
+    N_MULTIPLE,
+    PreparedLinear,
+    check_linear,
+)
 
 
 class Fp8BlockLinear(PreparedLinear):
@@ -72,6 +82,11 @@ class Fp8BlockLinear(PreparedLinear):
         check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self._direct_out(x, FLOAT_DTYPES) if x.is_cuda else None
+        if out is not None:
+            of: dict[str, Any] = self._buffers
+            _core.fp8_block_linear(out, x, of["weight"], of["weight_scale_inv"], of["bias"])
+            return out
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y = epiloq.groupwise_mm(q, self.weight.t(), scale, self.weight_scale_inv.t(), bias, out_dtype=x.dtype)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq import _core
 from epiloq.nn.prepared_linear import (
     FLOAT32,
+    HALF_DTYPES,
     K_MULTIPLE,
     N_MULTIPLE,
     PreparedLinear,
@@ -115,6 +119,12 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self._direct_out(x, HALF_DTYPES) if x.is_cuda else None
+        if out is not None:
+            of: dict[str, Any] = self._buffers
+            of_weight = (of["weight"], of["weight_scale"], of["bias"])
+            _core.fp8_linear(out, x, *of_weight, of["input_scale"], self.activation == "token")
+            return out
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         granularity = "token" if self.activation == "token" else "tensor"
         q, scale = epiloq.quantize_fp8(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq import _core
 from epiloq.nn.prepared_linear import (
     FLOAT32,
+    FLOAT_DTYPES,
+    HALF_DTYPES,
     K_MULTIPLE,
     N_MULTIPLE,
     PreparedLinear,
@@ -147,6 +150,13 @@ class Int8Linear(PreparedLinear):
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self._direct_out(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES)
+        if out is not None:
+            of: dict[str, Any] = self._buffers
+            of_weight = (of["weight"], of["weight_scale"], of["bias"], of["azp_adj"])
+            threads = 1 if x.is_cuda else torch.get_num_threads()
+            _core.int8_linear(out, x, *of_weight, of["input_scale"], of["input_zero_point"], threads)
+            return out
         tokens = self._tokens(x)
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         q, scale, azp = epiloq.quantize_int8(

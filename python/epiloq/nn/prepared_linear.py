@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from epiloq.nn.direct_call import serves_directly
 from epiloq.nn.kept_dtypes import KeptDtypes
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF_DTYPES = FLOAT_DTYPES[1:]
 FLOAT32 = torch.finfo(torch.float32)
 
 # The fast kernels move 16 bytes at a time: 16 values of a byte along K, 8 two-byte outputs along N.
@@ -116,6 +118,14 @@ class PreparedLinear(KeptDtypes):
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+
+    def _direct_out(self, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
+        """Where one call of C++ serves, what it may write: `x` of one of `dtypes`, and nothing to cut off along N."""
+        of: dict[str, Any] = self._buffers
+        if x.dtype not in dtypes or not serves_directly(x, self.in_features, (of["weight"],), of["bias"]):
+            return None
+        padded_n: int = of["weight"].shape[0]
+        return x.new_empty((*x.shape[:-1], padded_n)) if padded_n == self.out_features else None
 
     def _tokens(self, x: Tensor) -> Tensor:
         """`x` as a matrix with dense rows."""

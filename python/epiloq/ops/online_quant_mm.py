@@ -11,14 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.block_quant_weight import (
-    K_MULTIPLE,
-    N_MULTIPLE,
-    BlockQuantWeight,
-    padded_blocks,
-    round_up,
-    widen,
-)
+from epiloq.block_quant_weight import BlockQuantWeight, widen
 from epiloq.ops.online_quant_weight import online_quant_weight
 
 _NAME = "online_quant_mm"
@@ -82,7 +75,7 @@ def online_quant_mm(
             return refuse_backward(_NAME, torch.ops.epiloq.online_quant_mm(*parts, bias, *meaning))
         torch.ops.epiloq.online_quant_mm_out(*parts, bias, *meaning, out=out)
         return out
-    return _run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
+    return run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
 
 
 def _weight_of(
@@ -124,7 +117,7 @@ def _empty(x: Tensor, values: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
-def _run(
+def run(
     x: Tensor,
     values: Tensor,
     parameters: Tensor,
@@ -138,22 +131,21 @@ def _run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    """`online_quant_mm` by its parts, for tensors that are `direct`."""
     if out is None:
         out = _empty(x, values)
     call = (out, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if not x.is_cuda:
         _core.online_quant_mm_on_host(*call, staged, torch.get_num_threads())
         return out
-    m, n = x.numel() // in_features, values.shape[0]
-    x_values = values.new_empty((m, round_up(in_features, K_MULTIPLE)))
-    x_parameters = parameters.new_empty((padded_blocks(in_features, group_size), 3, 4 * round_up(m, N_MULTIPLE)))
     products = sums = None
     if staged or _core.online_quant_mm_needs_staging(group_size):
         staged = True
-        products, sums = (out.new_empty((m, n), dtype=dtype) for dtype in (torch.int32, torch.float32))
+        sizes = (x.numel() // in_features, values.shape[0])
+        products, sums = (out.new_empty(sizes, dtype=dtype) for dtype in (torch.int32, torch.float32))
         if bits == 4:
             call = (out, x, widen(values), parameters, bias, in_features, group_size, 8, lo, hi)
-    _core.online_quant_mm(*call, staged, x_values, x_parameters, products, sums)
+    _core.online_quant_mm(*call, staged, products, sums)
     return out
 
 
@@ -187,4 +179,4 @@ _ARGUMENTS = (
     "Tensor x, Tensor values, Tensor parameters, Tensor? bias, SymInt in_features, int group_size, int bits, "
     "float lo, float hi, bool staged"
 )
-register_product(_NAME, _ARGUMENTS, _run, _fake)
+register_product(_NAME, _ARGUMENTS, run, _fake)

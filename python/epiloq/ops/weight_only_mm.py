@@ -58,7 +58,7 @@ def weight_only_mm(
             return refuse_backward(_NAME, torch.ops.epiloq.weight_only_mm(*tensors, *numbers))
         torch.ops.epiloq.weight_only_mm_out(*tensors, *numbers, out=out)
         return out
-    return _run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers, out=out)
+    return run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers, out=out)
 
 
 def _expect(weight: object) -> PackedWeight:
@@ -67,7 +67,7 @@ def _expect(weight: object) -> PackedWeight:
     return weight
 
 
-def _run(
+def run(
     x: Tensor,
     q: Tensor,
     scale: Tensor,
@@ -84,6 +84,7 @@ def _run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    """`weight_only_mm` by its parts, for tensors that are `direct`."""
     if out is None:
         out = _empty(x, n)
     packed = (q, scale, zero, offset)
@@ -174,4 +175,4 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
 
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"
 _ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float lo, float hi"
-register_product(_NAME, _ARGUMENTS, _run, _fake)
+register_product(_NAME, _ARGUMENTS, run, _fake)

@@ -1,0 +1,182 @@
+"""Layers in eager torch go to C++ in one call, where they may, and give what their operations give one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from epiloq import _core
+from epiloq.nn import (
+    Fp8BlockLinear,
+    Fp8Linear,
+    Int8Linear,
+    OnlineQuantLinear,
+    WeightOnlyLinear,
+    online_quant_linear,
+    weight_only_linear,
+)
+
+Make = Callable[[nn.Linear], nn.Module]
+
+LAYERS: dict[str, Make] = {
+    "int8": Int8Linear.from_linear,
+    "int8-azp": lambda linear: Int8Linear.from_linear(linear, symmetric=False),
+    "int8-static": lambda linear: Int8Linear.from_linear(linear, activation="static", input_scale=0.02),
+    "int8-static-azp": lambda linear: Int8Linear.from_linear(
+        linear, activation="static", symmetric=False, input_scale=0.02, input_zero_point=-7
+    ),
+    "fp8-token": Fp8Linear.from_linear,
+    "fp8-tensor": lambda linear: Fp8Linear.from_linear(linear, activation="tensor", weight="tensor"),
+    "fp8-static": lambda linear: Fp8Linear.from_linear(linear, activation="static", input_scale=0.01),
+    "fp8-block": Fp8BlockLinear.from_linear,
+    "w4a16": lambda linear: WeightOnlyLinear.from_linear(linear, group_size=32),
+    "w8a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=8, group_size=-1),
+    "w8a8-block": OnlineQuantLinear.from_linear,
+    "w4a8-block": lambda linear: OnlineQuantLinear.from_linear(linear, bits=4, group_size=32, symmetric=False),
+}
+# Whose call it is, and where it is looked up.
+CALLS: dict[type[nn.Module], tuple[Any, str]] = {
+    Int8Linear: (_core, "int8_linear"),
+    Fp8Linear: (_core, "fp8_linear"),
+    Fp8BlockLinear: (_core, "fp8_block_linear"),
+    WeightOnlyLinear: (weight_only_linear, "run"),
+    OnlineQuantLinear: (online_quant_linear, "run"),
+}
+
+
+class ThroughTheDispatcher(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def make_layer(
+    kind: str, device: str, k: int = 144, n: int = 64, dtype: torch.dtype = torch.bfloat16, bias: bool = True
+) -> nn.Module:
+    return LAYERS[kind](nn.Linear(k, n, bias=bias, dtype=dtype, device=device)).requires_grad_(False)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> list[None]:
+    """Grows by one with every direct call of the layer's."""
+    where, name = CALLS[type(layer)]
+    real, calls = getattr(where, name), []
+
+    def call(*args: Any) -> Any:
+        calls.append(None)
+        return real(*args)
+
+    monkeypatch.setattr(where, name, call)
+    return calls
+
+
+def is_direct(layer: nn.Module, x: Tensor) -> bool:
+    """What layers promise for dense tokens: float8 products of the CPU are torch's own, of SM90 kernels 16-bit."""
+    if isinstance(layer, Fp8Linear | Fp8BlockLinear) and not x.is_cuda:
+        return False
+    return not (isinstance(layer, Int8Linear | Fp8Linear) and x.is_cuda and x.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_same_bits_as_the_operations(
+    kind: str, dtype: torch.dtype, bias: bool, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k in (100, 144, 576):
+        layer = make_layer(kind, device, k, dtype=dtype, bias=bias)
+        with monkeypatch.context() as patch:
+            calls = counted(patch, layer)
+            for shape in ((1, k), (17, k), (0, k), (2, 3, k), (2, 0, k), (1, 2, 1, 3, k), (130, k)):
+                x = torch.randn(shape, device=device).add_(0.2).to(dtype)
+                before = len(calls)
+                with torch.no_grad():
+                    y = layer(x)
+                    assert len(calls) == before + is_direct(layer, x)
+                    with ThroughTheDispatcher():
+                        expected = layer(x)
+                assert len(calls) == before + is_direct(layer, x)
+                assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
+                assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_not_served_directly(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(kind, device)
+    calls = counted(monkeypatch, layer)
+    x = torch.randn(6, 144, device=device).bfloat16()
+    y, alone = layer(x), layer(x[2:3])
+    del calls[:]
+    wide = torch.zeros(6, 160, device=device).bfloat16()
+    wide[:, :144] = x
+    torch.testing.assert_close(layer(wide[:, :144]), y)
+    torch.testing.assert_close(layer(x.t().contiguous().t()), y)
+    torch.testing.assert_close(layer(x[2]), alone[0])
+    assert layer(x.half()).dtype == torch.float16  # the bias is bfloat16
+    assert not calls
+    with pytest.raises(ValueError, match=r"x: expected shape \[.., 144\]"):
+        layer(x[:, :100])
+    layer(x.clone().requires_grad_())
+    assert not calls
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8-token", "fp8-block"])
+def test_outputs_padded_along_n_are_cut(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(kind, device, n=61)
+    calls = counted(monkeypatch, layer)
+    y = layer(torch.randn(3, 144, device=device).bfloat16())
+    assert y.shape == (3, 61) and y.is_contiguous() and not calls
+
+
+def test_memory_that_is_not_there(seed: int) -> None:
+    x, out = torch.randn(1, 16), torch.full((1, 8), 7.0)
+    weight, scale = torch.zeros(1, dtype=torch.int8).expand(8, 1 << 50), torch.ones(8)
+    with pytest.raises(RuntimeError, match=r"memory|allocate"):
+        _core.int8_linear(out, x, weight, scale, None, None, None, None, 1)
+    assert (out == 7).all()
+
+
+def test_memory_that_is_not_dense() -> None:
+    x, weight, scale = torch.randn(16, 4).t(), torch.zeros(8, 16, dtype=torch.int8), torch.ones(8)
+    with pytest.raises(ValueError, match="x: expected dense memory"):
+        _core.int8_linear(torch.empty(4, 8), x, weight, scale, None, None, None, None, 1)
+    with pytest.raises(ValueError, match="out: expected dense memory"):
+        _core.int8_linear(torch.empty(8, 4).t(), x.contiguous(), weight, scale, None, None, None, None, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LAYERS)
+def test_captured_in_a_cuda_graph(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(make_layer(kind, "cuda", 144, 144), make_layer(kind, "cuda", 144, 64))
+    calls = counted(monkeypatch, layers[0])
+    x = torch.randn(5, 144, device="cuda").bfloat16()
+    with torch.no_grad():
+        layers(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layers(x)
+        assert len(calls) == 4
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(y, layers(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LAYERS)
+def test_two_streams_do_not_share_what_lies_between(kind: str, seed: int) -> None:
+    layer = make_layer(kind, "cuda", 1024, 1024)
+    inputs = [torch.randn(300 + i, 1024, device="cuda").bfloat16() for i in range(8)]
+    with torch.no_grad():
+        expected = [layer(x) for x in inputs]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        outs: list[Tensor] = []
+        for i, x in enumerate(inputs):
+            with torch.cuda.stream(streams[i % 2]):
+                outs.append(layer(x))
+        torch.cuda.synchronize()
+    assert all(torch.equal(y, e) for y, e in zip(outs, expected, strict=True))
