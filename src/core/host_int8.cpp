@@ -5,6 +5,7 @@
 
 #include "core/checks.h"
 #include "core/host_int8_slab.h"
+#include "core/host_int8_tiles.h"
 #include "core/host_rows.h"
 #include "core/threads.h"
 #include "epiloq/host_int8.h"
@@ -26,10 +27,11 @@ struct Int8Tokens {
   std::int32_t const* x;
   std::int64_t stride;
 
-  Int8Tokens(Int8Product const& p, int threads) : corrections(p.m) {
+  // Rows are read up to a multiple of `unit` bytes, where words are bytes.
+  Int8Tokens(Int8Product const& p, int unit, int threads) : corrections(p.m) {
     // Where words are as in memory, nothing is copied.
-    bool const as_they_lie = bytes_here().words == 1 && p.k % 4 == 0 && p.stride_a % 4 == 0;
-    stride = as_they_lie ? p.stride_a / 4 : std::int64_t{p.k + 3} / 4 * bytes_here().words;
+    bool const as_they_lie = bytes_here().words == 1 && p.k % unit == 0 && p.stride_a % 4 == 0;
+    stride = as_they_lie ? p.stride_a / 4 : (std::int64_t{p.k} + unit - 1) / unit * (unit / 4) * bytes_here().words;
     if (!as_they_lie) copy.resize(p.m * stride);
     x = as_they_lie ? reinterpret_cast<std::int32_t const*>(p.a) : copy.data();
     share(p.m, threads, [&](std::int64_t first, std::int64_t last) {
@@ -46,12 +48,26 @@ int threads_for(Int8Product const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(std::int64_t{p.m} * p.n * p.k / kWorth, 1, std::max(threads, 1)));
 }
 
+struct Multiplier {
+  void (*run)(Int8SlabByTokens const&, std::int32_t* sums);
+  int unit;  // bytes of a token
+  char const* name;
+};
+
+Multiplier multiplier_for(std::int64_t tokens) {
+#ifdef EPILOQ_HAS_CLONES
+  if (tokens >= kTileRows && has_tiles()) return {&MultiplyInt8InTiles::run, kTileBytes, "AMX"};
+#endif
+  static auto const run = ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::here();
+  return {run, 4, bytes_here().name};
+}
+
 }  // namespace
 
 void multiply_int8(Int8Product const& p, int threads, std::function<void(Int8Sums const&)> const& finish) {
-  static auto const multiply = ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::here();
+  Multiplier const multiplier = multiplier_for(p.m);
   threads = threads_for(p, threads);
-  Int8Tokens const tokens(p, threads);
+  Int8Tokens const tokens(p, multiplier.unit, threads);
   int const rows = bytes_here().rows;
   std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
   share(slabs * chunks, threads, [&](std::int64_t first, std::int64_t last) {
@@ -60,20 +76,22 @@ void multiply_int8(Int8Product const& p, int threads, std::function<void(Int8Sum
       int const column = static_cast<int>(i % slabs) * rows, row = static_cast<int>(i / slabs) * kTokensAtOnce;
       int const count = std::min(kTokensAtOnce, p.m - row), columns = std::min(rows, p.n - column);
       for (int m = 0; m < count; ++m) std::fill_n(&sums[m * rows], rows, tokens.corrections[row + m]);
-      multiply({.weight = p.b + column * p.stride_b,
-                .stride = p.stride_b,
-                .rows = columns,
-                .k = p.k,
-                .x = tokens.x + row * tokens.stride,
-                .stride_x = tokens.stride,
-                .m = count},
-               sums.data());
+      multiplier.run({.weight = p.b + column * p.stride_b,
+                      .stride = p.stride_b,
+                      .rows = columns,
+                      .k = p.k,
+                      .x = tokens.x + row * tokens.stride,
+                      .stride_x = tokens.stride,
+                      .m = count},
+                     sums.data());
       finish({.values = sums.data(), .stride = rows, .row = row, .count = count, .column = column, .columns = columns});
     }
   });
 }
 
-std::string describe_int8() { return std::string("cpu, int8 products with ") + bytes_here().name; }
+std::string describe_int8(std::int64_t tokens) {
+  return std::string("cpu, int8 products with ") + multiplier_for(tokens).name;
+}
 
 void multiply_int8(TensorView const& out, TensorView const& a, TensorView const& b, int threads) {
   Checker const check("multiply_int8", Device{});

@@ -25,7 +25,7 @@ struct Int8Sums {
 
 // Calls finish(sums) of parts that together are the product, from at most `threads` threads.
 void multiply_int8(Int8Product const& product, int threads, std::function<void(Int8Sums const&)> const& finish);
-// What multiplies, in words.
-std::string describe_int8();
+// What multiplies so many tokens, in words.
+std::string describe_int8(std::int64_t tokens);
 
 }  // namespace epiloq

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "core/host_int8_slab.h"
+#include "core/host_int8_tiles.h"
 #include "epiloq/host_int8.h"
 
 using namespace epiloq;
@@ -30,9 +30,9 @@ struct Operands {
 };
 
 template <class Bytes>
-void check_slab(Operands const& o) {
+void check_slab(Operands const& o, void (*run)(Int8SlabByTokens const&, std::int32_t*), int unit = 4) {
   constexpr int kRows = Bytes::kRows;
-  int const columns = std::min(o.n, kRows), words = (o.k + 3) / 4 * Bytes::kWords;
+  int const columns = std::min(o.n, kRows), words = (o.k + unit - 1) / unit * (unit / 4) * Bytes::kWords;
   std::vector<std::int32_t> x(o.m * words), sums(o.m * kRows);
   for (int m = 0; m < o.m; ++m) {
     in_words<Bytes::kWords>(&o.a[m * o.stride_a], o.k, x.data() + m * words);
@@ -40,31 +40,37 @@ void check_slab(Operands const& o) {
     for (int i = 0; i < o.k; ++i) total += o.a[m * o.stride_a + i];
     std::fill_n(&sums[m * kRows], kRows, -128 * total);
   }
-  ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::of(Bytes{})({.weight = o.b.data(),
-                                                                                   .stride = o.stride_b,
-                                                                                   .rows = columns,
-                                                                                   .k = o.k,
-                                                                                   .x = x.data(),
-                                                                                   .stride_x = words,
-                                                                                   .m = o.m},
-                                                                                  sums.data());
+  run({.weight = o.b.data(),
+       .stride = o.stride_b,
+       .rows = columns,
+       .k = o.k,
+       .x = x.data(),
+       .stride_x = words,
+       .m = o.m},
+      sums.data());
   for (int m = 0; m < o.m; ++m) {
     for (int n = 0; n < columns; ++n) CHECK_EQUAL(sums[m * kRows + n], o.exact(m, n));
   }
 }
 
+template <class Bytes>
+void check_version(Operands const& o) {
+  check_slab<Bytes>(o, ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::of(Bytes{}));
+}
+
 void every_machine(Operands const& o) {
-  check_slab<PlainBytes>(o);
+  check_version<PlainBytes>(o);
 #ifdef EPILOQ_HAS_CLONES
-  if (__builtin_cpu_supports("x86-64-v3")) check_slab<PairedBytes>(o);
-  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_slab<VnniBytes>(o);
+  if (__builtin_cpu_supports("x86-64-v3")) check_version<PairedBytes>(o);
+  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_version<VnniBytes>(o);
+  if (has_tiles()) check_slab<VnniBytes>(o, &MultiplyInt8InTiles::run, kTileBytes);
 #endif
 }
 
 void slabs_are_exact() {
   auto random = test::generator();
-  for (int m : {1, 2, 5, 8, 17}) {
-    for (int k : {1, 2, 3, 4, 63, 64, 65, 127, 511, 512, 513, 1100}) {
+  for (int m : {1, 2, 5, 8, 16, 17, 31, 32, 33, 47, 71}) {
+    for (int k : {1, 2, 3, 4, 63, 64, 65, 127, 511, 512, 513, 1023, 1024, 1025, 2100}) {
       every_machine({random, m, 1 + static_cast<int>(random() % 32), k, static_cast<int>(random() % 35)});
     }
   }
@@ -73,7 +79,7 @@ void slabs_are_exact() {
 // Sums of unsigned weights pass 32 bits on the way.
 void the_longest_sums() {
   auto random = test::generator();
-  for (int m : {1, 3}) {
+  for (int m : {1, 3, 16, 35}) {
     for (int x : {-128, 127}) {
       Operands o(random, m, 2, 131071, 0);
       std::fill(o.a.begin(), o.a.end(), static_cast<std::int8_t>(x));
@@ -85,7 +91,14 @@ void the_longest_sums() {
 
 void whole_products() {
   auto random = test::generator();
-  for (auto const& [m, n, k] : {std::array{1, 70, 100}, {3, 33, 64}, {600, 40, 36}, {1030, 5, 7}, {2, 2, 0}}) {
+  for (auto const& [m, n, k] : {std::array{1, 70, 100},
+                                {3, 33, 64},
+                                {16, 40, 64},
+                                {600, 40, 36},
+                                {527, 33, 128},
+                                {1030, 5, 7},
+                                {2, 2, 0},
+                                {20, 3, 0}}) {
     Operands o(random, m, n, k, static_cast<int>(random() % 35));
     std::vector<std::int32_t> out(m * n, 0x5a5a5a5a);
     auto const view = [](auto& values, DType dtype, int rows, int columns, std::int64_t stride) {

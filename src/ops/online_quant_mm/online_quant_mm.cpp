@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/checks.h"
-#include "core/host_int8.h"
+#include "core/host_bytes.h"
 #include "epiloq/device.h"
 #include "ops/online_quant_mm/launch.h"
 #include "ops/online_quant_mm/select.h"
@@ -197,7 +197,8 @@ std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch
 std::string explain(OnlineQuantMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
-  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) return describe_int8();
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto)
+    return std::string("cpu, int8 products with ") + bytes_here().name;
   return online::describe(choose(call, sizes), problem_of(call, sizes));
 }
 

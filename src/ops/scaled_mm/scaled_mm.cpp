@@ -213,7 +213,7 @@ std::string explain(ScaledMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
-    return is_float8(call) ? "cpu, float8" : describe_int8();
+    return is_float8(call) ? "cpu, float8" : describe_int8(sizes.a.rows);
   }
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)));
 }

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, product_work
+from epiloq.bench.contract import Bound, Call, Inputs, Operation, product_work
 from epiloq.bench.operations import float8_mm, scaled_mm
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear
 
 DTYPE = torch.bfloat16
 EPS = 1e-6
@@ -25,12 +26,14 @@ Quantise = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class Kind:
     """A layer: how its tokens are quantised, and its product among the other operations, whose weights and check these
-    are."""
+    are; the module that is both and the name of its scales; or a norm before it, of which there are no modules."""
 
     quantise: Quantise
     multiply: Callable[..., Tensor]
     product: Operation
     variant: str
+    module: Callable[..., nn.Module]
+    scales: str = "weight_scale"
     norm: bool = False
 
 
@@ -51,9 +54,9 @@ _GROUPWISE_MM = partial(epiloq.groupwise_mm, out_dtype=DTYPE)
 _GROUPS: dict[str, Any] = {"granularity": "group", "scale_layout": "column"}
 
 
-_INT8 = Kind(_int8, _SCALED_MM, scaled_mm.OPERATION, "scaled")
-_FP8 = Kind(_fp8(granularity="token"), _SCALED_MM, float8_mm.ROWS, "accurate")
-_FP8_GROUPS = Kind(_fp8(**_GROUPS), _GROUPWISE_MM, float8_mm.GROUPS, "group")
+_INT8 = Kind(_int8, _SCALED_MM, scaled_mm.OPERATION, "scaled", Int8Linear)
+_FP8 = Kind(_fp8(granularity="token"), _SCALED_MM, float8_mm.ROWS, "accurate", Fp8Linear)
+_FP8_GROUPS = Kind(_fp8(**_GROUPS), _GROUPWISE_MM, float8_mm.GROUPS, "group", Fp8BlockLinear, "weight_scale_inv")
 KINDS = {
     "int8_token": _INT8,
     "fp8_token": _FP8,
@@ -82,7 +85,12 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
         q, scale = kind.quantise(s["x"], s["norm"])
         return kind.multiply(q, s["b"], scale, s["scale_b"])
 
-    return Bound([partial(call, s) for s in sets])
+    def layer(s: Inputs) -> Call:
+        module: nn.Module = kind.module(case.k, case.n, bias=False, device=s["x"].device, dtype=DTYPE)
+        module.load_state_dict({"weight": s["b"].t(), kind.scales: s["scale_b"].t()})
+        return partial(module.__call__, s["x"])
+
+    return Bound([partial(call, s) if kind.norm else layer(s) for s in sets])
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
