@@ -82,34 +82,49 @@ void in_order(float const* x, std::int64_t columns, int lanes, float* out) {
 }
 
 #ifdef EPILOQ_HAS_CLONES
+std::int64_t rounded_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 // Rows of x go through the matrix together: as many as the second cache keeps, but enough to repay what is made of it.
-std::int64_t rows_at_once(std::int64_t columns) {
-  constexpr std::int64_t kCached = 1 << 18, kLeast = 16 * kPairBlock;  // values
-  return std::max(kLeast, kCached / std::max<std::int64_t>(columns, 1) / kLeast * kLeast);
+std::int64_t rows_at_once(std::int64_t columns, bool in_tiles) {
+  std::int64_t const cached = in_tiles ? 1 << 19 : 1 << 18, least = in_tiles ? 256 : 16 * kPairBlock;  // values
+  return std::max(least, cached / std::max<std::int64_t>(columns, 1) / least * least);
 }
 
 template <class FormatX, class FormatW>
 void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, float* out, std::int64_t stride, int threads) {
-  std::int64_t const pairs = (w.columns + 1) / 2, pieces = (w.columns + kFloat8Columns - 1) / kFloat8Columns;
-  std::int64_t const blocks = (x.rows + kPairBlock - 1) / kPairBlock;
-  std::vector<std::uint32_t> tokens(blocks * kPairBlock * pairs);
+  bool const in_tiles = x.rows >= kTileRows && has_pair_tiles();
+  std::int64_t const pieces = (w.columns + kFloat8Columns - 1) / kFloat8Columns;
+  std::int64_t const pairs = in_tiles ? rounded_up(w.columns, kTileColumns) / 2 : (w.columns + 1) / 2;
+  std::vector<std::uint32_t> tokens(rounded_up(x.rows, in_tiles ? kTileRows : kPairBlock) * pairs);
   std::vector<float> scales(pieces * x.rows);
   share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t m = first; m < last; ++m) {
-      ManyFloat8<FormatX>::bring(x, m, tokens.data());
+      if (in_tiles) {
+        ManyFloat8<FormatX>::bring_row(x, m, tokens.data() + m * pairs);
+      } else {
+        ManyFloat8<FormatX>::bring(x, m, tokens.data());
+      }
       for (std::int64_t i = 0; i < pieces; ++i) scales[i * x.rows + m] = x.scale_at(m, i * kFloat8Columns);
     }
   });
   constexpr std::int64_t kRows = ManyFloat8<FormatW>::kLanes;
-  std::int64_t const slabs = (w.rows + kRows - 1) / kRows, at_once = rows_at_once(w.columns);
+  std::int64_t const slabs = (w.rows + kRows - 1) / kRows, at_once = rows_at_once(w.columns, in_tiles);
   share(slabs * ((x.rows + at_once - 1) / at_once), threads, [&](std::int64_t begin, std::int64_t end) {
     std::vector<Line> sums(at_once);
     for (std::int64_t i = begin; i < end; ++i) {
       std::int64_t const row = i % slabs * kRows, first = i / slabs * at_once;
       int const count = static_cast<int>(std::min(at_once, x.rows - first));
       std::fill_n(sums.begin(), count, Line{});
-      ManyFloat8<FormatW>::run(w, row, {tokens.data() + first * pairs, scales.data() + first, x.rows, count},
-                               sums.data());
+      std::uint32_t const* const some = tokens.data() + first * pairs;
+      float const* const of_some = scales.data() + first;
+      if (in_tiles) {
+        TokensOfTiles const rows{reinterpret_cast<std::uint16_t const*>(some), 2 * pairs, count};
+        ManyFloat8<FormatW>::run_in_tiles(w, row, rows, of_some, x.rows, sums.data());
+      } else {
+        ManyFloat8<FormatW>::run(w, row, {some, of_some, x.rows, count}, sums.data());
+      }
       for (int m = 0; m < count; ++m) {
         std::copy_n(sums[m].values, std::min(kRows, w.rows - row), out + (first + m) * stride + row);
       }

@@ -4,6 +4,7 @@
 // the matrix at a time, 128 columns of which lie under one scale of each operand.
 
 #include "core/host_float8.h"
+#include "core/host_pair_tiles.h"
 #include "core/host_pairs.h"
 
 namespace epiloq {
@@ -47,7 +48,10 @@ struct ManyFloat8 {
       for (int i = 0; i < here; ++i, out += step) *out = pairs[i];
     }
   }
-  // Row m of x to its block.
+  // Row m of x to its block, or to a row of pairs, for tiles.
+  [[gnu::target("arch=x86-64-v4")]] static void bring_row(ScaledFloat8 const& x, std::int64_t m, std::uint32_t* row) {
+    spread(x.values + m * x.stride, x.columns, row, 1);
+  }
   [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t m, std::uint32_t* blocks) {
     std::int64_t const pairs = (x.columns + 1) / 2;
     spread(x.values + m * x.stride, x.columns, blocks + m / kPairBlock * kPairBlock * pairs + m % kPairBlock,
@@ -73,24 +77,44 @@ struct ManyFloat8 {
     }
   }
 
+  // 128 columns of 16 rows, or as many as there are, zeros for the rest, and the rows' scales.
+  [[gnu::always_inline]] static int take(ScaledFloat8 const& w, std::int64_t row, std::int64_t first,
+                                         Line (&pairs)[kPairs], Line& scales) {
+    auto const rows = static_cast<int>(std::min<std::int64_t>(kLanes, w.rows - row));
+    auto const count = static_cast<int>(std::min<std::int64_t>(kFloat8Columns, w.columns - first));
+    if (rows < kLanes || count < kFloat8Columns) std::fill_n(pairs, kPairs, Line{}), scales = {};
+    for (int r = 0; r < rows; ++r) {
+      spread(w.values + (row + r) * w.stride + first, count, reinterpret_cast<std::uint32_t*>(pairs) + r, kLanes);
+      scales.values[r] = w.scale_at(row + r, first);
+    }
+    return count;
+  }
+
   // sums [tokens.count]: added to, of 16 rows from `row` on.
   [[gnu::target("arch=x86-64-v4")]] static void run(ScaledFloat8 const& w, std::int64_t row, Float8Pairs const& tokens,
                                                     Line* sums) {
-    Line pairs[kPairs] = {}, scales{};
-    auto const rows = static_cast<int>(std::min<std::int64_t>(kLanes, w.rows - row));
+    Line pairs[kPairs], scales;
     std::int64_t const of_token = (w.columns + 1) / 2;
     for (std::int64_t first = 0, piece = 0; first < w.columns; first += kFloat8Columns, ++piece) {
-      auto const count = static_cast<int>(std::min<std::int64_t>(kFloat8Columns, w.columns - first));
-      for (int r = 0; r < rows; ++r) {
-        spread(w.values + (row + r) * w.stride + first, count, reinterpret_cast<std::uint32_t*>(pairs) + r, kLanes);
-        scales.values[r] = w.scale_at(row + r, first);
-      }
+      int const count = take(w, row, first, pairs, scales);
       Floats scale;
       load(scale, scales.values);
       by_blocks<kPairBlock>(tokens.count, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(pairs, (count + 1) / 2, tokens.x + m * of_token + first / 2 * kPairBlock, scale,
                           tokens.scale + piece * tokens.stride + m, sums + m);
       });
+    }
+  }
+
+  // The same of tokens that lie for tiles, with their scales as above.
+  [[EPILOQ_PAIR_TILES]] static void run_in_tiles(ScaledFloat8 const& w, std::int64_t row, TokensOfTiles tokens,
+                                                 float const* scale, std::int64_t stride, Line* sums) {
+    Tiles const tiles;
+    Line pairs[kPairs], scales;
+    for (std::int64_t first = 0; first < w.columns; first += kFloat8Columns) {
+      int const count = take(w, row, first, pairs, scales);
+      PairTiles::add(pairs, (count + kTileColumns - 1) / kTileColumns, tokens, scales, scale, sums);
+      tokens.x += kFloat8Columns, scale += stride;
     }
   }
 };

@@ -56,7 +56,7 @@ struct Multiplier {
 
 Multiplier multiplier_for(std::int64_t tokens) {
 #ifdef EPILOQ_HAS_CLONES
-  if (tokens >= kTileRows && has_tiles()) return {&MultiplyInt8InTiles::run, kTileBytes, "AMX"};
+  if (tokens >= kTileRows && has_int8_tiles()) return {&MultiplyInt8InTiles::run, kTileBytes, "AMX"};
 #endif
   static auto const run = ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::here();
   return {run, 4, bytes_here().name};

@@ -63,7 +63,7 @@ void every_machine(Operands const& o) {
 #ifdef EPILOQ_HAS_CLONES
   if (__builtin_cpu_supports("x86-64-v3")) check_version<PairedBytes>(o);
   if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_version<VnniBytes>(o);
-  if (has_tiles()) check_slab<VnniBytes>(o, &MultiplyInt8InTiles::run, kTileBytes);
+  if (has_int8_tiles()) check_slab<VnniBytes>(o, &MultiplyInt8InTiles::run, kTileBytes);
 #endif
 }
 

@@ -33,6 +33,13 @@ struct Operands {
     for (auto& value : x) value = unit();
   }
 
+  // A token's value as bfloat16.
+  std::uint16_t cut_off(int at) {
+    auto const upper = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x[at]) >> 16);
+    x[at] = std::bit_cast<float>(std::uint32_t{upper} << 16);
+    return upper;
+  }
+
   std::vector<int> groups(int step) const {
     std::vector<int> at;
     for (int k = 0; k < kK; k += step) at.push_back(k / group * kSlab);
@@ -131,9 +138,7 @@ void many_pairs() {
       std::vector<std::uint32_t> x((tokens + kPairBlock - 1) / kPairBlock * kPairBlock * kPairs, 0x7fc07fc0U);
       for (int m = 0; m < tokens; ++m) {
         for (int k = 0; k < Operands::kK; ++k) {
-          float& value = o.x[m * Operands::kK + k];
-          std::uint32_t const upper = std::bit_cast<std::uint32_t>(value) >> 16;
-          value = std::bit_cast<float>(upper << 16);
+          std::uint32_t const upper = o.cut_off(m * Operands::kK + k);
           std::uint32_t& pair = x[(m / kPairBlock * kPairs + k / 2) * kPairBlock + m % kPairBlock];
           pair = k % 2 == 0 ? upper : pair | upper << 16;
         }
@@ -157,6 +162,34 @@ void many_pairs() {
     }
   }
 }
+
+// The same in rows; sums past the last token's are not to be written.
+void many_tiles() {
+  for (int bits : {2, 3, 4, 8}) {
+    for (int tokens : {1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 97, 128, 150}) {
+      Operands o(bits, tokens % 2 == 0 ? 32 : 64, tokens);
+      std::fill(o.offset.begin(), o.offset.end(), 0.F);
+      std::vector<std::uint16_t> x((tokens + kTileRows - 1) / kTileRows * kTileRows * Operands::kK, 0x7fc0U);
+      for (int i = 0; i < tokens * Operands::kK; ++i) x[i] = o.cut_off(i);
+      std::vector<int> const groups = o.groups(1);
+      std::vector<Line> sums(tokens + 1);
+      sums[tokens].values[0] = 7.F;
+      ManyPairs::run_in_tiles({.q = o.q.data(),
+                               .bits = bits,
+                               .k = Operands::kK,
+                               .groups = groups.data(),
+                               .scale = o.scale.data(),
+                               .zero = o.zero.data(),
+                               .offset = nullptr,
+                               .x = nullptr,
+                               .m = tokens,
+                               .stride = 0},
+                              o.group, {x.data(), Operands::kK, tokens}, sums.data());
+      o.check_sums(sums.data(), true);
+      CHECK(sums[tokens].values[0] == 7.F);
+    }
+  }
+}
 #endif
 
 }  // namespace
@@ -176,6 +209,7 @@ int main() {
   many<16>();
 #ifdef EPILOQ_HAS_CLONES
   if (has_pairs()) many_pairs();
+  if (has_pair_tiles()) many_tiles();
 #endif
   return test::failures != 0;
 }

@@ -44,7 +44,7 @@ def products_in_words(rows: int) -> str:
     if rows <= _FEW:
         return "float8 widened to float32 in registers"
     if _core.multiplies_float8():
-        return "float8 as pairs of bfloat16, AVX-512 BF16"
+        return "float8 as pairs of bfloat16, AVX-512 BF16 or AMX"
     return "float32 products, float8 widened on the way"
 
 

@@ -28,6 +28,8 @@ std::vector<int> groups_of(Weight const& weight, int step);
 
 // Whether tokens of bfloat16 are multiplied as they are, from some on (host_pairs.h).
 bool by_pairs(Problem const& problem, DType dtype);
+// And then in tiles.
+bool by_tiles(Problem const& problem, DType dtype);
 
 // A few tokens, kFewTokens at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
 // as they lie, in registers, and tokens are brought into their order.
@@ -47,7 +49,8 @@ void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameter
 // Any number of tokens and any weight: tokens are multiplied by the columns of a slab, de-quantised or as integers.
 struct ManyTokens {
   std::vector<float> copy;           // of what is no float32
-  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks
+  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles
+  bool in_tiles = false;
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;

@@ -12,11 +12,16 @@ namespace epiloq::ops::weight_only_mm {
 namespace {
 
 #ifdef EPILOQ_HAS_CLONES
-void multiply_pairs(SlabByTokens const& slab, int group, std::uint32_t const* x, Line* sums) {
-  ManyPairs::run({.slab = slab, .group = group, .x = x}, sums);
+void multiply_pairs(SlabByTokens const& slab, int group, bool in_tiles, std::uint32_t const* x, Line* sums) {
+  if (in_tiles) {
+    TokensOfTiles const tokens{reinterpret_cast<std::uint16_t const*>(x), 2 * slab.stride, slab.m};
+    ManyPairs::run_in_tiles(slab, group, tokens, sums);
+  } else {
+    ManyPairs::run({.slab = slab, .group = group, .x = x}, sums);
+  }
 }
 #else
-void multiply_pairs(SlabByTokens const&, int, std::uint32_t const*, Line*) {}
+void multiply_pairs(SlabByTokens const&, int, bool, std::uint32_t const*, Line*) {}
 #endif
 
 // A token of a block; of an odd K a zero follows.
@@ -31,17 +36,26 @@ bool by_pairs(Problem const& p, DType dtype) {
   return has_pairs() && dtype == DType::kBFloat16 && p.weight.offset == nullptr && p.weight.group % 2 == 0;
 }
 
+bool by_tiles(Problem const& p, DType dtype) {
+  return by_pairs(p, dtype) && has_pair_tiles() && p.weight.group % kTileColumns == 0 && p.m >= kTileRows;
+}
+
 ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
     : groups(groups_of(p.weight, 1)), x(static_cast<float const*>(p.x)), stride(p.stride_x) {
   int const k = p.weight.k;
   if (by_pairs(p, dtype)) {
     auto const* const rows = static_cast<std::uint16_t const*>(p.x);
-    stride = (k + 1) / 2;  // pairs
-    int const blocks = (p.m + kPairBlock - 1) / kPairBlock;
-    pairs.resize(blocks * kPairBlock * stride);
+    in_tiles = by_tiles(p, dtype);
+    stride = (in_tiles ? (k + kTileColumns - 1) / kTileColumns * kTileColumns : k + 1) / 2;  // pairs
+    int const block = in_tiles ? kTileRows : kPairBlock;
+    pairs.resize((p.m + block - 1) / block * block * stride);
     share(p.m, threads, [&](int first, int last) {
       for (int m = first; m < last; ++m) {
-        in_pairs(rows + m * p.stride_x, k, pairs.data() + m / kPairBlock * kPairBlock * stride + m % kPairBlock);
+        if (in_tiles) {
+          std::memcpy(pairs.data() + m * stride, rows + m * p.stride_x, sizeof(*rows) * k);
+        } else {
+          in_pairs(rows + m * p.stride_x, k, pairs.data() + m / kPairBlock * kPairBlock * stride + m % kPairBlock);
+        }
       }
     });
   } else if (dtype != DType::kFloat32) {
@@ -72,7 +86,7 @@ void multiply_many(Problem const& p, ManyTokens const& tokens, SlabParameters co
   if (tokens.pairs.empty()) {
     multiply(of_slab, sums);
   } else {
-    multiply_pairs(of_slab, w.group, tokens.pairs.data() + first * tokens.stride, sums);
+    multiply_pairs(of_slab, w.group, tokens.in_tiles, tokens.pairs.data() + first * tokens.stride, sums);
   }
   for (int m = 0; m < count; ++m) {
     Line const by_parameter = sums[m];

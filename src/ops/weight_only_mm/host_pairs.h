@@ -4,6 +4,7 @@
 // bfloat16 holds exactly, in the order of the slab's parameters. A group's sums are multiplied by its scale, in
 // float32.
 
+#include "core/host_pair_tiles.h"
 #include "core/host_pairs.h"
 #include "ops/weight_only_mm/host_many.h"
 
@@ -74,6 +75,24 @@ struct ManyPairs {
       by_blocks<kPairBlock>(s.slab.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + std::int64_t{first} / 2 * kPairBlock, sums + m);
       });
+    }
+  }
+
+  // The same of tokens that lie for tiles, and groups of whole tiles of columns (or one).
+  [[EPILOQ_PAIR_TILES]] static void run_in_tiles(SlabByTokens const& s, int group, TokensOfTiles tokens, Line* sums) {
+    Tiles const tiles;
+    Codes codes[kColumns];
+    Line pairs[kColumns / 2], scale;
+    for (int first = 0; first < s.k; first += kColumns) {
+      int const count = std::min(kColumns, s.k - first);
+      if (count < kColumns) std::fill_n(pairs, kColumns / 2, Line{});
+      Many<kLanes>::unpack(s, first, first + count, codes);
+      pair_up(s, first, count, codes, pairs);
+      for (int column = 0, of_group = 0; column < count; column += of_group, tokens.x += of_group) {
+        of_group = std::min(count - column, group - (first + column) % group);
+        std::memcpy(&scale, s.scale + s.groups[first + column], sizeof(scale));
+        PairTiles::add(pairs + column / 2, (of_group + kTileColumns - 1) / kTileColumns, tokens, scale, nullptr, sums);
+      }
     }
   }
 };

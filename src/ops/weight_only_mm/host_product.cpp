@@ -22,8 +22,9 @@ int threads_for(Problem const& p, int threads) {
 
 // Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
 int tokens_at_once(Problem const& p, DType dtype) {
-  constexpr int kCached = 1 << 17, kLeast = 8 * kPairBlock;  // values; whole blocks
-  return is_for_few(p, dtype) ? p.m : std::max(kLeast, kCached / std::max(p.weight.k, 1) / kLeast * kLeast);
+  bool const in_tiles = by_tiles(p, dtype);
+  int const cached = in_tiles ? 1 << 19 : 1 << 17, least = in_tiles ? 256 : 8 * kPairBlock;  // values; whole blocks
+  return is_for_few(p, dtype) ? p.m : std::max(least, cached / std::max(p.weight.k, 1) / least * least);
 }
 
 }  // namespace
@@ -54,6 +55,7 @@ std::vector<int> groups_of(Weight const& w, int step) {
 
 std::string describe_on_host(Problem const& p, DType dtype) {
   if (is_for_few(p, dtype)) return "cpu, packed integers in registers";
+  if (by_tiles(p, dtype)) return "cpu, integers of 16 rows as bfloat16 at a time, AMX";
   return by_pairs(p, dtype) ? "cpu, integers of 16 rows as bfloat16 at a time, AVX-512 BF16"
                             : "cpu, 16 rows of the weight de-quantised at a time";
 }

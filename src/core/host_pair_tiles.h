@@ -1,0 +1,96 @@
+#pragma once
+
+// Products of bfloat16 with AMX: up to 64 tokens at a time by 16 rows of a weight, a word of two columns of each row
+// side by side. Sums are float32; subnormal numbers count as 0, as in host_pairs.h.
+
+#include <algorithm>
+
+#include "core/host_pairs.h"
+#include "core/host_tiles.h"
+
+namespace epiloq {
+
+// Columns of a tile, and how tokens lie for tiles: rows as in memory, zeros up to whole tiles.
+inline constexpr int kTilePairs = 16, kTileColumns = 2 * kTilePairs;
+
+inline bool has_pair_tiles() {
+#ifdef EPILOQ_HAS_CLONES
+  return has_tiles(TileKind::kBFloat16);
+#else
+  return false;
+#endif
+}
+
+#ifdef EPILOQ_HAS_CLONES
+#define EPILOQ_PAIR_TILES gnu::target("arch=x86-64-v4,amx-tile,amx-bf16")
+
+struct TokensOfTiles {
+  std::uint16_t const* x;
+  std::int64_t stride;
+  int count;  // rows up to a multiple of kTileRows are there
+};
+
+struct PairTiles {
+  using Floats = Vectors<16>::Floats;
+
+  // sums[m] += scale of_token[m] (x[m] . pairs), of `steps` tiles of columns; null of_token: ones.
+  [[EPILOQ_PAIR_TILES]] static void add(Line const* pairs, int steps, TokensOfTiles const& tokens, Line const& scale,
+                                        float const* of_token, Line* sums) {
+    int m = 0;
+    for (; m + 2 * kTileRows < tokens.count; m += 4 * kTileRows) {
+      some<4>(pairs, steps, tokens, m, scale, of_token, sums);
+    }
+    for (; m < tokens.count; m += kTileRows) some<1>(pairs, steps, tokens, m, scale, of_token, sums);
+  }
+
+ private:
+  // (Tiles of tokens past the last are the last one again.)
+  template <int kTiles>
+  [[EPILOQ_PAIR_TILES]] static void some(Line const* pairs, int steps, TokensOfTiles const& tokens, int first,
+                                         Line const& scale, float const* of_token, Line* sums) {
+    std::int64_t const bytes = tokens.stride * 2;
+    int const last = (tokens.count - 1) / kTileRows * kTileRows;
+    auto const tile = [&](int i) { return tokens.x + std::min(first + i * kTileRows, last) * tokens.stride; };
+    std::uint16_t const *x0 = tile(0), *x1 = tile(1), *x2 = tile(2), *x3 = tile(3);
+    Line products[kTiles * kTileRows];
+    tile_fence();
+    _tile_zero(0);
+    if constexpr (kTiles == 4) {
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int i = 0; i < steps; ++i, pairs += kTilePairs) {
+      _tile_loadd(7, pairs, sizeof(Line));
+      _tile_loadd(4, x0 + i * kTileColumns, bytes);
+      _tile_dpbf16ps(0, 4, 7);
+      if constexpr (kTiles == 4) {
+        _tile_loadd(5, x1 + i * kTileColumns, bytes);
+        _tile_dpbf16ps(1, 5, 7);
+        _tile_loadd(6, x2 + i * kTileColumns, bytes);
+        _tile_dpbf16ps(2, 6, 7);
+        _tile_loadd(4, x3 + i * kTileColumns, bytes);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+    }
+    _tile_stored(0, products, sizeof(Line));
+    if constexpr (kTiles == 4) {
+      _tile_stored(1, products + kTileRows, sizeof(Line));
+      _tile_stored(2, products + 2 * kTileRows, sizeof(Line));
+      _tile_stored(3, products + 3 * kTileRows, sizeof(Line));
+    }
+    tile_fence();
+    Floats of_rows;
+    load(of_rows, scale.values);
+    int const end = std::min(kTiles * kTileRows, tokens.count - first);
+    for (int m = 0; m < end; ++m) {
+      Floats sum, total;
+      load(sum, products[m].values), load(total, sums[first + m].values);
+      total += (of_token == nullptr ? of_rows : of_rows * of_token[first + m]) * sum;
+      std::memcpy(sums[first + m].values, &total, sizeof(total));
+    }
+  }
+};
+#endif
+
+}  // namespace epiloq
