@@ -34,17 +34,20 @@ inline bool has_tiles(TileKind kind) {
 // What the instructions' own functions do not tell the compiler: that they read and write memory.
 [[gnu::always_inline]] inline void tile_fence() { asm volatile("" ::: "memory"); }
 
-// A thread's tiles, all whole, for as long as this lives.
+// A thread's tiles for as long as this lives: 0 to 3 of sums, 4 and 5 of rows of so many bytes, 6 and 7 of as many
+// columns' words.
 class Tiles {
  public:
-  [[gnu::target("amx-tile")]] Tiles() {
+  [[gnu::target("amx-tile")]] explicit Tiles(int bytes = kTileBytes) {
     struct alignas(64) {
       std::uint8_t palette = 1, start = 0, reserved[14] = {};
       std::uint16_t row_bytes[16] = {};
       std::uint8_t rows[16] = {};
     } configuration;
     for (int tile = 0; tile < 8; ++tile) {
-      configuration.row_bytes[tile] = kTileBytes, configuration.rows[tile] = kTileRows;
+      bool const is_first = tile == 4 || tile == 5, is_second = tile > 5;
+      configuration.row_bytes[tile] = static_cast<std::uint16_t>(is_first ? bytes : kTileBytes);
+      configuration.rows[tile] = static_cast<std::uint8_t>(is_second ? bytes / 4 : kTileRows);
     }
     tile_fence();
     _tile_loadconfig(&configuration);

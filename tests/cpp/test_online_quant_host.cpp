@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "ops/online_quant_mm/host_slab.h"
+#include "ops/online_quant_mm/host_slab_tiles.h"
 
 using namespace epiloq;
 using namespace epiloq::ops::online_quant_mm;
@@ -62,8 +62,11 @@ struct Operands {
   }
 };
 
+using Multiply = void (*)(SlabByTokens const& slab, float* sums);
+
 template <class Bytes>
-void check_slab(Operands const& o) {
+void check_slab(Operands const& o,
+                Multiply multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::of(Bytes{})) {
   constexpr int kRows = Bytes::kRows;
   int const rows = std::min(o.rows, kRows);
   std::vector<float> parameters(o.blocks * 3 * kRows);
@@ -90,7 +93,7 @@ void check_slab(Operands const& o) {
   for (auto& column : words) std::fill_n(column.values, kRows, kPoison);  // what nothing may read
   std::vector<float> sums(o.tokens * kRows);
   s.x = x.data(), s.words = words.data();
-  ByteVersions<MultiplySlab, SlabByTokens const&, float*>::of(Bytes{})(s, sums.data());
+  multiply(s, sums.data());
   for (int m = 0; m < o.tokens; ++m) {
     for (int row = 0; row < rows; ++row) CHECK_EQUAL(sums[m * kRows + row], static_cast<float>(o.exact(m, row)));
   }
@@ -101,6 +104,9 @@ void every_machine(Operands const& o) {
 #ifdef EPILOQ_HAS_CLONES
   if (__builtin_cpu_supports("x86-64-v3")) check_slab<PairedBytes>(o);
   if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_slab<VnniBytes>(o);
+  if (MultiplySlabInTiles::serves(o.tokens, o.group, SlabByTokens{.k = o.k, .group = o.group}.is_whole())) {
+    check_slab<VnniBytes>(o, &MultiplySlabInTiles::run);
+  }
 #endif
 }
 
@@ -109,7 +115,7 @@ void sums_are_exact() {
   int const groups[] = {1, 3, 4, 7, 32, 64, 96, 100, 128, 160, 256, 384};
   for (int bits : {4, 8}) {
     for (int group : groups) {
-      for (int tokens = 1; tokens < 20; tokens += 3) {
+      for (int tokens : {1, 4, 7, 10, 13, 16, 19, 32, 45}) {
         int const k = 1 + static_cast<int>(random() % 500), rows = 1 + static_cast<int>(random() % kMostRows);
         every_machine(Operands(random, bits, k, group, rows, tokens));
       }

@@ -6,7 +6,7 @@
 
 #include "core/host_columns.h"
 #include "core/threads.h"
-#include "ops/online_quant_mm/host_slab.h"
+#include "ops/online_quant_mm/host_slab_tiles.h"
 #include "ops/online_quant_mm/launch.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -68,10 +68,19 @@ int threads_for(gemm::BlockwiseProblem const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(std::int64_t{p.m} * p.n * p.k / kWorth, 1, std::max(threads, 1)));
 }
 
+using Multiply = void (*)(SlabByTokens const& slab, float* sums);
+
+Multiply multiply_for(int tokens, SlabByTokens const& slab) {
+#ifdef EPILOQ_HAS_CLONES
+  if (MultiplySlabInTiles::serves(tokens, slab.group, slab.is_whole())) return &MultiplySlabInTiles::run;
+#endif
+  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
+  return multiply;
+}
+
 }  // namespace
 
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads) {
-  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
   gemm::BlockwiseProblem const& p = work.gemm;
   int const rows = bytes_here().rows;
   threads = threads_for(p, threads);
@@ -79,6 +88,7 @@ void run_on_host(OnlineQuantProblem const& problem, Work const& work, int thread
   SlabByTokens all{};
   all.stride = std::int64_t{p.k} * problem.bits / 8, all.bits = problem.bits;
   all.k = work.quantise.cols, all.group = work.quantise.group, all.blocks = (all.k + all.group - 1) / all.group;
+  Multiply const multiply = multiply_for(p.m, all);
   std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
   std::int64_t const words = std::int64_t{all.blocks} * all.group_words() * bytes_here().words;
   Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};

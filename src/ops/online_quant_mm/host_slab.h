@@ -112,20 +112,25 @@ struct MultiplySlab {
     }
   }
 
+  [[gnu::always_inline]] static void order_piece(SlabByTokens const& s, typename Slab::Rows const& rows, int first,
+                                                 int end, Column* words) {
+    int const column = first * s.group, columns = std::min(end * s.group, s.k) - column;
+    if (!s.is_whole()) {
+      order(s, rows, first, end, words);
+    } else if (s.bits == 8) {
+      Slab::order8(rows, column, columns, s.stride, words);
+    } else {
+      order4(rows, column, columns, words);
+    }
+  }
+
   // sums [m, kRows]: added to.
   [[gnu::always_inline]] static void run(SlabByTokens const& s, float* sums) {
     auto* const words = static_cast<Column*>(s.words);
     typename Slab::Rows const rows(s.values, s.stride, s.rows);
     for (int first = 0; first < s.blocks; first += s.blocks_at_once()) {
       int const end = std::min(first + s.blocks_at_once(), s.blocks);
-      int const column = first * s.group, columns = std::min(end * s.group, s.k) - column;
-      if (!s.is_whole()) {
-        order(s, rows, first, end, words);
-      } else if (s.bits == 8) {
-        Slab::order8(rows, column, columns, s.stride, words);
-      } else {
-        order4(rows, column, columns, words);
-      }
+      order_piece(s, rows, first, end, words);
       Slab::by_tokens(s.m, [&]<int kCount>(int m) __attribute__((always_inline)) {
         multiply<kCount>(s, words, m, first, end, sums + m * kRows);
       });
