@@ -1,7 +1,7 @@
 #pragma once
 
-// Many tokens by a slab with AMX: a block's integer sums of 32 or 16 tokens at a time, of which there are more tiles of
-// columns or one that is less deep.
+// Many tokens by a slab with AMX: a block's integer sums of 16 tokens at a time, tile after tile of its columns, or one
+// that is less deep.
 
 #include "core/host_int8_tiles.h"
 #include "ops/online_quant_mm/host_slab.h"
@@ -13,7 +13,6 @@ namespace epiloq::ops::online_quant_mm {
 struct MultiplySlabInTiles {
   using One = MultiplySlab<VnniBytes>;
   using Slab = One::Slab;
-  using Products = One::Ints[kTileRows][One::kParts];
   static constexpr int kFewestColumns = 32;  // of a block
 
   static bool serves(int tokens, int group, bool is_whole) {
@@ -45,10 +44,10 @@ struct MultiplySlabInTiles {
   // A block of 16 tokens from `m` on.
   [[EPILOQ_INT8_TILES]] static void multiply(SlabByTokens const& s, Slab::Column const* words, int m, int block,
                                              int depth, float* sums) {
-    constexpr int kWordBytes = sizeof(Slab::Column), kAtOnce = 8;
+    constexpr int kWordBytes = sizeof(Slab::Column), kAtOnce = 8, kRowBytes = sizeof(One::Ints[One::kParts]);
     std::int64_t const stride = static_cast<std::int64_t>(s.blocks) * s.group_words();
     std::int32_t const* x = s.x + m * stride + static_cast<std::int64_t>(block) * s.group_words();
-    Products products;
+    One::Ints products[kTileRows / kAtOnce][kAtOnce][One::kParts];
     tile_fence();
     _tile_zero(0);
     _tile_zero(1);
@@ -59,14 +58,13 @@ struct MultiplySlabInTiles {
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
     }
-    _tile_stored(0, &products[0][0], sizeof(products[0]));
-    _tile_stored(1, &products[0][1], sizeof(products[0]));
+    _tile_stored(0, &products[0][0][0], kRowBytes);
+    _tile_stored(1, &products[0][0][1], kRowBytes);
     tile_fence();
-    for (int t = 0; t < kTileRows; t += kAtOnce) {
-      using Some = One::Ints[kAtOnce][One::kParts];
+    for (int i = 0; i < kTileRows / kAtOnce; ++i) {
       One::add<kAtOnce>(s.parameters + static_cast<std::int64_t>(block) * 3 * One::kRows,
-                        s.tokens + static_cast<std::int64_t>(m + t) * s.blocks + block, s.blocks,
-                        reinterpret_cast<Some const&>(products[t]), sums + t * One::kRows);
+                        s.tokens + static_cast<std::int64_t>(m + i * kAtOnce) * s.blocks + block, s.blocks, products[i],
+                        sums + i * kAtOnce * One::kRows);
     }
   }
 };
