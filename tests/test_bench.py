@@ -21,7 +21,6 @@ from epiloq.bench.floor import ReadSample, fit
 from epiloq.bench.operations import OPERATIONS, default_peers, expand
 from epiloq.bench.timing import (
     CACHE_MULTIPLE,
-    COLD_MULTIPLE,
     FEWEST_SETS,
     MOST_SETS,
     CpuTimer,
@@ -144,7 +143,7 @@ def test_rotate_stays_cold_and_keeps_strides(seed: int) -> None:
     assert all(s["x"].stride() == (1, 4) and torch.equal(s["x"], padded) for s in rotate({"x": padded}, 1)[0])
     assert len(rotate(inputs, 1)[0]) == FEWEST_SETS
     assert rotate({"x": torch.ones(1)}, cache)[1] is False
-    barely = {"x": torch.ones(COLD_MULTIPLE * cache // MOST_SETS, dtype=torch.int8)}
+    barely = {"x": torch.ones(-(-CACHE_MULTIPLE[CPU.type] * cache // MOST_SETS), dtype=torch.int8)}
     assert len(rotate(barely, cache)[0]) == MOST_SETS and rotate(barely, cache)[1]
     assert not rotate({"x": barely["x"][1:]}, cache)[1]
 

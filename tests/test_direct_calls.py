@@ -120,6 +120,40 @@ def test_what_is_not_served_directly(kind: str, device: str, seed: int, monkeypa
     with pytest.raises(ValueError, match=r"x: expected shape \[.., 144\]"):
         layer(x[:, :100])
     layer(x.clone().requires_grad_())
+    assert torch.equal(layer(x.view(1, 1, 1, 2, 1, 3, 144)).view(6, 64), y)
+    layer.to("meta")
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError)):
+        layer(x)
+    assert not calls
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_empty_slices(kind: str, device: str) -> None:
+    layer = make_layer(kind, device)
+    for shape in ((0, 160), (2, 0, 160), (3, 0, 2, 160)):
+        x = torch.zeros(shape, device=device).bfloat16()[..., :144]
+        assert x.is_contiguous() and layer(x).shape == (*shape[:-1], 64)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_tensors_that_are_no_longer_buffers(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(kind, device)
+    calls = counted(monkeypatch, layer)
+    x = torch.randn(6, 144, device=device).bfloat16()
+    y = layer(x)
+    del calls[:]
+    bias = layer._buffers.pop("bias")
+    assert bias is not None
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    assert torch.equal(layer(x), y) and not calls
+
+
+@pytest.mark.parametrize("scale", ["input_scale", "weight_scale"])
+def test_scales_that_want_a_gradient(scale: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer("int8-static", device)
+    calls = counted(monkeypatch, layer)
+    getattr(layer, scale).requires_grad_()
+    layer(torch.ones(2, 144, device=device).bfloat16())
     assert not calls
 
 
@@ -135,16 +169,16 @@ def test_memory_that_is_not_there(seed: int) -> None:
     x, out = torch.randn(1, 16), torch.full((1, 8), 7.0)
     weight, scale = torch.zeros(1, dtype=torch.int8).expand(8, 1 << 50), torch.ones(8)
     with pytest.raises(RuntimeError, match=r"memory|allocate"):
-        _core.int8_linear(out, x, weight, scale, None, None, None, None, 1)
+        _core.int8_linear(out, x, weight, None, scale, None, None, None, 1)
     assert (out == 7).all()
 
 
 def test_memory_that_is_not_dense() -> None:
     x, weight, scale = torch.randn(16, 4).t(), torch.zeros(8, 16, dtype=torch.int8), torch.ones(8)
     with pytest.raises(ValueError, match="x: expected dense memory"):
-        _core.int8_linear(torch.empty(4, 8), x, weight, scale, None, None, None, None, 1)
+        _core.int8_linear(torch.empty(4, 8), x, weight, None, scale, None, None, None, 1)
     with pytest.raises(ValueError, match="out: expected dense memory"):
-        _core.int8_linear(torch.empty(8, 4).t(), x.contiguous(), weight, scale, None, None, None, None, 1)
+        _core.int8_linear(torch.empty(8, 4).t(), x.contiguous(), weight, None, scale, None, None, None, 1)
 
 
 @pytest.mark.gpu

@@ -302,8 +302,8 @@ def int8_linear(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
     bias: Tensor | None,
+    weight_scale: Tensor,
     azp_adj: Tensor | None,
     input_scale: Tensor | None,
     input_zero_point: Tensor | None,
@@ -313,12 +313,12 @@ def fp8_linear(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
     bias: Tensor | None,
+    weight_scale: Tensor,
     input_scale: Tensor | None,
     per_token: bool,
 ) -> None: ...
-def fp8_block_linear(out: Tensor, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> None: ...
+def fp8_block_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale_inv: Tensor) -> None: ...
 def online_quant_mm(
     out: Tensor,
     x: Tensor,

@@ -17,9 +17,10 @@ using Optional = std::optional<TensorArg>;
 TensorView rows_of(TensorArg const& argument, char const* name) {
   TensorView const& view = argument.view;
   bool is_dense = view.rank > 0 && view.rank <= TensorView::kMaxRank;
-  std::int64_t count = 1;
-  for (int i = view.rank - 1; is_dense && i >= 0; count *= view.shape[i--]) {
-    is_dense = view.shape[i] == 1 || count == 0 || view.strides[i] == count;
+  std::int64_t const count = is_dense ? view.numel() : 0;
+  std::int64_t stride = 1;
+  for (int i = view.rank - 1; is_dense && count > 0 && i >= 0; stride *= view.shape[i--]) {
+    is_dense = view.shape[i] == 1 || view.strides[i] == stride;
   }
   if (!is_dense) {
     throw InvalidArgument("epiloq: " + std::string(name) + ": expected dense memory, got " + describe(view));
@@ -28,21 +29,29 @@ TensorView rows_of(TensorArg const& argument, char const* name) {
   return {view.data, view.dtype, view.device, {columns > 0 ? count / columns : 0, columns}};
 }
 
-void int8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, TensorArg const& weight_scale,
-                 Optional const& bias, Optional const& azp_adj, Optional const& input_scale,
+// A matrix as the operand of a product.
+TensorView operand_of(TensorArg const& argument, char const* name) {
+  if (argument.view.rank == 2) return transposed(argument.view);
+  throw InvalidArgument("epiloq: " + std::string(name) + ": expected a matrix in memory, got " +
+                        describe(argument.view));
+}
+
+void int8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
+                 TensorArg const& weight_scale, Optional const& azp_adj, Optional const& input_scale,
                  Optional const& input_zero_point, int threads) {
   TensorView const tokens = rows_of(x, "x");
   std::int64_t const m = tokens.shape[0];
   bool const is_static = input_scale.has_value(), measures_azp = azp_adj.has_value() && !is_static;
-  Scratch const scratch(x, {{DType::kInt8, m, weight.view.size(-1)},
+  TensorView const b = operand_of(weight, "weight");
+  Scratch const scratch(x, {{DType::kInt8, m, b.shape[0]},
                             {DType::kFloat32, is_static ? 0 : m, 1},
                             {DType::kInt32, measures_azp ? m : 0, 1}});
   std::optional<TensorView> const azp = measures_azp ? std::optional(scratch[2]) : std::nullopt;
   QuantizeInt8 const quantize{scratch[0], tokens, is_static ? input_scale->view : scratch[1],
                               is_static ? view_of(input_zero_point) : azp, is_static};
   // A static zero point is a factor of azp_adj.
-  ScaledMm product{rows_of(out, "out"), scratch[0],    transposed(weight.view), quantize.scale,
-                   weight_scale.view,   view_of(bias), view_of(azp_adj),        azp};
+  ScaledMm product{rows_of(out, "out"), scratch[0],       b,  quantize.scale, weight_scale.view,
+                   view_of(bias),       view_of(azp_adj), azp};
   product.threads = threads;
   Stream const stream = current_stream(x);
   if (x.view.device.type == Device::Type::kCuda) {
@@ -55,28 +64,28 @@ void int8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weig
   }
 }
 
-void fp8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, TensorArg const& weight_scale,
-                Optional const& bias, Optional const& input_scale, bool per_token) {
+void fp8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
+                TensorArg const& weight_scale, Optional const& input_scale, bool per_token) {
   TensorView const tokens = rows_of(x, "x");
   std::int64_t const m = tokens.shape[0], scales = input_scale ? 0 : per_token ? m : 1;
-  Scratch const scratch(x, {{weight.view.dtype, m, weight.view.size(-1)}, {DType::kFloat32, scales, 1}});
+  TensorView const b = operand_of(weight, "weight");
+  Scratch const scratch(x, {{b.dtype, m, b.shape[0]}, {DType::kFloat32, scales, 1}});
   QuantizeFp8 quantize{scratch[0], tokens, input_scale ? input_scale->view : scratch[1]};
   quantize.granularity = per_token ? Granularity::kToken : Granularity::kTensor;
   quantize.is_static = input_scale.has_value();
   Stream const stream = current_stream(x);
   quantize_fp8(quantize, stream);
-  scaled_mm(
-      {rows_of(out, "out"), scratch[0], transposed(weight.view), quantize.scale, weight_scale.view, view_of(bias)},
-      stream);
+  scaled_mm({rows_of(out, "out"), scratch[0], b, quantize.scale, weight_scale.view, view_of(bias)}, stream);
 }
 
 // The scales of tokens lie in columns, for TMA.
-void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight,
-                      TensorArg const& weight_scale_inv, Optional const& bias) {
+void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
+                      TensorArg const& weight_scale_inv) {
   constexpr int kGroup = 128, kPitch = 4;
   TensorView const tokens = rows_of(x, "x");
   std::int64_t const m = tokens.shape[0], groups = (tokens.shape[1] + kGroup - 1) / kGroup;
-  Scratch const scratch(x, {{weight.view.dtype, m, weight.view.size(-1)},
+  TensorView const b = operand_of(weight, "weight"), scale_b = operand_of(weight_scale_inv, "weight_scale_inv");
+  Scratch const scratch(x, {{b.dtype, m, b.shape[0]},
                             {DType::kFloat32, groups, std::max<std::int64_t>((m + kPitch - 1) / kPitch, 1) * kPitch}});
   TensorView scale = transposed(scratch[1]);
   scale.shape[0] = m;
@@ -85,21 +94,19 @@ void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const&
   quantize.group_size = kGroup;
   Stream const stream = current_stream(x);
   quantize_fp8(quantize, stream);
-  groupwise_mm({rows_of(out, "out"), scratch[0], transposed(weight.view), scale, transposed(weight_scale_inv.view),
-                view_of(bias)},
-               stream);
+  groupwise_mm({rows_of(out, "out"), scratch[0], b, scale, scale_b, view_of(bias)}, stream);
 }
 
 }  // namespace
 
 void register_linear(py::module_& module) {
-  module.def("int8_linear", &int8_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("weight_scale"),
-             py::arg("bias"), py::arg("azp_adj"), py::arg("input_scale"), py::arg("input_zero_point"),
+  module.def("int8_linear", &int8_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("bias"),
+             py::arg("weight_scale"), py::arg("azp_adj"), py::arg("input_scale"), py::arg("input_zero_point"),
              py::arg("threads"));
-  module.def("fp8_linear", &fp8_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("weight_scale"),
-             py::arg("bias"), py::arg("input_scale"), py::arg("per_token"));
-  module.def("fp8_block_linear", &fp8_block_linear, py::arg("out"), py::arg("x"), py::arg("weight"),
-             py::arg("weight_scale_inv"), py::arg("bias"));
+  module.def("fp8_linear", &fp8_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("bias"),
+             py::arg("weight_scale"), py::arg("input_scale"), py::arg("per_token"));
+  module.def("fp8_block_linear", &fp8_block_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("bias"),
+             py::arg("weight_scale_inv"));
 }
 
 }  // namespace epiloq::bindings

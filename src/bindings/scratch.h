@@ -1,7 +1,7 @@
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,6 +19,7 @@ class Scratch {
   };
 
   Scratch(TensorArg const& like, std::initializer_list<Part> parts) {
+    views_.reserve(parts.size());  // nothing may throw once there is memory
     std::int64_t bytes = 0;
     for (Part const& part : parts) bytes += bytes_of(part);
     char* next = allocate(like, bytes);
@@ -54,7 +55,11 @@ class Scratch {
     std::string refusal;
     auto const refuse = [](void* to, char const*, char const* message) { *static_cast<std::string*>(to) = message; };
     if (like.api->managed_tensor_allocator(&wanted, &tensor_, &refusal, refuse) != 0) {
-      throw std::runtime_error(refusal);
+      refusal.resize(std::min(refusal.size(), refusal.find("\nException raised from")));  // C++'s frames follow
+      py::object type = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
+      if (is_cuda) type = py::module_::import("torch").attr("OutOfMemoryError");
+      PyErr_SetString(type.ptr(), refusal.c_str());
+      throw py::error_already_set();
     }
     return static_cast<char*>(tensor_->dl_tensor.data) + tensor_->dl_tensor.byte_offset;
   }

@@ -54,7 +54,7 @@ struct Multiplier {
   char const* name;
 };
 
-Multiplier multiplier_for(std::int64_t tokens) {
+Multiplier multiplier_for([[maybe_unused]] std::int64_t tokens) {
 #ifdef EPILOQ_HAS_CLONES
   if (tokens >= kTileRows && has_int8_tiles()) return {&MultiplyInt8InTiles::run, kTileBytes, "AMX"};
 #endif

@@ -67,10 +67,10 @@ struct PairTiles {
       if constexpr (kTiles == 4) {
         _tile_loadd(5, x1 + i * kTileColumns, bytes);
         _tile_dpbf16ps(1, 5, 7);
-        _tile_loadd(6, x2 + i * kTileColumns, bytes);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(4, x3 + i * kTileColumns, bytes);
-        _tile_dpbf16ps(3, 4, 7);
+        _tile_loadd(4, x2 + i * kTileColumns, bytes);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, x3 + i * kTileColumns, bytes);
+        _tile_dpbf16ps(3, 5, 7);
       }
     }
     _tile_stored(0, products, sizeof(Line));

@@ -4,6 +4,12 @@
 
 #include "core/host_rows.h"
 
+namespace epiloq {
+
+inline constexpr int kTileRows = 16, kTileBytes = 64;
+
+}  // namespace epiloq
+
 #ifdef EPILOQ_HAS_CLONES
 
 #include <cpuid.h>
@@ -14,8 +20,6 @@
 #include <cstdint>
 
 namespace epiloq {
-
-inline constexpr int kTileRows = 16, kTileBytes = 64;
 
 // Whether the CPU multiplies tiles of a kind, and the system lets this process use them.
 enum class TileKind : unsigned { kBFloat16 = 1U << 22, kInt8 = 1U << 25 };  // CPUID 7, EDX

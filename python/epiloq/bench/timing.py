@@ -22,10 +22,8 @@ from epiloq.bench.contract import Call, Inputs
 # GPU's holds on to parts of a rotation where kernels ask it to evict first what they load.
 CACHE_MULTIPLE = {"cuda": 20, "cpu": 4}
 FEWEST_SETS = 3
-# Bounds the graph and the set-up of small problems. What then fills the cache less than so often runs warm, and its row
-# says so.
-MOST_SETS = 1024
-COLD_MULTIPLE = 4
+# Bounds the graph and the set-up of tiny problems; they then run warm, and their rows say so.
+MOST_SETS = 4096
 
 
 Prepared = TypeVar("Prepared")
@@ -64,9 +62,9 @@ def rotate(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
     """Copies of an input set in memory of their own, strides kept, and whether they are enough to stay cold."""
     nbytes = sum(t.nbytes for t in inputs.values())
     multiple = CACHE_MULTIPLE[next(iter(inputs.values())).device.type]
-    count = min(max(FEWEST_SETS, math.ceil(multiple * cache / nbytes)), MOST_SETS)
-    sets = [inputs] + [{k: _copy(t) for k, t in inputs.items()} for _ in range(count - 1)]
-    return sets, count * nbytes >= COLD_MULTIPLE * cache
+    wanted = max(FEWEST_SETS, math.ceil(multiple * cache / nbytes))
+    sets = [inputs] + [{k: _copy(t) for k, t in inputs.items()} for _ in range(min(wanted, MOST_SETS) - 1)]
+    return sets, wanted <= MOST_SETS
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -82,11 +82,10 @@ class Fp8BlockLinear(PreparedLinear):
         check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._direct_out(x, FLOAT_DTYPES) if x.is_cuda else None
-        if out is not None:
-            of: dict[str, Any] = self._buffers
-            _core.fp8_block_linear(out, x, of["weight"], of["weight_scale_inv"], of["bias"])
-            return out
+        call = self._direct(x, FLOAT_DTYPES, ("weight", "bias", "weight_scale_inv")) if x.is_cuda else None
+        if call is not None:
+            _core.fp8_block_linear(*call)
+            return cast(Tensor, call[0])
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y = epiloq.groupwise_mm(q, self.weight.t(), scale, self.weight_scale_inv.t(), bias, out_dtype=x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from epiloq.nn.prepared_linear import (
 
 ACTIVATIONS = ("token", "tensor", "static")
 WEIGHTS = ("channel", "tensor")
+_PARTS = ("weight", "bias", "weight_scale", "input_scale")
 
 
 class Fp8Linear(PreparedLinear):
@@ -119,12 +120,11 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._direct_out(x, HALF_DTYPES) if x.is_cuda else None
-        if out is not None:
-            of: dict[str, Any] = self._buffers
-            of_weight = (of["weight"], of["weight_scale"], of["bias"])
-            _core.fp8_linear(out, x, *of_weight, of["input_scale"], self.activation == "token")
-            return out
+        call = self._direct(x, HALF_DTYPES, _PARTS) if x.is_cuda else None
+        if call is not None:
+            call.append(self.activation == "token")
+            _core.fp8_linear(*call)
+            return cast(Tensor, call[0])
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         granularity = "token" if self.activation == "token" else "tensor"
         q, scale = epiloq.quantize_fp8(

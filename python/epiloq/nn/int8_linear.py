@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from epiloq.nn.prepared_linear import (
 )
 
 ACTIVATIONS = ("dynamic", "static")
+_PARTS = ("weight", "bias", "weight_scale", "azp_adj", "input_scale", "input_zero_point")
 
 
 def max_in_features(symmetric: bool) -> int:
@@ -150,13 +151,11 @@ class Int8Linear(PreparedLinear):
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._direct_out(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES)
-        if out is not None:
-            of: dict[str, Any] = self._buffers
-            of_weight = (of["weight"], of["weight_scale"], of["bias"], of["azp_adj"])
-            threads = 1 if x.is_cuda else torch.get_num_threads()
-            _core.int8_linear(out, x, *of_weight, of["input_scale"], of["input_zero_point"], threads)
-            return out
+        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, _PARTS)
+        if call is not None:
+            call.append(1 if x.is_cuda else torch.get_num_threads())
+            _core.int8_linear(*call)
+            return cast(Tensor, call[0])
         tokens = self._tokens(x)
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         q, scale, azp = epiloq.quantize_int8(

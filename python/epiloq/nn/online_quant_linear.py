@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
-from epiloq.nn.direct_call import serves_directly
+from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
 from epiloq.ops.online_quant_mm import run
@@ -158,11 +158,11 @@ class OnlineQuantLinear(KeptDtypes):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        of: dict[str, Any] = self._buffers
-        parts, bias = (of["values"], of["parameters_of_blocks"]), of["bias"]
-        if serves_directly(x, self.in_features, parts, bias):
+        parts = direct_parts(self, x, self.in_features, ("values", "bias", "parameters_of_blocks"))
+        if parts is not None:
+            values, bias, parameters = parts
             numbers = (self.in_features, self.group_size, self.bits)
-            return run(x, *parts, bias, *numbers, -inf, inf, False)
+            return run(x, values, parameters, bias, *numbers, -inf, inf, False)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
         tokens = x.reshape(-1, self.in_features)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from epiloq.nn.direct_call import serves_directly
+from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -119,13 +119,13 @@ class PreparedLinear(KeptDtypes):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
 
-    def _direct_out(self, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
-        """Where one call of C++ serves, what it may write: `x` of one of `dtypes`, and nothing to cut off along N."""
-        of: dict[str, Any] = self._buffers
-        if x.dtype not in dtypes or not serves_directly(x, self.in_features, (of["weight"],), of["bias"]):
+    def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], names: tuple[str, ...]) -> list[Any] | None:
+        """Where one call of C++ serves: what it may write, `x`, and the buffers of these names. Of one of `dtypes`, and
+        with nothing to cut off along N. Otherwise None."""
+        parts = direct_parts(self, x, self.in_features, names) if x.dtype in dtypes else None
+        if parts is None or parts[0].shape[0] != self.out_features:
             return None
-        padded_n: int = of["weight"].shape[0]
-        return x.new_empty((*x.shape[:-1], padded_n)) if padded_n == self.out_features else None
+        return [x.new_empty((*x.shape[:-1], self.out_features)), x, *parts]
 
     def _tokens(self, x: Tensor) -> Tensor:
         """`x` as a matrix with dense rows."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.direct_call import serves_directly
+from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
 from epiloq.ops.weight_only_mm import run
 from epiloq.packed_weight import PackedWeight, checked_perm, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
+_BUFFERS = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
 
 
 class WeightOnlyLinear(KeptDtypes):
@@ -129,12 +130,11 @@ class WeightOnlyLinear(KeptDtypes):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        of: dict[str, Any] = self._buffers
-        parts = (of["weight_q"], of["weight_scale"], of["weight_zero"], of["weight_offset"], of["weight_perm"])
-        bias = of["bias"]
-        if serves_directly(x, self.in_features, parts, bias):
+        parts = direct_parts(self, x, self.in_features, _BUFFERS)
+        if parts is not None:
+            q, bias, scale, zero, offset, perm = parts
             numbers = (self.bits, self.out_features, self.in_features, self.group_size)
-            return run(x, *parts, bias, *numbers, -inf, inf)
+            return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"WeightOnlyLinear: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
         tokens = x.reshape(-1, self.in_features)

@@ -68,17 +68,26 @@ int threads_for(gemm::BlockwiseProblem const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(std::int64_t{p.m} * p.n * p.k / kWorth, 1, std::max(threads, 1)));
 }
 
-using Multiply = void (*)(SlabByTokens const& slab, float* sums);
+struct Multiplier {
+  void (*run)(SlabByTokens const& slab, float* sums);
+  char const* name;
+};
 
-Multiply multiply_for(int tokens, SlabByTokens const& slab) {
+Multiplier multiplier_for([[maybe_unused]] std::int64_t tokens, [[maybe_unused]] SlabByTokens const& slab) {
 #ifdef EPILOQ_HAS_CLONES
-  if (MultiplySlabInTiles::serves(tokens, slab.group, slab.is_whole())) return &MultiplySlabInTiles::run;
+  if (MultiplySlabInTiles::serves(tokens, slab.group, slab.is_whole())) return {&MultiplySlabInTiles::run, "AMX"};
 #endif
-  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
-  return multiply;
+  static auto const run = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
+  return {run, bytes_here().name};
 }
 
 }  // namespace
+
+std::string describe_on_host(OnlineQuantProblem const& problem) {
+  SlabByTokens slab{};
+  slab.k = static_cast<int>(problem.k), slab.group = static_cast<int>(std::min(problem.group_size, problem.k));
+  return std::string("cpu, int8 products with ") + multiplier_for(problem.m, slab).name;
+}
 
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads) {
   gemm::BlockwiseProblem const& p = work.gemm;
@@ -88,7 +97,7 @@ void run_on_host(OnlineQuantProblem const& problem, Work const& work, int thread
   SlabByTokens all{};
   all.stride = std::int64_t{p.k} * problem.bits / 8, all.bits = problem.bits;
   all.k = work.quantise.cols, all.group = work.quantise.group, all.blocks = (all.k + all.group - 1) / all.group;
-  Multiply const multiply = multiply_for(p.m, all);
+  Multiplier const multiplier = multiplier_for(p.m, all);
   std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
   std::int64_t const words = std::int64_t{all.blocks} * all.group_words() * bytes_here().words;
   Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};
@@ -104,7 +113,7 @@ void run_on_host(OnlineQuantProblem const& problem, Work const& work, int thread
       s.x = tokens.x.data() + row * words, s.tokens = tokens.blocks.data() + std::int64_t{row} * s.blocks;
       read_parameters(p, column, s.rows, s.blocks, parameters.data());
       std::fill_n(sums.begin(), s.m * rows, 0.F);
-      multiply(s, sums.data());
+      multiplier.run(s, sums.data());
       write(out, row, s.m, column, s.rows, sums.data(), rows);
     }
   });

@@ -15,7 +15,7 @@ struct MultiplySlabInTiles {
   using Slab = One::Slab;
   static constexpr int kFewestColumns = 32;  // of a block
 
-  static bool serves(int tokens, int group, bool is_whole) {
+  static bool serves(std::int64_t tokens, int group, bool is_whole) {
     return tokens >= kTileRows && group >= kFewestColumns && is_whole && has_int8_tiles();
   }
 

@@ -27,5 +27,6 @@ void launch_staged(Work const& work, int device, Stream stream);
 
 // On the CPU; of `work` what the caller gives, and no workspace.
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads);
+std::string describe_on_host(OnlineQuantProblem const& problem);
 
 }  // namespace epiloq::ops::online_quant_mm

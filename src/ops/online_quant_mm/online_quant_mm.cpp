@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/checks.h"
-#include "core/host_bytes.h"
 #include "epiloq/device.h"
 #include "ops/online_quant_mm/launch.h"
 #include "ops/online_quant_mm/select.h"
@@ -197,8 +196,9 @@ std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch
 std::string explain(OnlineQuantMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
-  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto)
-    return std::string("cpu, int8 products with ") + bytes_here().name;
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
+    return online::describe_on_host(problem_of(call, sizes));
+  }
   return online::describe(choose(call, sizes), problem_of(call, sizes));
 }
 
