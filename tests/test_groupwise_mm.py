@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from groupwise_reference import RECIPES, Problem, Recipe, assert_close, make
+from groupwise_reference import RECIPES, Problem, Recipe, assert_close, make, up
 from reference import poisoned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -193,6 +193,22 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
         assert_close(out, *p.operands(), bias)
         kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
     assert len(kernels) >= (3 if recipe[1] == 1 else 9), kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (100, 512), (264, 16384), (4096, 1536), (6144, 640), (16, 1000)])
+def test_every_way_of_copying_scales_for_few_tokens(seed: int, n: int, k: int) -> None:
+    for m in (1, 4, 7, 16, 33, 64):
+        p = make(m, n, k, device="cuda")
+        expected = call(p)
+        assert_close(expected, *p.operands())
+        blocks = p.scale_b.shape[0]
+        for pitch, first in ((blocks, 0), (up(blocks, 4) * 4, 0), (up(blocks, 4) * 4 + 1, 0), (up(blocks, 4) * 4, 1)):
+            memory = torch.full((p.scale_b.shape[1] * pitch + first,), float("nan"), device="cuda")
+            rows = memory[first:].view(-1, pitch)[:, :blocks]
+            rows.copy_(p.scale_b.t())
+            for columns in (p, p.in_columns(1), p.in_columns(4)):
+                assert torch.equal(epiloq.groupwise_mm(p.a, p.b, columns.scale_a, rows.t()), expected)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
   int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
-  typename Math::Place const place(shared, group_m, warp, lane);
+  typename Math::Place const place(params, shared, group_m, group_k, warp, lane);
   GroupwiseStore<C> out(params, shared, group_m * 4 + warp, group_m * C::kRounds * 64 + warp * 16, lane);
   int before = 0;  // steps of the tiles that are done
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
@@ -51,7 +51,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   int const lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      shared.full()[i].init(C::full_arrivals(params.copies_scales));
+      shared.full()[i].init(C::full_arrivals(params));
       shared.empty()[i].init(C::kEmptyArrivals);
     }
     cutlass::arch::fence_barrier_init();
@@ -67,6 +67,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     // Each reader's scales by kScaleWarps, or by the last of them.
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
     int const first_part = params.copies_scales ? C::kScaleWarps - 1 : 0;
+    if constexpr (C::kMayCopyAllScales) {
+      if (params.copies_all_scales) {
+        if (turn >= 0 && is_elected()) copy_all_scales<C>(params, shared, turn);
+        return;
+      }
+    }
     if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
       read_scales<C>(params, shared, turn % C::kReaders, part * 32 + lane);
     }
@@ -78,23 +84,31 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
 
 template <class C>
 struct GroupwiseGemm {
-  static GroupwiseParams params_of(GroupwiseProblem const& p) {
+  static GroupwiseParams params_of(GroupwiseProblem const& p, int sm_count) {
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     std::int64_t const token_rows = p.masked_m != nullptr ? std::int64_t{p.experts} * p.m : p.m;
     GroupwiseParams params{row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense),
                            row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n),
                            {},
                            {},
+                           {},
                            p,
                            GroupwiseScheduler<C>::tiles_of(p),
-                           can_copy_scales(p),
+                           C::kScaleWarps > 1 && can_copy_scales(p),
+                           may_copy_all_scales(p, sm_count),
                            GroupwiseStore<C>::can_store_boxes(p)};
-    if (params.copies_scales) {
+    if (params.copies_scales || params.copies_all_scales) {
       params.scales = encode_tensor_map(
           p.scale_a.ptr,
           {static_cast<std::uint64_t>(token_rows), static_cast<std::uint64_t>(p.k + kGroupDepth - 1) / kGroupDepth},
           {std::uint64_t{4} * p.scale_a.stride_k}, {static_cast<std::uint32_t>(params.tokens.boxes[0]), 1},
           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
+    }
+    if (params.copies_all_scales) {
+      auto const blocks = [](int size) { return static_cast<std::uint64_t>(tiles(size, kGroupDepth)); };
+      params.weight_scales =
+          encode_tensor_map(p.scale_b.ptr, {blocks(p.k), blocks(p.n)}, {std::uint64_t{4} * p.scale_b.stride_row},
+                            {C::kQuad, 2}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
     }
     if (params.stores_boxes) {
       constexpr int kWarpRows = 16, kBytes = sizeof(typename C::Out);
@@ -111,9 +125,22 @@ struct GroupwiseGemm {
     bool const on_lines =
         reinterpret_cast<std::uintptr_t>(scales.ptr) % 16 == 0 && scales.stride_k > 0 && scales.stride_k % 4 == 0;
     bool const tiles_on_lines = p.offs == nullptr && (p.masked_m == nullptr || p.m % 4 == 0);
-    return C::kScaleWarps > 1 && !C::kColumnScales && scales.stride_row == 1 && scales.shift == 0 && on_lines &&
+    return !C::kWholeRows && !C::kColumnScales && scales.stride_row == 1 && scales.shift == 0 && on_lines &&
            tiles_on_lines;
   }
+
+  // Scales of weights in rows, beside those of tokens. Warps' copies cost 2 us of 8 to 19 where a block has one narrow
+  // tile, whatever K; with more tiles it is TMA's that cost, 1 to 6 % (all-scales.json).
+  static bool may_copy_all_scales(GroupwiseProblem const& p, int sm_count) {
+    GroupScales const& scales = p.scale_b;
+    bool const on_lines =
+        reinterpret_cast<std::uintptr_t>(scales.ptr) % 16 == 0 && scales.stride_row > 0 && scales.stride_row % 4 == 0;
+    bool const in_rows = scales.stride_k == 1 && scales.shift == 7;
+    bool const one_tile_each = p.experts == 1 && tiles(p.m, C::kM) * tiles(p.n, C::kN) <= sm_count;
+    return C::kMayCopyAllScales && one_tile_each && on_lines && in_rows && can_copy_scales(p);
+  }
+
+  static std::int64_t tiles(std::int64_t size, int tile) { return (size + tile - 1) / tile; }
 
   static void launch(GroupwiseProblem const& p, int device, Stream stream) {
     auto* const kernel = groupwise_kernel<C>;
@@ -123,9 +150,9 @@ struct GroupwiseGemm {
                  "asking for shared memory");
     });
     thread_local ParamsCache<GroupwiseProblem, GroupwiseParams> cache;
-    auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p); });
-    auto const tiles = [](std::int64_t size, int tile) { return (size + tile - 1) / tile; };
-    std::int64_t blocks = device_properties(device).sm_count;
+    int const sm_count = device_properties(device).sm_count;
+    auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
+    std::int64_t blocks = sm_count;
     if (p.offs == nullptr && p.masked_m == nullptr) blocks = std::min(blocks, tiles(p.m, C::kM) * tiles(p.n, C::kN));
     cuda_check(launch_dependent(kernel, static_cast<int>(blocks), C::kThreads, C::kSharedBytes, stream, params),
                "launching epiloq.groupwise_mm");

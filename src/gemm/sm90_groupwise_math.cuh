@@ -28,15 +28,20 @@ struct GroupwiseMath {
     std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
     SharedAddress of_row, of_column;  // scales of the thread's first row and columns
     bool releases;                    // stages
+    int first_step;                   // of K
+    bool in_quads;                    // are scales of weights, of four steps
 
-    __device__ Place(typename C::Shared const& shared, int group_m, int warp, int lane)
+    __device__ Place(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
+                     int warp, int lane)
         : full(uniform(shared_address(shared.full()))),
           empty(uniform(shared_address(shared.empty()))),
           tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * C::kRounds * kRoundBytes))),
           weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
           of_row(kept(shared_address(shared.scales(0)) + (group_m * C::kRounds * 64 + warp * 16 + lane / 4) * 4)),
           of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
-          releases(lane == 0) {}
+          releases(lane == 0),
+          first_step(group_k),
+          in_quads(params.copies_all_scales) {}
   };
 
   // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
@@ -47,12 +52,17 @@ struct GroupwiseMath {
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
   };
 
-  static __device__ __forceinline__ void read(Factors& factors, Place const& of, RingPosition<C> const& at) {
+  static __device__ __forceinline__ void read(Factors& factors, Place const& of, RingPosition<C> const& at, int step) {
     if constexpr (C::kWholeRows) return;
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
     for (int i = 0; i < 2 * C::kRounds; ++i) {
       factors.row[i / 2][i % 2] = load_shared(of.of_row + stage + (i / 2 * 64 + i % 2 * 8) * 4);
+    }
+    if constexpr (C::kMayCopyAllScales) {
+      SharedAddress const first = of.of_column + stage + (of.in_quads ? step % C::kQuad * 4 : 0);
+      factors.columns[0] = {load_shared(first), load_shared(first + (of.in_quads ? C::kQuad * 4 : 4))};
+      return;
     }
     constexpr int kPairs = sizeof(factors.columns) / sizeof(float2);
 #pragma unroll
@@ -168,7 +178,7 @@ struct GroupwiseMath {
 #pragma unroll
       for (int round = 0; round < C::kRounds; ++round) {
         begin(product, of, at, round, false);
-        if (round == 0) read(factors, of, at);
+        if (round == 0) read(factors, of, at, of.first_step + step * C::kKGroups);
         if (round == C::kRounds - 1) meanwhile();
         await<0>(product);
         if (round == C::kRounds - 1) release(of, at);
@@ -190,7 +200,7 @@ struct GroupwiseMath {
     auto const begin_next = [&](Product& product) {
       wait(of, ahead);
       begin(product.sums, of, ahead, 0, false);
-      read(product.factors, of, ahead);
+      read(product.factors, of, ahead, 0);
       ahead.advance(1);
     };
     auto const finish_next = [&]<int kUnderWay>(Product& product, std::integral_constant<int, kUnderWay>) {

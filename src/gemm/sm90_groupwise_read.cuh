@@ -70,6 +70,32 @@ struct TileReader {
   }
 };
 
+// A thread that asks TMA for all scales, where steps are short and the one that asks for tokens and weights has no time
+// for more.
+template <class C>
+__device__ void copy_all_scales(GroupwiseParams const& params, typename C::Shared const& shared, int reader) {
+  constexpr int kWeightBytes = 2 * C::kQuad * 4;
+  auto const& p = params.p;
+  int const depth = (p.k + kGroupDepth - 1) / kGroupDepth, bytes = params.tokens.boxes[0] * 4 + kWeightBytes;
+  SharedAddress const full = uniform(shared_address(shared.full())), empty = uniform(shared_address(shared.empty()));
+  SharedAddress const scales = uniform(shared_address(shared.scales(0)));
+  int step = 0;
+  RingPosition<C> ring(reader);
+  GroupwiseScheduler<C> scheduler(p, params.tiles);
+  for (GroupwiseTile tile; scheduler.next(tile);) {
+    int const row = tile.first_column / kGroupDepth;  // of the one expert there is
+    for (int i = 0; i < depth; ++i, ++step) {
+      if (step % C::kReaders != reader) continue;
+      SharedAddress const barrier = full + ring.stage * 8, to = scales + ring.stage * (C::kStageScales * 4);
+      wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+      expect_bytes(barrier, bytes);
+      copy_box(to, params.scales, tile.first_row, i, barrier);
+      copy_box(to + C::kM * 4, params.weight_scales, i / C::kQuad * C::kQuad, row, barrier);
+      ring.advance(C::kReaders);
+    }
+  }
+}
+
 // The warps that fetch scales that TMA does not, four bytes at a time and so from any layout. `own` is the thread's
 // first row. They take time from what multiplies on the same schedulers, 7 % with rows' scales and all in one warp.
 template <class C>

@@ -19,11 +19,12 @@ namespace epiloq::gemm {
 
 struct GroupwiseParams {
   RowTiles tokens, weights;
-  CUtensorMap scales;  // of tokens, in columns that TMA can copy; else not used
-  CUtensorMap output;  // where TMA can store it; else not used
+  CUtensorMap scales;         // of tokens, where TMA copies them; else not used
+  CUtensorMap weight_scales;  // where it copies all
+  CUtensorMap output;         // where TMA can store it; else not used
   GroupwiseProblem p;
   GroupwiseTiles tiles;
-  bool copies_scales, stores_boxes;
+  bool copies_scales, copies_all_scales, stores_boxes;
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
@@ -57,7 +58,10 @@ struct Groupwise {
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
-  static constexpr int kWeightScales = kColumnScales ? kN : 2;
+  // Where steps are short TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of 128.
+  static constexpr bool kMayCopyAllScales = kMGroups == 1 && !kColumnScales && !kWholeRows;
+  static constexpr int kQuad = 4;
+  static constexpr int kWeightScales = kColumnScales ? kN : kMayCopyAllScales ? 2 * kQuad : 2;
   static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScales + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
@@ -120,8 +124,9 @@ struct Groupwise {
 
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.
-  static __device__ int full_arrivals(bool copies_scales) {
-    return 1 + (kWholeRows ? 0 : copies_scales ? 32 : 32 * kScaleWarps);
+  static __device__ int full_arrivals(GroupwiseParams const& params) {
+    if (kWholeRows) return 1;
+    return 1 + (params.copies_all_scales ? 1 : params.copies_scales ? 32 : 32 * kScaleWarps);
   }
   static constexpr int kEmptyArrivals = 4 * kMGroups;  // a warp each
 
