@@ -129,8 +129,8 @@ struct GroupwiseGemm {
            tiles_on_lines;
   }
 
-  // Scales of weights in rows, beside those of tokens. Warps' copies cost 2 us of 8 to 19 where a block has one narrow
-  // tile, whatever K; with more tiles it is TMA's that cost, 1 to 6 % (all-scales.json).
+  // Scales of weights in rows, beside those of tokens. Warps' copies cost 2 us of 8 to 19 where a block has one tile of
+  // 32 weights, whatever K; with wider tiles, or more, it is TMA's that cost, 1 to 6 % (all-scales.json).
   static bool may_copy_all_scales(GroupwiseProblem const& p, int sm_count) {
     GroupScales const& scales = p.scale_b;
     bool const on_lines =

@@ -58,11 +58,13 @@ struct Groupwise {
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
-  // Where steps are short TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of 128.
-  static constexpr bool kMayCopyAllScales = kMGroups == 1 && !kColumnScales && !kWholeRows;
+  // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
+  // 128.
+  static constexpr bool kMayCopyAllScales = kMGroups == 1 && kN <= 32 && !kColumnScales && !kWholeRows;
   static constexpr int kQuad = 4;
-  static constexpr int kWeightScales = kColumnScales ? kN : kMayCopyAllScales ? 2 * kQuad : 2;
-  static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScales + 31) / 32 * 32;
+  static constexpr int kWeightScales = kColumnScales ? kN : 2;  // that warps copy
+  static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
+  static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
   // D leaves through shared memory, 16 rows by a line of 128 bytes a warp at a time, of which so many may be under way.
