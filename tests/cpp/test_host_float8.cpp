@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "core/host_float8.h"
+#include "core/host_float8_pairs.h"
 #include "epiloq/error.h"
 #include "epiloq/host_float8.h"
 
@@ -88,6 +88,65 @@ void test_all() {
   }
 }
 
+#ifdef EPILOQ_HAS_CLONES
+// Many rows by 16 of a matrix, by pairs and in tiles of them, with scales of every 128 columns.
+template <class Format>
+void test_many(int tokens, int rows, int columns, bool in_tiles) {
+  constexpr int kEnd = Format::kMantissaBits == 3 ? 0x7f : 0x7c;
+  auto random = test::generator();
+  auto const codes_of = [&](int count) {
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(count) * columns);
+    for (auto& code : codes) code = static_cast<std::uint8_t>(random() % kEnd | (random() & 0x80));
+    return codes;
+  };
+  std::vector<std::uint8_t> const a = codes_of(tokens), b = codes_of(rows);
+  ScaledFloat8 const x = matrix(a, tokens, columns), w = matrix(b, rows, columns);
+  int const pieces = (columns + kFloat8Columns - 1) / kFloat8Columns, block = in_tiles ? kTileRows : kPairBlock;
+  int const pairs = in_tiles ? (columns + kTileColumns - 1) / kTileColumns * kTilePairs : (columns + 1) / 2;
+  std::vector<float> scales(pieces * tokens);
+  for (auto& scale : scales) scale = static_cast<float>(1 + random() % 7);
+  std::vector<std::uint32_t> words((tokens + block - 1) / block * block * pairs);
+  for (int m = 0; m < tokens; ++m) {
+    in_tiles ? ManyFloat8<Format>::bring_row(x, m, words.data() + m * pairs)
+             : ManyFloat8<Format>::bring(x, m, words.data());
+  }
+  for (int row = 0; row < rows; row += 16) {
+    std::vector<Line> sums(tokens + 1);
+    sums[tokens].values[0] = 7.f;
+    if (in_tiles) {
+      TokensOfTiles const some{reinterpret_cast<std::uint16_t const*>(words.data()), 2 * pairs, tokens};
+      ManyFloat8<Format>::run_in_tiles(w, row, some, scales.data(), tokens, sums.data());
+    } else {
+      ManyFloat8<Format>::run(w, row, {words.data(), scales.data(), tokens, tokens}, sums.data());
+    }
+    CHECK_EQUAL(sums[tokens].values[0], 7.f);
+    for (int m = 0; m < tokens; ++m) {
+      for (int r = row; r < std::min(rows, row + 16); ++r) {
+        double sum = 0, size = 0;
+        for (int i = 0; i < columns; ++i) {
+          double const term = static_cast<double>(value_of<Format>(a[m * columns + i])) *
+                              value_of<Format>(b[r * columns + i]) * scales[i / kFloat8Columns * tokens + m];
+          sum += term, size += std::fabs(term);
+        }
+        CHECK(std::fabs(sums[m].values[r - row] - sum) <= 2e-6 * size);
+      }
+    }
+  }
+}
+
+void test_many_of_all_kinds() {
+  for (int tokens : {1, 12, 16, 17, 37, 70}) {
+    for (int columns : {1, 31, 32, 127, 128, 129, 300}) {
+      for (bool in_tiles : {false, true}) {
+        if (in_tiles ? !has_pair_tiles() : !has_pairs()) continue;
+        test_many<E4M3>(tokens, 19, columns, in_tiles);
+        test_many<E5M2>(tokens, 19, columns, in_tiles);
+      }
+    }
+  }
+}
+#endif
+
 void test_refusals() {
   std::vector<float> memory(64);
   TensorView const out(memory.data(), DType::kFloat32, {}, {1, 4}), x(memory.data() + 32, DType::kFloat32, {}, {1, 8});
@@ -115,5 +174,8 @@ int main() {
   epiloq::test_all<epiloq::E5M2, 4>();
   epiloq::test_all<epiloq::E5M2, 8>();
   epiloq::test_all<epiloq::E5M2, 16>();
+#ifdef EPILOQ_HAS_CLONES
+  epiloq::test_many_of_all_kinds();
+#endif
   return test::failures != 0;
 }
