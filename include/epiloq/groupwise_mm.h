@@ -27,6 +27,7 @@ struct GroupwiseMm {
   int depth_per_scale = 128;             // of K: 128, or -1 for all of it (scale_a [M, 1], scale_b [E, 1, N])
   std::optional<TensorView> offs{};      // int32 [E], ascending, the last at most M
   std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, ..] then
+  bool constant_b = false;               // B is a model's weight, as in scaled_mm.h; without experts
 };
 
 // What the choice of a kernel depends on.

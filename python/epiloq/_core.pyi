@@ -156,6 +156,7 @@ def scaled_mm(
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
     fast_accum: bool = False,
+    constant_b: bool = False,
 ) -> None: ...
 def scaled_mm_on_host(
     out: Tensor,
@@ -178,6 +179,7 @@ def check_scaled_mm(
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
     fast_accum: bool = False,
+    constant_b: bool = False,
 ) -> None: ...
 def explain_scaled_mm(
     out: Tensor,
@@ -189,6 +191,7 @@ def explain_scaled_mm(
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
     fast_accum: bool = False,
+    constant_b: bool = False,
 ) -> str: ...
 def explain_scaled_mm_problem(
     m: int,
@@ -223,6 +226,7 @@ def groupwise_mm(
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
     depth_per_scale: int = 128,
+    constant_b: bool = False,
 ) -> None: ...
 def check_groupwise_mm(
     out: Tensor,
@@ -236,6 +240,7 @@ def check_groupwise_mm(
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
     depth_per_scale: int = 128,
+    constant_b: bool = False,
 ) -> None: ...
 def explain_groupwise_mm(
     out: Tensor,
@@ -249,6 +254,7 @@ def explain_groupwise_mm(
     offs: Tensor | None = None,
     masked_m: Tensor | None = None,
     depth_per_scale: int = 128,
+    constant_b: bool = False,
 ) -> str: ...
 def explain_groupwise_mm_problem(
     m: int,

@@ -1,5 +1,8 @@
 // Linear layers in one call: a quantiser, and the product behind it. Eager torch otherwise allocates and passes what is
 // between them by way of Python, which takes longer than a small layer's kernels.
+//
+// A product behind a quantiser has a constant B whoever wrote the weight: quantisers wait for all that was launched
+// before them, and only then let the product start (wait_as_quantiser).
 
 #include "bindings/register.h"
 #include "bindings/scratch.h"
@@ -53,6 +56,7 @@ void int8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weig
   ScaledMm product{rows_of(out, "out"), scratch[0],       b,  quantize.scale, weight_scale.view,
                    view_of(bias),       view_of(azp_adj), azp};
   product.threads = threads;
+  product.constant_b = true;
   Stream const stream = current_stream(x);
   if (x.view.device.type == Device::Type::kCuda) {
     quantize_int8(quantize, stream);
@@ -75,7 +79,9 @@ void fp8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weigh
   quantize.is_static = input_scale.has_value();
   Stream const stream = current_stream(x);
   quantize_fp8(quantize, stream);
-  scaled_mm({rows_of(out, "out"), scratch[0], b, quantize.scale, weight_scale.view, view_of(bias)}, stream);
+  ScaledMm product{rows_of(out, "out"), scratch[0], b, quantize.scale, weight_scale.view, view_of(bias)};
+  product.constant_b = true;
+  scaled_mm(product, stream);
 }
 
 // The scales of tokens lie in columns, for TMA.
@@ -94,7 +100,9 @@ void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const&
   quantize.group_size = kGroup;
   Stream const stream = current_stream(x);
   quantize_fp8(quantize, stream);
-  groupwise_mm({rows_of(out, "out"), scratch[0], b, scale, scale_b, view_of(bias)}, stream);
+  GroupwiseMm product{rows_of(out, "out"), scratch[0], b, scale, scale_b, view_of(bias)};
+  product.constant_b = true;
+  groupwise_mm(product, stream);
 }
 
 }  // namespace

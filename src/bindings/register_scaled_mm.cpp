@@ -21,12 +21,14 @@ void register_scaled_mm(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
                  TensorArg const& scale_b, Optional const& bias, Optional const& azp_adj, Optional const& azp,
-                 bool fast_accum) {
-          return action(call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp, fast_accum), a);
+                 bool fast_accum, bool constant_b) {
+          ScaledMm call = call_of(out, a, b, scale_a, scale_b, bias, azp_adj, azp, fast_accum);
+          call.constant_b = constant_b;
+          return action(call, a);
         },
         py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"),
         py::arg("bias") = py::none(), py::arg("azp_adj") = py::none(), py::arg("azp") = py::none(),
-        py::arg("fast_accum") = false);
+        py::arg("fast_accum") = false, py::arg("constant_b") = false);
   };
   define("scaled_mm", [](ScaledMm const& call, TensorArg const& a) { scaled_mm(call, current_stream(a)); });
   module.def(

@@ -31,10 +31,10 @@ struct MultiplyInt8InTiles {
       int const steps = static_cast<int>((columns + kTileBytes - 1) / kTileBytes);
       int m = 0;
       for (; m + 2 * kTileRows <= s.m; m += 2 * kTileRows) {
-        add_two(words, steps, x + m * s.stride_x, s.stride_x, sums + m * Slab::kRows);
+        add<2>(words, steps, x + m * s.stride_x, s.stride_x, sums + m * Slab::kRows);
       }
       for (; m + kTileRows <= s.m; m += kTileRows) {
-        add_one(words, steps, x + m * s.stride_x, s.stride_x, sums + m * Slab::kRows);
+        add<1>(words, steps, x + m * s.stride_x, s.stride_x, sums + m * Slab::kRows);
       }
       Slab::by_tokens(s.m - m, [&]<int kCount>(int i) __attribute__((always_inline)) {
         One::add<kCount>(words, (columns + 3) / 4, x + (m + i) * s.stride_x, s.stride_x, sums + (m + i) * Slab::kRows);
@@ -45,46 +45,36 @@ struct MultiplyInt8InTiles {
  private:
   static constexpr int kSumBytes = Slab::kRows * 4, kWordBytes = sizeof(Slab::Column), kStep = kTileBytes / 4;
 
-  // 32 tokens: each tile that is read takes part in two products.
-  [[EPILOQ_INT8_TILES]] static void add_two(Slab::Column const* words, int steps, std::int32_t const* x,
-                                            std::int64_t stride, std::int32_t* sums) {
+  // 16 tokens, or twice as many: each tile of the weight that is read then takes part in two products.
+  template <int kTiles>
+  [[EPILOQ_INT8_TILES]] static void add(Slab::Column const* words, int steps, std::int32_t const* x,
+                                        std::int64_t stride, std::int32_t* sums) {
     std::int32_t* const below = sums + kTileRows * Slab::kRows;
     tile_fence();
     _tile_loadd(0, sums, kSumBytes);
     _tile_loadd(1, sums + kTileRows, kSumBytes);
-    _tile_loadd(2, below, kSumBytes);
-    _tile_loadd(3, below + kTileRows, kSumBytes);
+    if constexpr (kTiles == 2) {
+      _tile_loadd(2, below, kSumBytes);
+      _tile_loadd(3, below + kTileRows, kSumBytes);
+    }
     for (int i = 0; i < steps; ++i, words += kStep, x += kStep) {
       _tile_loadd(4, x, stride * 4);
       _tile_loadd(6, words->values, kWordBytes);
       _tile_loadd(7, words->values + kTileRows, kWordBytes);
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
-      _tile_loadd(5, x + kTileRows * stride, stride * 4);
-      _tile_dpbsud(2, 5, 6);
-      _tile_dpbsud(3, 5, 7);
+      if constexpr (kTiles == 2) {
+        _tile_loadd(5, x + kTileRows * stride, stride * 4);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+      }
     }
     _tile_stored(0, sums, kSumBytes);
     _tile_stored(1, sums + kTileRows, kSumBytes);
-    _tile_stored(2, below, kSumBytes);
-    _tile_stored(3, below + kTileRows, kSumBytes);
-    tile_fence();
-  }
-
-  [[EPILOQ_INT8_TILES]] static void add_one(Slab::Column const* words, int steps, std::int32_t const* x,
-                                            std::int64_t stride, std::int32_t* sums) {
-    tile_fence();
-    _tile_loadd(0, sums, kSumBytes);
-    _tile_loadd(1, sums + kTileRows, kSumBytes);
-    for (int i = 0; i < steps; ++i, words += kStep, x += kStep) {
-      _tile_loadd(4, x, stride * 4);
-      _tile_loadd(6, words->values, kWordBytes);
-      _tile_loadd(7, words->values + kTileRows, kWordBytes);
-      _tile_dpbsud(0, 4, 6);
-      _tile_dpbsud(1, 4, 7);
+    if constexpr (kTiles == 2) {
+      _tile_stored(2, below, kSumBytes);
+      _tile_stored(3, below + kTileRows, kSumBytes);
     }
-    _tile_stored(0, sums, kSumBytes);
-    _tile_stored(1, sums + kTileRows, kSumBytes);
     tile_fence();
   }
 };

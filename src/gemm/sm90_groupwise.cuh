@@ -58,12 +58,13 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   }
   __syncthreads();
   TileReader<C> const reader(params, shared);
-  if (group == C::kMathGroups && warp == 0 && is_elected()) reader.prefetch();
+  int early = 0;
+  if (group == C::kMathGroups && warp < C::kReaders && is_elected()) early = reader.ask_early(warp);
   let_next_kernel_start();
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
-    if (warp < C::kReaders && is_elected()) reader.run(warp);
+    if (warp < C::kReaders && is_elected()) reader.run(warp, early);
     // Each reader's scales by kScaleWarps, or by the last of them.
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
     int const first_part = params.copies_scales ? C::kScaleWarps - 1 : 0;

@@ -26,25 +26,47 @@ struct TileReader {
         weights(uniform(shared_address(shared.weights(0)))),
         scales(uniform(shared_address(shared.scales(0)))) {}
 
-  // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless before the previous kernel has
-  // finished, even if it writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.) A
-  // few boxes: the copies of the main loop stand behind them.
-  __device__ void prefetch() const {
+  // Before the previous kernel has finished: asks for the descriptor of the first tokens and for the weights of the
+  // first steps (not where experts' rows are known only then). They come into their stages if nobody may still write
+  // them; else into L2, which is harmless even then, as L2 is where writes arrive. Returns how many steps have their
+  // weights in shared memory. Few: the first tokens stand behind them, and a quantiser that still runs waits longer for
+  // what it reads.
+  __device__ int ask_early(int reader) const {
     constexpr int kBoxes = 8;
-    cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
-    if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
+    if (reader == 0) cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
+    if (params.p.offs != nullptr || params.p.masked_m != nullptr) return 0;
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
-    if (!scheduler.next(tile)) return;
-    for (int k = 0; k < min(params.p.k, kBoxes * kGroupDepth); k += kGroupDepth) {
-      prefetch_box(params.weights.maps[0], k, tile.first_column);
+    if (!scheduler.next(tile)) return 0;
+    int const steps = min(kBoxes, (params.p.k + kGroupDepth - 1) / kGroupDepth);
+    if (C::kFew && params.p.constant_b) {
+      int const early = min(steps, C::kStages);
+      CUtensorMap const& map = params.weights.maps[tile.first_column + C::kN > params.p.n];
+      int const expected = bytes_of(tile);
+#pragma unroll 1
+      for (int i = reader; i < early; i += C::kReaders) {
+        expect_bytes(full + i * 8, expected);
+        copy_box(weights + i * C::kWeightBytes, map, i * kGroupDepth, tile.first_column, full + i * 8);
+      }
+      return early;
     }
+    for (int i = reader; i < steps; i += C::kReaders) {
+      prefetch_box(params.weights.maps[0], i * kGroupDepth, tile.first_column);
+    }
+    return 0;
   }
 
-  __device__ void run(int reader) const {
+  // That a stage of a tile gets from TMA by this thread.
+  __device__ int bytes_of(GroupwiseTile const& tile) const {
+    bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
+    int const rows = params.tokens.boxes[last_row] + params.weights.boxes[last_column];
+    return rows * kGroupDepth + (params.copies_scales ? params.tokens.boxes[0] * 4 : 0);
+  }
+
+  // The first `early` steps have their weights.
+  __device__ void run(int reader, int early) const {
     int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
     bool const copies_scales = params.copies_scales;
-    int const scale_bytes = copies_scales ? params.tokens.boxes[0] * 4 : 0;
     int step = 0;
     RingPosition<C> ring(reader);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
@@ -52,15 +74,19 @@ struct TileReader {
       int const weight_row = tile.expert * params.p.n + tile.first_column;
       bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
-      int const rows = params.tokens.boxes[last_row] + params.weights.boxes[last_column];
-      int const expected = rows * kGroupDepth + scale_bytes;
+      int const expected = bytes_of(tile);
       for (int i = 0; i < depth; ++i, ++step) {
         if (step % C::kReaders != reader) continue;
         SharedAddress const barrier = full + ring.stage * 8;
-        wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
-        expect_bytes(barrier, expected);
+        bool const has_weights = C::kFew && step < early;
+        if (!has_weights) {
+          wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+          expect_bytes(barrier, expected);
+        }
         copy_box(tokens + ring.stage * C::kTokenBytes, token_map, i * kGroupDepth, tile.first_row, barrier);
-        copy_box(weights + ring.stage * C::kWeightBytes, weight_map, i * kGroupDepth, weight_row, barrier);
+        if (!has_weights) {
+          copy_box(weights + ring.stage * C::kWeightBytes, weight_map, i * kGroupDepth, weight_row, barrier);
+        }
         if (copies_scales) {
           copy_box(scales + ring.stage * (C::kStageScales * 4), params.scales, tile.first_row, i, barrier);
         }

@@ -48,6 +48,7 @@ struct Groupwise {
   static constexpr int kColumns = kExact && kN > 32 ? (kN + 15) / 16 * 16 : kN;
   static constexpr int kSums = kColumns / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
   static constexpr int kM = 64 * kMGroups * kRounds;
+  static constexpr bool kFew = kMGroups == 1;  // tokens, so that reading the weights is what takes time
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part.
@@ -60,7 +61,7 @@ struct Groupwise {
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
   // 128.
-  static constexpr bool kMayCopyAllScales = kMGroups == 1 && kN <= 32 && !kColumnScales && !kWholeRows;
+  static constexpr bool kMayCopyAllScales = kFew && kN <= 32 && !kColumnScales && !kWholeRows;
   static constexpr int kQuad = 4;
   static constexpr int kWeightScales = kColumnScales ? kN : 2;  // that warps copy
   static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
@@ -93,7 +94,7 @@ struct Groupwise {
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
   // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
   // exchange stages; that is safe because they meet there.
-  static constexpr int kReaders = kMGroups == 1 ? 2 : 1;     // where steps are short, their waits must overlap
+  static constexpr int kReaders = kFew ? 2 : 1;              // where steps are short, their waits must overlap
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;

@@ -88,7 +88,9 @@ class Fp8BlockLinear(PreparedLinear):
             return cast(Tensor, call[0])
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = epiloq.groupwise_mm(q, self.weight.t(), scale, self.weight_scale_inv.t(), bias, out_dtype=x.dtype)
+        y = epiloq.groupwise_mm(
+            q, self.weight.t(), scale, self.weight_scale_inv.t(), bias, out_dtype=x.dtype, constant_b=True
+        )
         return self._result(y, x)
 
     def extra_repr(self) -> str:

@@ -131,7 +131,7 @@ class Fp8Linear(PreparedLinear):
             self._tokens(x), granularity=granularity, scale=self.input_scale, pad_to=K_MULTIPLE
         )
         bias = None if self.bias is None else self.bias.to(out_dtype)
-        y = epiloq.scaled_mm(q, self.weight.t(), scale, self.weight_scale, bias, out_dtype=out_dtype)
+        y = epiloq.scaled_mm(q, self.weight.t(), scale, self.weight_scale, bias, out_dtype=out_dtype, constant_b=True)
         return self._result(y, x)
 
     def extra_repr(self) -> str:

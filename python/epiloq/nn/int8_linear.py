@@ -168,12 +168,12 @@ class Int8Linear(PreparedLinear):
         weight = self.weight.t()
         bias = None if self.bias is None else self.bias.to(out_dtype)
         if self.azp_adj is None:
-            y = epiloq.scaled_mm(q, weight, scale, self.weight_scale, bias, out_dtype=out_dtype)
+            y = epiloq.scaled_mm(q, weight, scale, self.weight_scale, bias, out_dtype=out_dtype, constant_b=True)
         else:
             # A static zero point is already a factor of azp_adj.
             token_azp = azp if self.activation == "dynamic" else None
             y = epiloq.scaled_mm_azp(
-                q, weight, scale, self.weight_scale, self.azp_adj, token_azp, bias, out_dtype=out_dtype
+                q, weight, scale, self.weight_scale, self.azp_adj, token_azp, bias, out_dtype=out_dtype, constant_b=True
             )
         return self._result(y, x)
 

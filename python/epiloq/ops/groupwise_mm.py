@@ -19,7 +19,7 @@ GROUPED_RECIPES = ((1, 128, 128), (1, 1, 128), (1, 1, -1))
 
 _DENSE = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
-    "int rows_per_scale=1, int columns_per_scale=128"
+    "int rows_per_scale=1, int columns_per_scale=128, bool constant_b=False"
 )
 
 
@@ -32,6 +32,7 @@ def groupwise_mm(
     *,
     recipe: tuple[int, int, int] = (1, 128, 128),
     out_dtype: torch.dtype = torch.bfloat16,
+    constant_b: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``sum over blocks i of 128 along K of scale_a[m, i] * scale_b[i, n] * (a_i @ b_i)[m, n] + bias[n]``.
@@ -51,6 +52,8 @@ def groupwise_mm(
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128), (128, 128, 128) or
             (1, 1, 128).
         out_dtype: bfloat16, float16 or float32; ``out``'s dtype where ``out`` is given.
+        constant_b: ``b`` is a model's weight, which nothing launched shortly before writes, as for
+            `epiloq.scaled_mm`.
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:
@@ -66,11 +69,13 @@ def groupwise_mm(
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("groupwise_mm", required, {"bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            result = torch.ops.epiloq.groupwise_mm(a, b, scale_a, scale_b, bias, rows, columns, out_dtype=out_dtype)
+            result = torch.ops.epiloq.groupwise_mm(
+                a, b, scale_a, scale_b, bias, rows, columns, constant_b, out_dtype=out_dtype
+            )
             return refuse_backward("groupwise_mm", result)
-        torch.ops.epiloq.groupwise_mm_out(a, b, scale_a, scale_b, bias, rows, columns, out=out)
+        torch.ops.epiloq.groupwise_mm_out(a, b, scale_a, scale_b, bias, rows, columns, constant_b, out=out)
         return out
-    return _run(a, b, scale_a, scale_b, bias, rows, columns, out_dtype=out_dtype, out=out)
+    return _run(a, b, scale_a, scale_b, bias, rows, columns, constant_b, out_dtype=out_dtype, out=out)
 
 
 def granularity_of(
@@ -101,14 +106,17 @@ def _run(
     bias: Tensor | None = None,
     rows_per_scale: int = 1,
     columns_per_scale: int = 128,
+    constant_b: bool = False,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
     if out is None:
         out = empty_result("groupwise_mm", a, b, out_dtype)
-    implementation = _core.groupwise_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
+    if a.is_cuda:
+        _core.groupwise_mm(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale, constant_b=constant_b)
+    else:
+        _run_on_cpu(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     return out
 
 
@@ -158,6 +166,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     recipe = call.pop("recipe")
     rows, columns = granularity_of(name, recipe, GROUPED_RECIPES if name == "grouped_mm" else RECIPES)
     scales = {"rows_per_scale": rows, "columns_per_scale": columns, "depth_per_scale": recipe[2]}
+    call.pop("constant_b", None)  # which no choice depends on
     out, out_dtype = call.pop("out"), call.pop("out_dtype")
     required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)

@@ -28,6 +28,7 @@ def scaled_mm(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
+    constant_b: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``scale_a * scale_b * (a @ b) + bias``: int32 or fp32 sums, one fp32 epilogue, one rounding.
@@ -43,6 +44,10 @@ def scaled_mm(
         out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
         fast_accum: float8 on a GPU: leave all of a sum to the tensor cores, whose accumulators keep about 14 bits on
             Hopper. Faster from some 128 tokens on; without it sums are added up in fp32 every 128 of K.
+        constant_b: ``b`` is a model's weight: nothing launched shortly before on this stream writes it. A GPU may then
+            read its first tiles while the kernel before this one still runs, which takes up to 5 % off few tokens
+            on large weights. epiloq's own operations let the next kernel start early, so do not say it of a ``b`` that
+            one of them has just written; what torch's write is there in time.
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:
@@ -61,11 +66,13 @@ def scaled_mm(
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("scaled_mm", required, {"bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            result = torch.ops.epiloq.scaled_mm(a, b, scale_a, scale_b, bias, fast_accum, out_dtype=out_dtype)
+            result = torch.ops.epiloq.scaled_mm(
+                a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype
+            )
             return refuse_backward("scaled_mm", result)
-        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum, out=out)
+        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out=out)
         return out
-    return _run(a, b, scale_a, scale_b, bias, fast_accum, out_dtype=out_dtype, out=out)
+    return _run(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype, out=out)
 
 
 def scaled_mm_azp(
@@ -78,6 +85,7 @@ def scaled_mm_azp(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    constant_b: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``scale_a * scale_b * (a @ b - azp * azp_adj) + bias``: `scaled_mm` for activations with a zero point.
@@ -89,7 +97,7 @@ def scaled_mm_azp(
         azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point
             where ``azp`` is None.
         azp: int32, one element or one a row of ``a``; values in [-128, 127], as `quantize_int8` gives.
-        a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`; int8 operands only.
+        a, b, scale_a, scale_b, bias, out_dtype, constant_b, out: as for `scaled_mm`; int8 operands only.
 
     Raises:
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.
@@ -98,11 +106,13 @@ def scaled_mm_azp(
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "azp_adj": azp_adj}
         expect_tensors("scaled_mm_azp", required, {"azp": azp, "bias": bias, "out": out}, writes=out is not None)
         if out is None:
-            result = torch.ops.epiloq.scaled_mm_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, out_dtype=out_dtype)
+            result = torch.ops.epiloq.scaled_mm_azp(
+                a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out_dtype=out_dtype
+            )
             return refuse_backward("scaled_mm_azp", result)
-        torch.ops.epiloq.scaled_mm_azp_out(a, b, scale_a, scale_b, azp_adj, azp, bias, out=out)
+        torch.ops.epiloq.scaled_mm_azp_out(a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out=out)
         return out
-    return _run_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, out_dtype=out_dtype, out=out)
+    return _run_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out_dtype=out_dtype, out=out)
 
 
 def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -121,6 +131,7 @@ def _run(
     scale_b: Tensor,
     bias: Tensor | None = None,
     fast_accum: bool = False,
+    constant_b: bool = False,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -128,7 +139,7 @@ def _run(
     if out is None:
         out = _empty("scaled_mm", a, b, out_dtype)
     implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, None, None, fast_accum)
+    implementation(out, a, b, scale_a, scale_b, bias, None, None, fast_accum, constant_b)
     return out
 
 
@@ -140,6 +151,7 @@ def _run_azp(
     azp_adj: Tensor,
     azp: Tensor | None = None,
     bias: Tensor | None = None,
+    constant_b: bool = False,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -147,7 +159,7 @@ def _run_azp(
     if out is None:
         out = _empty("scaled_mm_azp", a, b, out_dtype)
     implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp, False)
+    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp, False, constant_b)
     return out
 
 
@@ -162,6 +174,7 @@ def _run_on_cpu(
     azp_adj: Tensor | None,
     azp: Tensor | None,
     fast_accum: bool,  # fp32 sums are what this device has
+    constant_b: bool,  # nothing runs ahead
 ) -> None:
     if a.dtype == torch.int8 and b.dtype == torch.int8:
         _core.scaled_mm_on_host(out, a, b, scale_a, scale_b, bias, azp_adj, azp, torch.get_num_threads())
@@ -213,6 +226,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     bound.apply_defaults()
     given = bound.arguments
     out_dtype, fast_accum = given.pop("out_dtype"), given.pop("fast_accum", False)
+    given.pop("constant_b")  # which no choice depends on
     required = {key: given[key] for key in given if signature.parameters[key].default is inspect.Parameter.empty}
     expect_tensors(name, required, {key: given[key] for key in given if key not in required}, writes=False)
     out = given.pop("out")
@@ -237,7 +251,11 @@ def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype)
 
 
 for _name, _arguments, _function in (
-    ("scaled_mm", f"{_OPERANDS}, Tensor? bias=None, bool fast_accum=False", _run),
-    ("scaled_mm_azp", f"{_OPERANDS}, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None", _run_azp),
+    ("scaled_mm", f"{_OPERANDS}, Tensor? bias=None, bool fast_accum=False, bool constant_b=False", _run),
+    (
+        "scaled_mm_azp",
+        f"{_OPERANDS}, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None, bool constant_b=False",
+        _run_azp,
+    ),
 ):
     register_product(_name, _arguments, _function, partial(_fake, _name), "ScalarType out_dtype")

@@ -48,7 +48,7 @@ struct TileGrid {
 template <class T, class Format>
 __global__ void __launch_bounds__(kTileThreads)
     tiles(__grid_constant__ Problem const p, __grid_constant__ TileGrid const grid) {
-  wait_for_previous_kernel();
+  wait_as_quantiser();
   unsigned const block_row = grid.parts == 1 ? blockIdx.x : blockIdx.x / grid.parts;
   unsigned const place = block_row * blockDim.y + threadIdx.y;
   bool const in_rows = place < p.rows;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kTileThreads)
 // A block a row, the row in registers.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  wait_as_quantiser();
   int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x + column;
   Vector<T> held[kVectors];
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem co
 template <class T, class Format>
 __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Problem const p, int across) {
   constexpr int kAcross = kBlockSide / kVector, kDown = kBlockThreads / kAcross, kVectors = kBlockSide / kDown;
-  wait_for_previous_kernel();
+  wait_as_quantiser();
   int const down = blockIdx.x / across, col = blockIdx.x - down * across;
   int const column = col * kBlockSide + threadIdx.x % kAcross * kVector;
   std::int64_t const first_row = std::int64_t{down} * kBlockSide + threadIdx.x / kAcross;
@@ -168,7 +168,7 @@ template <class T, class Format>
 __global__ void __launch_bounds__(kMeasureThreads)
     measure(__grid_constant__ Problem const p, __grid_constant__ Span const span) {
   constexpr int kBatch = 64 / (kVector * static_cast<int>(sizeof(T)));  // 64 bytes a thread on their way
-  wait_for_previous_kernel();
+  wait_as_quantiser();
   float amax = 0.f;
   std::int64_t const thread = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x, threads = gridDim.x * blockDim.x;
   std::int64_t const vectors = span.in_vectors ? span.cols / kVector : 0;

@@ -77,7 +77,7 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
 // spills on SM80. One vector fits twice; 0 asks for nothing.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  wait_as_quantiser();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   QuantizedRows const& out = p.out;
   if (row >= out.rows) return;

@@ -123,8 +123,8 @@ gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
 }
 
 // groupwise_mm's kernel with scales of whole rows.
-void launch_whole_rows(groupwise_mm::Choice const& choice, Types types, gemm::Problem const& p, int device,
-                       Stream stream) {
+void launch_whole_rows(groupwise_mm::Choice const& choice, Types types, gemm::Problem const& p, bool constant_b,
+                       int device, Stream stream) {
   epilogue::Operands const& with = p.operands;
   gemm::GroupwiseProblem const product{
       .m = p.m,
@@ -143,6 +143,7 @@ void launch_whole_rows(groupwise_mm::Choice const& choice, Types types, gemm::Pr
       .azp_adj = with.azp_adj,
       .azp = with.azp,
       .azp_stride = with.azp_is_vector ? 1 : 0,
+      .constant_b = constant_b,
   };
   groupwise_mm::launch(choice, product, types.a, types.out, device, stream);
 }
@@ -170,8 +171,10 @@ Target target_of_device(int device, bool is_float8) {
 }
 
 void launch(Choice const& choice, Types types, bool has_zero_point, gemm::Problem const& problem, int device,
-            Stream stream) {
-  if (auto const rows = groupwise_choice(choice)) return launch_whole_rows(*rows, types, problem, device, stream);
+            Stream stream, bool constant_b) {
+  if (auto const rows = groupwise_choice(choice)) {
+    return launch_whole_rows(*rows, types, problem, constant_b, device, stream);
+  }
   DeviceGuard const guard(device);
   for (Variant const& variant : variants_of(choice)) {
     if (variant.types == types && variant.has_zero_point == has_zero_point) {
@@ -186,7 +189,9 @@ Target target_of_device(int device, bool) {
   return {};
 }
 
-void launch(Choice const&, gemm::Types, bool, gemm::Problem const&, int device, Stream) { device_properties(device); }
+void launch(Choice const&, gemm::Types, bool, gemm::Problem const&, int device, Stream, bool) {
+  device_properties(device);
+}
 #endif
 
 }  // namespace epiloq::ops::scaled_mm

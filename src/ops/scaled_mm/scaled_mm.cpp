@@ -180,7 +180,7 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
   ops::scaled_mm::launch(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)),
                          {call.a.dtype, call.b.dtype, call.out.dtype}, call.azp_adj.has_value(),
-                         arguments_of(call, sizes), call.a.device.index, stream);
+                         arguments_of(call, sizes), call.a.device.index, stream, call.constant_b);
 }
 
 void scaled_mm(ScaledMm const& call) {

@@ -78,7 +78,7 @@ struct ManyPairs {
     }
   }
 
-  // The same of tokens that lie for tiles, and groups of whole tiles of columns (or one).
+  // The same of tokens that lie for tiles, and groups of whole tiles of columns.
   [[EPILOQ_PAIR_TILES]] static void run_in_tiles(SlabByTokens const& s, int group, TokensOfTiles tokens, Line* sums) {
     Tiles const tiles;
     Codes codes[kColumns];

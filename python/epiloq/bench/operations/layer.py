@@ -49,8 +49,8 @@ def _norm(**kind: Any) -> Quantise:
     return lambda x, weight: epiloq.rms_norm_quant(x, weight, EPS, **kind)
 
 
-_SCALED_MM = partial(epiloq.scaled_mm, out_dtype=DTYPE)
-_GROUPWISE_MM = partial(epiloq.groupwise_mm, out_dtype=DTYPE)
+_SCALED_MM = partial(epiloq.scaled_mm, out_dtype=DTYPE, constant_b=True)
+_GROUPWISE_MM = partial(epiloq.groupwise_mm, out_dtype=DTYPE, constant_b=True)
 _GROUPS: dict[str, Any] = {"granularity": "group", "scale_layout": "column"}
 
 

@@ -52,9 +52,9 @@ def _operands(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
     if "azp_adj" in sets[0]:
-        azp = partial(epiloq.scaled_mm_azp, out_dtype=OUT_DTYPE)
+        azp = partial(epiloq.scaled_mm_azp, out_dtype=OUT_DTYPE, constant_b=True)
         return Bound([partial(azp, *_operands(s), s["azp_adj"], s.get("azp")) for s in sets])
-    scaled = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE)
+    scaled = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE, constant_b=True)
     return Bound([partial(scaled, *_operands(s), s.get("bias")) for s in sets])
 
 
