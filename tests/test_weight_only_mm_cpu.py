@@ -54,6 +54,29 @@ def test_any_product_on_any_threads(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "k", "group_size"), [(150, 4096, 32), (300, 4000, 64), (65, 96, -1)])
+def test_many_tokens_by_parts_of_k_and_of_the_tokens(
+    seed: int, m: int, k: int, group_size: int, dtype: torch.dtype
+) -> None:
+    for bits, kind in ((4, "zero"), (8, "symmetric")):
+        run_and_assert_close("cpu", m, 40, k, bits, group_size, kind, dtype, bias=True, clamp=(-2.0, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_infinities_keep_their_sign(seed: int, dtype: torch.dtype) -> None:
+    """Also where a token is a sum of parts, of which what is not finite has one."""
+    weight = make_weight(48, 256, 4, 32, "zero").packed
+    x = torch.randn(40, 256).to(dtype)
+    clean = epiloq.weight_only_mm(x, weight)
+    x[3, 17], x[20, 255], x[39, 0] = torch.inf, -torch.inf, torch.nan
+    y, expected = epiloq.weight_only_mm(x, weight), x.double() @ weight.dequantize(torch.float32).double().t()
+    special = [3, 20, 39]
+    assert torch.equal(y[special].double().nan_to_num(7.0), expected[special].nan_to_num(7.0))
+    others = [m for m in range(40) if m not in special]
+    assert torch.equal(y[others], clean[others])
+
+
 @pytest.mark.parametrize("m", [1, 9, 33])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_threads_do_not_change_a_bit(seed: int, threads: int, bits: int, m: int) -> None:

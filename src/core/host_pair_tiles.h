@@ -1,7 +1,8 @@
 #pragma once
 
 // Products of bfloat16 with AMX: up to 64 tokens at a time by 16 rows of a weight, a word of two columns of each row
-// side by side. Sums are float32; subnormal numbers count as 0, as in host_pairs.h.
+// side by side. Sums are float32; subnormal numbers count as 0, as in host_pairs.h. Tokens of float16 and float32 are
+// sums of two and three of bfloat16, eight bits each.
 
 #include <algorithm>
 
@@ -28,6 +29,8 @@ struct TokensOfTiles {
   std::uint16_t const* x;
   std::int64_t stride;
   int count;  // rows up to a multiple of kTileRows are there
+  int parts = 1;
+  std::int64_t of_part = 0;  // from one part to the next
 };
 
 struct PairTiles {
@@ -62,15 +65,18 @@ struct PairTiles {
     }
     for (int i = 0; i < steps; ++i, pairs += kTilePairs) {
       _tile_loadd(7, pairs, sizeof(Line));
-      _tile_loadd(4, x0 + i * kTileColumns, bytes);
-      _tile_dpbf16ps(0, 4, 7);
-      if constexpr (kTiles == 4) {
-        _tile_loadd(5, x1 + i * kTileColumns, bytes);
-        _tile_dpbf16ps(1, 5, 7);
-        _tile_loadd(4, x2 + i * kTileColumns, bytes);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, x3 + i * kTileColumns, bytes);
-        _tile_dpbf16ps(3, 5, 7);
+      std::int64_t at = i * kTileColumns;
+      for (int part = 0; part < tokens.parts; ++part, at += tokens.of_part) {
+        _tile_loadd(4, x0 + at, bytes);
+        _tile_dpbf16ps(0, 4, 7);
+        if constexpr (kTiles == 4) {
+          _tile_loadd(5, x1 + at, bytes);
+          _tile_dpbf16ps(1, 5, 7);
+          _tile_loadd(4, x2 + at, bytes);
+          _tile_dpbf16ps(2, 4, 7);
+          _tile_loadd(5, x3 + at, bytes);
+          _tile_dpbf16ps(3, 5, 7);
+        }
       }
     }
     _tile_stored(0, products, sizeof(Line));

@@ -58,8 +58,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   }
   __syncthreads();
   TileReader<C> const reader(params, shared);
-  int early = 0;
-  if (group == C::kMathGroups && warp < C::kReaders && is_elected()) early = reader.ask_early(warp);
+  int early = 0;  // steps that have their weights
+  if (C::kFew && params.p.constant_b) {
+    if (group == C::kMathGroups && warp < C::kReaders && is_elected()) early = reader.ask_early(warp);
+  } else if (group == C::kMathGroups && warp == 0 && is_elected()) {
+    reader.prefetch();
+  }
   let_next_kernel_start();
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {

@@ -26,41 +26,45 @@ struct TileReader {
         weights(uniform(shared_address(shared.weights(0)))),
         scales(uniform(shared_address(shared.scales(0)))) {}
 
-  // Before the previous kernel has finished: asks for the descriptor of the first tokens and for the weights of the
-  // first steps (not where experts' rows are known only then). They come into their stages if nobody may still write
-  // them; else into L2, which is harmless even then, as L2 is where writes arrive. Returns how many steps have their
-  // weights in shared memory. Few: the first tokens stand behind them, and a quantiser that still runs waits longer for
-  // what it reads.
+  // Before the previous kernel has finished. Few boxes each: the first tokens stand behind them, and a quantiser that
+  // still runs waits longer for what it reads.
+  static constexpr int kEarlyBoxes = 8;
+
+  // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless even if the previous kernel
+  // writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.)
+  __device__ void prefetch() const {
+    cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
+    if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
+    GroupwiseTile tile;
+    if (!scheduler.next(tile)) return;
+    for (int k = 0; k < min(params.p.k, kEarlyBoxes * kGroupDepth); k += kGroupDepth) {
+      prefetch_box(params.weights.maps[0], k, tile.first_column);
+    }
+  }
+
+  // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many.
   __device__ int ask_early(int reader) const {
-    constexpr int kBoxes = 8;
-    if (reader == 0) cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
-    if (params.p.offs != nullptr || params.p.masked_m != nullptr) return 0;
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return 0;
-    int const steps = min(kBoxes, (params.p.k + kGroupDepth - 1) / kGroupDepth);
-    if (C::kFew && params.p.constant_b) {
-      int const early = min(steps, C::kStages);
-      CUtensorMap const& map = params.weights.maps[tile.first_column + C::kN > params.p.n];
-      int const expected = bytes_of(tile);
+    int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth, early = min(depth, min(kEarlyBoxes, C::kStages));
+    bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
+    int const expected = bytes_of(last_row, last_column);
+    cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
-      for (int i = reader; i < early; i += C::kReaders) {
-        expect_bytes(full + i * 8, expected);
-        copy_box(weights + i * C::kWeightBytes, map, i * kGroupDepth, tile.first_column, full + i * 8);
-      }
-      return early;
+    for (int i = reader; i < early; i += C::kReaders) {
+      expect_bytes(full + i * 8, expected);
+      copy_box(weights + i * C::kWeightBytes, params.weights.maps[last_column], i * kGroupDepth, tile.first_column,
+               full + i * 8);
     }
-    for (int i = reader; i < steps; i += C::kReaders) {
-      prefetch_box(params.weights.maps[0], i * kGroupDepth, tile.first_column);
-    }
-    return 0;
+    return early;
   }
 
-  // That a stage of a tile gets from TMA by this thread.
-  __device__ int bytes_of(GroupwiseTile const& tile) const {
-    bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
-    int const rows = params.tokens.boxes[last_row] + params.weights.boxes[last_column];
-    return rows * kGroupDepth + (params.copies_scales ? params.tokens.boxes[0] * 4 : 0);
+  // What a stage gets by this thread.
+  __device__ int bytes_of(bool last_row, bool last_column) const {
+    int const scale_bytes = params.copies_scales ? params.tokens.boxes[0] * 4 : 0;
+    return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
   }
 
   // The first `early` steps have their weights.
@@ -74,7 +78,7 @@ struct TileReader {
       int const weight_row = tile.expert * params.p.n + tile.first_column;
       bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
-      int const expected = bytes_of(tile);
+      int const expected = bytes_of(last_row, last_column);
       for (int i = 0; i < depth; ++i, ++step) {
         if (step % C::kReaders != reader) continue;
         SharedAddress const barrier = full + ring.stage * 8;

@@ -239,7 +239,7 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
   p.bias = call.bias ? call.bias->data : nullptr;
   p.offs = call.offs ? call.offs->as<std::int32_t>() : nullptr;
   p.masked_m = call.masked_m ? call.masked_m->as<std::int32_t>() : nullptr;
-  p.constant_b = call.constant_b;
+  p.constant_b = call.constant_b && !has_experts(call);
   Target const target = target_of(call);
   auto const choice = ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count);
   ops::groupwise_mm::launch(choice, p, call.a.dtype, call.out.dtype, call.a.device.index, stream);

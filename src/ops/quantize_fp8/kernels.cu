@@ -48,7 +48,7 @@ struct TileGrid {
 template <class T, class Format>
 __global__ void __launch_bounds__(kTileThreads)
     tiles(__grid_constant__ Problem const p, __grid_constant__ TileGrid const grid) {
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   unsigned const block_row = grid.parts == 1 ? blockIdx.x : blockIdx.x / grid.parts;
   unsigned const place = block_row * blockDim.y + threadIdx.y;
   bool const in_rows = place < p.rows;
@@ -77,13 +77,14 @@ __global__ void __launch_bounds__(kTileThreads)
 // A block a row, the row in registers.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem const p) {
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x + column;
   Vector<T> held[kVectors];
   float amax = 0.f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) held[v].load_if(column + v * step < p.cols, x + v * step);
+  let_next_kernel_start_if_few();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) amax = larger(amax, held[v].largest());
   amax = largest_of_block(amax);
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem co
 template <class T, class Format>
 __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Problem const p, int across) {
   constexpr int kAcross = kBlockSide / kVector, kDown = kBlockThreads / kAcross, kVectors = kBlockSide / kDown;
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   int const down = blockIdx.x / across, col = blockIdx.x - down * across;
   int const column = col * kBlockSide + threadIdx.x % kAcross * kVector;
   std::int64_t const first_row = std::int64_t{down} * kBlockSide + threadIdx.x / kAcross;
@@ -168,7 +169,7 @@ template <class T, class Format>
 __global__ void __launch_bounds__(kMeasureThreads)
     measure(__grid_constant__ Problem const p, __grid_constant__ Span const span) {
   constexpr int kBatch = 64 / (kVector * static_cast<int>(sizeof(T)));  // 64 bytes a thread on their way
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   float amax = 0.f;
   std::int64_t const thread = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x, threads = gridDim.x * blockDim.x;
   std::int64_t const vectors = span.in_vectors ? span.cols / kVector : 0;

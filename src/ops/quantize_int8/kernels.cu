@@ -127,7 +127,7 @@ __device__ __forceinline__ Range range_of_row(Problem const& p, Vector<T> const 
 // A block a row, the row in registers: one pass over memory.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   int const row = blockIdx.x;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q = p.q + row * p.stride_q;
@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     int const column = (v * blockDim.x + threadIdx.x) * kVector;
     if (column < p.cols) held[v].load(x + column);
   }
+  let_next_kernel_start_if_few();
   Parameters parameters;
   if (p.is_static) {
     parameters = read_static(p, row);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
 // Rows that are too long for registers or do not start on 16 bytes: read twice, an element at a time.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Problem const p) {
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   int const row = blockIdx.x;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q = p.q + row * p.stride_q;

@@ -58,6 +58,7 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
   T const* const source = static_cast<T const*>(p.x) + row * p.stride_x + column;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) x[v].load_if(column + v * step < p.out.cols, source + v * step);
+  let_next_kernel_start_if_few();
   if (p.residual == nullptr) return;
   T const* const residual = static_cast<T const*>(p.residual) + row * p.stride_residual + column;
   T* const residual_out = static_cast<T*>(p.residual_out) + row * p.stride_residual_out + column;
@@ -77,7 +78,7 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
 // spills on SM80. One vector fits twice; 0 asks for nothing.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   QuantizedRows const& out = p.out;
   if (row >= out.rows) return;

@@ -16,7 +16,7 @@ __device__ __forceinline__ float gated(float gate, float up) {
 // The row in registers: one pass.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
-  wait_as_quantiser();
+  wait_for_previous_kernel();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   if (row >= p.out.rows) return;
   T const* const gates = static_cast<T const*>(p.x) + row * p.stride_x + column;
@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     gate[v].load_if(column + v * step < p.out.cols, gates + v * step);
     up[v].load_if(column + v * step < p.out.cols, ups + v * step);
   }
+  let_next_kernel_start_if_few();
   float values[kVectors][kVector];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {

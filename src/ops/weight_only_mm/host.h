@@ -28,8 +28,9 @@ std::vector<int> groups_of(Weight const& weight, int step);
 
 // Whether tokens of bfloat16 are multiplied as they are, from some on (host_pairs.h).
 bool by_pairs(Problem const& problem, DType dtype);
-// And then in tiles.
+// Whether tokens are multiplied in tiles, of float16 and float32 as sums of so many of bfloat16.
 bool by_tiles(Problem const& problem, DType dtype);
+constexpr int tile_parts(DType dtype) { return dtype == DType::kBFloat16 ? 1 : dtype == DType::kFloat16 ? 2 : 3; }
 
 // A few tokens, kFewTokens at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
 // as they lie, in registers, and tokens are brought into their order.
@@ -49,13 +50,17 @@ void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameter
 // Any number of tokens and any weight: tokens are multiplied by the columns of a slab, de-quantised or as integers.
 struct ManyTokens {
   std::vector<float> copy;           // of what is no float32
-  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles
+  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles, part after part
   bool in_tiles = false;
+  int parts = 1;
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;
 
   ManyTokens(Problem const& problem, DType dtype, int threads);
+
+ private:
+  void bring_into_tiles(Problem const& problem, DType dtype, int threads);
 };
 // Of `count` tokens from `first` on.
 void multiply_many(Problem const& problem, ManyTokens const& tokens, SlabParameters const& parameters, int slab,

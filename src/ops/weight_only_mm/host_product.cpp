@@ -14,6 +14,7 @@ namespace {
 
 // Products of a weight and a token that are worth a thread: a few microseconds, which it takes to wake one.
 constexpr std::int64_t kWorth = 1 << 16;
+constexpr int kFourTiles = 64;  // tokens
 
 int threads_for(Problem const& p, int threads) {
   std::int64_t const work = static_cast<std::int64_t>(p.weight.n) * p.weight.k * p.m;
@@ -22,9 +23,12 @@ int threads_for(Problem const& p, int threads) {
 
 // Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
 int tokens_at_once(Problem const& p, DType dtype) {
+  if (is_for_few(p, dtype)) return p.m;
   bool const in_tiles = by_tiles(p, dtype);
-  int const cached = in_tiles ? 1 << 19 : 1 << 17, least = in_tiles ? 256 : 8 * kPairBlock;  // values; whole blocks
-  return is_for_few(p, dtype) ? p.m : std::max(least, cached / std::max(p.weight.k, 1) / least * least);
+  int const parts = in_tiles ? tile_parts(dtype) : 1;
+  int const cached = (in_tiles ? 1 << 19 : 1 << 17) / parts;                     // values
+  int const least = !in_tiles ? 8 * kPairBlock : parts == 1 ? 256 : kFourTiles;  // whole blocks
+  return std::max(least, cached / std::max(p.weight.k, 1) / least * least);
 }
 
 }  // namespace
@@ -55,7 +59,10 @@ std::vector<int> groups_of(Weight const& w, int step) {
 
 std::string describe_on_host(Problem const& p, DType dtype) {
   if (is_for_few(p, dtype)) return "cpu, packed integers in registers";
-  if (by_tiles(p, dtype)) return "cpu, integers of 16 rows as bfloat16 at a time, AMX";
+  if (by_tiles(p, dtype)) {
+    constexpr char const* kWords[] = {"", ", tokens in two parts", ", tokens in three parts"};
+    return std::string("cpu, integers of 16 rows as bfloat16 at a time, AMX") + kWords[tile_parts(dtype) - 1];
+  }
   return by_pairs(p, dtype) ? "cpu, integers of 16 rows as bfloat16 at a time, AVX-512 BF16"
                             : "cpu, 16 rows of the weight de-quantised at a time";
 }
