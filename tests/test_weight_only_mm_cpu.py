@@ -55,12 +55,23 @@ def test_any_product_on_any_threads(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("m", "k", "group_size"), [(150, 4096, 32), (300, 4000, 64), (65, 96, -1)])
+@pytest.mark.parametrize(("m", "k", "group_size"), [(150, 4096, 32), (300, 4000, 64), (65, 96, -1), (130, 64, 32)])
 def test_many_tokens_by_parts_of_k_and_of_the_tokens(
     seed: int, m: int, k: int, group_size: int, dtype: torch.dtype
 ) -> None:
     for bits, kind in ((4, "zero"), (8, "symmetric")):
         run_and_assert_close("cpu", m, 40, k, bits, group_size, kind, dtype, bias=True, clamp=(-2.0, 3.0))
+
+
+def test_every_type_of_token_goes_into_tiles_where_there_are_any() -> None:
+    weight = make_weight(48, 256, 4, 32, "zero").packed
+    words = [
+        epiloq.explain("weight_only_mm", torch.zeros(40, 256, dtype=dtype), weight)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ]
+    if "AMX" not in words[0]:
+        pytest.skip("a CPU without AMX")
+    assert words[1].endswith("AMX, tokens in two parts") and words[2].endswith("AMX, tokens in three parts")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

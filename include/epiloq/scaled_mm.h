@@ -28,9 +28,9 @@ struct ScaledMm {
   std::optional<TensorView> azp{};      // int32, one or M
   bool fast_accum = false;              // float8: leave sums to the tensor core, whose accumulator has about 14 bits
   int threads = 1;                      // on the CPU, at most: of those that use_openmp (threads.h) lends
-  // B is a model's weight: nothing launched shortly before on this stream writes it. Its first tiles may then be read
-  // while the kernel before this one still runs. epiloq's operations let the next kernel start early, so it must not be
-  // said of a B that one of them writes just before; what anybody else writes is there when this kernel starts.
+  // B is a model's weight, which may be read before the stream's previous kernels have finished: none of them that lets
+  // the next one start early (programmatic dependent launch), as epiloq's do, may have written it since the last one
+  // that does not; or since one of epiloq's quantisers, which wait first. Copies and eager torch's own kernels may.
   bool constant_b = false;
 };
 

@@ -2,7 +2,8 @@
 // between them by way of Python, which takes longer than a small layer's kernels.
 //
 // A product behind a quantiser has a constant B whoever wrote the weight: quantisers wait for all that was launched
-// before them, and only then let the product start (wait_as_quantiser).
+// before them, and only then let the product start (quantizing.cuh). Compiled layers are two operations, which say the
+// same; there it holds as the weight is a buffer, written by torch.
 
 #include "bindings/register.h"
 #include "bindings/scratch.h"

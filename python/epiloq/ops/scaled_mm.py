@@ -44,10 +44,11 @@ def scaled_mm(
         out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
         fast_accum: float8 on a GPU: leave all of a sum to the tensor cores, whose accumulators keep about 14 bits on
             Hopper. Faster from some 128 tokens on; without it sums are added up in fp32 every 128 of K.
-        constant_b: ``b`` is a model's weight: nothing launched shortly before on this stream writes it. A GPU may then
-            read its first tiles while the kernel before this one still runs, which takes up to 5 % off few tokens
-            on large weights. epiloq's own operations let the next kernel start early, so do not say it of a ``b`` that
-            one of them has just written; what torch's write is there in time.
+        constant_b: ``b`` is a model's weight, written long before. A GPU may then read its first tiles while kernels
+            before this one still run, which takes up to 5 % off few tokens on large weights. Not of a ``b`` that a
+            kernel which lets the next one start early (programmatic dependent launch), as epiloq's do, has written
+            since the last one that does not, or since the last of epiloq's quantisers; what eager torch's own write,
+            copies among it, is there in time.
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:

@@ -27,7 +27,6 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     gate[v].load_if(column + v * step < p.out.cols, gates + v * step);
     up[v].load_if(column + v * step < p.out.cols, ups + v * step);
   }
-  let_next_kernel_start_if_few();
   float values[kVectors][kVector];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {

@@ -53,6 +53,7 @@ struct ManyTokens {
   std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles, part after part
   bool in_tiles = false;
   int parts = 1;
+  std::int64_t of_part = 0;  // pairs of each
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;

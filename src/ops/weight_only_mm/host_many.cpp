@@ -17,8 +17,8 @@ namespace {
 void multiply_pairs(SlabByTokens const& slab, int group, ManyTokens const& all, int first, Line* sums) {
   std::uint32_t const* const x = all.pairs.data() + first * all.stride;
   if (all.in_tiles) {
-    auto const of_part = static_cast<std::int64_t>(all.pairs.size()) / all.parts * 2;
-    TokensOfTiles const tokens{reinterpret_cast<std::uint16_t const*>(x), 2 * slab.stride, slab.m, all.parts, of_part};
+    TokensOfTiles const tokens{reinterpret_cast<std::uint16_t const*>(x), 2 * slab.stride, slab.m, all.parts,
+                               2 * all.of_part};
     ManyPairs::run_in_tiles(slab, group, tokens, sums);
   } else {
     ManyPairs::run({.slab = slab, .group = group, .x = x}, sums);
@@ -84,7 +84,7 @@ void ManyTokens::bring_into_tiles(Problem const& p, DType dtype, int threads) {
   int const k = p.weight.k;
   in_tiles = true, parts = tile_parts(dtype);
   stride = (k + kTileColumns - 1) / kTileColumns * kTilePairs;
-  std::int64_t const of_part = (p.m + kTileRows - 1) / kTileRows * kTileRows * stride;
+  of_part = (p.m + kTileRows - 1) / kTileRows * kTileRows * stride;
   pairs.resize(parts * of_part);
   share(p.m, threads, [&](int first, int last) {
     std::vector<float> rest(k);

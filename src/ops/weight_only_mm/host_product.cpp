@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/host_columns.h"
+#include "core/host_pair_tiles.h"
 #include "core/host_pairs.h"
 #include "core/host_rows.h"
 #include "core/threads.h"
@@ -14,7 +15,7 @@ namespace {
 
 // Products of a weight and a token that are worth a thread: a few microseconds, which it takes to wake one.
 constexpr std::int64_t kWorth = 1 << 16;
-constexpr int kFourTiles = 64;  // tokens
+constexpr int kFourTiles = 4 * kTileRows;  // tokens
 
 int threads_for(Problem const& p, int threads) {
   std::int64_t const work = static_cast<std::int64_t>(p.weight.n) * p.weight.k * p.m;
