@@ -43,6 +43,9 @@ def int8_products(m: int, n: int, k: int, device: str, out: Tensor) -> Calls:
         yield OPS.scaled_mm_out, (*plain, bias), {"out": out}
         yield OPS.scaled_mm_azp, (*with_azp, p.azp, bias), {"out_dtype": torch.float16}
         yield OPS.scaled_mm_azp_out, (*with_azp, None, bias), {"out": out}
+        constant = {"constant_b": True, "out_dtype": torch.float16}
+        yield OPS.scaled_mm, (*plain, bias), constant
+        yield OPS.scaled_mm_azp, (*with_azp, p.azp, bias), constant
 
 
 def batched_products(m: int, n: int, k: int, device: str) -> Calls:
@@ -113,7 +116,7 @@ def groupwise_products(a: Tensor, n: int, out: Tensor) -> Calls:
     scale_b = torch.ones(experts, -(-k // 128), -(-n // 128), device=a.device)
     for bias in (None, out.new_ones(n)):
         yield OPS.groupwise_mm, (a, weights[0], scale_a, scale_b[0], bias), {"out_dtype": torch.float16}
-        yield OPS.groupwise_mm_out, (a, weights[0], scale_a, scale_b[0], bias, 1, 128), {"out": out}
+        yield OPS.groupwise_mm_out, (a, weights[0], scale_a, scale_b[0], bias, 1, 128, True), {"out": out}
     by_rows = (weights, scale_a, scale_b, torch.tensor([m // 2, m], dtype=torch.int32, device=a.device))
     yield OPS.grouped_mm, (a, *by_rows), {"out_dtype": torch.float16}
     yield OPS.grouped_mm_out, (a, *by_rows), {"out": out}
