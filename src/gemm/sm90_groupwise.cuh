@@ -68,7 +68,11 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
-    if (warp < C::kReaders && is_elected()) reader.run(warp, early);
+    if constexpr (C::kApart) {
+      if (is_elected()) reader.run_apart(warp >= C::kReaders, warp % C::kReaders, early);
+    } else {
+      if (warp < C::kReaders && is_elected()) reader.run(warp, early);
+    }
     // Each reader's scales by kScaleWarps, or by the last of them.
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
     int const first_part = params.copies_scales ? C::kScaleWarps - 1 : 0;

@@ -76,7 +76,7 @@ struct GroupwiseMath {
   // Starts to multiply a round of a stage, onto what is there or anew.
   static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, RingPosition<C> const& at,
                                                int round, bool onto) {
-    auto const a = of.tokens + at.stage * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
+    auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
     auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
     fence(product);
     cute::warpgroup_arrive();

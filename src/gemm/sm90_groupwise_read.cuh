@@ -11,8 +11,8 @@
 
 namespace epiloq::gemm {
 
-// A thread that asks TMA for tokens and weights, and for scales where they lie so that it can. Its way around the ring
-// takes as long as a short step: addresses are at hand. Built by whole warps.
+// A thread that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Its way
+// around the ring takes as long as a short step: addresses are at hand. Built by whole warps.
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
@@ -50,7 +50,7 @@ struct TileReader {
     if (!scheduler.next(tile)) return 0;
     int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth, early = min(depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
-    int const expected = bytes_of(last_row, last_column);
+    int const expected = C::kApart ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
     for (int i = reader; i < early; i += C::kReaders) {
@@ -61,13 +61,13 @@ struct TileReader {
     return early;
   }
 
-  // What a stage gets by this thread.
+  // What a stage gets by a thread that asks for both.
   __device__ int bytes_of(bool last_row, bool last_column) const {
     int const scale_bytes = params.copies_scales ? params.tokens.boxes[0] * 4 : 0;
     return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
   }
 
-  // The first `early` steps have their weights.
+  // Every kReaders-th step. The first `early` ones have their weights.
   __device__ void run(int reader, int early) const {
     int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
     bool const copies_scales = params.copies_scales;
@@ -95,6 +95,38 @@ struct TileReader {
           copy_box(scales + ring.stage * (C::kStageScales * 4), params.scales, tile.first_row, i, barrier);
         }
         ring.advance(C::kReaders);
+      }
+    }
+  }
+
+  // Every kReaders-th step of either tokens or weights, around a ring of their own. Weights begin behind those that
+  // were asked for early.
+  __device__ void run_apart(bool of_tokens, int reader, int early) const {
+    RowTiles const& from = of_tokens ? params.tokens : params.weights;
+    SharedAddress const to = of_tokens ? tokens : weights;
+    int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
+    int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
+    int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
+    int step = 0, stage = reader;
+    RingPosition<C> ring(reader), behind(reader);  // this step's, and that of the step that has to make room for it
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
+    for (GroupwiseTile tile; scheduler.next(tile);) {
+      int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
+      bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
+      CUtensorMap const& map = from.maps[is_last];
+      int const expected = from.boxes[is_last] * kGroupDepth;
+      for (int i = 0; i < depth; ++i, ++step) {
+        if (step % C::kReaders != reader) continue;
+        if (step >= stages) {
+          wait_for_barrier(empty + behind.stage * 8, behind.parity);
+          behind.advance(C::kReaders);
+        }
+        if (step >= first) {
+          expect_bytes(full + ring.stage * 8, expected);
+          copy_box(to + stage * bytes, map, i * kGroupDepth, row, full + ring.stage * 8);
+        }
+        ring.advance(C::kReaders);
+        stage = stage + C::kReaders < stages ? stage + C::kReaders : stage + C::kReaders - stages;
       }
     }
   }

@@ -253,16 +253,17 @@ class GroupwiseStore {
                                             int columns) const {
     auto const& p = params_.p;
     auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
-    if (!C::kStoresBoxes && first_row + 16 <= end_row && first_column + columns <= p.n && has_lines(p)) {
+    int const rows = min(16, end_row - first_row);
+    if (first_column + columns <= p.n && has_lines(p)) {
       int const units = columns / kUnit;
 #pragma unroll
       for (int i = lane_; i < 16 * units; i += 32) {
         int const row = i / units, column = i % units * kUnit;
-        *reinterpret_cast<int4*>(target + row * p.stride_d + column) =
-            *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
+        int4 const unit = *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
+        if (row < rows) *reinterpret_cast<int4*>(target + row * p.stride_d + column) = unit;
       }
     } else {
-      int const rows = min(16, end_row - first_row), known = min(columns, p.n - first_column);
+      int const known = min(columns, p.n - first_column);
 #pragma unroll 1
       for (int i = lane_; i < rows * C::kChunk; i += 32) {
         int const row = i / C::kChunk, column = i % C::kChunk;

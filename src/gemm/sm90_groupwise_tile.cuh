@@ -84,22 +84,32 @@ struct Groupwise {
   static constexpr int kScalesOfWarp = kN + 16 * kRounds;
   static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
   static constexpr int kPartialBytes = (kKGroups - 1) * 128 * kSums * 4;
-  static constexpr int kAlignment = 1024;  // of swizzled tiles
-  static constexpr int kBarrierBytes = 512;
+  static constexpr int kAlignment = 1024;    // of swizzled tiles
+  static constexpr int kBarrierBytes = 512;  // of 32 stages
   static constexpr int kFixedBytes =
       kAlignment + kStagingBytes + kPartialBytes + kMGroups * 4 * kWholeScales * 4 + kBarrierBytes;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
-  static constexpr int kFit = (kSharedMemory - kFixedBytes) / kStageBytes;
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
   // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
   // exchange stages; that is safe because they meet there.
   static constexpr int kReaders = kFew ? 2 : 1;              // where steps are short, their waits must overlap
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
-  static constexpr int kStages = std::min(kFit, kMaxStages) / kEven * kEven;
-  static_assert(kStages >= (kMGroups == 2 ? 3 : 2));
-  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+  // What whole stages leave of shared memory is room for more of few tokens' weights on their way (rings.json). Tokens,
+  // though from L2, are as long on theirs: fewer stages of them made everything slower. In groups more stages bring
+  // nothing.
+  static constexpr int kRoom = kSharedMemory - kFixedBytes;
+  static constexpr int kTokenStages = std::min(kRoom / kStageBytes, kMaxStages) / kEven * kEven;
+  static constexpr int kMoreStages =
+      kFew && kWholeRows ? (kRoom - kTokenStages * kStageBytes) / kWeightBytes / kEven * kEven : 0;
+  static constexpr int kStages = kTokenStages + kMoreStages;
+  // Tokens and weights, whose steps then differ, have kReaders each. One reader with both, weights ahead, took up to 15
+  // % longer, one each up to 11.
+  static constexpr bool kApart = kMoreStages > 0;
+  static_assert(!kApart || kReaders == 2);
+  static_assert(kTokenStages >= (kMGroups == 2 ? 3 : 2));
+  static constexpr int kSharedBytes = kFixedBytes + kTokenStages * kStageBytes + kMoreStages * kWeightBytes;
 
   // Parts of shared memory: all tokens, all weights, what leaves, then what needs no alignment.
   struct Shared {
@@ -107,10 +117,8 @@ struct Groupwise {
     __device__ explicit Shared(unsigned char* raw)
         : base(raw + (kAlignment - cute::cast_smem_ptr_to_uint(raw) % kAlignment) % kAlignment) {}
     __device__ unsigned char* tokens(int stage) const { return base + stage * kTokenBytes; }
-    __device__ unsigned char* weights(int stage) const { return base + kStages * kTokenBytes + stage * kWeightBytes; }
-    __device__ unsigned char* staging(int warp) const {
-      return base + kStages * (kTokenBytes + kWeightBytes) + warp * kSlots * kSlotBytes;
-    }
+    __device__ unsigned char* weights(int stage) const { return tokens(kTokenStages) + stage * kWeightBytes; }
+    __device__ unsigned char* staging(int warp) const { return weights(kStages) + warp * kSlots * kSlotBytes; }
     __device__ float* scales(int stage) const {
       return reinterpret_cast<float*>(staging(kMGroups * 4)) + stage * kStageScales;
     }
@@ -128,7 +136,7 @@ struct Groupwise {
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.
   static __device__ int full_arrivals(GroupwiseParams const& params) {
-    if (kWholeRows) return 1;
+    if (kWholeRows) return kApart ? 2 : 1;
     return 1 + (params.copies_all_scales ? 1 : params.copies_scales ? 32 : 32 * kScaleWarps);
   }
   static constexpr int kEmptyArrivals = 4 * kMGroups;  // a warp each
@@ -140,18 +148,28 @@ struct Groupwise {
   static constexpr bool kSendsLater = kStoresBoxes && kParts <= kSlots && !kOverlaps;
 };
 
-// Where a role stands in the ring of stages.
+// Where a role stands in the ring of stages, and in that of tokens, if it is another one.
 template <class C>
-struct RingPosition {
+class RingPosition {
+ public:
   int stage, parity;
-  __device__ explicit RingPosition(int step) : stage(step % C::kStages), parity(step / C::kStages % 2) {}
+  __device__ explicit RingPosition(int step)
+      : stage(step % C::kStages), parity(step / C::kStages % 2), tokens_(step % C::kTokenStages) {}
+  __device__ int token_stage() const { return kIsOne ? stage : tokens_; }
   __device__ void advance(int steps) {
     stage += steps;
     if (stage >= C::kStages) {
       stage -= C::kStages;
       parity ^= 1;
     }
+    if constexpr (kIsOne) return;
+    tokens_ += steps;
+    if (tokens_ >= C::kTokenStages) tokens_ -= C::kTokenStages;
   }
+
+ private:
+  static constexpr bool kIsOne = C::kStages == C::kTokenStages;
+  int tokens_;
 };
 
 }  // namespace epiloq::gemm
