@@ -16,6 +16,7 @@ from reference import Problem, assert_within_one_ulp, make_problem, poisoned
 pytestmark = pytest.mark.gpu
 
 HALVES = [torch.float16, torch.bfloat16]
+DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 # M, N, K of every tile of the kernel for whole rows, and of int8's for many tokens; last tiles of one token among them.
 SIZES = [
     *[(200, 40, 528), (129, 2112, 528), (200, 2112, 528), (384, 4616, 528), (64, 7168, 528), (300, 7168, 528)],
@@ -105,6 +106,21 @@ def test_few_tokens(seed: int, kind: str, m: int) -> None:
     for n, k in [(4096, 640), (6144, 576), (7168, 2320), (8192, 1040), (14848, 1040)]:
         for after in (8, 3):
             assert_only_its_own(kind, m, n, k, 8, after)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
+@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 127])
+def test_two_blocks_share_k(seed: int, kind: str, m: int) -> None:
+    """Tiles of every width that may, an odd number of steps, two rows of tiles, products that follow one another."""
+    name, element = ("groupwise_mm", {}) if kind == "groups" else ("scaled_mm", {"dtype": DTYPES[kind]})
+    widths = set()
+    for n, k in [(40, 3216), (1032, 2320), (2112, 7184), (3080, 4112), (3424, 8208), (4096, 14464)]:
+        text = epiloq.explain(name, m=m, n=n, k=k, arch="sm90", sm_count=132, **element)
+        if "clusters of 2" in text:
+            widths.add(text.split(" weights")[0])
+        assert_only_its_own(kind, m, n, k, 8, 8)
+        assert_only_its_own(kind, m, n, k, 8, 3)
+    assert len(widths) >= (4 if m <= 64 else 2), widths
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])

@@ -35,6 +35,7 @@ struct GroupwiseProblem {
   int azp_stride = 0;
   std::int32_t const* offs = nullptr;
   std::int32_t const* masked_m = nullptr;
+  int k_blocks = 1;         // of a cluster that share K: 1, or 2 where tiles and SMs allow
   bool constant_b = false;  // nothing that may still run when this kernel starts writes B; not of experts
 
   friend bool operator==(GroupwiseProblem const&, GroupwiseProblem const&) = default;

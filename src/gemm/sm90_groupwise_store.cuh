@@ -89,6 +89,7 @@ class GroupwiseStore {
     if constexpr (C::kStoresBoxes) {
       if (is_elected()) wait_for_stores<0>();
     }
+    if constexpr (C::kWholeRows && C::kMayShare) wait_for_copies<0>();  // of rows that another block stores
   }
 
  private:

@@ -25,6 +25,7 @@ struct GroupwiseParams {
   GroupwiseProblem p;
   GroupwiseTiles tiles;
   bool copies_scales, copies_all_scales, stores_boxes;
+  int steps_each;  // of K, to each block that shares it
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
@@ -57,6 +58,7 @@ struct Groupwise {
   static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
+  static constexpr bool kMayShare = kRounds == 1 && kN <= 64;  // K, with another block
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
@@ -84,8 +86,8 @@ struct Groupwise {
   static constexpr int kScalesOfWarp = kN + 16 * kRounds;
   static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
   static constexpr int kPartialBytes = (kKGroups - 1) * 128 * kSums * 4;
-  static constexpr int kAlignment = 1024;    // of swizzled tiles
-  static constexpr int kBarrierBytes = 512;  // of 32 stages
+  static constexpr int kAlignment = 1024;  // of swizzled tiles
+  static constexpr int kBarrierBytes = 512;
   static constexpr int kFixedBytes =
       kAlignment + kStagingBytes + kPartialBytes + kMGroups * 4 * kWholeScales * 4 + kBarrierBytes;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
@@ -130,8 +132,9 @@ struct Groupwise {
     __device__ cutlass::arch::ClusterBarrier* empty() const {
       return reinterpret_cast<cutlass::arch::ClusterBarrier*>(full() + kStages);
     }
+    __device__ cutlass::arch::ClusterBarrier* received() const { return empty() + kStages; }  // a warp of rows each
   };
-  static_assert(kStages * 16 <= kBarrierBytes);
+  static_assert(kStages * 16 + kMGroups * 4 * 8 <= kBarrierBytes);
 
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.
