@@ -49,7 +49,7 @@ class GroupwiseScheduler {
     int const column = height == kBand ? within / kBand : within / height;
     int const row = band * kBand + within - column * height;
     tile = {begin_ + row * C::kM, end_, column * C::kN, expert_};
-    index_ += gridDim.x;  // (blocks that share K have one tile)
+    index_ += gridDim.x;  // past the last, where blocks share K
     return true;
   }
 

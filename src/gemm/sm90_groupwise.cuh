@@ -13,6 +13,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "epiloq/device.h"
 #include "gemm/params_cache.h"
@@ -65,7 +66,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
       shared.empty()[i].init(C::kEmptyArrivals);
     }
     for (int i = 0; C::kMayShare && i < 4 * C::kMGroups; ++i) shared.received()[i].init(1);
-    cutlass::arch::fence_barrier_init();  // by one thread: by one for each stage it took 0.7 us
+    // By the one thread that made them all: this fence by a thread for each stage took 0.7 us.
+    cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   bool const shares = C::kMayShare && params.p.k_blocks > 1;
@@ -94,6 +96,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     } else if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
       read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
     }
+    __syncwarp();
     if (shares) wait_for_begun();
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
@@ -172,10 +175,11 @@ struct GroupwiseGemm {
     thread_local ParamsCache<GroupwiseProblem, GroupwiseParams> cache;
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
-    std::int64_t blocks = sm_count;
-    if (p.offs == nullptr && p.masked_m == nullptr) {
-      blocks = std::min(blocks, tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks);
-    }
+    bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
+    std::int64_t const wanted = tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks;
+    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count, wanted) : sm_count;
+    bool const may_share = C::kMayShare && is_dense && wanted <= sm_count && tiles(p.k, kGroupDepth) >= p.k_blocks;
+    if (p.k_blocks > 1 && !may_share) throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
     cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), p.k_blocks, C::kThreads, C::kSharedBytes,
                                          stream, params),
                "launching epiloq.groupwise_mm");

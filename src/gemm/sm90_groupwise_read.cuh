@@ -112,7 +112,7 @@ struct TileReader {
     SharedAddress const to = of_tokens ? tokens : weights;
     int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
-    int before = 0, stage = reader;
+    int before = 0;
     RingPosition<C> ring(reader), behind(reader);  // this step's, and that of the step that has to make room for it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; scheduler.next(tile); before += share.depth) {
@@ -127,10 +127,10 @@ struct TileReader {
         }
         if (before + i >= first) {
           expect_bytes(full + ring.stage * 8, expected);
-          copy_box(to + stage * bytes, map, (share.first + i) * kGroupDepth, row, full + ring.stage * 8);
+          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, (share.first + i) * kGroupDepth,
+                   row, full + ring.stage * 8);
         }
         ring.advance(C::kReaders);
-        stage = stage + C::kReaders < stages ? stage + C::kReaders : stage + C::kReaders - stages;
       }
     }
   }

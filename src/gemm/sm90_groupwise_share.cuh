@@ -28,14 +28,14 @@ struct StepShare {
 __device__ __forceinline__ void say_begun() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_begun() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// What a warp has in its registers, and where its other half of the cluster keeps it: in the slots of two warps, one of
-// either half of the rows, as those of the rows that a block gives away are of no use to it.
+// Each block keeps half of a tile's rows. A warp whose rows the other block keeps sends its sums there, into the slots
+// of the warp that has the same rows and of one of the other half, whose rows that block gives away.
 template <class C>
 class RowExchange {
  public:
   using Sum = typename C::Sum;
 
-  // `warp` of those of all rows. `has_rows`: are there any of the warp's 16?
+  // `warp` of those of all rows.
   __device__ RowExchange(typename C::Shared const& shared, int warp, int lane, int rank)
       : barrier_(shared_address(shared.received() + warp)),
         own_(shared_address(shared.staging(warp)) + lane * 16),
@@ -44,7 +44,8 @@ class RowExchange {
         takes_((warp / kHalf) % 2 == rank),
         is_first_lane_(lane == 0) {}
 
-  // Whether the warp's rows are this block's; then sums are whole. `has_rows` is uniform, and said to be.
+  // Whether the warp's rows are this block's; then sums are whole. `has_rows` (of the warp's 16 are there any?) is
+  // uniform, and said to be.
   __device__ __forceinline__ bool meet(Sum (&sums)[C::kSums], bool has_rows) const {
     if (!has_rows) return false;
     takes_ ? take(sums) : give(sums);
@@ -63,7 +64,7 @@ class RowExchange {
   __device__ __forceinline__ void take(Sum (&sums)[C::kSums]) const {
     if (is_first_lane_) expect_bytes(barrier_, kVectors * kVectorBytes);
     __syncwarp();
-    wait_for_barrier(barrier_, 0);
+    wait_for_sums();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       std::uint32_t bits[4];
@@ -101,6 +102,15 @@ class RowExchange {
           "r"(bits[0]), "r"(bits[1]), "r"(bits[2]), "r"(bits[3]), "r"(barrier)
           : "memory");
     }
+  }
+
+  // What another block has written is acquired from the cluster.
+  __device__ __forceinline__ void wait_for_sums() const {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n@done bra ready;\n"
+        "bra again;\nready:\n}" ::"r"(barrier_)
+        : "memory");
   }
 
   // An address of this block's shared memory, in the other block's.

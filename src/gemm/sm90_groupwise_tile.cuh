@@ -58,7 +58,7 @@ struct Groupwise {
   static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
-  static constexpr bool kMayShare = kRounds == 1 && kN <= 64;  // K, with another block
+  static constexpr bool kMayShare = GroupwiseConfig{kMGroups, kKGroups, kN, kRounds}.may_share_k();
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
@@ -94,7 +94,8 @@ struct Groupwise {
   static constexpr int kMaxStages = 24;
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
   // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
-  // exchange stages; that is safe because they meet there.
+  // exchange stages; that is safe because they meet there. A reader of tokens may wait for a stage of weights to be
+  // given back, kTokenStages steps ago: its next use needs tokens that the same reader has yet to ask for.
   static constexpr int kReaders = kFew ? 2 : 1;              // where steps are short, their waits must overlap
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
   static constexpr int kEven = std::lcm(kKGroups, kReaders);

@@ -51,6 +51,16 @@ inline constexpr std::array kFloat8RowTiles{
     Tile{{1, 2, 64}, 170, 0, 250}, Tile{{2, 1, 64}, 285, 0, 290}, Tile{{2, 1, 96}, 320},
     Tile{{2, 1, 128}, 400},        Tile{{2, 1, 192}, 560},        Tile{{2, 1, 128, 2}, 750},
 };
+template <std::size_t kCount>
+constexpr bool share_where_they_may(std::array<Tile, kCount> const& tiles) {
+  for (Tile const& tile : tiles) {
+    if (tile.shared_ns > 0 && !(tile.config.may_share_k() && tile.end_ns == 0)) return false;
+  }
+  return true;
+}
+static_assert(share_where_they_may(kTiles) && share_where_they_may(kColumnScaleTiles) &&
+              share_where_they_may(kInt8RowTiles) && share_where_they_may(kFloat8RowTiles));
+
 template <DType kElement>
 constexpr GroupwiseConfig row_tile(int row) {
   if constexpr (kElement == DType::kInt8) return kInt8RowTiles[row].config;
