@@ -12,11 +12,11 @@ import epiloq
 from float8_reference import Float8Problem, assert_float8_close, make_float8_problem
 from groupwise_reference import assert_close, make
 from reference import Problem, assert_within_one_ulp, make_problem, poisoned
+from tile_products import PRODUCTS, only_its_own
 
 pytestmark = pytest.mark.gpu
 
 HALVES = [torch.float16, torch.bfloat16]
-DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 # M, N, K of every tile of the kernel for whole rows, and of int8's for many tokens; last tiles of one token among them.
 SIZES = [
     *[(200, 40, 528), (129, 2112, 528), (200, 2112, 528), (384, 4616, 528), (64, 7168, 528), (300, 7168, 528)],
@@ -70,57 +70,12 @@ def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
     assert_every_tile(torch.float8_e4m3fn)
 
 
-def write_product(kind: str, m: int, n: int, k: int, out: Tensor) -> None:
-    if kind == "groups":
-        p = make(m, n, k, device="cuda").in_columns(4)
-        epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, out=out)
-        assert_close(out, *p.operands())
-    elif kind == "int8":
-        of_int8 = make_problem(m, n, k, device="cuda")
-        int8_call(of_int8, out)
-        assert_within_one_ulp(out, of_int8)
-    else:
-        of_float8 = make_float8_problem(m, n, k, device="cuda")
-        float8_call(of_float8, out)
-        assert_float8_close(out, of_float8)
-
-
-def assert_only_its_own(kind: str, m: int, n: int, k: int, before: int, after: int) -> None:
-    wide = poisoned((m + 16, before + n + after), torch.bfloat16, "cuda")
-    write_product(kind, m, n, k, wide[:m, before : before + n])
-    assert wide[:, :before].isnan().all() and wide[:, before + n :].isnan().all() and wide[m:].isnan().all()
-
-
-@pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
+@pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize(("before", "after"), [(8, 8), (0, 1), (8, 3), (0, 8)])
 def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> None:
     """Rows that begin at multiples of 16 bytes, and rows that do not: nothing between them is written."""
     for m, n in [(300, 256), (256, 4096), (130, 576)]:
-        assert_only_its_own(kind, m, n, 640, before, after)
-
-
-@pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
-@pytest.mark.parametrize("m", [1, 7, 15, 18, 64])
-def test_few_tokens(seed: int, kind: str, m: int) -> None:
-    """Rows that do not fill a warp's 16, by tiles of each width; several to a block, each of an odd number of steps."""
-    for n, k in [(4096, 640), (6144, 576), (7168, 2320), (8192, 1040), (14848, 1040)]:
-        for after in (8, 3):
-            assert_only_its_own(kind, m, n, k, 8, after)
-
-
-@pytest.mark.parametrize("kind", ["int8", "float8", "groups"])
-@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 127])
-def test_two_blocks_share_k(seed: int, kind: str, m: int) -> None:
-    """Tiles of every width that may, an odd number of steps, two rows of tiles, products that follow one another."""
-    name, element = ("groupwise_mm", {}) if kind == "groups" else ("scaled_mm", {"dtype": DTYPES[kind]})
-    widths = set()
-    for n, k in [(40, 3216), (1032, 2320), (2112, 7184), (3080, 4112), (3424, 8208), (4096, 14464)]:
-        text = epiloq.explain(name, m=m, n=n, k=k, arch="sm90", sm_count=132, **element)
-        if "clusters of 2" in text:
-            widths.add(text.split(" weights")[0])
-        assert_only_its_own(kind, m, n, k, 8, 8)
-        assert_only_its_own(kind, m, n, k, 8, 3)
-    assert len(widths) >= (4 if m <= 64 else 2), widths
+        only_its_own(PRODUCTS[kind], (m, n, 640), before, after)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])

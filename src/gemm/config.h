@@ -54,7 +54,6 @@ struct GroupwiseConfig {
   int rounds = 1;
 
   constexpr int tokens() const { return 64 * m_groups * rounds; }
-  constexpr bool may_share_k() const { return rounds == 1 && n <= 64; }  // with another block of a cluster
 };
 
 // SM80, at most a few tokens: each warp streams its own slice of K straight into registers.

@@ -13,6 +13,7 @@
 #include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
 #include "gemm/groupwise_scheduler.cuh"
+#include "gemm/k_sharing.h"
 #include "gemm/tensor_map.h"
 
 namespace epiloq::gemm {
@@ -58,7 +59,7 @@ struct Groupwise {
   static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
-  static constexpr bool kMayShare = GroupwiseConfig{kMGroups, kKGroups, kN, kRounds}.may_share_k();
+  static constexpr bool kMayShare = may_share_k({kMGroups, kKGroups, kN, kRounds});
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "gemm/config.h"
+#include "gemm/k_sharing.h"
 
 namespace epiloq::ops::groupwise_mm {
 
@@ -54,7 +55,7 @@ inline constexpr std::array kFloat8RowTiles{
 template <std::size_t kCount>
 constexpr bool share_where_they_may(std::array<Tile, kCount> const& tiles) {
   for (Tile const& tile : tiles) {
-    if (tile.shared_ns > 0 && !(tile.config.may_share_k() && tile.end_ns == 0)) return false;
+    if (tile.shared_ns > 0 && !(gemm::may_share_k(tile.config) && tile.end_ns == 0)) return false;
   }
   return true;
 }
