@@ -267,7 +267,6 @@ def explain_groupwise_mm_problem(
     dtype: str = "float8_e4m3fn",
     arch: str = "sm90",
     sm_count: int = 0,
-    has_experts: bool = False,
 ) -> str: ...
 def multiplies_float8() -> bool: ...
 def multiply_float8_by_float8(

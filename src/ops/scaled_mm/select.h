@@ -29,8 +29,7 @@ enum class Family {
 
 struct Choice {
   Family family;
-  int row;           // of the family's table in configs.h
-  int k_blocks = 1;  // that share K, of groupwise_mm's kernels
+  int row;  // of the family's table in configs.h
 };
 
 Choice choose(ScaledMmProblem const& problem, Target const& target);
