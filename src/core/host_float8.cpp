@@ -7,6 +7,7 @@
 #include "core/checks.h"
 #include "core/host_float8_pairs.h"
 #include "core/host_versions.h"
+#include "core/on_lines.h"
 #include "core/threads.h"
 #include "epiloq/error.h"
 #include "epiloq/host_float8.h"
@@ -96,8 +97,8 @@ template <class FormatX, class FormatW>
 void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, float* out, std::int64_t stride, int threads) {
   bool const in_tiles = x.rows >= kTileRows && has_pair_tiles();
   std::int64_t const pieces = (w.columns + kFloat8Columns - 1) / kFloat8Columns;
-  std::int64_t const pairs = in_tiles ? rounded_up(w.columns, kTileColumns) / 2 : (w.columns + 1) / 2;
-  std::vector<std::uint32_t> tokens(rounded_up(x.rows, in_tiles ? kTileRows : kPairBlock) * pairs);
+  std::int64_t const pairs = in_tiles ? apart_in_cache(2 * w.columns) / 4 : (w.columns + 1) / 2;
+  OnLines<std::uint32_t> tokens(rounded_up(x.rows, in_tiles ? kTileRows : kPairBlock) * pairs);
   std::vector<float> scales(pieces * x.rows);
   share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t m = first; m < last; ++m) {

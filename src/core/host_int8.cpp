@@ -7,6 +7,7 @@
 #include "core/host_int8_slab.h"
 #include "core/host_int8_tiles.h"
 #include "core/host_rows.h"
+#include "core/on_lines.h"
 #include "core/threads.h"
 #include "epiloq/host_int8.h"
 
@@ -23,7 +24,8 @@ EPILOQ_CLONES std::int32_t sum_of(std::int8_t const* values, std::int64_t count)
 }
 
 struct Int8Tokens {
-  std::vector<std::int32_t> copy, corrections;  // [m, stride], [m]
+  OnLines<std::int32_t> copy;             // [m, stride]
+  std::vector<std::int32_t> corrections;  // [m]
   std::int32_t const* x;
   std::int64_t stride;
 
@@ -31,7 +33,8 @@ struct Int8Tokens {
   Int8Tokens(Int8Product const& p, int unit, int threads) : corrections(p.m) {
     // Where words are as in memory, nothing is copied.
     bool const as_they_lie = bytes_here().words == 1 && p.k % unit == 0 && p.stride_a % 4 == 0;
-    stride = as_they_lie ? p.stride_a / 4 : (std::int64_t{p.k} + unit - 1) / unit * (unit / 4) * bytes_here().words;
+    std::int64_t const words = (std::int64_t{p.k} + unit - 1) / unit * (unit / 4) * bytes_here().words;
+    stride = as_they_lie ? p.stride_a / 4 : unit == kTileBytes ? apart_in_cache(4 * words) / 4 : words;
     if (!as_they_lie) copy.resize(p.m * stride);
     x = as_they_lie ? reinterpret_cast<std::int32_t const*>(p.a) : copy.data();
     share(p.m, threads, [&](std::int64_t first, std::int64_t last) {
@@ -71,7 +74,7 @@ void multiply_int8(Int8Product const& p, int threads, std::function<void(Int8Sum
   int const rows = bytes_here().rows;
   std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
   share(slabs * chunks, threads, [&](std::int64_t first, std::int64_t last) {
-    std::vector<std::int32_t> sums(std::min(p.m, kTokensAtOnce) * rows + Int8Sums::kMostColumns - rows);
+    OnLines<std::int32_t> sums(std::min(p.m, kTokensAtOnce) * rows + Int8Sums::kMostColumns - rows);
     for (std::int64_t i = first; i < last; ++i) {
       int const column = static_cast<int>(i % slabs) * rows, row = static_cast<int>(i / slabs) * kTokensAtOnce;
       int const count = std::min(kTokensAtOnce, p.m - row), columns = std::min(rows, p.n - column);

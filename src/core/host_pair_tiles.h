@@ -33,8 +33,26 @@ struct TokensOfTiles {
   std::int64_t of_part = 0;  // from one part to the next
 };
 
+// Groups of columns that follow one another: of so many tiles, by one scale a row.
+struct PairGroup {
+  int steps;
+  Line scale;
+};
+
 struct PairTiles {
   using Floats = Vectors<16>::Floats;
+
+  // sums[m] += scale (x[m] . pairs) of each group.
+  [[EPILOQ_PAIR_TILES]] static void add(Line const* pairs, PairGroup const* groups, int count, TokensOfTiles tokens,
+                                        Line* sums) {
+    // Where a group has few products, adding up its sums would take longer than those.
+    int const few = tokens.parts == 1 ? 1 : 4;  // tiles of columns: of a part each, 1.4 times as fast as below
+    if (groups[0].steps <= few) return add_by_tokens(pairs, groups, count, tokens, sums);
+    for (int g = 0; g < count; ++g) {
+      add(pairs, groups[g].steps, tokens, groups[g].scale, nullptr, sums);
+      pairs += groups[g].steps * kTilePairs, tokens.x += groups[g].steps * kTileColumns;
+    }
+  }
 
   // sums[m] += scale of_token[m] (x[m] . pairs), of `steps` tiles of columns; null of_token: ones.
   [[EPILOQ_PAIR_TILES]] static void add(Line const* pairs, int steps, TokensOfTiles const& tokens, Line const& scale,
@@ -47,6 +65,47 @@ struct PairTiles {
   }
 
  private:
+  // 16 tokens after the other: their sums stay in registers from group to group.
+  [[EPILOQ_PAIR_TILES]] static void add_by_tokens(Line const* pairs, PairGroup const* groups, int count,
+                                                  TokensOfTiles const& tokens, Line* sums) {
+    for (int m = 0; m < tokens.count; m += kTileRows) {
+      int const rows = std::min(kTileRows, tokens.count - m);
+      Line some[kTileRows];
+      std::memcpy(some, sums + m, rows * sizeof(Line));
+      add_to_tile(pairs, groups, count, tokens, tokens.x + m * tokens.stride, some);
+      std::memcpy(sums + m, some, rows * sizeof(Line));
+    }
+  }
+
+  [[EPILOQ_PAIR_TILES]] static void add_to_tile(Line const* pairs, PairGroup const* groups, int count,
+                                                TokensOfTiles const& tokens, std::uint16_t const* x, Line* sums) {
+    Floats total[kTileRows];
+    std::memcpy(total, sums, sizeof(total));
+    for (int g = 0; g < count; ++g) {
+      Line products[kTileRows];
+      tile_fence();
+      _tile_zero(0);
+      for (int i = 0; i < groups[g].steps; ++i, pairs += kTilePairs, x += kTileColumns) {
+        _tile_loadd(7, pairs, sizeof(Line));
+        for (int part = 0; part < tokens.parts; ++part) {
+          _tile_loadd(4, x + part * tokens.of_part, tokens.stride * 2);
+          _tile_dpbf16ps(0, 4, 7);
+        }
+      }
+      _tile_stored(0, products, sizeof(Line));
+      tile_fence();
+      Floats scale;
+      load(scale, groups[g].scale.values);
+#pragma GCC unroll 16
+      for (int m = 0; m < kTileRows; ++m) {
+        Floats product;
+        load(product, products[m].values);
+        total[m] += scale * product;
+      }
+    }
+    std::memcpy(sums, total, sizeof(total));
+  }
+
   // (Tiles of tokens past the last are the last one again.)
   template <int kTiles>
   [[EPILOQ_PAIR_TILES]] static void some(Line const* pairs, int steps, TokensOfTiles const& tokens, int first,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/host_columns.h"
+#include "core/on_lines.h"
 #include "core/threads.h"
 #include "ops/online_quant_mm/host_slab_tiles.h"
 #include "ops/online_quant_mm/launch.h"
@@ -17,7 +18,7 @@ constexpr int kTokensAtOnce = 512;
 
 struct Tokens {
   std::vector<TokenBlock> blocks;  // [m, blocks]
-  std::vector<std::int32_t> x;     // [m, words]
+  OnLines<std::int32_t> x;         // [m, words]
 
   Tokens(quantize_blockwise_int8::Problem const& p, DType dtype, int bits, int threads) {
     std::int64_t const count = (p.cols + p.group - 1) / p.group;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/host_vectors.h"
+#include "core/on_lines.h"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
 
@@ -49,8 +50,8 @@ void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameter
 
 // Any number of tokens and any weight: tokens are multiplied by the columns of a slab, de-quantised or as integers.
 struct ManyTokens {
-  std::vector<float> copy;           // of what is no float32
-  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles, part after part
+  std::vector<float> copy;       // of what is no float32
+  OnLines<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles, part after part
   bool in_tiles = false;
   int parts = 1;
   std::int64_t of_part = 0;  // pairs of each

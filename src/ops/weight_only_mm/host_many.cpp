@@ -83,7 +83,7 @@ ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
 void ManyTokens::bring_into_tiles(Problem const& p, DType dtype, int threads) {
   int const k = p.weight.k;
   in_tiles = true, parts = tile_parts(dtype);
-  stride = (k + kTileColumns - 1) / kTileColumns * kTilePairs;
+  stride = apart_in_cache(std::int64_t{2} * k) / sizeof(std::uint32_t);
   of_part = (p.m + kTileRows - 1) / kTileRows * kTileRows * stride;
   pairs.resize(parts * of_part);
   share(p.m, threads, [&](int first, int last) {

@@ -82,17 +82,21 @@ struct ManyPairs {
   [[EPILOQ_PAIR_TILES]] static void run_in_tiles(SlabByTokens const& s, int group, TokensOfTiles tokens, Line* sums) {
     Tiles const tiles;
     Codes codes[kColumns];
-    Line pairs[kColumns / 2], scale;
+    Line pairs[kColumns / 2];
+    PairGroup groups[kColumns / kTileColumns];
     for (int first = 0; first < s.k; first += kColumns) {
       int const count = std::min(kColumns, s.k - first);
       if (count < kColumns) std::fill_n(pairs, kColumns / 2, Line{});
       Many<kLanes>::unpack(s, first, first + count, codes);
       pair_up(s, first, count, codes, pairs);
-      for (int column = 0, of_group = 0; column < count; column += of_group, tokens.x += of_group) {
+      int here = 0;
+      for (int column = 0, of_group = 0; column < count; column += of_group) {
         of_group = std::min(count - column, group - (first + column) % group);
-        std::memcpy(&scale, s.scale + s.groups[first + column], sizeof(scale));
-        PairTiles::add(pairs + column / 2, (of_group + kTileColumns - 1) / kTileColumns, tokens, scale, nullptr, sums);
+        groups[here].steps = (of_group + kTileColumns - 1) / kTileColumns;
+        std::memcpy(&groups[here++].scale, s.scale + s.groups[first + column], sizeof(Line));
       }
+      PairTiles::add(pairs, groups, here, tokens, sums);
+      tokens.x += count;
     }
   }
 };
