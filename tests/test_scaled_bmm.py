@@ -198,7 +198,7 @@ def test_overlaps_and_kinds_are_refused() -> None:
 
 def test_explain() -> None:
     p = make(2, 8, 16, 32)
-    assert "product by product" in epiloq.explain("scaled_bmm", p.a, p.b, p.scale_a, p.scale_b)
+    assert "cpu, int8 products" in epiloq.explain("scaled_bmm", p.a, p.b, p.scale_a, p.scale_b)
     with epiloq.config(arch="sm90"):
         assert "sm90 wgmma" in epiloq.explain("scaled_bmm", p.a, p.b, p.scale_a, p.scale_b)
         int8 = {"out_dtype": INT8, "scale_out": torch.ones(1)}

@@ -13,8 +13,8 @@ namespace epiloq {
 // scales by groups, in the manner of DeepSeek-V3. Each block's product is added up in fp32.
 //
 // With experts (b of three dimensions), rows of A belong to one expert each: to e where offs[e - 1] <= row < offs[e],
-// or, with masked_m, the first masked_m[e] rows of a[e]. Neither is looked at on the host. There the scales may also be
-// of whole rows, and the values int8 then: scale_a[m] (scale_b[n] (A B)[m, n]).
+// or, with masked_m, the first masked_m[e] rows of a[e]. Of a GPU's tensors neither is looked at on the host. There the
+// scales may also be of whole rows, and the values int8 then: scale_a[m] (scale_b[n] (A B)[m, n]).
 struct GroupwiseMm {
   TensorView out;      // [.., M, N] float16, bfloat16 or float32, rows dense
   TensorView a;        // [.., M, K] float8 E4M3, or int8 with scales of whole rows; rows dense
@@ -28,6 +28,7 @@ struct GroupwiseMm {
   std::optional<TensorView> offs{};      // int32 [E], ascending, the last at most M
   std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, ..] then
   bool constant_b = false;               // B is a model's weight, as in scaled_mm.h; without experts
+  int threads = 1;                       // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
 // What the choice of a kernel depends on.
@@ -42,6 +43,7 @@ struct GroupwiseMmProblem {
 
 EPILOQ_API void check(GroupwiseMm const& call);
 EPILOQ_API void groupwise_mm(GroupwiseMm const& call, Stream stream);
+EPILOQ_API void groupwise_mm(GroupwiseMm const& call);  // on the CPU
 EPILOQ_API std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(GroupwiseMm const& call);
 

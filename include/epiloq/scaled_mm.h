@@ -49,7 +49,7 @@ EPILOQ_API void check(ScaledMm const& call);
 
 // Launches on `stream` of the operands' device. Never allocates, never synchronises.
 EPILOQ_API void scaled_mm(ScaledMm const& call, Stream stream);
-// On the CPU, of int8 operands.
+// On the CPU.
 EPILOQ_API void scaled_mm(ScaledMm const& call);
 
 // Which kernel serves a problem, in words; the tables are the same in every build.

@@ -12,13 +12,40 @@ def force_arch(arch: str) -> None: ...
 def forced_arch() -> str: ...
 def use_openmp(parallel: int) -> None: ...
 def scaled_bmm(
-    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    threads: int = 1,
+) -> None: ...
+def scaled_bmm_on_host(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    threads: int = 1,
 ) -> None: ...
 def check_scaled_bmm(
-    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    threads: int = 1,
 ) -> None: ...
 def explain_scaled_bmm(
-    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None = None
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_out: Tensor | None = None,
+    threads: int = 1,
 ) -> str: ...
 def conv2d_int8(
     out: Tensor,
@@ -227,6 +254,22 @@ def groupwise_mm(
     masked_m: Tensor | None = None,
     depth_per_scale: int = 128,
     constant_b: bool = False,
+    threads: int = 1,
+) -> None: ...
+def groupwise_mm_on_host(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    rows_per_scale: int = 1,
+    columns_per_scale: int = 128,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
+    constant_b: bool = False,
+    threads: int = 1,
 ) -> None: ...
 def check_groupwise_mm(
     out: Tensor,
@@ -241,6 +284,7 @@ def check_groupwise_mm(
     masked_m: Tensor | None = None,
     depth_per_scale: int = 128,
     constant_b: bool = False,
+    threads: int = 1,
 ) -> None: ...
 def explain_groupwise_mm(
     out: Tensor,
@@ -255,6 +299,7 @@ def explain_groupwise_mm(
     masked_m: Tensor | None = None,
     depth_per_scale: int = 128,
     constant_b: bool = False,
+    threads: int = 1,
 ) -> str: ...
 def explain_groupwise_mm_problem(
     m: int,
@@ -268,35 +313,7 @@ def explain_groupwise_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
 ) -> str: ...
-def multiplies_float8() -> bool: ...
-def multiply_float8_by_float8(
-    out: Tensor,
-    x: Tensor,
-    scale_x: Tensor | None,
-    scale_rows_x: int,
-    values: Tensor,
-    scale: Tensor | None,
-    scale_rows: int,
-    threads: int = 1,
-) -> None: ...
 def multiply_int8(out: Tensor, a: Tensor, b: Tensor, threads: int = 1) -> None: ...
-def widen_float8(
-    out: Tensor,
-    values: Tensor,
-    scale: Tensor | None = None,
-    scale_rows: int = 1,
-    scale_columns: int = 128,
-    threads: int = 1,
-) -> None: ...
-def multiply_float8(
-    out: Tensor,
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor | None = None,
-    scale_rows: int = 1,
-    scale_columns: int = 128,
-    threads: int = 1,
-) -> None: ...
 def quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
@@ -323,8 +340,11 @@ def fp8_linear(
     weight_scale: Tensor,
     input_scale: Tensor | None,
     per_token: bool,
+    threads: int,
 ) -> None: ...
-def fp8_block_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale_inv: Tensor) -> None: ...
+def fp8_block_linear(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale_inv: Tensor, threads: int
+) -> None: ...
 def online_quant_mm(
     out: Tensor,
     x: Tensor,

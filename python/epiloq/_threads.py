@@ -5,7 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 
+import torch
+from torch import Tensor
+
 from epiloq import _core
+
+
+def threads_for(x: Tensor) -> int:
+    """How many the C++ side may use for a product of `x`, on the CPU."""
+    return 1 if x.is_cuda else torch.get_num_threads()
 
 
 def lend_threads() -> None:

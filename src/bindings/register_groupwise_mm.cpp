@@ -10,17 +10,22 @@ void register_groupwise_mm(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& a, TensorArg const& b, TensorArg const& scale_a,
                  TensorArg const& scale_b, Optional const& bias, int rows_per_scale, int columns_per_scale,
-                 Optional const& offs, Optional const& masked_m, int depth_per_scale, bool constant_b) {
-          return action(GroupwiseMm{out.view, a.view, b.view, scale_a.view, scale_b.view, view_of(bias), rows_per_scale,
-                                    columns_per_scale, depth_per_scale, view_of(offs), view_of(masked_m), constant_b},
-                        a);
+                 Optional const& offs, Optional const& masked_m, int depth_per_scale, bool constant_b, int threads) {
+          return action(
+              GroupwiseMm{out.view, a.view, b.view, scale_a.view, scale_b.view, view_of(bias), rows_per_scale,
+                          columns_per_scale, depth_per_scale, view_of(offs), view_of(masked_m), constant_b, threads},
+              a);
         },
         py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"),
         py::arg("bias") = py::none(), py::arg("rows_per_scale") = 1, py::arg("columns_per_scale") = 128,
         py::arg("offs") = py::none(), py::arg("masked_m") = py::none(), py::arg("depth_per_scale") = 128,
-        py::arg("constant_b") = false);
+        py::arg("constant_b") = false, py::arg("threads") = 1);
   };
   define("groupwise_mm", [](GroupwiseMm const& call, TensorArg const& a) { groupwise_mm(call, current_stream(a)); });
+  define("groupwise_mm_on_host", [](GroupwiseMm const& call, TensorArg const&) {
+    py::gil_scoped_release const released;
+    groupwise_mm(call);
+  });
   define("check_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { check(call); });
   define("explain_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { return explain(call); });
   module.def(

@@ -40,6 +40,18 @@ TensorView operand_of(TensorArg const& argument, char const* name) {
                         describe(argument.view));
 }
 
+// quantise(stream), then multiply(stream), or without one on the CPU.
+template <class Quantise, class Multiply>
+void run(TensorArg const& x, Quantise const& quantise, Multiply const& multiply) {
+  Stream const stream = current_stream(x);
+  if (x.view.device.type == Device::Type::kCuda) {
+    quantise(stream), multiply(stream);
+  } else {
+    py::gil_scoped_release const released;
+    quantise(stream), multiply();
+  }
+}
+
 void int8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
                  TensorArg const& weight_scale, Optional const& azp_adj, Optional const& input_scale,
                  Optional const& input_zero_point, int threads) {
@@ -58,19 +70,13 @@ void int8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weig
                    view_of(bias),       view_of(azp_adj), azp};
   product.threads = threads;
   product.constant_b = true;
-  Stream const stream = current_stream(x);
-  if (x.view.device.type == Device::Type::kCuda) {
-    quantize_int8(quantize, stream);
-    scaled_mm(product, stream);
-  } else {
-    py::gil_scoped_release const released;
-    quantize_int8(quantize, stream);
-    scaled_mm(product);
-  }
+  run(
+      x, [&](Stream stream) { quantize_int8(quantize, stream); },
+      [&](auto... stream) { scaled_mm(product, stream...); });
 }
 
 void fp8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
-                TensorArg const& weight_scale, Optional const& input_scale, bool per_token) {
+                TensorArg const& weight_scale, Optional const& input_scale, bool per_token, int threads) {
   TensorView const tokens = rows_of(x, "x");
   std::int64_t const m = tokens.shape[0], scales = input_scale ? 0 : per_token ? m : 1;
   TensorView const b = operand_of(weight, "weight");
@@ -78,16 +84,17 @@ void fp8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weigh
   QuantizeFp8 quantize{scratch[0], tokens, input_scale ? input_scale->view : scratch[1]};
   quantize.granularity = per_token ? Granularity::kToken : Granularity::kTensor;
   quantize.is_static = input_scale.has_value();
-  Stream const stream = current_stream(x);
-  quantize_fp8(quantize, stream);
   ScaledMm product{rows_of(out, "out"), scratch[0], b, quantize.scale, weight_scale.view, view_of(bias)};
+  product.threads = threads;
   product.constant_b = true;
-  scaled_mm(product, stream);
+  run(
+      x, [&](Stream stream) { quantize_fp8(quantize, stream); },
+      [&](auto... stream) { scaled_mm(product, stream...); });
 }
 
 // The scales of tokens lie in columns, for TMA.
 void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
-                      TensorArg const& weight_scale_inv) {
+                      TensorArg const& weight_scale_inv, int threads) {
   constexpr int kGroup = 128, kPitch = 4;
   TensorView const tokens = rows_of(x, "x");
   std::int64_t const m = tokens.shape[0], groups = (tokens.shape[1] + kGroup - 1) / kGroup;
@@ -99,11 +106,12 @@ void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const&
   QuantizeFp8 quantize{scratch[0], tokens, scale};
   quantize.granularity = Granularity::kGroup;
   quantize.group_size = kGroup;
-  Stream const stream = current_stream(x);
-  quantize_fp8(quantize, stream);
   GroupwiseMm product{rows_of(out, "out"), scratch[0], b, scale, scale_b, view_of(bias)};
+  product.threads = threads;
   product.constant_b = true;
-  groupwise_mm(product, stream);
+  run(
+      x, [&](Stream stream) { quantize_fp8(quantize, stream); },
+      [&](auto... stream) { groupwise_mm(product, stream...); });
 }
 
 }  // namespace
@@ -113,9 +121,9 @@ void register_linear(py::module_& module) {
              py::arg("weight_scale"), py::arg("azp_adj"), py::arg("input_scale"), py::arg("input_zero_point"),
              py::arg("threads"));
   module.def("fp8_linear", &fp8_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("bias"),
-             py::arg("weight_scale"), py::arg("input_scale"), py::arg("per_token"));
+             py::arg("weight_scale"), py::arg("input_scale"), py::arg("per_token"), py::arg("threads"));
   module.def("fp8_block_linear", &fp8_block_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("bias"),
-             py::arg("weight_scale_inv"));
+             py::arg("weight_scale_inv"), py::arg("threads"));
 }
 
 }  // namespace epiloq::bindings

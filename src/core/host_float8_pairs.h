@@ -1,120 +1,289 @@
 #pragma once
 
-// Many rows of float8 by a matrix of float8 on a CPU that has pairs of bfloat16, which holds both exactly: 16 rows of
-// the matrix at a time, 128 columns of which lie under one scale of each operand.
+// float8 by float8 on a CPU that multiplies pairs of bfloat16, which holds both exactly: 16 rows of a matrix, as they
+// lie, by all tokens. A code's bfloat16 is looked up (AVX-512 VBMI), its two bytes in a table of 128 each.
 
+#include <algorithm>
+#include <bit>
+
+#include "core/float8.h"
 #include "core/host_float8.h"
 #include "core/host_pair_tiles.h"
 #include "core/host_pairs.h"
+#include "core/host_row_tiles.h"
 
 namespace epiloq {
 
-inline constexpr int kFloat8Columns = 128;
+inline bool has_float8_pairs() {
+#ifdef EPILOQ_HAS_CLONES
+  return has_pairs() && __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
 
 #ifdef EPILOQ_HAS_CLONES
+// A code without its sign.
+template <class Format>
+constexpr std::uint16_t bfloat16_of(unsigned code) {
+  constexpr unsigned kMantissa = Format::kMantissaBits, kBias = Format::kBias;
+  constexpr bool kHasInfinity = kMantissa == 2;
+  constexpr float kSmallest = std::bit_cast<float>((128 - kBias - kMantissa) << 23);
+  if (kHasInfinity ? code > 0x7c : code == 0x7f) return 0x7fc0;
+  if (kHasInfinity && code == 0x7c) return 0x7f80;
+  bool const is_normal = code >> kMantissa != 0;
+  float const value = is_normal ? std::bit_cast<float>((code << (23 - kMantissa)) + ((127 - kBias) << 23))
+                                : static_cast<float>(code) * kSmallest;
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+}
+
+// 64 codes, and what is looked up for them.
+struct Float8Lookup {
+  static constexpr int kCodes = 64;
+  using Words = Vectors<16>::Ints;
+  typedef std::uint8_t Bytes __attribute__((vector_size(kCodes)));
+  struct alignas(kCodes) Table {
+    std::uint8_t lower[2 * kCodes], upper[2 * kCodes];
+  };
+
+  template <class Format>
+  static constexpr Table kTable = [] {
+    Table table{};
+    for (unsigned code = 0; code < 2 * kCodes; ++code) {
+      table.lower[code] = static_cast<std::uint8_t>(bfloat16_of<Format>(code));
+      table.upper[code] = static_cast<std::uint8_t>(bfloat16_of<Format>(code) >> 8);
+    }
+    return table;
+  }();
+
+  Bytes lower[2], upper[2];
+
+  [[gnu::always_inline]] explicit Float8Lookup(bool is_e5m2) {
+    Table const& table = is_e5m2 ? kTable<E5M2> : kTable<E4M3>;
+    load(lower[0], table.lower), load(lower[1], table.lower + kCodes);
+    load(upper[0], table.upper), load(upper[1], table.upper + kCodes);
+  }
+
+  // As pairs: those of the first two of each four words, and of the others. Every operand's columns are in this order.
+  template <class Out>
+  [[gnu::always_inline]] void widen(Out& first, Out& second, std::uint8_t const* from) const {
+    Bytes codes;
+    load(codes, from);
+    Bytes low = codes, high = codes;
+    Words words[2];
+    asm("vpermi2b %2, %1, %0" : "+v"(low) : "v"(lower[0]), "v"(lower[1]));
+    asm("vpermi2b %2, %1, %0" : "+v"(high) : "v"(upper[0]), "v"(upper[1]));
+    high |= codes & 0x80;
+    asm("vpunpcklbw %2, %1, %0" : "=v"(words[0]) : "v"(low), "v"(high));
+    asm("vpunpckhbw %2, %1, %0" : "=v"(words[1]) : "v"(low), "v"(high));
+    std::memcpy(&first, words, sizeof(Words)), std::memcpy(&second, words + 1, sizeof(Words));
+  }
+};
+
+// Tokens with the scales of their pieces of 128 columns.
 struct Float8Pairs {
-  std::uint32_t const* x;  // by blocks
-  float const* scale;      // [pieces of 128 columns, stride]
-  std::int64_t stride;
+  Line const* x;
+  std::int64_t stride;  // lines from one token to the next
+  float const* scale;   // [piece, of_piece], or null
+  std::int64_t of_piece;
   int count;
 };
 
-template <class Format>
-struct ManyFloat8 {
-  static constexpr int kLanes = 16, kPairs = kFloat8Columns / 2;
-  using Floats = Vectors<kLanes>::Floats;
-  using Ints = Vectors<kLanes>::Ints;
+// Or in tiles.
+struct Float8Tiles {
+  Line const* x;
+  TokenTiles tiles;
+  float const* scale;
+  std::int64_t of_piece;
 
-  // 32 columns of a row, `count` of which are there.
-  [[gnu::always_inline]] static void pairs_of(std::uint32_t (&out)[kLanes], std::uint8_t const* from,
-                                              std::int64_t count) {
-    std::uint8_t rest[2 * kLanes] = {};
-    if (count < 2 * kLanes) from = static_cast<std::uint8_t const*>(std::memcpy(rest, from, count));
-    Floats first, second;
-    WidenFloat8<Format, kLanes>::vector(first, from, 1.f);
-    WidenFloat8<Format, kLanes>::vector(second, from + kLanes, 1.f);
-    Ints even = (Ints)__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    Ints odd = (Ints)__builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    pair_of(even, even, odd);
-    std::memcpy(out, &even, sizeof(even));
+  float const* scale_of(std::int64_t piece, int tile) const {
+    return scale == nullptr ? nullptr : scale + piece * of_piece + tile * TokenTiles::kTokens;
   }
+};
 
-  // A row's pairs, `step` apart.
-  [[gnu::always_inline]] static void spread(std::uint8_t const* row, std::int64_t count, std::uint32_t* out, int step) {
-    for (std::int64_t first = 0; first < count; first += 2 * kLanes) {
-      std::uint32_t pairs[kLanes];
-      pairs_of(pairs, row + first, std::min<std::int64_t>(2 * kLanes, count - first));
-      auto const here = static_cast<int>(std::min<std::int64_t>(kLanes, (count - first + 1) / 2));
-      for (int i = 0; i < here; ++i, out += step) *out = pairs[i];
+// The matrix's rows from a row on, the last one again past it.
+template <int kRows>
+struct Float8Rows {
+  static constexpr int kAhead = 256;  // bytes: hardware does not follow as many rows as are read together
+  ScaledFloat8 const& w;
+  std::int64_t first;
+  std::uint8_t const* values[kRows];
+
+  [[gnu::always_inline]] Float8Rows(ScaledFloat8 const& matrix, std::int64_t row) : w(matrix), first(row) {
+    for (int r = 0; r < kRows; ++r) values[r] = w.values + index(r) * w.stride;
+  }
+  std::int64_t index(int r) const { return std::min(first + r, w.rows - 1); }
+
+  // call(rows, column) for each 64 columns of a range, zeros past its end, which is the matrix's or a multiple of them.
+  template <class Call>
+  [[gnu::always_inline]] void by_codes(std::int64_t begin, std::int64_t end, Call const& call) const {
+    constexpr int kCodes = Float8Lookup::kCodes;
+    std::int64_t column = begin;
+    for (; column + kCodes <= end; column += kCodes) {
+      for (int r = 0; r < kRows; ++r) __builtin_prefetch(values[r] + column + kAhead);
+      call(values, column, column);
     }
+    if (column == end) return;
+    std::uint8_t rest[kRows][kCodes] = {};
+    std::uint8_t const* of_rest[kRows];
+    for (int r = 0; r < kRows; ++r) std::copy_n(values[r] + column, end - column, rest[r]), of_rest[r] = rest[r];
+    call(of_rest, 0, column);
   }
-  // Row m of x to its block, or to a row of pairs, for tiles.
-  [[gnu::target("arch=x86-64-v4")]] static void bring_row(ScaledFloat8 const& x, std::int64_t m, std::uint32_t* row) {
-    spread(x.values + m * x.stride, x.columns, row, 1);
-  }
-  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t m, std::uint32_t* blocks) {
-    std::int64_t const pairs = (x.columns + 1) / 2;
-    spread(x.values + m * x.stride, x.columns, blocks + m / kPairBlock * kPairBlock * pairs + m % kPairBlock,
-           kPairBlock);
+};
+
+// Rows by tokens in registers: 16 sums at a time. Tokens are there up to a multiple of kMost.
+struct RowsByTokens {
+  static constexpr int kMost = 8, kSums = 16;
+  using Floats = Vectors<16>::Floats;
+  using Words = Float8Lookup::Words;
+
+  static std::int64_t lines(std::int64_t columns) { return (columns + 63) / 64 * 2; }  // of a token
+
+  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t m, Line* out) {
+    Float8Lookup const lookup(x.is_e5m2);
+    Float8Rows<1>(x, m).by_codes(0, x.columns,
+                                 [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
+                                   lookup.widen(out[0], out[1], from[0] + at);
+                                   out += 2;
+                                 });
   }
 
   template <int kTokens>
-  [[gnu::always_inline]] static void multiply(Line const* pairs, int count, std::uint32_t const* x, Floats const& scale,
-                                              float const* of_token, Line* sums) {
-    Floats sum[kTokens] = {};
-    for (int i = 0; i < count; ++i, x += kPairBlock) {
-      Floats rows;
-      load(rows, pairs[i].values);
-#pragma GCC unroll 12
-      for (int m = 0; m < kTokens; ++m) add_pair(sum[m], rows, x[m]);
+  [[gnu::always_inline]] static void block(ScaledFloat8 const& w, std::int64_t row, Float8Pairs const& tokens,
+                                           int first, Line* out) {
+    constexpr int kRows = kSums / kTokens;
+    Float8Lookup const lookup(w.is_e5m2);
+    Float8Rows<kRows> const rows(w, row);
+    std::int64_t const piece = w.scale != nullptr || tokens.scale != nullptr ? kFloat8Columns : w.columns;
+    Floats total[kSums] = {};
+    for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += piece, ++index) {
+      Floats sums[kSums] = {};
+      rows.by_codes(begin, std::min(begin + piece, w.columns),
+                    [&](auto const& from, std::int64_t at, std::int64_t column) __attribute__((always_inline)) {
+                      Line const* const x = tokens.x + column / 32;
+#pragma GCC unroll 16
+                      for (int r = 0; r < kRows; ++r) {
+                        Words words[2];
+                        lookup.widen(words[0], words[1], from[r] + at);
+#pragma GCC unroll 8
+                        for (int m = 0; m < kTokens; ++m) {
+                          add_pairs(sums[m * kRows + r], words[0], x[m * tokens.stride]);
+                          add_pairs(sums[m * kRows + r], words[1], x[m * tokens.stride + 1]);
+                        }
+                      }
+                    });
+#pragma GCC unroll 16
+      for (int i = 0; i < kSums; ++i) {
+        float const of_token = tokens.scale == nullptr ? 1.f : tokens.scale[index * tokens.of_piece + i / kRows];
+        total[i] += sums[i] * (w.scale_at(rows.index(i % kRows), index) * of_token);
+      }
     }
-#pragma GCC unroll 12
-    for (int m = 0; m < kTokens; ++m) {
-      Floats total;
-      load(total, sums[m].values);
-      total += scale * of_token[m] * sum[m];
-      std::memcpy(sums[m].values, &total, sizeof(total));
-    }
+    sums_of_lanes(total);
+    Line sums;
+    std::memcpy(&sums, total, sizeof(sums));
+    for (int m = 0; m < kTokens; ++m) std::copy_n(sums.values + m * kRows, kRows, out[m].values + first);
   }
 
-  // 128 columns of 16 rows, or as many as there are, zeros for the rest, and the rows' scales.
-  [[gnu::always_inline]] static int take(ScaledFloat8 const& w, std::int64_t row, std::int64_t first,
-                                         Line (&pairs)[kPairs], Line& scales) {
-    auto const rows = static_cast<int>(std::min<std::int64_t>(kLanes, w.rows - row));
-    auto const count = static_cast<int>(std::min<std::int64_t>(kFloat8Columns, w.columns - first));
-    if (rows < kLanes || count < kFloat8Columns) std::fill_n(pairs, kPairs, Line{}), scales = {};
-    for (int r = 0; r < rows; ++r) {
-      spread(w.values + (row + r) * w.stride + first, count, reinterpret_cast<std::uint32_t*>(pairs) + r, kLanes);
-      scales.values[r] = w.scale_at(row + r, first);
-    }
-    return count;
-  }
-
-  // sums [tokens.count]: added to, of 16 rows from `row` on.
+  // 16 rows from `row` on; sums [tokens.count up to a multiple of kMost].
   [[gnu::target("arch=x86-64-v4")]] static void run(ScaledFloat8 const& w, std::int64_t row, Float8Pairs const& tokens,
                                                     Line* sums) {
-    Line pairs[kPairs], scales;
-    std::int64_t const of_token = (w.columns + 1) / 2;
-    for (std::int64_t first = 0, piece = 0; first < w.columns; first += kFloat8Columns, ++piece) {
-      int const count = take(w, row, first, pairs, scales);
-      Floats scale;
-      load(scale, scales.values);
-      by_blocks<kPairBlock>(tokens.count, [&]<int kTokens>(int m) __attribute__((always_inline)) {
-        multiply<kTokens>(pairs, (count + 1) / 2, tokens.x + m * of_token + first / 2 * kPairBlock, scale,
-                          tokens.scale + piece * tokens.stride + m, sums + m);
-      });
+    Float8Pairs some = tokens;
+    auto const rows_of = [&]<int kTokens>() __attribute__((always_inline)) {
+      constexpr int kRows = kSums / kTokens;
+      for (int i = 0; i < kSums && row + i < w.rows; i += kRows) block<kTokens>(w, row + i, some, i, sums);
+    };
+    for (; some.count > 0; some.count -= kMost, sums += kMost, some.x += kMost * some.stride) {
+      if (some.count == 1) {
+        rows_of.template operator()<1>();
+      } else if (some.count == 2) {
+        rows_of.template operator()<2>();
+      } else if (some.count <= 4) {
+        rows_of.template operator()<4>();
+      } else {
+        rows_of.template operator()<8>();
+      }
+      if (some.scale != nullptr) some.scale += kMost;
     }
   }
+};
 
-  // The same of tokens that lie for tiles, with their scales as above.
-  [[EPILOQ_PAIR_TILES]] static void run_in_tiles(ScaledFloat8 const& w, std::int64_t row, TokensOfTiles tokens,
-                                                 float const* scale, std::int64_t stride, Line* sums) {
+// Rows by tokens with AMX.
+struct Float8InTiles {
+  using Tiled = RowTiles<RowTileKind::kPairs>;
+  using Floats = Vectors<16>::Floats;
+  using Words = Float8Lookup::Words;
+  static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
+  // Columns that are widened at a time: they stay in the first cache.
+  static constexpr int kAtOnce = 256, kOfLine = 32;
+
+  static std::int64_t lines(std::int64_t columns) { return (columns + 2 * kOfLine - 1) / (2 * kOfLine) * 2; }
+
+  // A tile of tokens.
+  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, TokenTiles const& tiles, int tile,
+                                                      Line* out) {
+    Float8Lookup const lookup(x.is_e5m2);
+    Float8Rows<kTokens> const rows(x, tile * kTokens);
+    rows.by_codes(0, x.columns,
+                  [&](auto const& from, std::int64_t at, std::int64_t column) __attribute__((always_inline)) {
+                    Words words[2][kTokens];
+                    for (int i = 0; i < kTokens; ++i) {
+                      lookup.widen(words[0][i], words[1][i], from[i] + at);
+                    }
+                    Tiled::bring(words[0], tiles, tile, column / kOfLine, out);
+                    Tiled::bring(words[1], tiles, tile, column / kOfLine + 1, out);
+                  });
+  }
+
+  // 32 rows from `row` on by tiles of tokens from an even one on, as many as hold `count` tokens; sums [tokens] of 32
+  // rows, up to whole tiles.
+  [[EPILOQ_ROW_TILES]] static void run(ScaledFloat8 const& w, std::int64_t row, Float8Tiles const& tokens, int first,
+                                       int count, Line* sums) {
     Tiles const tiles;
-    Line pairs[kPairs], scales;
-    for (std::int64_t first = 0; first < w.columns; first += kFloat8Columns) {
-      int const count = take(w, row, first, pairs, scales);
-      PairTiles::add(pairs, (count + kTileColumns - 1) / kTileColumns, tokens, scales, scale, sums);
-      tokens.x += kFloat8Columns, scale += stride;
+    Float8Lookup const lookup(w.is_e5m2);
+    Float8Rows<kRows> const rows(w, row);
+    Line wide[kAtOnce / kOfLine * kRows];
+    int const last = first + (count + kTokens - 1) / kTokens;
+    bool const has_scales = w.scale != nullptr || tokens.scale != nullptr;
+    std::int64_t const piece = has_scales ? kFloat8Columns : kAtOnce;
+    if (has_scales || w.columns == 0) std::fill_n(sums, (last - first) * kRows, Line{});
+    for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += piece, ++index) {
+      std::int64_t const end = std::min(begin + piece, w.columns);
+      Line* out = wide;
+      rows.by_codes(begin, end, [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
+        for (int r = 0; r < kRows; ++r) lookup.widen(out[r], out[kRows + r], from[r] + at);
+        out += 2 * kRows;
+      });
+      auto const steps = static_cast<int>(lines(end - begin));  // in pairs, which share their 64 columns
+      float scale[kRows];
+      for (int r = 0; r < kRows && has_scales; ++r) scale[r] = w.scale_at(rows.index(r), index);
+      for (int tile = first; tile < last; tile += 2) {
+        Line* const to = sums + (tile - first) * kRows;
+        Line const* const x = tokens.x + tokens.tiles.start(tile) + begin / kOfLine * tokens.tiles.step(tile);
+        bool const two = tile + 1 < tokens.tiles.count();
+        if (has_scales) {
+          Line products[2 * kRows];
+          Tiled::add(wide, steps, x, two, true, products);
+          for (int i = 0; i < (two ? 2 : 1); ++i) {
+            fold(products + i * kRows, scale, tokens.scale_of(index, tile + i), to + i * kRows);
+          }
+        } else {
+          Tiled::add(wide, steps, x, two, begin == 0, to);
+        }
+      }
+    }
+    for (int tile = first; tile < last; ++tile) Tiled::turn_sums(sums + (tile - first) * kRows);
+  }
+
+ private:
+  // sums += scale of the row, of_token, products: of 16 tokens; null of_token: ones.
+  [[gnu::always_inline]] static void fold(Line const* products, float const* scale, float const* of_token, Line* sums) {
+    Floats of_tokens = 1.f - Floats{};
+    if (of_token != nullptr) load(of_tokens, of_token);
+    for (int r = 0; r < kRows; ++r) {
+      Floats product, total;
+      load(product, products[r].values), load(total, sums[r].values);
+      total += of_tokens * scale[r] * product;
+      std::memcpy(sums[r].values, &total, sizeof(total));
     }
   }
 };

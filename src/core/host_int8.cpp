@@ -7,7 +7,6 @@
 #include "core/host_int8_slab.h"
 #include "core/host_int8_tiles.h"
 #include "core/host_rows.h"
-#include "core/on_lines.h"
 #include "core/threads.h"
 #include "epiloq/host_int8.h"
 
@@ -16,6 +15,7 @@ namespace {
 
 // Tokens that go through a slab together: their sums stay in the second cache.
 constexpr int kTokensAtOnce = 512;
+constexpr int kFewestInTiles = 2;
 
 EPILOQ_CLONES std::int32_t sum_of(std::int8_t const* values, std::int64_t count) {
   std::int32_t sum = 0;
@@ -24,17 +24,14 @@ EPILOQ_CLONES std::int32_t sum_of(std::int8_t const* values, std::int64_t count)
 }
 
 struct Int8Tokens {
-  OnLines<std::int32_t> copy;             // [m, stride]
-  std::vector<std::int32_t> corrections;  // [m]
+  std::vector<std::int32_t> copy, corrections;  // [m, stride], [m]
   std::int32_t const* x;
   std::int64_t stride;
 
-  // Rows are read up to a multiple of `unit` bytes, where words are bytes.
-  Int8Tokens(Int8Product const& p, int unit, int threads) : corrections(p.m) {
+  Int8Tokens(Int8Product const& p, int threads) : corrections(p.m) {
     // Where words are as in memory, nothing is copied.
-    bool const as_they_lie = bytes_here().words == 1 && p.k % unit == 0 && p.stride_a % 4 == 0;
-    std::int64_t const words = (std::int64_t{p.k} + unit - 1) / unit * (unit / 4) * bytes_here().words;
-    stride = as_they_lie ? p.stride_a / 4 : unit == kTileBytes ? apart_in_cache(4 * words) / 4 : words;
+    bool const as_they_lie = bytes_here().words == 1 && p.k % 4 == 0 && p.stride_a % 4 == 0;
+    stride = as_they_lie ? p.stride_a / 4 : (std::int64_t{p.k} + 3) / 4 * bytes_here().words;
     if (!as_they_lie) copy.resize(p.m * stride);
     x = as_they_lie ? reinterpret_cast<std::int32_t const*>(p.a) : copy.data();
     share(p.m, threads, [&](std::int64_t first, std::int64_t last) {
@@ -46,54 +43,58 @@ struct Int8Tokens {
   }
 };
 
-int threads_for(Int8Product const& p, int threads) {
-  constexpr std::int64_t kWorth = 1 << 17;  // products: a few microseconds, which it takes to wake a thread
-  return static_cast<int>(std::clamp<std::int64_t>(std::int64_t{p.m} * p.n * p.k / kWorth, 1, std::max(threads, 1)));
-}
-
-struct Multiplier {
-  void (*run)(Int8SlabByTokens const&, std::int32_t* sums);
-  int unit;  // bytes of a token
-  char const* name;
-};
-
-Multiplier multiplier_for([[maybe_unused]] std::int64_t tokens) {
-#ifdef EPILOQ_HAS_CLONES
-  if (tokens >= kTileRows && has_int8_tiles()) return {&MultiplyInt8InTiles::run, kTileBytes, "AMX"};
-#endif
-  static auto const run = ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::here();
-  return {run, 4, bytes_here().name};
-}
-
-}  // namespace
-
-void multiply_int8(Int8Product const& p, int threads, std::function<void(Int8Sums const&)> const& finish) {
-  Multiplier const multiplier = multiplier_for(p.m);
-  threads = threads_for(p, threads);
-  Int8Tokens const tokens(p, multiplier.unit, threads);
+void multiply_slabs(Int8Product const& p, int threads, FinishSlab<std::int32_t> const& finish) {
+  static auto const multiply = ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::here();
+  Int8Tokens const tokens(p, threads);
   int const rows = bytes_here().rows;
-  std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
-  share(slabs * chunks, threads, [&](std::int64_t first, std::int64_t last) {
-    OnLines<std::int32_t> sums(std::min(p.m, kTokensAtOnce) * rows + Int8Sums::kMostColumns - rows);
-    for (std::int64_t i = first; i < last; ++i) {
-      int const column = static_cast<int>(i % slabs) * rows, row = static_cast<int>(i / slabs) * kTokensAtOnce;
-      int const count = std::min(kTokensAtOnce, p.m - row), columns = std::min(rows, p.n - column);
-      for (int m = 0; m < count; ++m) std::fill_n(&sums[m * rows], rows, tokens.corrections[row + m]);
-      multiplier.run({.weight = p.b + column * p.stride_b,
-                      .stride = p.stride_b,
-                      .rows = columns,
-                      .k = p.k,
-                      .x = tokens.x + row * tokens.stride,
-                      .stride_x = tokens.stride,
-                      .m = count},
-                     sums.data());
-      finish({.values = sums.data(), .stride = rows, .row = row, .count = count, .column = column, .columns = columns});
-    }
+  by_slabs(p.m, p.n, rows, kTokensAtOnce, threads, finish, [&](int row, int first, int count, std::int32_t* sums) {
+    for (int m = 0; m < count; ++m) std::fill_n(sums + m * rows, rows, tokens.corrections[first + m]);
+    multiply({.weight = p.b + row * p.stride_b,
+              .stride = p.stride_b,
+              .rows = std::min(rows, p.n - row),
+              .k = p.k,
+              .x = tokens.x + first * tokens.stride,
+              .stride_x = tokens.stride,
+              .m = count},
+             sums);
   });
 }
 
+bool takes_tiles([[maybe_unused]] std::int64_t tokens) {
+#ifdef EPILOQ_HAS_CLONES
+  return tokens >= kFewestInTiles && has_int8_tiles();
+#else
+  return false;
+#endif
+}
+
+#ifdef EPILOQ_HAS_CLONES
+void multiply_tiles(Int8Product const& p, int threads, FinishSlab<std::int32_t> const& finish) {
+  TokenTiles const tiles{Int8InTiles::lines(p.k), p.m};
+  std::vector<Line> tokens(tiles.size());
+  share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) Int8InTiles::bring(p, tiles, static_cast<int>(i), tokens.data());
+  });
+  by_slabs(p.m, p.n, Int8InTiles::kRows, kTokensAtOnce, threads, finish,
+           [&](int row, int first, int count, std::int32_t* sums) {
+             Int8InTiles::run(p, row, tokens.data(), tiles, first / TokenTiles::kTokens, count,
+                              reinterpret_cast<Line*>(sums));
+           });
+}
+#else
+void multiply_tiles(Int8Product const&, int, FinishSlab<std::int32_t> const&) {}
+#endif
+
+}  // namespace
+
+void multiply_int8(Int8Product const& p, int threads, FinishSlab<std::int32_t> const& finish) {
+  if (p.m == 0 || p.n == 0) return;
+  threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
+  (takes_tiles(p.m) ? multiply_tiles : multiply_slabs)(p, threads, finish);
+}
+
 std::string describe_int8(std::int64_t tokens) {
-  return std::string("cpu, int8 products with ") + multiplier_for(tokens).name;
+  return std::string("cpu, int8 products with ") + (takes_tiles(tokens) ? "AMX" : bytes_here().name);
 }
 
 void multiply_int8(TensorView const& out, TensorView const& a, TensorView const& b, int threads) {

@@ -3,11 +3,8 @@
 // Products of bfloat16 on a CPU that multiplies pairs of them and adds them up in float32 (AVX-512 BF16): a word of two
 // columns for each of 16 rows, by one that all rows share. Subnormal numbers count as 0.
 
-#include <cstdint>
-#include <utility>
-
+#include "core/host_columns_by_tokens.h"
 #include "core/host_rows.h"
-#include "core/host_vectors.h"
 
 namespace epiloq {
 
@@ -22,16 +19,6 @@ inline bool has_pairs() {
 // Tokens lie by blocks of so many, whose sums registers hold twice: [block, pair of columns, token].
 inline constexpr int kPairBlock = 12;
 
-// call<tokens>(m) for blocks of kMost tokens from m on, and what is left.
-template <int kMost, class Call>
-[[gnu::always_inline]] inline void by_blocks(int count, Call const& call) {
-  int m = 0;
-  for (; m + kMost <= count; m += kMost) call.template operator()<kMost>(m);
-  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) __attribute__((always_inline)) {
-    ((kFewer + 1 == count - m ? call.template operator()<kFewer + 1>(m) : void()), ...);
-  }(std::make_integer_sequence<int, kMost - 1>{});
-}
-
 #ifdef EPILOQ_HAS_CLONES
 // The first columns' upper halves become the lower ones.
 [[gnu::always_inline]] inline void pair_of(Vectors<16>::Ints& out, Vectors<16>::Ints const& even,
@@ -44,6 +31,13 @@ template <int kMost, class Call>
                                             std::uint32_t const& x) {
   Vectors<16>::Floats onto = sum;
   asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(onto) : "v"(rows), "m"(x));
+  sum = onto;
+}
+
+// The same of 16 words by as many.
+[[gnu::always_inline]] inline void add_pairs(Vectors<16>::Floats& sum, Vectors<16>::Ints const& rows, Line const& x) {
+  Vectors<16>::Floats onto = sum;
+  asm("vdpbf16ps %2, %1, %0" : "+v"(onto) : "v"(rows), "m"(x));
   sum = onto;
 }
 #endif

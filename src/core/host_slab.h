@@ -11,6 +11,8 @@ namespace epiloq {
 
 // Words of 16 columns of each row, or of 128 at 4 bits, are brought into order at a time.
 inline constexpr int kUnit = 64;  // bytes of a row
+// Of rows as they lie, as hardware does not follow so many of them.
+inline constexpr int kAhead = 512;
 
 template <class Bytes>
 struct ByteSlab {
@@ -38,17 +40,7 @@ struct ByteSlab {
         Ints v[kLanes];
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) load(v[i], rows.bytes[part * kLanes + i] + at);
-#pragma GCC unroll 4
-        for (int stage = 0; stage < 4; ++stage) {
-          Ints turned[kLanes];
-#pragma GCC unroll 8
-          for (int i = 0; i < kLanes / 2; ++i) {
-            zip_low(turned[2 * i], v[i], v[i + kLanes / 2]);
-            zip_high(turned[2 * i + 1], v[i], v[i + kLanes / 2]);
-          }
-#pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) v[i] = turned[i];
-        }
+        epiloq::turn(v);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) std::memcpy(out[i].values + part * kLanes, v + i, sizeof(Ints));
       }
@@ -120,7 +112,10 @@ struct ByteSlab {
       for (; column + kUnit <= columns; column += kUnit) {
         load(token, x + column / 4);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) load(words, bytes[i] + column), add(i);
+        for (int i = 0; i < kLanes; ++i) {
+          __builtin_prefetch(bytes[i] + column + kAhead);
+          load(words, bytes[i] + column), add(i);
+        }
       }
       if (std::size_t const left = columns - column; left > 0) {
         std::int8_t last[kUnit] = {};

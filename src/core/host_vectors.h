@@ -36,6 +36,19 @@ template <class V>
   out = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
+// Lane i of each of 16 vectors of 16 lanes, to vector i.
+template <class V>
+[[gnu::always_inline]] inline void turn(V* v) {
+#pragma GCC unroll 4
+  for (int stage = 0; stage < 4; ++stage) {
+    V turned[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) zip_low(turned[2 * i], v[i], v[i + 8]), zip_high(turned[2 * i + 1], v[i], v[i + 8]);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) v[i] = turned[i];
+  }
+}
+
 // The sum of each of 16 vectors of 16 lanes, in v[0]; the rest is used up.
 template <class V>
 [[gnu::always_inline]] inline void sums_of_lanes(V* v) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/host_int8_slab.h"
 #include "core/host_int8_tiles.h"
 #include "epiloq/host_int8.h"
 
@@ -30,9 +31,9 @@ struct Operands {
 };
 
 template <class Bytes>
-void check_slab(Operands const& o, void (*run)(Int8SlabByTokens const&, std::int32_t*), int unit = 4) {
+void check_slab(Operands const& o, void (*run)(Int8SlabByTokens const&, std::int32_t*)) {
   constexpr int kRows = Bytes::kRows;
-  int const columns = std::min(o.n, kRows), words = (o.k + unit - 1) / unit * (unit / 4) * Bytes::kWords;
+  int const columns = std::min(o.n, kRows), words = (o.k + 3) / 4 * Bytes::kWords;
   std::vector<std::int32_t> x(o.m * words), sums(o.m * kRows);
   for (int m = 0; m < o.m; ++m) {
     in_words<Bytes::kWords>(&o.a[m * o.stride_a], o.k, x.data() + m * words);
@@ -58,12 +59,26 @@ void check_version(Operands const& o) {
   check_slab<Bytes>(o, ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::of(Bytes{}));
 }
 
+#ifdef EPILOQ_HAS_CLONES
+void check_tiles(Operands const& o) {
+  Int8Product const p{o.m, o.n, o.k, o.a.data(), o.b.data(), o.stride_a, o.stride_b};
+  TokenTiles const tiles{Int8InTiles::lines(o.k), o.m};
+  std::vector<Line> tokens(tiles.size()), sums(tiles.count() * Int8InTiles::kRows);
+  for (int i = 0; i < tiles.count(); ++i) Int8InTiles::bring(p, tiles, i, tokens.data());
+  Int8InTiles::run(p, 0, tokens.data(), tiles, 0, o.m, sums.data());
+  auto const* const found = reinterpret_cast<std::int32_t const*>(sums.data());
+  for (int m = 0; m < o.m; ++m) {
+    for (int n = 0; n < o.n; ++n) CHECK_EQUAL(found[m * Int8InTiles::kRows + n], o.exact(m, n));
+  }
+}
+#endif
+
 void every_machine(Operands const& o) {
   check_version<PlainBytes>(o);
 #ifdef EPILOQ_HAS_CLONES
   if (__builtin_cpu_supports("x86-64-v3")) check_version<PairedBytes>(o);
   if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_version<VnniBytes>(o);
-  if (has_int8_tiles()) check_slab<VnniBytes>(o, &MultiplyInt8InTiles::run, kTileBytes);
+  if (has_int8_tiles()) check_tiles(o);
 #endif
 }
 

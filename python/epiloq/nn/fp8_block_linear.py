@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._threads import threads_for
 from epiloq.nn.prepared_linear import (
     FLOAT_DTYPES,
     FP8_BLOCK,
@@ -82,8 +83,9 @@ class Fp8BlockLinear(PreparedLinear):
         check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self._direct(x, FLOAT_DTYPES, ("weight", "bias", "weight_scale_inv")) if x.is_cuda else None
+        call = self._direct(x, FLOAT_DTYPES, ("weight", "bias", "weight_scale_inv"))
         if call is not None:
+            call.append(threads_for(x))
             _core.fp8_block_linear(*call)
             return cast(Tensor, call[0])
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._threads import threads_for
 from epiloq.nn.prepared_linear import (
     FLOAT32,
+    FLOAT_DTYPES,
     HALF_DTYPES,
     K_MULTIPLE,
     N_MULTIPLE,
@@ -120,9 +122,9 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self._direct(x, HALF_DTYPES, _PARTS) if x.is_cuda else None
+        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, _PARTS)
         if call is not None:
-            call.append(self.activation == "token")
+            call += [self.activation == "token", threads_for(x)]
             _core.fp8_linear(*call)
             return cast(Tensor, call[0])
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._threads import threads_for
 from epiloq.nn.prepared_linear import (
     FLOAT32,
     FLOAT_DTYPES,
@@ -153,7 +154,7 @@ class Int8Linear(PreparedLinear):
     def forward(self, x: Tensor) -> Tensor:
         call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, _PARTS)
         if call is not None:
-            call.append(1 if x.is_cuda else torch.get_num_threads())
+            call.append(threads_for(x))
             _core.int8_linear(*call)
             return cast(Tensor, call[0])
         tokens = self._tokens(x)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
+from epiloq import _core
+from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry
-from epiloq.ops.scaled_mm import exact_int_mm
 
 # Bytes of a matrix of patches at a time, which second-level caches of a few cores keep.
 _PATCHES = 1 << 20
@@ -29,6 +31,29 @@ def blocks_of_sums(
     columns = weight.flatten(1).t()
     for rows, patches in _blocks_of_patches(x, weight, input_zero, geometry, size):
         yield rows, exact_int_mm(patches, columns).view(-1, size[1], weight.shape[0])
+
+
+def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """int8 ``[M, K] @ [K, N]`` on the CPU as exact int32: oneDNN's product of many rows, where it is exact."""
+    # With K = 1 torch 2.13 misreads the strides of a column-major b.
+    if a.shape[1] > 1 and _int_mm_is_exact():
+        return torch._int_mm(a, b)
+    acc = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.int32)
+    _core.multiply_int8(acc, a.contiguous(), b.t().contiguous(), threads_for(a))
+    return acc
+
+
+@cache
+def _int_mm_is_exact() -> bool:
+    """Whether this CPU's int8 matmul is: without VNNI, oneDNN's instructions saturate pairs of products to int16."""
+    a = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
+    b = a.clone()
+    return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
+
+
+def int_mm_in_words() -> str:
+    """What `exact_int_mm` uses here."""
+    return "torch._int_mm (oneDNN)" if _int_mm_is_exact() else "epiloq's int8 products"
 
 
 def _blocks_of_patches(

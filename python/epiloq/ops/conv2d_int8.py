@@ -9,9 +9,9 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.ops.conv2d_host import blocks_of_sums
-from epiloq.ops.scaled_mm import int_mm_in_words
+from epiloq.ops.conv2d_host import blocks_of_sums, int_mm_in_words
 from epiloq.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
 _NAME = "conv2d_int8"
@@ -205,7 +205,7 @@ def _run_on_cpu(
 ) -> None:
     arguments = (out, x, weight, scale, bias, correction, input_zero, output_zero, lo, hi, *where)
     if _core.check_conv2d_int8(*arguments):
-        _core.conv2d_int8_on_host(*(*arguments, torch.get_num_threads()))
+        _core.conv2d_int8_on_host(*(*arguments, threads_for(x)))
         return
     if out.numel() == 0:
         return

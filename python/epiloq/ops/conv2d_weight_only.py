@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
+from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.weight_only_mm import dense_product
 from epiloq.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
@@ -104,8 +105,7 @@ def _run(
     sizes = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
     rows = target.permute(0, 2, 3, 1)
-    threads = 1 if x.is_cuda else torch.get_num_threads()
-    arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where, threads)
+    arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where, threads_for(x))
     if _core.conv2d_weight_only(rows, pixels, *arguments):
         return target
     # (On the CPU a convolution is the faster of the two.)

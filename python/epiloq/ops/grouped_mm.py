@@ -7,8 +7,8 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, granularity_of, product_on_cpu
-from epiloq.ops.scaled_bmm import float_sums
+from epiloq._threads import threads_for
+from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, granularity_of
 
 _GROUPED = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs=None, Tensor? masked_m=None, "
@@ -90,51 +90,12 @@ def _run(
 ) -> Tensor:
     if out is None:
         out = empty_result("grouped_mm", a, b, out_dtype)
+    call = (out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
     if a.is_cuda:
-        _core.groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
+        _core.groupwise_mm(*call)
     else:
-        _run_on_cpu(out, a, b, scale_a, scale_b, offs, masked_m, columns_per_scale, depth_per_scale)
+        _core.groupwise_mm_on_host(*call, threads=threads_for(a))
     return out
-
-
-@torch.no_grad()
-def _run_on_cpu(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None,
-    masked_m: Tensor | None,
-    columns_per_scale: int,
-    depth_per_scale: int,
-) -> None:
-    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
-    if out.numel() == 0:
-        return
-    for expert, (x, scales, target) in enumerate(_parts_of_experts(out, a, scale_a, offs, masked_m)):
-        if depth_per_scale == -1:
-            target.copy_(float_sums(x, b[expert]).mul_(scale_b[expert]).mul_(scales))
-        else:
-            target.copy_(product_on_cpu(x, b[expert], scales, scale_b[expert], 1, columns_per_scale))
-
-
-def _parts_of_experts(
-    out: Tensor, a: Tensor, scale_a: Tensor, offs: Tensor | None, masked_m: Tensor | None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Rows, their scales and where their products go, expert by expert. On the CPU the counts can be checked."""
-    if masked_m is not None:
-        counts = masked_m.reshape(-1).tolist()
-        if any(not 0 <= count <= a.shape[1] for count in counts):
-            raise ValueError(f"epiloq.grouped_mm: masked_m: expected 0 to {a.shape[1]} rows each, got {counts}")
-        scales = scale_a.reshape(*a.shape[:2], scale_a.shape[-1])
-        return [(a[e, :count], scales[e, :count], out[e, :count]) for e, count in enumerate(counts)]
-    assert offs is not None
-    ends = offs.reshape(-1).tolist()
-    begins = [0, *ends[:-1]]
-    if any(begin > end for begin, end in zip(begins, ends, strict=True)) or (ends and ends[-1] > a.shape[0]):
-        raise ValueError(f"epiloq.grouped_mm: offs: expected ascending ends of at most {a.shape[0]} rows, got {ends}")
-    return [(a[i:j], scale_a[i:j], out[i:j]) for i, j in zip(begins, ends, strict=True)]
 
 
 register_product("grouped_mm", _GROUPED, _run, fake_of("grouped_mm"), "ScalarType out_dtype")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import Scales, product, products_in_words
+from epiloq._threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
@@ -113,40 +113,12 @@ def _run(
 ) -> Tensor:
     if out is None:
         out = empty_result("groupwise_mm", a, b, out_dtype)
+    call = (out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     if a.is_cuda:
-        _core.groupwise_mm(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale, constant_b=constant_b)
+        _core.groupwise_mm(*call, constant_b=constant_b)
     else:
-        _run_on_cpu(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
+        _core.groupwise_mm_on_host(*call, threads=threads_for(a))
     return out
-
-
-@torch.no_grad()
-def _run_on_cpu(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    rows_per_scale: int,
-    columns_per_scale: int,
-) -> None:
-    _core.check_groupwise_mm(out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
-    if out.numel() == 0:
-        return
-    rows = out.numel() // b.shape[1]
-    scales = scale_a if rows_per_scale != 1 else scale_a.reshape(rows, scale_a.shape[-1])
-    result = product_on_cpu(a.reshape(rows, a.shape[-1]), b, scales, scale_b, rows_per_scale, columns_per_scale)
-    if bias is not None:
-        result += bias.reshape(-1)
-    out.copy_(result.view(out.shape))
-
-
-def product_on_cpu(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_per_scale: int, columns_per_scale: int
-) -> Tensor:
-    """fp32 ``[M, K] @ [K, N]`` of de-quantised rows and columns."""
-    return product(a, b.t(), Scales(scale_a, rows_per_scale), Scales(scale_b.t(), columns_per_scale))
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
@@ -172,12 +144,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)
     if out is None:
         out = empty_result(name, call["a"], call["b"], out_dtype)
-    if call["a"].is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_groupwise_mm(out, **call, **scales)
-    _core.check_groupwise_mm(out, **call, **scales)
-    if name == "groupwise_mm":
-        return "cpu, " + products_in_words(out.numel() // max(out.shape[-1], 1))
-    return f"cpu, {'int8' if call['a'].dtype == torch.int8 else 'float8'} products, expert by expert"
+    return _core.explain_groupwise_mm(out, **call, **scales)
 
 
 def fake_of(operation: str) -> Callable[..., Tensor]:

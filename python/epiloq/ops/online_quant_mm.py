@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._threads import threads_for
 from epiloq.block_quant_weight import BlockQuantWeight, widen
 from epiloq.ops.online_quant_weight import online_quant_weight
 
@@ -136,7 +137,7 @@ def run(
         out = _empty(x, values)
     call = (out, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if not x.is_cuda:
-        _core.online_quant_mm_on_host(*call, staged, torch.get_num_threads())
+        _core.online_quant_mm_on_host(*call, staged, threads_for(x))
         return out
     products = sums = None
     if staged or _core.online_quant_mm_needs_staging(group_size):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import product, products_in_words
-from epiloq.ops.scaled_mm import exact_int_mm, int_mm_in_words
+from epiloq._threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 _OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? scale_out=None"
@@ -89,31 +88,12 @@ def _run(
 ) -> Tensor:
     if out is None:
         out = _empty(a, b, scale_out, out_dtype)
-    implementation = _core.scaled_bmm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, scale_out)
+    call = (out, a, b, scale_a, scale_b, scale_out)
+    if a.is_cuda:
+        _core.scaled_bmm(*call)
+    else:
+        _core.scaled_bmm_on_host(*call, threads_for(a))
     return out
-
-
-@torch.no_grad()
-def _run_on_cpu(out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scale_out: Tensor | None) -> None:
-    _core.check_scaled_bmm(out, a, b, scale_a, scale_b, scale_out)
-    if out.numel() == 0:
-        return
-    scales_a, scales_b = (s.reshape(1, 1, 1) if s.numel() == 1 else s for s in (scale_a, scale_b))
-    scales_a, scales_b = scales_a.expand(a.shape[0], -1, 1), scales_b.expand(a.shape[0], 1, -1)
-    # One product at a time: torch has no int8 product of batches, and float32 copies of a whole batch would be large.
-    for target, x, w, row_scale, column_scale in zip(out, a, b, scales_a, scales_b, strict=True):
-        result = float_sums(x, w).mul_(column_scale).mul_(row_scale)
-        if scale_out is not None:
-            result = result.div_(scale_out.reshape(())).round_().nan_to_num_(0.0).clamp_(-128, 127)
-        target.copy_(result)
-
-
-def float_sums(x: Tensor, w: Tensor) -> Tensor:
-    """``x @ w`` on the CPU in float32: exact int32 sums converted, or float8 in float32."""
-    if x.dtype == torch.int8:
-        return exact_int_mm(x, w).to(torch.float32)
-    return product(x, w.t())
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
@@ -133,11 +113,7 @@ def explain(*args: Any, **kwargs: Any) -> str:
     expect_tensors("scaled_bmm", required, {"scale_out": call["scale_out"], "out": out}, writes=False)
     if out is None:
         out = _empty(call["a"], call["b"], call["scale_out"], out_dtype)
-    if call["a"].is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_scaled_bmm(out, **call)
-    _core.check_scaled_bmm(out, **call)
-    kind = int_mm_in_words() if call["a"].dtype == torch.int8 else products_in_words(call["a"].shape[1])
-    return f"cpu, {kind}, product by product"
+    return _core.explain_scaled_bmm(out, **call)
 
 
 _SIGNATURE = inspect.signature(scaled_bmm)

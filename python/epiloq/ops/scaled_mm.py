@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
-from epiloq.ops.float8 import product, products_in_words
+from epiloq._threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -139,8 +139,7 @@ def _run(
 ) -> Tensor:
     if out is None:
         out = _empty("scaled_mm", a, b, out_dtype)
-    implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, None, None, fast_accum, constant_b)
+    _launch((out, a, b, scale_a, scale_b, bias, None, None), fast_accum, constant_b)
     return out
 
 
@@ -159,58 +158,18 @@ def _run_azp(
 ) -> Tensor:
     if out is None:
         out = _empty("scaled_mm_azp", a, b, out_dtype)
-    implementation = _core.scaled_mm if a.is_cuda else _run_on_cpu
-    implementation(out, a, b, scale_a, scale_b, bias, azp_adj, azp, False, constant_b)
+    _launch((out, a, b, scale_a, scale_b, bias, azp_adj, azp), False, constant_b)
     return out
 
 
-@torch.no_grad()
-def _run_on_cpu(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    azp_adj: Tensor | None,
-    azp: Tensor | None,
-    fast_accum: bool,  # fp32 sums are what this device has
-    constant_b: bool,  # nothing runs ahead
-) -> None:
-    if a.dtype == torch.int8 and b.dtype == torch.int8:
-        _core.scaled_mm_on_host(out, a, b, scale_a, scale_b, bias, azp_adj, azp, torch.get_num_threads())
-        return
-    _core.check_scaled_mm(out, a, b, scale_a, scale_b, bias, azp_adj, azp)
-    if out.numel() == 0:
-        return
-    rows = a.reshape(out.numel() // b.shape[1], b.shape[0])
-    result = product(rows, b.t()).mul_(scale_b.reshape(-1)).mul_(scale_a.reshape(-1, 1))
-    if bias is not None:
-        result.add_(bias.reshape(-1))
-    out.copy_(result.view(out.shape))
+_Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """int8 ``[M, K] @ [K, N]`` on the CPU as exact int32: oneDNN's product of many rows, where it is exact."""
-    # With K = 1 torch 2.13 misreads the strides of a column-major b.
-    if a.shape[1] > 1 and _int_mm_is_exact():
-        return torch._int_mm(a, b)
-    acc = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.int32)
-    _core.multiply_int8(acc, a.contiguous(), b.t().contiguous(), torch.get_num_threads())
-    return acc
-
-
-@cache
-def _int_mm_is_exact() -> bool:
-    """Whether this CPU's int8 matmul is: without VNNI, oneDNN's instructions saturate pairs of products to int16."""
-    a = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
-    b = a.clone()
-    return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
-
-
-def int_mm_in_words() -> str:
-    """What `exact_int_mm` uses here."""
-    return "torch._int_mm (oneDNN)" if _int_mm_is_exact() else "epiloq's int8 products"
+def _launch(call: _Call, fast_accum: bool, constant_b: bool) -> None:
+    if call[0].is_cuda:
+        _core.scaled_mm(*call, fast_accum, constant_b)
+    else:  # fp32 sums are what this device has, and nothing runs ahead
+        _core.scaled_mm_on_host(*call, threads_for(call[0]))
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
@@ -233,11 +192,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     out = given.pop("out")
     if out is None:
         out = _empty(name, given["a"], given["b"], out_dtype)
-    words = _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
-    on_cpu = not out.is_cuda and _core.forced_arch() == "auto" and out.numel() > 0
-    if on_cpu and given["a"].dtype != torch.int8:  # which products float8 takes is decided here, in `product`
-        return f"cpu, {products_in_words(out.numel() // out.shape[-1])}"
-    return words
+    return _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
 
 
 def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
+from epiloq._threads import threads_for
 from epiloq.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
@@ -90,8 +91,7 @@ def run(
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
     x = _on_16_bytes(_in_order(x, perm, k))
-    threads = 1 if x.is_cuda else torch.get_num_threads()
-    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi, threads=threads):
+    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi, threads=threads_for(x)):
         dense_product(out, x, packed, bias, numbers, (lo, hi))
     return out
 

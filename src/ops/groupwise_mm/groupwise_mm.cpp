@@ -4,7 +4,10 @@
 #include <limits>
 
 #include "core/checks.h"
+#include "core/host_float8.h"
+#include "core/host_int8.h"
 #include "gemm/groupwise_problem.h"
+#include "ops/groupwise_mm/host.h"
 #include "ops/groupwise_mm/launch.h"
 #include "ops/groupwise_mm/select.h"
 
@@ -217,16 +220,9 @@ Target target_of(GroupwiseMm const& call) {
   return {forced_arch(), kH100};
 }
 
-}  // namespace
+bool is_empty(Sizes const& sizes) { return sizes.a.rows == 0 || sizes.n == 0 || sizes.experts == 0; }
 
-void check(GroupwiseMm const& call) { checked(call); }
-
-void groupwise_mm(GroupwiseMm const& call, Stream stream) {
-  Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.groupwise_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
-  }
-  if (sizes.a.rows == 0 || sizes.n == 0 || sizes.experts == 0) return;
+gemm::GroupwiseProblem arguments_of(GroupwiseMm const& call, Sizes const& sizes) {
   gemm::GroupwiseProblem p;
   p.m = static_cast<int>(call.masked_m ? call.a.size(1) : sizes.a.rows);
   p.n = static_cast<int>(sizes.n);
@@ -240,9 +236,50 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
   p.offs = call.offs ? call.offs->as<std::int32_t>() : nullptr;
   p.masked_m = call.masked_m ? call.masked_m->as<std::int32_t>() : nullptr;
   p.constant_b = call.constant_b && !has_experts(call);
+  return p;
+}
+
+// On the CPU, where their counts can be read.
+void check_rows_of_experts(GroupwiseMm const& call, gemm::GroupwiseProblem const& p) {
+  Checker const check(name_of(call), call.a.device);
+  for (int e = 0; e < p.experts && has_experts(call); ++e) {
+    if (p.masked_m != nullptr && (p.masked_m[e] < 0 || p.masked_m[e] > p.m)) {
+      check.fail("masked_m", "expected 0 to ", p.m, " rows each, got ", p.masked_m[e], " of expert ", e);
+    }
+    int const begin = e == 0 || p.offs == nullptr ? 0 : p.offs[e - 1];
+    if (p.offs != nullptr && (p.offs[e] < begin || p.offs[e] > p.m)) {
+      check.fail("offs", "expected ascending ends of at most ", p.m, " rows, got ", p.offs[e], " of expert ", e,
+                 ", which begins at ", begin);
+    }
+  }
+}
+
+}  // namespace
+
+void check(GroupwiseMm const& call) { checked(call); }
+
+void groupwise_mm(GroupwiseMm const& call, Stream stream) {
+  Sizes const sizes = checked(call);
+  if (call.a.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.groupwise_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
+  }
+  if (is_empty(sizes)) return;
   Target const target = target_of(call);
   auto const choice = ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count);
-  ops::groupwise_mm::launch(choice, p, call.a.dtype, call.out.dtype, call.a.device.index, stream);
+  ops::groupwise_mm::launch(choice, arguments_of(call, sizes), call.a.dtype, call.out.dtype, call.a.device.index,
+                            stream);
+}
+
+void groupwise_mm(GroupwiseMm const& call) {
+  Sizes const sizes = checked(call);
+  if (call.a.device.type != Device::Type::kCpu) {
+    throw Unsupported("epiloq.groupwise_mm: a: expected a tensor on the CPU, got " + describe(call.a));
+  }
+  gemm::GroupwiseProblem const problem = arguments_of(call, sizes);
+  check_rows_of_experts(call, problem);
+  if (is_empty(sizes)) return;
+  ops::groupwise_mm::run_on_host(problem, {call.a.dtype, call.b.dtype, call.out.dtype}, has_whole_rows(call),
+                                 call.threads);
 }
 
 std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count) {
@@ -259,7 +296,11 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, i
 
 std::string explain(GroupwiseMm const& call) {
   Sizes const sizes = checked(call);
-  if (sizes.a.rows == 0 || sizes.n == 0 || sizes.experts == 0) return "nothing to launch: the output is empty";
+  if (is_empty(sizes)) return "nothing to launch: the output is empty";
+  if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
+    std::int64_t const rows = std::max<std::int64_t>(sizes.a.rows / sizes.experts, 1);
+    return call.a.dtype == DType::kInt8 ? describe_int8(rows) : std::string("cpu, ") + float8_way(rows).name;
+  }
   Target const target = target_of(call);
   return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count));
 }

@@ -7,6 +7,7 @@
 #include "ops/online_quant_mm/host_slab.h"
 
 #ifdef EPILOQ_HAS_CLONES
+#define EPILOQ_SLAB_TILES gnu::target("arch=x86-64-v4,avx512vnni,amx-tile,amx-int8")
 
 namespace epiloq::ops::online_quant_mm {
 
@@ -16,11 +17,12 @@ struct MultiplySlabInTiles {
   static constexpr int kFewestColumns = 32;  // of a block
 
   static bool serves(std::int64_t tokens, int group, bool is_whole) {
-    return tokens >= kTileRows && group >= kFewestColumns && is_whole && has_int8_tiles();
+    bool const takes_the_rest = __builtin_cpu_supports("avx512vnni");
+    return tokens >= kTileRows && group >= kFewestColumns && is_whole && has_int8_tiles() && takes_the_rest;
   }
 
   // sums [m, kRows]: added to.
-  [[EPILOQ_INT8_TILES]] static void run(SlabByTokens const& s, float* sums) {
+  [[EPILOQ_SLAB_TILES]] static void run(SlabByTokens const& s, float* sums) {
     int const depth = std::min(s.group, kTileBytes);
     Tiles const tiles(depth);
     auto* const words = static_cast<Slab::Column*>(s.words);
@@ -42,7 +44,7 @@ struct MultiplySlabInTiles {
 
  private:
   // A block of 16 tokens from `m` on.
-  [[EPILOQ_INT8_TILES]] static void multiply(SlabByTokens const& s, Slab::Column const* words, int m, int block,
+  [[EPILOQ_SLAB_TILES]] static void multiply(SlabByTokens const& s, Slab::Column const* words, int m, int block,
                                              int depth, float* sums) {
     constexpr int kWordBytes = sizeof(Slab::Column), kAtOnce = 8, kRowBytes = sizeof(One::Ints[One::kParts]);
     std::int64_t const stride = static_cast<std::int64_t>(s.blocks) * s.group_words();

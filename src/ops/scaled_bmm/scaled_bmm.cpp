@@ -4,7 +4,10 @@
 #include <utility>
 
 #include "core/checks.h"
+#include "core/host_float8.h"
+#include "core/host_int8.h"
 #include "epiloq/scaled_mm.h"
+#include "ops/scaled_mm/host.h"
 #include "ops/scaled_mm/launch.h"
 #include "ops/scaled_mm/select.h"
 
@@ -150,9 +153,6 @@ ops::scaled_mm::Choice choice_of(ScaledBmm const& call, ScaledMmProblem const& p
   if (call.a.device.type == Device::Type::kCuda) {
     return ops::scaled_mm::choose(problem, ops::scaled_mm::target_of_device(call.a.device.index, is_float8(call)));
   }
-  if (forced_arch() == Arch::kAuto) {
-    throw Unsupported("epiloq.scaled_bmm: a: expected a tensor on a CUDA device, got " + describe(call.a));
-  }
   return ops::scaled_mm::choose(problem, ops::scaled_mm::nominal(forced_arch()));
 }
 
@@ -168,38 +168,54 @@ epilogue::Operands operands_of(ScaledBmm const& call, Sizes const& sizes) {
   return operands;
 }
 
+gemm::Types types_of(ScaledBmm const& call) { return {call.a.dtype, call.b.dtype, call.out.dtype}; }
+
+gemm::Problem arguments_of(ScaledBmm const& call, Sizes const& s) {
+  return {static_cast<int>(s.a.rows),
+          static_cast<int>(s.weight.rows),
+          static_cast<int>(s.a.cols),
+          s.a.stride,
+          s.weight.stride,
+          s.out.stride,
+          call.a.data,
+          call.b.data,
+          call.out.data,
+          operands_of(call, s),
+          static_cast<int>(s.a.batches),
+          s.a.batch_stride,
+          s.weight.batch_stride,
+          s.out.batch_stride};
+}
+
 }  // namespace
 
 void check(ScaledBmm const& call) { checked(call); }
 
 void scaled_bmm(ScaledBmm const& call, Stream stream) {
-  Sizes const s = checked(call);
+  Sizes const sizes = checked(call);
   if (call.a.device.type != Device::Type::kCuda) {
     throw Unsupported("epiloq.scaled_bmm: a: expected a tensor on a CUDA device, got " + describe(call.a));
   }
   if (call.out.numel() == 0) return;
-  ScaledMmProblem const p = problem_of(call, s);
-  gemm::Problem const problem{static_cast<int>(p.m),
-                              static_cast<int>(p.n),
-                              static_cast<int>(p.k),
-                              s.a.stride,
-                              s.weight.stride,
-                              s.out.stride,
-                              call.a.data,
-                              call.b.data,
-                              call.out.data,
-                              operands_of(call, s),
-                              static_cast<int>(p.batches),
-                              s.a.batch_stride,
-                              s.weight.batch_stride,
-                              s.out.batch_stride};
-  ops::scaled_mm::launch(choice_of(call, p), {call.a.dtype, call.b.dtype, call.out.dtype}, false, problem,
+  ops::scaled_mm::launch(choice_of(call, problem_of(call, sizes)), types_of(call), false, arguments_of(call, sizes),
                          call.a.device.index, stream);
+}
+
+void scaled_bmm(ScaledBmm const& call) {
+  Sizes const sizes = checked(call);
+  if (call.a.device.type != Device::Type::kCpu) {
+    throw Unsupported("epiloq.scaled_bmm: a: expected a tensor on the CPU, got " + describe(call.a));
+  }
+  if (call.out.numel() == 0) return;
+  ops::scaled_mm::run_on_host(arguments_of(call, sizes), types_of(call), false, call.threads);
 }
 
 std::string explain(ScaledBmm const& call) {
   Sizes const sizes = checked(call);
   if (call.out.numel() == 0) return "nothing to launch: the output is empty";
+  if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
+    return is_float8(call) ? std::string("cpu, ") + float8_way(sizes.a.rows).name : describe_int8(sizes.a.rows);
+  }
   return ops::scaled_mm::describe(choice_of(call, problem_of(call, sizes)));
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/checks.h"
+#include "core/host_float8.h"
 #include "core/host_int8.h"
 #include "epilogue/eval.h"
 #include "epilogue/library.h"
@@ -185,11 +186,12 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
 
 void scaled_mm(ScaledMm const& call) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCpu || is_float8(call)) {
-    throw Unsupported("epiloq.scaled_mm: a: expected int8 on the CPU, got " + describe(call.a));
+  if (call.a.device.type != Device::Type::kCpu) {
+    throw Unsupported("epiloq.scaled_mm: a: expected a tensor on the CPU, got " + describe(call.a));
   }
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
-  ops::scaled_mm::run_on_host(arguments_of(call, sizes), call.out.dtype, call.azp_adj.has_value(), call.threads);
+  ops::scaled_mm::run_on_host(arguments_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype},
+                              call.azp_adj.has_value(), call.threads);
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count) {
@@ -213,7 +215,7 @@ std::string explain(ScaledMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
-    return is_float8(call) ? "cpu, float8" : describe_int8(sizes.a.rows);
+    return is_float8(call) ? std::string("cpu, ") + float8_way(sizes.a.rows).name : describe_int8(sizes.a.rows);
   }
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)));
 }

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "core/host_pairs.h"
+#include "core/host_columns_by_tokens.h"
 #include "core/host_vectors.h"
 #include "ops/weight_only_mm/layout.h"
 
@@ -31,9 +31,7 @@ struct SlabByTokens {
 
 template <int kLanes>
 struct Many {
-  static constexpr int kParts = kSlab / kLanes, kPairs = kSlab / 2;
-  // Tokens whose sums registers hold, of every instruction set.
-  static constexpr int kBlock = 6;
+  static constexpr int kPairs = kSlab / 2;
   using Floats = typename Vectors<kLanes>::Floats;
   using Ints = typename Vectors<kLanes>::Ints;
   using Shorts = typename Vectors<kLanes>::Shorts;
@@ -114,23 +112,6 @@ struct Many {
     }
   }
 
-  template <int kTokens>
-  [[gnu::always_inline]] static void multiply(Line const* columns, int count, float const* x, std::int64_t stride,
-                                              Line* sums) {
-    Floats sum[kTokens][kParts];
-    std::memcpy(sum, sums, sizeof(sum));
-    for (int i = 0; i < count; ++i) {
-#pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part) {
-        Floats column;
-        load(column, columns[i].values + part * kLanes);
-#pragma GCC unroll 6
-        for (int m = 0; m < kTokens; ++m) sum[m][part] += column * x[m * stride + i];
-      }
-    }
-    std::memcpy(sums, sum, sizeof(sum));
-  }
-
   // sums [m]: added to.
   [[gnu::always_inline]] static void run(SlabByTokens const& s, Line* sums) {
     Codes codes[kColumns];
@@ -139,9 +120,7 @@ struct Many {
       int const count = std::min(kColumns, s.k - first);
       unpack(s, first, first + count, codes);
       restore(s, first, count, codes, columns);
-      by_blocks<kBlock>(s.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
-        multiply<kTokens>(columns, count, s.x + first + m * s.stride, s.stride, sums + m);
-      });
+      ColumnsByTokens<kLanes>::add(columns, count, s.x + first, s.stride, s.m, sums);
     }
   }
 };
