@@ -8,19 +8,10 @@
 
 #include "core/float8.h"
 #include "core/host_float8.h"
-#include "core/host_pair_tiles.h"
 #include "core/host_pairs.h"
 #include "core/host_row_tiles.h"
 
 namespace epiloq {
-
-inline bool has_float8_pairs() {
-#ifdef EPILOQ_HAS_CLONES
-  return has_pairs() && __builtin_cpu_supports("avx512vbmi");
-#else
-  return false;
-#endif
-}
 
 #ifdef EPILOQ_HAS_CLONES
 // A code without its sign.

@@ -16,6 +16,15 @@ inline bool has_pairs() {
 #endif
 }
 
+// Whether it also looks bytes up, in tables of 64 or 128 (AVX-512 VBMI).
+inline bool has_lookups() {
+#ifdef EPILOQ_HAS_CLONES
+  return has_pairs() && __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
+
 // Tokens lie by blocks of so many, whose sums registers hold twice: [block, pair of columns, token].
 inline constexpr int kPairBlock = 12;
 

@@ -11,6 +11,14 @@
 
 namespace epiloq {
 
+inline bool has_pair_tiles() {
+#ifdef EPILOQ_HAS_CLONES
+  return has_tiles(TileKind::kBFloat16);
+#else
+  return false;
+#endif
+}
+
 #ifdef EPILOQ_HAS_CLONES
 #define EPILOQ_ROW_TILES gnu::target("arch=x86-64-v4,amx-tile,amx-bf16,amx-int8")
 
@@ -43,9 +51,11 @@ struct RowTiles {
   }
 
   // Adds the products of `rows` [steps][two tiles][16 lines] by the tokens' [steps][one or two tiles][16 lines] to sums
-  // [32 rows] of 16 tokens for each tile of tokens; or puts them there, where they are fresh.
+  // [32 rows] of 16 tokens for each tile of tokens; or puts them there, where they are fresh. Tokens that are sums have
+  // so many parts, `of_part` lines apart.
   template <bool kTwo>
-  [[gnu::always_inline]] static void add(Line const* rows, int steps, Line const* x, bool fresh, Line* sums) {
+  [[gnu::always_inline]] static void add(Line const* rows, int steps, Line const* x, bool fresh, Line* sums, int parts,
+                                         std::int64_t of_part) {
     tile_fence();
     if (fresh) {
       zero<0>(), zero<1>(), zero<2>(), zero<3>();
@@ -54,22 +64,27 @@ struct RowTiles {
       if constexpr (kTwo) load<2>(sums + kRows), load<3>(sums + kRows + kTileRows);
     }
     for (int i = 0; i < steps; ++i, rows += kRows, x += kTwo ? 2 * kTokens : kTokens) {
-      load<4>(rows), load<6>(x);
-      multiply<0, 4, 6>();
-      load<5>(rows + kTileRows);
-      multiply<1, 5, 6>();
-      if constexpr (kTwo) {
-        load<7>(x + kTokens);
-        multiply<2, 4, 7>();
-        multiply<3, 5, 7>();
+      load<4>(rows), load<5>(rows + kTileRows);
+      for (int part = 0; part < parts; ++part) {
+        Line const* const tokens = x + part * of_part;
+        load<6>(tokens);
+        multiply<0, 4, 6>();
+        multiply<1, 5, 6>();
+        if constexpr (kTwo) {
+          load<7>(tokens + kTokens);
+          multiply<2, 4, 7>();
+          multiply<3, 5, 7>();
+        }
       }
     }
     store<0>(sums), store<1>(sums + kTileRows);
     if constexpr (kTwo) store<2>(sums + kRows), store<3>(sums + kRows + kTileRows);
     tile_fence();
   }
-  [[EPILOQ_ROW_TILES]] static void add(Line const* rows, int steps, Line const* x, bool two, bool fresh, Line* sums) {
-    two ? add<true>(rows, steps, x, fresh, sums) : add<false>(rows, steps, x, fresh, sums);
+  [[EPILOQ_ROW_TILES]] static void add(Line const* rows, int steps, Line const* x, bool two, bool fresh, Line* sums,
+                                       int parts = 1, std::int64_t of_part = 0) {
+    two ? add<true>(rows, steps, x, fresh, sums, parts, of_part)
+        : add<false>(rows, steps, x, fresh, sums, parts, of_part);
   }
 
   // Sums of a tile of tokens, [32 rows] of 16 tokens, to [16 tokens] of 32 rows.

@@ -29,10 +29,4 @@ struct LineAllocator {
 template <class T>
 using OnLines = std::vector<T, LineAllocator<T>>;
 
-// So many bytes, up to whole lines, and one line more where their number is even: the rows of a tile are read together,
-// and where they begin a multiple of many lines apart a cache has few places for them (4 KB: one set of the first).
-constexpr std::int64_t apart_in_cache(std::int64_t bytes) {
-  return ((bytes + kLineBytes - 1) / kLineBytes | 1) * kLineBytes;
-}
-
 }  // namespace epiloq

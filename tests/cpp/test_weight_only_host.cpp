@@ -9,6 +9,7 @@
 #include "ops/weight_only_mm/host_few.h"
 #include "ops/weight_only_mm/host_many.h"
 #include "ops/weight_only_mm/host_pairs.h"
+#include "ops/weight_only_mm/host_tiles.h"
 
 using namespace epiloq;
 using namespace epiloq::ops::weight_only_mm;
@@ -38,6 +39,13 @@ struct Operands {
     auto const upper = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x[at]) >> 16);
     x[at] = std::bit_cast<float>(std::uint32_t{upper} << 16);
     return upper;
+  }
+
+  SlabParameters parameters() const {
+    SlabParameters all;
+    all.scale = scale, all.zero = zero;
+    for (float value : zero) all.zero_bytes.push_back(static_cast<std::uint64_t>(value) * 0x0101010101010101u);
+    return all;
   }
 
   std::vector<int> groups(int step) const {
@@ -163,30 +171,40 @@ void many_pairs() {
   }
 }
 
-// The same in rows; sums past the last token's are not to be written.
+// Two slabs by the same tokens, in tiles, of one part or of a value and what it is less than another.
 void many_tiles() {
   for (int bits : {2, 3, 4, 8}) {
     for (int tokens : {1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 97, 128, 150}) {
-      Operands o(bits, tokens % 2 == 0 ? 32 : 64, tokens);
-      std::fill(o.offset.begin(), o.offset.end(), 0.F);
-      std::vector<std::uint16_t> x((tokens + kTileRows - 1) / kTileRows * kTileRows * Operands::kK, 0x7fc0U);
-      for (int i = 0; i < tokens * Operands::kK; ++i) x[i] = o.cut_off(i);
-      std::vector<int> const groups = o.groups(1);
-      std::vector<Line> sums(tokens + 1);
-      sums[tokens].values[0] = 7.F;
-      ManyPairs::run_in_tiles({.q = o.q.data(),
-                               .bits = bits,
-                               .k = Operands::kK,
-                               .groups = groups.data(),
-                               .scale = o.scale.data(),
-                               .zero = o.zero.data(),
-                               .offset = nullptr,
-                               .x = nullptr,
-                               .m = tokens,
-                               .stride = 0},
-                              o.group, {x.data(), Operands::kK, tokens}, sums.data());
-      o.check_sums(sums.data(), true);
-      CHECK(sums[tokens].values[0] == 7.F);
+      int const group = tokens % 2 == 0 ? 32 : tokens % 3 == 0 ? 96 : 64, parts = 1 + tokens % 2;
+      Operands o(bits, group, tokens), other(bits, group, tokens);
+      std::fill(o.offset.begin(), o.offset.end(), 0.F), std::fill(other.offset.begin(), other.offset.end(), 0.F);
+      TokenTiles const tiles{Operands::kK / kOfLine, tokens};
+      std::vector<std::uint16_t> rows(parts * tiles.count() * 16 * Operands::kK);
+      for (int i = 0; i < tokens * Operands::kK; ++i) {
+        rows[i] = o.cut_off(i);
+        // A half of it and a half.
+        if (parts == 2) rows[i] = rows[i] == 0 ? 0 : rows[i] - 0x80, rows[rows.size() / 2 + i] = rows[i];
+      }
+      other.x = o.x;
+      std::vector<Line> x(parts * tiles.size()), sums(tiles.count() * MultiplyInTiles::kRows + 1);
+      for (int part = 0; part < parts; ++part) {
+        for (int tile = 0; tile < tiles.count(); ++tile) {
+          MultiplyInTiles::bring(&rows[part * rows.size() / 2 + tile * 16 * Operands::kK], Operands::kK, bits, tiles,
+                                 tile, x.data() + part * tiles.size());
+        }
+      }
+      sums.back().values[0] = 7.F;
+      Weight weight{};
+      weight.n = 2 * kSlab, weight.k = weight.padded_k = Operands::kK;
+      weight.bits = bits, weight.group = group, weight.groups = Operands::kK / group;
+      SlabParameters const first = o.parameters(), second = other.parameters();
+      std::vector<int> const groups = o.groups(kOfLine);
+      MultiplyInTiles::run({weight, {o.q.data(), other.q.data()}, {&first, &second}, groups.data()},
+                           {x.data(), tiles, parts}, 0, tokens, sums.data());
+      std::vector<Line> halves[2] = {std::vector<Line>(tokens), std::vector<Line>(tokens)};
+      for (int m = 0; m < 2 * tokens; ++m) halves[m % 2][m / 2] = sums[m];
+      o.check_sums(halves[0].data(), false), other.check_sums(halves[1].data(), false);
+      CHECK(sums.back().values[0] == 7.F);
     }
   }
 }
@@ -209,7 +227,7 @@ int main() {
   many<16>();
 #ifdef EPILOQ_HAS_CLONES
   if (has_pairs()) many_pairs();
-  if (has_pair_tiles()) many_tiles();
+  if (has_pair_tiles() && has_lookups()) many_tiles();
 #endif
   return test::failures != 0;
 }

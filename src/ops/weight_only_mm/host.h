@@ -4,8 +4,8 @@
 
 #include <vector>
 
+#include "core/host_row_tiles.h"
 #include "core/host_vectors.h"
-#include "core/on_lines.h"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
 
@@ -19,7 +19,9 @@ inline std::int64_t slab_bytes(Weight const& w) {
 // share a step with columns before it.
 struct SlabParameters {
   std::vector<float> scale, zero, offset;
+  std::vector<std::uint64_t> zero_bytes;  // eight times each zero point
 
+  SlabParameters() = default;
   explicit SlabParameters(Weight const& weight);
   void read(Weight const& weight, int slab);
 };
@@ -29,8 +31,8 @@ std::vector<int> groups_of(Weight const& weight, int step);
 
 // Whether tokens of bfloat16 are multiplied as they are, from some on (host_pairs.h).
 bool by_pairs(Problem const& problem, DType dtype);
-// Whether tokens are multiplied in tiles, of float16 and float32 as sums of so many of bfloat16.
-bool by_tiles(Problem const& problem, DType dtype);
+// Whether many tokens are multiplied in tiles, of float16 and float32 as sums of so many of bfloat16.
+bool by_tiles(Problem const& problem);
 constexpr int tile_parts(DType dtype) { return dtype == DType::kBFloat16 ? 1 : dtype == DType::kFloat16 ? 2 : 3; }
 
 // A few tokens, kFewTokens at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
@@ -48,21 +50,28 @@ struct FewTokens {
 void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameters const& parameters, int slab,
                   Line* sums);
 
+// Two slabs, or the last one, by tokens in tiles of 16: sums [count up to whole tiles] of their rows.
+inline constexpr int kSlabsInTiles = 2;
+struct TiledTokens {
+  TokenTiles tiles;
+  int parts;
+  std::vector<Line> x;  // part after part
+  std::vector<int> groups;
+
+  TiledTokens(Problem const& problem, DType dtype, int threads);
+};
+void multiply_tiles(Problem const& problem, TiledTokens const& tokens, SlabParameters const* parameters, int slab,
+                    int first, int count, Line* sums);
+
 // Any number of tokens and any weight: tokens are multiplied by the columns of a slab, de-quantised or as integers.
 struct ManyTokens {
-  std::vector<float> copy;       // of what is no float32
-  OnLines<std::uint32_t> pairs;  // or of bfloat16, by blocks, or in rows for tiles, part after part
-  bool in_tiles = false;
-  int parts = 1;
-  std::int64_t of_part = 0;  // pairs of each
+  std::vector<float> copy;           // of what is no float32
+  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;
 
   ManyTokens(Problem const& problem, DType dtype, int threads);
-
- private:
-  void bring_into_tiles(Problem const& problem, DType dtype, int threads);
 };
 // Of `count` tokens from `first` on.
 void multiply_many(Problem const& problem, ManyTokens const& tokens, SlabParameters const& parameters, int slab,

@@ -61,8 +61,10 @@ Multiply multiply_of(Weight const& w, int block) {
 
 bool is_for_few(Problem const& p, DType dtype) {
   Weight const& w = p.weight;
-  // Pairs repay the work on a slab from so many tokens on (Zen 4, 2026-11-21).
-  int const most = by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
+  // Tiles repay the work on a slab from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
+  // 2026-11-21).
+  int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
+  int const most = by_tiles(p) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
   return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
 }
 

@@ -4,7 +4,6 @@
 // bfloat16 holds exactly, in the order of the slab's parameters. A group's sums are multiplied by its scale, in
 // float32.
 
-#include "core/host_pair_tiles.h"
 #include "core/host_pairs.h"
 #include "ops/weight_only_mm/host_many.h"
 
@@ -75,28 +74,6 @@ struct ManyPairs {
       by_blocks<kPairBlock>(s.slab.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + std::int64_t{first} / 2 * kPairBlock, sums + m);
       });
-    }
-  }
-
-  // The same of tokens that lie for tiles, and groups of whole tiles of columns.
-  [[EPILOQ_PAIR_TILES]] static void run_in_tiles(SlabByTokens const& s, int group, TokensOfTiles tokens, Line* sums) {
-    Tiles const tiles;
-    Codes codes[kColumns];
-    Line pairs[kColumns / 2];
-    PairGroup groups[kColumns / kTileColumns];
-    for (int first = 0; first < s.k; first += kColumns) {
-      int const count = std::min(kColumns, s.k - first);
-      if (count < kColumns) std::fill_n(pairs, kColumns / 2, Line{});
-      Many<kLanes>::unpack(s, first, first + count, codes);
-      pair_up(s, first, count, codes, pairs);
-      int here = 0;
-      for (int column = 0, of_group = 0; column < count; column += of_group) {
-        of_group = std::min(count - column, group - (first + column) % group);
-        groups[here].steps = (of_group + kTileColumns - 1) / kTileColumns;
-        std::memcpy(&groups[here++].scale, s.scale + s.groups[first + column], sizeof(Line));
-      }
-      PairTiles::add(pairs, groups, here, tokens, sums);
-      tokens.x += count;
     }
   }
 };
