@@ -130,8 +130,7 @@ constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
 constexpr Float8Way kWays[] = {
 #ifdef EPILOQ_HAS_CLONES
     // (One token is multiplied as fast without AMX, and meets its rows' scales faster.)
-    {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny,
-     multiply_tiles},
+    {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny, multiply_tiles},
     {"float8 as pairs of bfloat16, AVX-512 BF16", has_lookups, 0, kAny, multiply_pairs},
 #endif
     {"float8 widened in registers", [] { return true; }, 0, 8, multiply_floats<true>},
