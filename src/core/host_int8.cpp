@@ -15,7 +15,7 @@ namespace {
 
 // Tokens that go through a slab together: their sums stay in the second cache.
 constexpr int kTokensAtOnce = 512;
-constexpr int kFewestInTiles = 2;
+constexpr int kFewestInTiles = 3;
 
 EPILOQ_CLONES std::int32_t sum_of(std::int8_t const* values, std::int64_t count) {
   std::int32_t sum = 0;

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "core/host_columns.h"
-#include "core/on_lines.h"
+#include "core/host_slabs.h"
 #include "core/threads.h"
-#include "ops/online_quant_mm/host_slab_tiles.h"
+#include "ops/online_quant_mm/host_tiles.h"
 #include "ops/online_quant_mm/launch.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -16,9 +16,18 @@ namespace {
 // Tokens that go through a slab together: their sums and a piece of their values stay in the second cache.
 constexpr int kTokensAtOnce = 512;
 
+// A token's integers, and its blocks' scales, offsets and, for now, sums as corrections.
+void quantise(quantize_blockwise_int8::Problem p, DType dtype, int row, std::int8_t* q, TokenBlock* to,
+              std::vector<float>& scratch) {
+  p.q = q, p.stride_q = 0;
+  p.scale = &to->scale, p.offset = &to->offset, p.sum = &to->correction;
+  p.row_stride = 0, p.block_stride = sizeof(TokenBlock) / sizeof(float);
+  quantize_blockwise_int8::quantize_row_on_host(p, dtype, row, scratch);
+}
+
 struct Tokens {
   std::vector<TokenBlock> blocks;  // [m, blocks]
-  OnLines<std::int32_t> x;         // [m, words]
+  std::vector<std::int32_t> x;     // [m, words]
 
   Tokens(quantize_blockwise_int8::Problem const& p, DType dtype, int bits, int threads) {
     std::int64_t const count = (p.cols + p.group - 1) / p.group;
@@ -43,62 +52,103 @@ struct Tokens {
       }
     });
   }
-
- private:
-  static void quantise(quantize_blockwise_int8::Problem p, DType dtype, int row, std::int8_t* q, TokenBlock* to,
-                       std::vector<float>& scratch) {
-    p.q = q, p.stride_q = 0;
-    p.scale = &to->scale, p.offset = &to->offset, p.sum = &to->correction;
-    p.row_stride = 0, p.block_stride = sizeof(TokenBlock) / sizeof(float);
-    quantize_blockwise_int8::quantize_row_on_host(p, dtype, row, scratch);
-  }
 };
 
-// [blocks, 3, kRows] of rows from `first` on, zeros where the weight has no offsets.
-void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int blocks, float* to) {
+// [blocks, 3, stride] of rows from `first` on, zeros where the weight has no offsets.
+void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int blocks, int stride, float* to) {
   for (int block = 0; block < blocks; ++block) {
     for (int kind = 0; kind < p.kinds; ++kind) {
       std::copy_n(p.b_parameters + (static_cast<std::int64_t>(block) * p.kinds + kind) * p.padded_n + first, rows,
-                  to + (block * 3 + kind) * bytes_here().rows);
+                  to + (block * 3 + kind) * stride);
     }
   }
 }
 
-int threads_for(gemm::BlockwiseProblem const& p, int threads) {
-  constexpr std::int64_t kWorth = 1 << 17;  // products: a few microseconds, which it takes to wake a thread
-  return static_cast<int>(std::clamp<std::int64_t>(std::int64_t{p.m} * p.n * p.k / kWorth, 1, std::max(threads, 1)));
-}
+#ifdef EPILOQ_HAS_CLONES
+bool takes_tiles(std::int64_t tokens, int group) { return MultiplyBlocksInTiles::serves(tokens, group); }
 
-struct Multiplier {
-  void (*run)(SlabByTokens const& slab, float* sums);
-  char const* name;
+struct TiledTokens {
+  TokenTiles tiles;
+  std::vector<Line> x;
+  std::vector<float> parameters;
+
+  TiledTokens(quantize_blockwise_int8::Problem const& p, DType dtype, int threads) {
+    constexpr int kTokens = TokenTiles::kTokens;
+    int const blocks = (p.cols + p.group - 1) / p.group;
+    std::int64_t const stride = std::int64_t{blocks} * p.group;
+    tiles = {stride / columns_of_line(p.group), p.rows};
+    x.resize(tiles.size());
+    std::int64_t const up_to = std::int64_t{tiles.count()} * kTokens;
+    parameters.resize(blocks * 3 * up_to);
+    share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
+      std::vector<std::int8_t> q(kTokens * stride);
+      std::vector<TokenBlock> of_blocks(blocks);
+      std::vector<float> scratch;
+      for (auto tile = static_cast<int>(first); tile < last; ++tile) {
+        int const count = std::min(kTokens, p.rows - tile * kTokens);
+        for (int i = 0; i < count; ++i) {
+          std::int64_t const token = std::int64_t{tile} * kTokens + i;
+          quantise(p, dtype, static_cast<int>(token), q.data() + i * stride, of_blocks.data(), scratch);
+          for (int block = 0; block < blocks; ++block) {
+            TokenBlock const& of_block = of_blocks[block];
+            float* const to = parameters.data() + block * 3 * up_to + token;
+            to[0] = of_block.scale, to[up_to] = of_block.offset;
+            to[2 * up_to] = of_block.scale * static_cast<float>(of_block.correction);
+          }
+        }
+        MultiplyBlocksInTiles::bring(q.data(), stride, p.group, tiles, tile, x.data());
+      }
+    });
+  }
 };
 
-Multiplier multiplier_for([[maybe_unused]] std::int64_t tokens, [[maybe_unused]] SlabByTokens const& slab) {
-#ifdef EPILOQ_HAS_CLONES
-  if (MultiplySlabInTiles::serves(tokens, slab.group, slab.is_whole())) return {&MultiplySlabInTiles::run, "AMX"};
-#endif
-  static auto const run = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
-  return {run, bytes_here().name};
+void multiply_tiles(OnlineQuantProblem const& problem, Work const& work, int threads) {
+  gemm::BlockwiseProblem const& p = work.gemm;
+  TiledTokens const tiled(work.quantise, p.dtype, threads);
+  TokenBlocks const tokens{tiled.x.data(), tiled.tiles, tiled.parameters.data()};
+  BlocksInTiles const all{.values = p.b,
+                          .stride = std::int64_t{p.k} * problem.bits / 8,
+                          .rows = 0,
+                          .bits = problem.bits,
+                          .k = work.quantise.cols,
+                          .group = work.quantise.group,
+                          .parameters = nullptr};
+  constexpr int kRows = MultiplyBlocksInTiles::kRows;
+  Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};
+  auto const finish = [&](SlabSums<float> const& sums) {
+    write(out, sums.row, sums.count, sums.column, sums.columns, sums.values, sums.stride);
+  };
+  by_slabs<float>(p.m, p.n, kRows, kTokensAtOnce, threads, finish, [&](int row, int first, int count, float* sums) {
+    BlocksInTiles s = all;
+    s.values += row * s.stride, s.rows = std::min(kRows, p.n - row);
+    std::vector<float> parameters(std::size_t(s.blocks()) * 3 * kRows);
+    read_parameters(p, row, s.rows, s.blocks(), kRows, parameters.data());
+    s.parameters = parameters.data();
+    MultiplyBlocksInTiles::run(s, tokens, first / TokenTiles::kTokens, count, reinterpret_cast<Line*>(sums));
+  });
 }
+#else
+bool takes_tiles(std::int64_t, int) { return false; }
+void multiply_tiles(OnlineQuantProblem const&, Work const&, int) {}
+#endif
 
 }  // namespace
 
 std::string describe_on_host(OnlineQuantProblem const& problem) {
-  SlabByTokens slab{};
-  slab.k = static_cast<int>(problem.k), slab.group = static_cast<int>(std::min(problem.group_size, problem.k));
-  return std::string("cpu, int8 products with ") + multiplier_for(problem.m, slab).name;
+  auto const group = static_cast<int>(std::min(problem.group_size, problem.k));
+  return std::string("cpu, int8 products with ") + (takes_tiles(problem.m, group) ? "AMX" : bytes_here().name);
 }
 
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads) {
   gemm::BlockwiseProblem const& p = work.gemm;
   int const rows = bytes_here().rows;
-  threads = threads_for(p, threads);
+  threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
+  if (takes_tiles(p.m, work.quantise.group)) return multiply_tiles(problem, work, threads);
+  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
   Tokens const tokens(work.quantise, p.dtype, problem.bits, threads);
   SlabByTokens all{};
   all.stride = std::int64_t{p.k} * problem.bits / 8, all.bits = problem.bits;
   all.k = work.quantise.cols, all.group = work.quantise.group, all.blocks = (all.k + all.group - 1) / all.group;
-  Multiplier const multiplier = multiplier_for(p.m, all);
   std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
   std::int64_t const words = std::int64_t{all.blocks} * all.group_words() * bytes_here().words;
   Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};
@@ -112,9 +162,9 @@ void run_on_host(OnlineQuantProblem const& problem, Work const& work, int thread
       s.values = p.b + column * s.stride;
       s.parameters = parameters.data(), s.words = columns.data();
       s.x = tokens.x.data() + row * words, s.tokens = tokens.blocks.data() + std::int64_t{row} * s.blocks;
-      read_parameters(p, column, s.rows, s.blocks, parameters.data());
+      read_parameters(p, column, s.rows, s.blocks, rows, parameters.data());
       std::fill_n(sums.begin(), s.m * rows, 0.F);
-      multiplier.run(s, sums.data());
+      multiply(s, sums.data());
       write(out, row, s.m, column, s.rows, sums.data(), rows);
     }
   });
