@@ -16,7 +16,7 @@ namespace epiloq {
 struct PackedWeight {
   TensorView q;                        // uint8 [slabs, Kp / depth, 32, bytes a lane]
   TensorView scale;                    // float16, bfloat16 or float32 [slabs, groups, 16]
-  std::optional<TensorView> zero{};    // uint8, shaped like scale; with neither, zero is 2^(bits - 1) throughout
+  std::optional<TensorView> zero{};    // uint8, shaped like scale, at most 2^bits; with neither it is 2^(bits - 1)
   std::optional<TensorView> offset{};  // like scale
   int bits = 4;
   std::int64_t n = 0, k = 0;

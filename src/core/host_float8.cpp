@@ -131,7 +131,7 @@ constexpr Float8Way kWays[] = {
 #ifdef EPILOQ_HAS_CLONES
     // (One token is multiplied as fast without AMX, and meets its rows' scales faster.)
     {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny, multiply_tiles},
-    {"float8 as pairs of bfloat16, AVX-512 BF16", has_lookups, 0, kAny, multiply_pairs},
+    {"float8 as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 0, kAny, multiply_pairs},
 #endif
     {"float8 widened in registers", [] { return true; }, 0, 8, multiply_floats<true>},
     {"16 rows of float8 widened at a time", [] { return true; }, 0, kAny, multiply_floats<false>},
@@ -144,6 +144,11 @@ std::span<Float8Way const> float8_ways() { return kWays; }
 Float8Way const& float8_way(std::int64_t tokens) {
   return *std::ranges::find_if(
       kWays, [tokens](Float8Way const& way) { return way.fewest <= tokens && tokens <= way.most && way.is_here(); });
+}
+
+void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+  threads = threads_for_products(x.rows * w.rows * w.columns, threads);
+  float8_way(x.rows).multiply(x, w, threads, finish);
 }
 
 }  // namespace epiloq

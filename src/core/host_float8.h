@@ -41,5 +41,7 @@ struct Float8Way {
 };
 std::span<Float8Way const> float8_ways();
 Float8Way const& float8_way(std::int64_t tokens);
+// By that way, on as many threads as the product is worth.
+void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish);
 
 }  // namespace epiloq

@@ -19,12 +19,6 @@ inline bool has_pair_tiles() {
 #endif
 }
 
-#ifdef EPILOQ_HAS_CLONES
-#define EPILOQ_ROW_TILES gnu::target("arch=x86-64-v4,amx-tile,amx-bf16,amx-int8")
-
-// Which products: pairs of bfloat16 added up in float32, or four bytes in int32.
-enum class RowTileKind { kPairs, kBytes };
-
 // Tokens in tiles: [two tiles, or the last one][line of a row of the matrix][tile][word][token].
 struct TokenTiles {
   static constexpr int kTokens = 16, kWords = 16;
@@ -37,6 +31,12 @@ struct TokenTiles {
   int step(int tile) const { return (tile | 1) < count() ? 2 * kWords : kWords; }
   std::int64_t start(int tile) const { return tile / 2 * 2 * lines_of_row * kWords + (tile % 2) * kWords; }
 };
+
+#ifdef EPILOQ_HAS_CLONES
+#define EPILOQ_ROW_TILES gnu::target("arch=x86-64-v4,amx-tile,amx-bf16,amx-int8")
+
+// Which products: pairs of bfloat16 added up in float32, or four bytes in int32.
+enum class RowTileKind { kPairs, kBytes };
 
 template <RowTileKind kKind>
 struct RowTiles {

@@ -11,7 +11,7 @@ namespace epiloq {
 
 // Words of 16 columns of each row, or of 128 at 4 bits, are brought into order at a time.
 inline constexpr int kUnit = 64;  // bytes of a row
-// Of rows as they lie, as hardware does not follow so many of them.
+// Bytes from where a row is read to what is asked for: hardware does not follow as many rows as are read together.
 inline constexpr int kAhead = 512;
 
 template <class Bytes>

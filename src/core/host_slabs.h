@@ -31,6 +31,7 @@ template <class Sum, class Multiply>
 void by_slabs(std::int64_t tokens, std::int64_t rows, int slab, std::int64_t at_once, int threads,
               FinishSlab<Sum> const& finish, Multiply const& multiply) {
   constexpr int kOfLine = sizeof(Line) / sizeof(Sum);
+  if (tokens == 0 || rows == 0) return;
   std::int64_t const slabs = (rows + slab - 1) / slab;
   at_once = std::min(at_once, tokens);
   share(slabs * ((tokens + at_once - 1) / at_once), threads, [&](std::int64_t begin, std::int64_t end) {
@@ -46,7 +47,7 @@ void by_slabs(std::int64_t tokens, std::int64_t rows, int slab, std::int64_t at_
   });
 }
 
-// What multiplies is worth `threads` threads.
+// As many threads as so many products are worth, `threads` at most.
 inline int threads_for_products(std::int64_t products, int threads) {
   constexpr std::int64_t kWorth = 1 << 17;  // a few microseconds, which it takes to wake a thread
   return static_cast<int>(std::clamp<std::int64_t>(products / kWorth, 1, std::max(threads, 1)));

@@ -120,6 +120,7 @@ void refused(int line, Change change, std::initializer_list<std::string> parts) 
 
 void misfits_are_named() {
   Operands operands(4);
+  operands.zero[Operands::kGroups * wo::kSlab + wo::parameter_of(15)] = 255;  // of a row past N
   check(operands.call());
   check(operands.restore());
   refused(__LINE__, [](auto& c) { c.weight.bits = 5; }, {"epiloq.weight_only_mm: bits: expected 2, 3, 4 or 8, got 5"});
@@ -128,6 +129,8 @@ void misfits_are_named() {
   refused(__LINE__, [](auto& c) { c.weight.group_size = 64; }, {"weight.scale: expected [2, 2, 16]"});
   refused(__LINE__, [](auto& c) { c.weight.zero->dtype = DType::kInt8; }, {"weight.zero: expected uint8"});
   refused(__LINE__, [](auto& c) { c.weight.offset = c.weight.scale; }, {"offset: expected none beside zero"});
+  refused(__LINE__, [](auto& c) { c.weight.zero->template as<std::uint8_t>()[wo::parameter_of(15)] = 17; },
+          {"weight.zero: expected 0 to 16 with 4 bits, got 17"});
   refused(__LINE__, [](auto& c) { c.x.shape[1] = 103; }, {"x: expected 104 columns"});
   refused(__LINE__, [](auto& c) { c.out.dtype = DType::kFloat16; }, {"out: expected float32"});
   refused(__LINE__, [](auto& c) { c.lo = 1, c.hi = 0; }, {"clamp: expected lo <= hi"});

@@ -261,7 +261,8 @@ void check(GroupwiseMm const& call) { checked(call); }
 void groupwise_mm(GroupwiseMm const& call, Stream stream) {
   Sizes const sizes = checked(call);
   if (call.a.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.groupwise_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
+    throw Unsupported(std::string("epiloq.") + name_of(call) + ": a: expected a tensor on a CUDA device, got " +
+                      describe(call.a));
   }
   if (is_empty(sizes)) return;
   Target const target = target_of(call);
@@ -273,7 +274,8 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
 void groupwise_mm(GroupwiseMm const& call) {
   Sizes const sizes = checked(call);
   if (call.a.device.type != Device::Type::kCpu) {
-    throw Unsupported("epiloq.groupwise_mm: a: expected a tensor on the CPU, got " + describe(call.a));
+    throw Unsupported(std::string("epiloq.") + name_of(call) + ": a: expected a tensor on the CPU, got " +
+                      describe(call.a));
   }
   gemm::GroupwiseProblem const problem = arguments_of(call, sizes);
   check_rows_of_experts(call, problem);
@@ -299,7 +301,9 @@ std::string explain(GroupwiseMm const& call) {
   if (is_empty(sizes)) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     std::int64_t const rows = std::max<std::int64_t>(sizes.a.rows / sizes.experts, 1);
-    return call.a.dtype == DType::kInt8 ? describe_int8(rows) : std::string("cpu, ") + float8_way(rows).name;
+    std::string const words =
+        call.a.dtype == DType::kInt8 ? describe_int8(rows) : std::string("cpu, ") + float8_way(rows).name;
+    return has_experts(call) ? words + ", expert by expert" : words;
   }
   Target const target = target_of(call);
   return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count));

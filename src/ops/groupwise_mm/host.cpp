@@ -29,10 +29,10 @@ ScaledFloat8 matrix(void const* values, std::int64_t rows, std::int64_t k, std::
 void multiply_groups(GroupwiseProblem const& p, DType out, int threads) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   Columns const to{p.bias, p.d, out, p.stride_d, -kInfinity, kInfinity};
-  float8_way(p.m).multiply(matrix(p.a, p.m, p.k, p.stride_a, p.scale_a), matrix(p.b, p.n, p.k, p.stride_b, p.scale_b),
-                           threads, [&](Float8Sums const& sums) {
-                             write(to, sums.row, sums.count, sums.column, sums.columns, sums.values, sums.stride);
-                           });
+  multiply_float8(matrix(p.a, p.m, p.k, p.stride_a, p.scale_a), matrix(p.b, p.n, p.k, p.stride_b, p.scale_b), threads,
+                  [&](Float8Sums const& sums) {
+                    write(to, sums.row, sums.count, sums.column, sums.columns, sums.values, sums.stride);
+                  });
 }
 
 std::vector<float> dense(GroupScales const& scales, int count) {

@@ -88,8 +88,8 @@ ScaledFloat8 matrix(void const* values, DType dtype, std::int64_t rows, std::int
 void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
   auto const finish = [&](auto const& sums) { return Finish(p, types.out, sums.column, sums.columns); };
   if (types.is_float8()) {
-    float8_way(p.m).multiply(matrix(p.a, types.a, p.m, p.k, p.stride_a), matrix(p.b, types.b, p.n, p.k, p.stride_b),
-                             threads, [&](Float8Sums const& sums) { finish(sums).rows(sums, evaluate_float8); });
+    multiply_float8(matrix(p.a, types.a, p.m, p.k, p.stride_a), matrix(p.b, types.b, p.n, p.k, p.stride_b), threads,
+                    [&](Float8Sums const& sums) { finish(sums).rows(sums, evaluate_float8); });
     return;
   }
   Int8Product const product{
@@ -116,6 +116,7 @@ gemm::Problem of_batch(gemm::Problem const& p, DType out, std::int64_t batch) {
 }  // namespace
 
 void run_on_host(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
+  threads = threads_for_products(std::int64_t{p.batches} * p.m * p.n * p.k, threads);
   bool const by_batches = p.batches >= threads;  // each by one thread
   share(p.batches, by_batches ? threads : 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {

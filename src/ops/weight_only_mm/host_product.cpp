@@ -74,7 +74,7 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
   Columns const out{p.bias, p.out, dtype, p.stride_out, p.lo, p.hi};
   std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p, dtype);
   // multiply(parameters, slab, token, count, sums), so many slabs after the other of the same tokens.
-  auto const by_slabs = [&](int together, auto const& multiply) {
+  auto const with_slabs = [&](int together, auto const& multiply) {
     int const rows = together * kSlab;
     std::int64_t const steps = (slabs + together - 1) / together;
     share(steps * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
@@ -91,17 +91,17 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
   };
   if (is_for_few(p, dtype)) {
     FewTokens const tokens(p, dtype);
-    by_slabs(1, [&](SlabParameters const* parameters, int slab, int, int, Line* sums) {
+    with_slabs(1, [&](SlabParameters const* parameters, int slab, int, int, Line* sums) {
       multiply_few(p, tokens, *parameters, slab, sums);
     });
   } else if (by_tiles(p)) {
     TiledTokens const tokens(p, dtype, threads);
-    by_slabs(kSlabsInTiles, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
+    with_slabs(kSlabsInTiles, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
       multiply_tiles(p, tokens, parameters, slab, token, count, sums);
     });
   } else {
     ManyTokens const tokens(p, dtype, threads);
-    by_slabs(1, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
+    with_slabs(1, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
       multiply_many(p, tokens, *parameters, slab, token, count, sums);
     });
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/host_rows.h"
 #include "ops/weight_only_mm/layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -13,6 +14,32 @@ int group_shift(std::int64_t group, std::int64_t padded_k) {
   int shift = 0;
   while (kPadding << shift < group) ++shift;
   return shift;
+}
+
+// What parameter_of makes of a row, back.
+constexpr int row_of(int parameter) { return parameter / 2 + parameter % 2 * 8; }
+
+EPILOQ_CLONES int largest(std::uint8_t const* values, std::int64_t count) {
+  std::uint8_t most = 0;
+  for (std::int64_t i = 0; i < count; ++i) most = std::max(most, values[i]);
+  return most;
+}
+
+// Where the host can read them; some of its products hold integers less a zero point in few bits. Of rows past N and
+// groups past K they may be anything.
+void check_zeros(Checker const& check, PackedWeight const& w, std::int64_t groups, std::int64_t used) {
+  int const most = 1 << w.bits;
+  auto const* zero = w.zero->as<std::uint8_t>();
+  for (std::int64_t row = 0; row < w.n; row += kSlab, zero += groups * kSlab) {
+    int found = largest(zero, used * kSlab);
+    if (found > most && w.n - row < kSlab) {
+      found = 0;
+      for (std::int64_t i = 0; i < used * kSlab; ++i) {
+        if (row + row_of(static_cast<int>(i % kSlab)) < w.n) found = std::max<int>(found, zero[i]);
+      }
+    }
+    if (found > most) check.fail("weight.zero", "expected 0 to ", most, " with ", w.bits, " bits, got ", found);
+  }
 }
 
 }  // namespace
@@ -51,6 +78,9 @@ Weight checked_weight(Checker const& check, PackedWeight const& w) {
     check.tensor("weight.zero", *w.zero, {DType::kUInt8});
     expect_shape(check, "weight.zero", *w.zero, {slabs, groups, kSlab});
     check.aligned16("weight.zero", *w.zero);
+    if (w.zero->device.type == Device::Type::kCpu && w.bits < 8 && w.k > 0) {
+      check_zeros(check, w, groups, ceil_div(w.k, std::max<std::int64_t>(group, 1)));
+    }
   }
   if (w.offset) {
     check.tensor("weight.offset", *w.offset, {w.scale.dtype});
