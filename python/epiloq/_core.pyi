@@ -312,6 +312,7 @@ def explain_groupwise_mm_problem(
     dtype: str = "float8_e4m3fn",
     arch: str = "sm90",
     sm_count: int = 0,
+    has_experts: bool = False,
 ) -> str: ...
 def multiply_int8(out: Tensor, a: Tensor, b: Tensor, threads: int = 1) -> None: ...
 def quantize_blockwise_int8(

@@ -31,13 +31,14 @@ void register_groupwise_mm(py::module_& module) {
   module.def(
       "explain_groupwise_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts, bool whole_rows,
-         std::string const& dtype, std::string const& arch, int sm_count) {
-        return explain_groupwise_mm({m, n, k, column_scales, aligned, experts, whole_rows, parse_dtype(dtype)},
-                                    parse_arch(arch), sm_count);
+         std::string const& dtype, std::string const& arch, int sm_count, bool has_experts) {
+        GroupwiseMmProblem const problem{
+            m, n, k, column_scales, aligned, experts, whole_rows, parse_dtype(dtype), has_experts};
+        return explain_groupwise_mm(problem, parse_arch(arch), sm_count);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false, py::arg("aligned") = true,
       py::arg("experts") = 1, py::arg("whole_rows") = false, py::arg("dtype") = "float8_e4m3fn",
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("has_experts") = false);
 }
 
 }  // namespace epiloq::bindings

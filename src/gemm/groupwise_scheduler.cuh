@@ -33,7 +33,7 @@ class GroupwiseScheduler {
   }
 
   __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)
-      : p_(p), tiles_(tiles), index_(blockIdx.x) {
+      : p_(p), tiles_(tiles), index_(p.k_blocks == 1 ? blockIdx.x : blockIdx.x / 2) {
     enter(0);
   }
 
@@ -49,7 +49,7 @@ class GroupwiseScheduler {
     int const column = height == kBand ? within / kBand : within / height;
     int const row = band * kBand + within - column * height;
     tile = {begin_ + row * C::kM, end_, column * C::kN, expert_};
-    index_ += gridDim.x;
+    index_ += gridDim.x;  // past the last, where blocks share K
     return true;
   }
 

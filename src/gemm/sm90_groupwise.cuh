@@ -7,16 +7,18 @@
 // Tokens are the rows of wgmma's tile, whatever their number: a box of the tokens there are is all that TMA reads, so a
 // tile of few tokens costs their bytes and no more, and its width in weights is free to fill the SMs evenly. Each 128
 // of K is multiplied into fresh accumulators and added to the sums in fp32 with its scales. Warpgroups stand side by
-// side along M, or take turns along K where there is little to multiply and latency is what counts.
+// side along M, or take turns along K where there is little to multiply and latency is what counts. Where tiles are too
+// few for all SMs, two blocks share K.
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "epiloq/device.h"
 #include "gemm/params_cache.h"
 #include "gemm/sm90_groupwise_math.cuh"
-#include "gemm/sm90_groupwise_read.cuh"
+#include "gemm/sm90_groupwise_scales.cuh"
 #include "gemm/sm90_groupwise_store.cuh"
 
 namespace epiloq::gemm {
@@ -26,10 +28,11 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
                                int lane) {
   using Math = GroupwiseMath<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
-  int const depth = (params.p.k + kGroupDepth - 1) / kGroupDepth;
-  int const steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
-  typename Math::Place const place(params, shared, group_m, group_k, warp, lane);
-  GroupwiseStore<C> out(params, shared, group_m * 4 + warp, group_m * C::kRounds * 64 + warp * 16, lane);
+  StepShare const share(params);
+  int const depth = share.depth, steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
+  typename Math::Place const place(params, shared, group_m, group_k, warp, lane, share.first);
+  int const first_row = group_m * C::kRounds * 64 + warp * 16;
+  GroupwiseStore<C> out(params, shared, group_m * 4 + warp, first_row, lane);
   int before = 0;  // steps of the tiles that are done
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; uniform(scheduler.next(tile)); before += depth) {
@@ -38,7 +41,15 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     if (group_k == 0) out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
     if constexpr (C::kKGroups > 1) Math::meet(sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
-    if (group_k == 0) out.store(sums, tile, scheduler.was_last() || depth < C::kParts);
+    bool stores = group_k == 0;
+    if constexpr (C::kMayShare) {
+      if (!share.is_all) {
+        wait_for_begun();
+        RowExchange<C> const exchange(shared, group_m * 4 + warp, lane, share.rank);
+        stores = stores && exchange.meet(sums[0], uniform(tile.first_row + first_row < tile.end_row));
+      }
+    }
+    if (stores) out.store(sums, tile, scheduler.was_last() || depth < C::kParts);
   }
   out.finish();
 }
@@ -54,9 +65,13 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
       shared.full()[i].init(C::full_arrivals(params));
       shared.empty()[i].init(C::kEmptyArrivals);
     }
+    for (int i = 0; C::kMayShare && i < 4 * C::kMGroups; ++i) shared.received()[i].init(1);
+    // By the one thread that made them all: this fence by a thread for each stage took 0.7 us.
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  bool const shares = C::kMayShare && params.p.k_blocks > 1;
+  if (shares) say_begun();
   TileReader<C> const reader(params, shared);
   int early = 0;  // steps that have their weights
   if (C::kFew && params.p.constant_b) {
@@ -76,15 +91,13 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     // Each reader's scales by kScaleWarps, or by the last of them.
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
     int const first_part = params.copies_scales ? C::kScaleWarps - 1 : 0;
-    if constexpr (C::kMayCopyAllScales) {
-      if (params.copies_all_scales) {
-        if (turn >= 0 && is_elected()) copy_all_scales<C>(params, shared, turn);
-        return;
-      }
+    if (C::kMayCopyAllScales && params.copies_all_scales) {
+      if (turn >= 0 && is_elected()) copy_all_scales<C>(reader, turn);
+    } else if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
+      read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
     }
-    if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
-      read_scales<C>(params, shared, turn % C::kReaders, part * 32 + lane);
-    }
+    __syncwarp();
+    if (shares) wait_for_begun();
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
     multiply_tiles<C>(params, shared, group, warp, lane);
@@ -105,7 +118,8 @@ struct GroupwiseGemm {
                            GroupwiseScheduler<C>::tiles_of(p),
                            C::kScaleWarps > 1 && can_copy_scales(p),
                            may_copy_all_scales(p, sm_count),
-                           GroupwiseStore<C>::can_store_boxes(p)};
+                           GroupwiseStore<C>::can_store_boxes(p),
+                           static_cast<int>(tiles(tiles(p.k, kGroupDepth), p.k_blocks))};
     if (params.copies_scales || params.copies_all_scales) {
       params.scales = encode_tensor_map(
           p.scale_a.ptr,
@@ -161,9 +175,13 @@ struct GroupwiseGemm {
     thread_local ParamsCache<GroupwiseProblem, GroupwiseParams> cache;
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
-    std::int64_t blocks = sm_count;
-    if (p.offs == nullptr && p.masked_m == nullptr) blocks = std::min(blocks, tiles(p.m, C::kM) * tiles(p.n, C::kN));
-    cuda_check(launch_dependent(kernel, static_cast<int>(blocks), C::kThreads, C::kSharedBytes, stream, params),
+    bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
+    std::int64_t const wanted = tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks;
+    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count, wanted) : sm_count;
+    bool const may_share = C::kMayShare && is_dense && wanted <= sm_count && tiles(p.k, kGroupDepth) >= p.k_blocks;
+    if (p.k_blocks > 1 && !may_share) throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
+    cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), p.k_blocks, C::kThreads, C::kSharedBytes,
+                                         stream, params),
                "launching epiloq.groupwise_mm");
   }
 };

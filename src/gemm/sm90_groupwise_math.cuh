@@ -32,7 +32,7 @@ struct GroupwiseMath {
     bool in_quads;                    // are scales of weights, of four steps
 
     __device__ Place(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
-                     int warp, int lane)
+                     int warp, int lane, int first)
         : full(uniform(shared_address(shared.full()))),
           empty(uniform(shared_address(shared.empty()))),
           tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * C::kRounds * kRoundBytes))),
@@ -40,7 +40,7 @@ struct GroupwiseMath {
           of_row(kept(shared_address(shared.scales(0)) + (group_m * C::kRounds * 64 + warp * 16 + lane / 4) * 4)),
           of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
           releases(lane == 0),
-          first_step(group_k),
+          first_step(first + group_k),
           in_quads(params.copies_all_scales) {}
   };
 

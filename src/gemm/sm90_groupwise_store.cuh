@@ -67,8 +67,9 @@ class GroupwiseStore {
       wait_for_copies<0>();
       __syncwarp();
     }
-    bool const later =
-        C::kSendsLater && !is_last_or_short && leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
+    // Said to be uniform, for the sake of products' addresses: a branch stands between them.
+    bool const later = C::kSendsLater && uniform(!is_last_or_short &&
+                                                 leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row));
     params_.p.bias == nullptr ? store_tile<false>(sums, tile, later) : store_tile<true>(sums, tile, later);
   }
 
@@ -89,6 +90,7 @@ class GroupwiseStore {
     if constexpr (C::kStoresBoxes) {
       if (is_elected()) wait_for_stores<0>();
     }
+    if constexpr (C::kWholeRows && C::kMayShare) wait_for_copies<0>();  // of rows that another block stores
   }
 
  private:

@@ -13,6 +13,7 @@
 #include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
 #include "gemm/groupwise_scheduler.cuh"
+#include "gemm/k_sharing.h"
 #include "gemm/tensor_map.h"
 
 namespace epiloq::gemm {
@@ -25,6 +26,7 @@ struct GroupwiseParams {
   GroupwiseProblem p;
   GroupwiseTiles tiles;
   bool copies_scales, copies_all_scales, stores_boxes;
+  int steps_each;  // of K, to each block that shares it
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
@@ -57,6 +59,7 @@ struct Groupwise {
   static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
+  static constexpr bool kMayShare = may_share_k({kMGroups, kKGroups, kN, kRounds});
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
@@ -84,15 +87,16 @@ struct Groupwise {
   static constexpr int kScalesOfWarp = kN + 16 * kRounds;
   static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
   static constexpr int kPartialBytes = (kKGroups - 1) * 128 * kSums * 4;
-  static constexpr int kAlignment = 1024;    // of swizzled tiles
-  static constexpr int kBarrierBytes = 512;  // of 32 stages
+  static constexpr int kAlignment = 1024;  // of swizzled tiles
+  static constexpr int kBarrierBytes = 512;
   static constexpr int kFixedBytes =
       kAlignment + kStagingBytes + kPartialBytes + kMGroups * 4 * kWholeScales * 4 + kBarrierBytes;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
   // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
-  // exchange stages; that is safe because they meet there.
+  // exchange stages; that is safe because they meet there. A reader of tokens may wait for a stage of weights to be
+  // given back, kTokenStages steps ago: its next use needs tokens that the same reader has yet to ask for.
   static constexpr int kReaders = kFew ? 2 : 1;              // where steps are short, their waits must overlap
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
@@ -130,8 +134,9 @@ struct Groupwise {
     __device__ cutlass::arch::ClusterBarrier* empty() const {
       return reinterpret_cast<cutlass::arch::ClusterBarrier*>(full() + kStages);
     }
+    __device__ cutlass::arch::ClusterBarrier* received() const { return empty() + kStages; }  // a warp of rows each
   };
-  static_assert(kStages * 16 <= kBarrierBytes);
+  static_assert(kStages * 16 + kMGroups * 4 * 8 <= kBarrierBytes);
 
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.

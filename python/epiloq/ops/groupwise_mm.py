@@ -129,7 +129,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     try:
         if "m" in kwargs and not args:
             dtype = str(kwargs.pop("dtype", torch.float8_e4m3fn)).removeprefix("torch.")
-            return _core.explain_groupwise_mm_problem(**kwargs, dtype=dtype)
+            return _core.explain_groupwise_mm_problem(**kwargs, dtype=dtype, has_experts=name == "grouped_mm")
         given = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"epiloq.{name}: {error}") from None

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "gemm/config.h"
+#include "gemm/k_sharing.h"
 
 namespace epiloq::ops::groupwise_mm {
 
@@ -16,19 +17,23 @@ using gemm::GroupwiseConfig;
 // in turns at the clocks that the power limit leaves them (benchmarks/results: many-tokens-sweep). The tile whose waves
 // cost least serves: it took 0.3 % more than the fastest in the mean, 6 % at most. Tiles of 64 tokens
 // were put in order by times at 1 to 64; no others serve so few.
+//
+// Two blocks may share K (rings.json, `sharing`): a step then takes `shared_ns` (0: never), and that they meet
+// kMeetingNs and more for each token.
 struct Tile {
   GroupwiseConfig config;
-  int step_ns, end_ns = 0;
+  int step_ns, end_ns = 0, shared_ns = 0;
 };
+inline constexpr int kMeetingNs = 300, kMeetingTokenNs = 8;
 inline constexpr std::array kTiles{
-    Tile{{1, 2, 32}, 125},  Tile{{1, 2, 48}, 145},  Tile{{1, 2, 56}, 155},
-    Tile{{1, 2, 64}, 160},  Tile{{2, 1, 64}, 265},  Tile{{2, 1, 96}, 345},
-    Tile{{2, 1, 128}, 405}, Tile{{2, 1, 192}, 585}, Tile{{2, 1, 128, 2}, 765},
+    Tile{{1, 2, 32}, 135, 0, 135}, Tile{{1, 2, 48}, 145, 0, 200}, Tile{{1, 2, 56}, 155, 0, 225},
+    Tile{{1, 2, 64}, 160, 0, 240}, Tile{{2, 1, 64}, 265, 0, 290}, Tile{{2, 1, 96}, 345},
+    Tile{{2, 1, 128}, 405},        Tile{{2, 1, 192}, 585},        Tile{{2, 1, 128, 2}, 765},
 };
 // With one scale a column of B, which costs registers and instructions: guessed, not measured.
 inline constexpr std::array kColumnScaleTiles{
-    Tile{{1, 2, 32}, 150},
-    Tile{{1, 2, 64}, 280},
+    Tile{{1, 2, 32}, 150, 0, 150},
+    Tile{{1, 2, 64}, 280, 0, 280},
     Tile{{2, 1, 128}, 600},
 };
 
@@ -37,16 +42,26 @@ inline constexpr std::array kColumnScaleTiles{
 // Tiles of 64 tokens are put in order by times at 1 to 64 tokens. int8 needs no sums beside wgmma's, so that a
 // warpgroup has the registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
-    Tile{{1, 2, 32}, 130},        Tile{{1, 2, 48}, 150},        Tile{{1, 2, 56}, 158},
-    Tile{{1, 2, 64}, 165},        Tile{{2, 1, 64}, 266},        Tile{{2, 1, 96}, 279, 900},
-    Tile{{2, 1, 112}, 299, 1400}, Tile{{2, 1, 128}, 310, 1300}, Tile{{2, 1, 144}, 363, 2000},
-    Tile{{2, 1, 192}, 462, 2000}, Tile{{2, 1, 224}, 552, 2500}, Tile{{2, 1, 256}, 620, 2500},
+    Tile{{1, 2, 32}, 135, 0, 135}, Tile{{1, 2, 48}, 150, 0, 200}, Tile{{1, 2, 56}, 158, 0, 225},
+    Tile{{1, 2, 64}, 165, 0, 250}, Tile{{2, 1, 64}, 266, 0, 290}, Tile{{2, 1, 96}, 279, 900},
+    Tile{{2, 1, 112}, 299, 1400},  Tile{{2, 1, 128}, 310, 1300},  Tile{{2, 1, 144}, 363, 2000},
+    Tile{{2, 1, 192}, 462, 2000},  Tile{{2, 1, 224}, 552, 2500},  Tile{{2, 1, 256}, 620, 2500},
 };
 inline constexpr std::array kFloat8RowTiles{
-    Tile{{1, 2, 32}, 135},  Tile{{1, 2, 48}, 155},  Tile{{1, 2, 56}, 163},
-    Tile{{1, 2, 64}, 170},  Tile{{2, 1, 64}, 285},  Tile{{2, 1, 96}, 320},
-    Tile{{2, 1, 128}, 400}, Tile{{2, 1, 192}, 560}, Tile{{2, 1, 128, 2}, 750},
+    Tile{{1, 2, 32}, 135, 0, 135}, Tile{{1, 2, 48}, 155, 0, 200}, Tile{{1, 2, 56}, 163, 0, 225},
+    Tile{{1, 2, 64}, 170, 0, 250}, Tile{{2, 1, 64}, 285, 0, 290}, Tile{{2, 1, 96}, 320},
+    Tile{{2, 1, 128}, 400},        Tile{{2, 1, 192}, 560},        Tile{{2, 1, 128, 2}, 750},
 };
+template <std::size_t kCount>
+constexpr bool share_where_they_may(std::array<Tile, kCount> const& tiles) {
+  for (Tile const& tile : tiles) {
+    if (tile.shared_ns > 0 && !(gemm::may_share_k(tile.config) && tile.end_ns == 0)) return false;
+  }
+  return true;
+}
+static_assert(share_where_they_may(kTiles) && share_where_they_may(kColumnScaleTiles) &&
+              share_where_they_may(kInt8RowTiles) && share_where_they_may(kFloat8RowTiles));
+
 template <DType kElement>
 constexpr GroupwiseConfig row_tile(int row) {
   if constexpr (kElement == DType::kInt8) return kInt8RowTiles[row].config;

@@ -201,9 +201,15 @@ Sizes checked(GroupwiseMm const& call) {
 
 GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
   bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
-  return {
-      sizes.a.rows,         sizes.n,     sizes.k, call.columns_per_scale == 1, aligned, static_cast<int>(sizes.experts),
-      has_whole_rows(call), call.a.dtype};
+  return {sizes.a.rows,
+          sizes.n,
+          sizes.k,
+          call.columns_per_scale == 1,
+          aligned,
+          static_cast<int>(sizes.experts),
+          has_whole_rows(call),
+          call.a.dtype,
+          has_experts(call)};
 }
 
 struct Target {

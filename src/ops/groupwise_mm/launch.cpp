@@ -84,9 +84,9 @@ Arch arch_of_device(int device, DType element) {
   return runs_older && (forced == Arch::kAuto || forced == older) ? older : Arch::kAuto;
 }
 
-void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType element, DType out, int device,
-            Stream stream) {
+void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element, DType out, int device, Stream stream) {
   DeviceGuard const guard(device);
+  problem.k_blocks = choice.k_blocks;
   switch (choice.family) {
     case Family::kMma:
       return launch_mma(choice.row, problem, element, out, device, stream);
@@ -120,9 +120,7 @@ Arch arch_of_device(int device, DType) {
   return Arch::kAuto;
 }
 
-void launch(Choice const&, gemm::GroupwiseProblem const&, DType, DType, int device, Stream) {
-  device_properties(device);
-}
+void launch(Choice const&, gemm::GroupwiseProblem, DType, DType, int device, Stream) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -8,7 +8,6 @@ namespace epiloq::ops::groupwise_mm {
 // The architecture whose kernels serve a device here: sm90, sm80 (int8), sm89 (float8), or auto for the generic one.
 Arch arch_of_device(int device, DType element);
 
-void launch(Choice const& choice, gemm::GroupwiseProblem const& problem, DType element, DType out, int device,
-            Stream stream);
+void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element, DType out, int device, Stream stream);
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -1,5 +1,6 @@
 #include "ops/groupwise_mm/select.h"
 
+#include <algorithm>
 #include <limits>
 #include <sstream>
 
@@ -10,16 +11,18 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
 
-// The cheapest row; of equals the last, whose tiles are larger. Few tokens wait for memory, which larger tiles do not
-// read sooner.
+// The cheapest row; of equals the last, whose tiles are larger, and one block a tile. Few tokens wait for memory, which
+// larger tiles do not read sooner.
 template <class Tiles>
 WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
   WholeRowsChoice best{{family, 0}, std::numeric_limits<double>::infinity()};
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
-    double const ns = expected_ns(tiles[row], p, sm_count);
-    if (ns <= best.ns) best = {{family, row}, ns};
+    for (int k_blocks : {2, 1}) {
+      double const ns = expected_ns(tiles[row], p, sm_count, k_blocks);
+      if (ns <= best.ns) best = {{family, row, k_blocks}, ns};
+    }
   }
   return best;
 }
@@ -37,10 +40,11 @@ std::string describe(BlockwiseConfig const& c) {
   return text.str();
 }
 
-std::string describe(GroupwiseConfig const& c, char const* kind) {
+std::string describe(GroupwiseConfig const& c, char const* kind, int k_blocks) {
   std::ostringstream text;
   text << "sm90 " << kind << " wgmma, " << c.tokens() << " tokens x " << c.n << " weights";
   if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
+  if (k_blocks > 1) text << ", K over clusters of " << k_blocks;
   return text.str();
 }
 
@@ -60,10 +64,15 @@ WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
   return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
 }
 
-double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count) {
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int k_blocks) {
   std::int64_t const rows = ceil_div(rows_of_expert(p), tile.config.tokens());
-  std::int64_t const tiles = p.experts * rows * ceil_div(p.n, tile.config.n);
-  return static_cast<double>(ceil_div(tiles, sm_count)) * (ceil_div(p.k, 128) * tile.step_ns + tile.end_ns);
+  std::int64_t const tiles = p.experts * rows * ceil_div(p.n, tile.config.n), steps = ceil_div(p.k, 128);
+  if (k_blocks == 1) return static_cast<double>(ceil_div(tiles, sm_count)) * (steps * tile.step_ns + tile.end_ns);
+  bool const may_share =
+      tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && tiles * k_blocks <= sm_count && steps >= k_blocks;
+  if (!may_share) return std::numeric_limits<double>::infinity();
+  std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
+  return static_cast<double>(ceil_div(steps, k_blocks) * tile.shared_ns + kMeetingNs + tokens * kMeetingTokenNs);
 }
 
 std::string describe(Choice const& choice) {
@@ -74,13 +83,13 @@ std::string describe(Choice const& choice) {
     case Family::kMma:
       return describe(kMmaTiles[choice.row]);
     case Family::kSm90:
-      return describe(kTiles[choice.row].config, "group-wise");
+      return describe(kTiles[choice.row].config, "group-wise", choice.k_blocks);
     case Family::kSm90ColumnScales:
-      return describe(kColumnScaleTiles[choice.row].config, "group-wise") + ", a scale a column";
+      return describe(kColumnScaleTiles[choice.row].config, "a-scale-a-column", choice.k_blocks);
     case Family::kSm90Int8Rows:
-      return describe(kInt8RowTiles[choice.row].config, "whole-row");
+      return describe(kInt8RowTiles[choice.row].config, "whole-row", choice.k_blocks);
     case Family::kSm90Float8Rows:
-      return describe(kFloat8RowTiles[choice.row].config, "whole-row");
+      return describe(kFloat8RowTiles[choice.row].config, "whole-row", choice.k_blocks);
   }
   return "";
 }

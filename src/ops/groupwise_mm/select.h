@@ -13,18 +13,19 @@ enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90Int8Rows, kSm90Floa
 
 struct Choice {
   Family family;
-  int row;  // of the family's table in configs.h
+  int row;           // of the family's table in configs.h
+  int k_blocks = 1;  // that share K
 };
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 // On SM90 with scales of whole rows that begin at multiples of 16 bytes, with experts or without; and what is expected
-// of a tile of any kernel, by its waves of the SMs.
+// of a tile of any kernel, by its waves of the SMs, or of blocks of one wave that share K.
 struct WholeRowsChoice {
   Choice choice;
   double ns;
 };
 WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
-double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count);
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int k_blocks = 1);
 std::string describe(Choice const& choice);
 
 }  // namespace epiloq::ops::groupwise_mm

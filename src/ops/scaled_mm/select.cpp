@@ -101,7 +101,7 @@ constexpr auto kAlwaysFits = [](int) { return true; };
 Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
   auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
-  if (p.a != DType::kInt8) return {Family::kSm90Float8Rows, own.choice.row};
+  if (p.a != DType::kInt8) return {Family::kSm90Float8Rows, own.choice.row, own.choice.k_blocks};
   constexpr groupwise_mm::Tile kMany{{2, 1, 128}, kSm90ManyTokensStepNs, kSm90ManyTokensEndNs};
   static_assert(kMany.config.tokens() == kSm90Tiles[kSm90ManyTokens].tile.n &&
                 kMany.config.n == kSm90Tiles[kSm90ManyTokens].tile.m);
@@ -111,7 +111,8 @@ Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   GroupwiseMmProblem in_boxes = product;
   if (p.m % kMany.config.tokens() != 0) in_boxes.m += 2 * kMany.config.tokens();
   bool const is_many = p.m > kMany.config.tokens() && groupwise_mm::expected_ns(kMany, in_boxes, t.sm_count) < own.ns;
-  return is_many ? Choice{Family::kSm90, kSm90ManyTokens} : Choice{Family::kSm90Int8Rows, own.choice.row};
+  if (is_many) return {Family::kSm90, kSm90ManyTokens};
+  return {Family::kSm90Int8Rows, own.choice.row, own.choice.k_blocks};
 }
 
 template <class Rules>
@@ -207,8 +208,12 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
 }
 
 std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
-  if (choice.family == Family::kSm90Int8Rows) return {{groupwise_mm::Family::kSm90Int8Rows, choice.row}};
-  if (choice.family == Family::kSm90Float8Rows) return {{groupwise_mm::Family::kSm90Float8Rows, choice.row}};
+  if (choice.family == Family::kSm90Int8Rows) {
+    return {{groupwise_mm::Family::kSm90Int8Rows, choice.row, choice.k_blocks}};
+  }
+  if (choice.family == Family::kSm90Float8Rows) {
+    return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.k_blocks}};
+  }
   return std::nullopt;
 }
 
