@@ -16,8 +16,8 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import Quantization
 from epiloq.formats.model import Target
 from epiloq.formats.table import FORMATS
+from epiloq.layer_filter import default_filter
 from epiloq.quantize import Grid, QuantizedWeight, rtn
-from epiloq.schemes import default_filter
 
 
 def written(

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from epiloq.layer_filter import default_filter
 from epiloq.quantize import Float8Grid, Grid, InputStatistics, OffsetGrid, rtn
 from epiloq.quantize.algorithms import ALGORITHMS, Algorithm
 from epiloq.quantize.blocks import find_blocks, record
 from epiloq.quantize.calibrate import Block, calibrate
 from epiloq.quantize.inputs import input_groups
-from epiloq.schemes import default_filter
 from model_families import FAMILIES, SHARED, VOCABULARY, llama, outlying
 
 

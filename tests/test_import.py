@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import epiloq
 
 IMPORT = """
@@ -16,6 +18,7 @@ start = time.process_time()
 import epiloq
 seconds = time.process_time() - start
 heavy = {"typer", "rich", "matplotlib", "transformers", "safetensors", "torch._dynamo", "torch._inductor"}
+heavy |= {"epiloq.compat", "epiloq.nn", "epiloq.quantize", "epiloq.schemes"}
 assert not heavy & (set(sys.modules) - before), heavy & (set(sys.modules) - before)
 print(seconds)
 """
@@ -26,6 +29,14 @@ def test_modules_are_attributes() -> None:
     assert epiloq.compat.deep_gemm.fp8_gemm_nt
     assert epiloq.schemes.available() and epiloq.nn.Int8Linear
     assert [name for name in epiloq.__all__ if not hasattr(epiloq, name)] == []
+    assert set(epiloq.__all__) <= set(dir(epiloq))
+    with pytest.raises(AttributeError, match="module 'epiloq' has no attribute 'quantise'"):
+        epiloq.quantise  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["compat", "nn", "quantize", "quantize_", "schemes"])
+def test_any_of_the_modules_may_be_asked_for_first(name: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import epiloq; epiloq.{name}"], check=True)
 
 
 def test_import_is_light() -> None:

@@ -6,16 +6,21 @@ on torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and 
 names.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from epiloq import _core as _core
 
-# The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
-if find_spec("torch") is not None:
+if TYPE_CHECKING:
     from epiloq import compat as compat
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.schemes import quantize_ as quantize_
+
+# The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
+if find_spec("torch") is not None:
     from epiloq.block_quant_weight import BlockQuantWeight
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import (
@@ -40,7 +45,6 @@ if find_spec("torch") is not None:
     from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
     from epiloq.packed_weight import PackedWeight, pack_weight
     from epiloq.prepared_int8_weight import PreparedInt8Weight
-    from epiloq.schemes import quantize_
 
 __version__: str = _core.__version__
 
@@ -78,3 +82,18 @@ __all__ = [
     "supports",
     "weight_only_mm",
 ]
+
+# Half of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
+_ON_DEMAND = ("compat", "nn", "quantize", "schemes")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return import_module(f"{__name__}.{name}")
+    if name == "quantize_":
+        return import_module(f"{__name__}.schemes").quantize_
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

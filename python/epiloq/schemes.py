@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from epiloq.mixtures import apart, left_stacked, routers, settle_
+from epiloq.layer_filter import Filter, default_filter
+from epiloq.mixtures import apart, left_stacked, settle_
 from epiloq.nn import (
     Fp8BlockLinear,
     Fp8Linear,
@@ -21,9 +22,6 @@ from epiloq.nn import (
     WeightOnlyLinear,
 )
 from epiloq.quantize.observers import OBSERVERS, Observer, input_quantizers
-
-Filter = Callable[[nn.Module, str], bool]
-
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
@@ -267,29 +265,3 @@ def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[
 
 def _is_conv2d(module: nn.Module, _: str) -> bool:
     return type(module) is nn.Conv2d
-
-
-def default_filter(model: nn.Module) -> Filter:
-    """What `quantize_` takes without a ``filter_fn``; its docstring says which layers that are."""
-    modules = list(model.modules())
-    embedded = {_identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-    encoders = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
-    left_out = {id(child) for encoder in encoders for child in encoder.children()}
-    left_out |= {id(router) for router in routers(model).values()}
-    output_embeddings = getattr(model, "get_output_embeddings", None)
-    if output_embeddings is not None:
-        left_out.add(id(output_embeddings()))
-
-    def takes(module: nn.Module, name: str) -> bool:
-        if type(module) is not nn.Linear or id(module) in left_out or name.rpartition(".")[2] == "lm_head":
-            return False
-        return _identity(module.weight) not in embedded
-
-    return takes
-
-
-def _identity(weight: Tensor) -> tuple[object, int]:
-    """Equal for weights that are one parameter or start at one address (tied through ``.data``, say)."""
-    if weight.is_meta or weight.numel() == 0 or isinstance(weight, nn.parameter.UninitializedParameter):
-        return "object", id(weight)
-    return weight.device, weight.data_ptr()

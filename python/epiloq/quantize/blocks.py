@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from epiloq.layer_filter import Filter
 from epiloq.quantize.inputs import PROBE_TOKENS
-
-Filter = Callable[[nn.Module, str], bool]
 
 
 def find_blocks(model: nn.Module, takes: Filter, name: str | None = None) -> dict[str, nn.Module]:

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from epiloq.layer_filter import Filter, default_filter
 from epiloq.quantize.algorithms import Algorithm
 from epiloq.quantize.awq import awq_scale, output_error
-from epiloq.quantize.blocks import Call, Filter, Recorded, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.blocks import Call, Recorded, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.codebooks import Calibrated
 from epiloq.quantize.gptq import gptq
 from epiloq.quantize.grid import Grid, QuantizedWeight
@@ -21,7 +22,6 @@ from epiloq.quantize.rounding import Codebook, rtn
 from epiloq.quantize.smoothquant import ALPHA, INT8, fold_, foldings, search_smooth_scale, smooth_scale
 from epiloq.quantize.static import InputErrors, InputWatch, Static
 from epiloq.quantize.statistics import InputStatistics
-from epiloq.schemes import default_filter
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from epiloq.formats.architecture import skeleton
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.table import FORMATS
+from epiloq.layer_filter import default_filter
 from epiloq.mixtures import take_apart_
 from epiloq.quantize.algorithms import ALGORITHMS
 from epiloq.quantize.blocks import find_blocks, linears_of
@@ -21,7 +22,7 @@ from epiloq.quantize.outputs import choose
 from epiloq.quantize.static import AUTO
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.text import load_tokenizer, read_texts, sample, windows
-from epiloq.schemes import SCHEMES, default_filter
+from epiloq.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from epiloq.quantize.job import Settings

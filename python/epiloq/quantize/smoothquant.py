@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from epiloq.layer_filter import default_filter
 from epiloq.quantize.channels import alike, channel_map, restored, widened
 from epiloq.quantize.codebooks import Calibrated
 from epiloq.quantize.grid import Grid
 from epiloq.quantize.inputs import Calibrate, Observed, observe, outputs
 from epiloq.quantize.rounding import Codebook, rtn
 from epiloq.quantize.static import input_grid, static_int8, token_error
-from epiloq.schemes import default_filter
 
 SMALLEST = 1e-5
 ALPHA = 0.5

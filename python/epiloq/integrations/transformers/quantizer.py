@@ -17,9 +17,10 @@ from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import in_format, tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
+from epiloq.layer_filter import default_filter
 from epiloq.mixtures import named_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.schemes import SCHEMES, available, default_filter, quantize_
+from epiloq.schemes import SCHEMES, available, quantize_
 
 _NAME = "epiloq.integrations.transformers"
 
