@@ -31,32 +31,39 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   StepShare const share(params);
   int const depth = share.depth, steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
   typename Math::Place const place(params, shared, group_m, group_k, warp, lane, share.first);
-  int const first_row = group_m * C::kRounds * 64 + warp * 16;
-  GroupwiseStore<C> out(params, shared, group_m * 4 + warp, first_row, lane);
+  int const first_row = group_m * C::kRounds * 64 + warp * 16 + group_k * C::kWarpRows;
+  GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // steps of the tiles that are done
+  auto const finish = [&](auto& sums, GroupwiseTile const& tile, bool is_last) {
+    if constexpr (C::kMayShare) {
+      if (!share.is_all) {
+        RowExchange<C> const exchange(shared, group * 4 + warp, lane, share.rank);
+        if (!exchange.meet(sums[0], uniform(tile.first_row + first_row < tile.end_row))) return;
+      }
+    }
+    out.store(sums, tile, is_last || depth < C::kParts);
+  };
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; uniform(scheduler.next(tile)); before += depth) {
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
-    if (group_k == 0) out.expect(tile);
+    out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
-    if constexpr (C::kKGroups > 1) Math::meet(sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k);
-    bool stores = group_k == 0;
-    if constexpr (C::kMayShare) {
-      if (!share.is_all) {
-        wait_for_begun();
-        RowExchange<C> const exchange(shared, group_m * 4 + warp, lane, share.rank);
-        stores = stores && exchange.meet(sums[0], uniform(tile.first_row + first_row < tile.end_row));
-      }
+    if constexpr (C::kKGroups == 1) {
+      finish(sums, tile, scheduler.was_last());
+    } else {
+      typename C::Sum of_rows[1][C::kRowSums];
+      Math::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
+                 uniform(before > 0));
+      finish(of_rows, tile, scheduler.was_last());
     }
-    if (stores) out.store(sums, tile, scheduler.was_last() || depth < C::kParts);
   }
   out.finish();
 }
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_constant__ GroupwiseParams const params) {
-  extern __shared__ unsigned char raw[];
+  extern __shared__ __align__(C::kAlignment) unsigned char raw[];
   typename C::Shared const shared(raw);
   int const group = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32 % 4);
   int const lane = threadIdx.x % 32;
@@ -65,7 +72,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
       shared.full()[i].init(C::full_arrivals(params));
       shared.empty()[i].init(C::kEmptyArrivals);
     }
-    for (int i = 0; C::kMayShare && i < 4 * C::kMGroups; ++i) shared.received()[i].init(1);
+    for (int i = 0; C::kMayShare && i < C::kMathWarps; ++i) shared.received()[i].init(1);
     // By the one thread that made them all: this fence by a thread for each stage took 0.7 us.
     cutlass::arch::fence_barrier_init();
   }
@@ -80,6 +87,10 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     reader.prefetch();
   }
   let_next_kernel_start();
+  if (shares) {
+    __syncwarp();
+    wait_for_begun();
+  }
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
@@ -96,8 +107,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     } else if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
       read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
     }
-    __syncwarp();
-    if (shares) wait_for_begun();
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
     multiply_tiles<C>(params, shared, group, warp, lane);

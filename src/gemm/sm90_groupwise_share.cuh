@@ -24,8 +24,9 @@ struct StepShare {
   }
 };
 
-// Before a block may write another's shared memory that one has to have begun: all threads say so, and later wait.
-__device__ __forceinline__ void say_begun() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Before a block may write another's shared memory that one has to have begun: all threads say so, and later wait. That
+// its barriers are there is said by the fence of whoever made them; `.release` here is a fence of the whole GPU.
+__device__ __forceinline__ void say_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_begun() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Each block keeps half of a tile's rows. A warp whose rows the other block keeps sends its sums there, into the slots
@@ -44,9 +45,9 @@ class RowExchange {
         takes_((warp / kHalf) % 2 == rank),
         is_first_lane_(lane == 0) {}
 
-  // Whether the warp's rows are this block's; then sums are whole. `has_rows` (of the warp's 16 are there any?) is
+  // Whether the warp's rows are this block's; then sums are whole. `has_rows` (are any of them there?) is
   // uniform, and said to be.
-  __device__ __forceinline__ bool meet(Sum (&sums)[C::kSums], bool has_rows) const {
+  __device__ __forceinline__ bool meet(Sum (&sums)[C::kRowSums], bool has_rows) const {
     if (!has_rows) return false;
     takes_ ? take(sums) : give(sums);
     return takes_;
@@ -55,13 +56,13 @@ class RowExchange {
  private:
   static constexpr int kHalf = 2 * C::kMGroups;  // warps
   static constexpr int kVectorBytes = 32 * 16;   // of a warp
-  static constexpr int kVectors = C::kSums / 4, kInSlots = C::kSlots * C::kSlotBytes / kVectorBytes;
-  static_assert(!C::kMayShare || (C::kSums % 4 == 0 && kVectors <= 2 * kInSlots));
+  static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kSlots * C::kSlotBytes / kVectorBytes;
+  static_assert(!C::kMayShare || kVectors <= 2 * kInSlots);
 
   __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
 
   // All lanes' sums are read before any of them fills a slot.
-  __device__ __forceinline__ void take(Sum (&sums)[C::kSums]) const {
+  __device__ __forceinline__ void take(Sum (&sums)[C::kRowSums]) const {
     if (is_first_lane_) expect_bytes(barrier_, kVectors * kVectorBytes);
     __syncwarp();
     wait_for_sums();
@@ -83,7 +84,7 @@ class RowExchange {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void give(Sum const (&sums)[C::kSums]) const {
+  __device__ __forceinline__ void give(Sum const (&sums)[C::kRowSums]) const {
     SharedAddress const barrier = there(barrier_), own = there(own_), other = there(other_);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {

@@ -44,7 +44,7 @@ class GroupwiseStore {
   __device__ __forceinline__ void expect(GroupwiseTile const& tile) const {
     if constexpr (C::kWholeRows) {
       auto const& p = params_.p;
-      int const row = tile.first_row + first_row_ + lane_ / 16 * 64 + lane_ % 16;
+      int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * 64 + lane_ % C::kWarpRows;
       int const known_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // those of the tile before have been read
       float const* const scale_b = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
@@ -60,7 +60,7 @@ class GroupwiseStore {
 
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
   // next tile's products, unless there are none, or too few.
-  __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile,
+  __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short) {
     while (unsent_ > 0) send_one();
     if constexpr (C::kWholeRows) {
@@ -97,6 +97,7 @@ class GroupwiseStore {
   static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
   static constexpr int kEights = C::kChunk / 8;   // columns of a slot
   static constexpr int kLastRound = (C::kRounds - 1) * 64;
+  static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
 
   // One value a column and one a row, all 4 bytes; null rows are 1.
   template <class T>
@@ -108,7 +109,7 @@ class GroupwiseStore {
       int const column = min(first_column + i + lane_, params_.p.n - 1);
       if (i + lane_ < C::kN) copy4(own + i * 4, columns + std::int64_t{column} * column_stride);
     }
-    if (lane_ >= 16 * C::kRounds) return;
+    if (lane_ >= C::kWarpRows * C::kRounds) return;
     if (rows != nullptr) {
       copy4(own + C::kN * 4, rows + std::int64_t{row} * row_stride);
     } else {
@@ -118,7 +119,7 @@ class GroupwiseStore {
 
   // A slot leaves at once, or all are kept for send_one.
   template <bool kHasBias>
-  __device__ __forceinline__ void store_tile(Sum const (&sums)[C::kRounds][C::kSums], GroupwiseTile const& tile,
+  __device__ __forceinline__ void store_tile(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                              bool later) {
     int const tile_row = tile.first_row + first_row_;
 #pragma unroll
@@ -159,7 +160,7 @@ class GroupwiseStore {
 
   // All that is read stands before what is written: the compiler takes one for the other.
   template <bool kHasBias>
-  __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kSums], int round, int chunk,
+  __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
                                             GroupwiseTile const& tile) const {
     OfColumns columns;
     OfRows rows{{1.f, 1.f}, {1, 1}};
@@ -173,19 +174,19 @@ class GroupwiseStore {
       if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(zero_points() + column);
     }
 #pragma unroll
-    for (int i = 0; i < 2 && C::kWholeRows; ++i) {
-      int const row = C::kN + round * 16 + lane_ / 4 + 8 * i;
+    for (int i = 0; i < kEightRows && C::kWholeRows; ++i) {
+      int const row = C::kN + round * C::kWarpRows + lane_ / 4 + 8 * i;
       rows.scale[i] = operands_[row];
       if (C::kHasZeroPoint) rows.azp[i] = zero_points()[row];
     }
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       if (!is_there(j)) continue;
-      float values[4];
-      finish_sums<kHasBias>(values, sums + 4 * (chunk * kEights + j), rows, columns, j);
+      float values[2 * kEightRows];
+      finish_sums<kHasBias>(values, sums + 2 * kEightRows * (chunk * kEights + j), rows, columns, j);
       unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
-      put(at, values[0], values[1]);
-      put(at + 8 * C::kLine, values[2], values[3]);
+#pragma unroll
+      for (int i = 0; i < kEightRows; ++i) put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);
     }
   }
 
@@ -200,12 +201,12 @@ class GroupwiseStore {
     return reinterpret_cast<int const*>(operands_ + C::kScalesOfWarp);
   }
 
-  // Two neighbours of a row, and of the eighth after it.
+  // Two neighbours of a row, and of the eighth after it if the warp has that.
   template <bool kHasBias>
-  __device__ __forceinline__ void finish_sums(float (&values)[4], Sum const* sums, OfRows const& rows,
+  __device__ __forceinline__ void finish_sums(float (&values)[2 * kEightRows], Sum const* sums, OfRows const& rows,
                                               OfColumns const& columns, int j) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2 * kEightRows; ++i) {
       bool const second = i % 2 == 1;
       float const of_bias = second ? columns.bias[j].y : columns.bias[j].x;
       if constexpr (C::kWholeRows) {
@@ -247,7 +248,7 @@ class GroupwiseStore {
   __device__ __forceinline__ bool leaves_by_box(int first_row, int end_row) const {
     auto const& p = params_.p;
     bool const last_is_own = p.offs == nullptr && p.masked_m == nullptr;
-    return C::kStoresBoxes && params_.stores_boxes && (last_is_own || first_row + 16 <= end_row);
+    return C::kStoresBoxes && params_.stores_boxes && (last_is_own || first_row + C::kWarpRows <= end_row);
   }
 
   // A slot's `columns`, of which some may be past D's last, as rows past the tile's.
@@ -255,11 +256,11 @@ class GroupwiseStore {
                                             int columns) const {
     auto const& p = params_.p;
     auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
-    int const rows = min(16, end_row - first_row);
+    int const rows = min(C::kWarpRows, end_row - first_row);
     if (first_column + columns <= p.n && has_lines(p)) {
       int const units = columns / kUnit;
 #pragma unroll
-      for (int i = lane_; i < 16 * units; i += 32) {
+      for (int i = lane_; i < C::kWarpRows * units; i += 32) {
         int const row = i / units, column = i % units * kUnit;
         int4 const unit = *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
         if (row < rows) *reinterpret_cast<int4*>(target + row * p.stride_d + column) = unit;

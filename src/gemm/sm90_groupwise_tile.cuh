@@ -50,8 +50,11 @@ struct Groupwise {
   static constexpr int kColumns = kExact && kN > 32 ? (kN + 15) / 16 * 16 : kN;
   static constexpr int kSums = kColumns / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
   static constexpr int kM = 64 * kMGroups * kRounds;
+  // Warps that took turns along K share their 16 rows where a tile ends: each has so many, with so many sums a thread.
+  static constexpr int kWarpRows = 16 / kKGroups, kRowSums = (kSums / kKGroups + 3) / 4 * 4;
   static constexpr bool kFew = kMGroups == 1;  // tokens, so that reading the weights is what takes time
   static constexpr int kMathGroups = kMGroups * kKGroups;
+  static constexpr int kMathWarps = 4 * kMathGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part.
   static constexpr bool kMovesRegisters = kMathGroups == 2;
@@ -71,26 +74,25 @@ struct Groupwise {
   static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
-  // D leaves through shared memory, 16 rows by a line of 128 bytes a warp at a time, of which so many may be under way.
+  // D leaves through shared memory, a warp's rows by a line of 128 bytes at a time, of which so many may be under way.
   static constexpr int kLine = 128;
   static constexpr int kChunk = kLine / static_cast<int>(sizeof(Out));  // columns
   static constexpr int kChunks = (kN + kChunk - 1) / kChunk;            // of a round
   static constexpr bool kStoresBoxes = kMGroups == 2 && kN % kChunk == 0;
   static constexpr int kParts = kRounds * kChunks;  // of a tile
   static constexpr int kSlots = kStoresBoxes ? std::min(kParts, 4) : 1;
-  static constexpr int kSlotBytes = 16 * kLine;
+  static constexpr int kSlotBytes = kWarpRows * kLine;
   static_assert(kN % 8 == 0);
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
   static_assert(kColumnScales || kWholeRows || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
-  static constexpr int kStagingBytes = kMGroups * 4 * kSlots * kSlotBytes;
+  static constexpr int kStagingBytes = kMathWarps * kSlots * kSlotBytes;
   // A warp's copies of what its columns and its rows are multiplied by, and of their zero points.
-  static constexpr int kScalesOfWarp = kN + 16 * kRounds;
+  static constexpr int kScalesOfWarp = kN + kWarpRows * kRounds;
   static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
-  static constexpr int kPartialBytes = (kKGroups - 1) * 128 * kSums * 4;
-  static constexpr int kAlignment = 1024;  // of swizzled tiles
+  static constexpr int kPartialBytes = kKGroups > 1 ? kKGroups * 128 * kRowSums * 4 : 0;
+  static constexpr int kAlignment = 1024;  // of swizzled tiles, and so of all
   static constexpr int kBarrierBytes = 512;
-  static constexpr int kFixedBytes =
-      kAlignment + kStagingBytes + kPartialBytes + kMGroups * 4 * kWholeScales * 4 + kBarrierBytes;
+  static constexpr int kFixedBytes = kStagingBytes + kPartialBytes + kMathWarps * kWholeScales * 4 + kBarrierBytes;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
@@ -118,25 +120,24 @@ struct Groupwise {
   // Parts of shared memory: all tokens, all weights, what leaves, then what needs no alignment.
   struct Shared {
     unsigned char* base;
-    __device__ explicit Shared(unsigned char* raw)
-        : base(raw + (kAlignment - cute::cast_smem_ptr_to_uint(raw) % kAlignment) % kAlignment) {}
+    __device__ explicit Shared(unsigned char* aligned) : base(aligned) {}
     __device__ unsigned char* tokens(int stage) const { return base + stage * kTokenBytes; }
     __device__ unsigned char* weights(int stage) const { return tokens(kTokenStages) + stage * kWeightBytes; }
     __device__ unsigned char* staging(int warp) const { return weights(kStages) + warp * kSlots * kSlotBytes; }
     __device__ float* scales(int stage) const {
-      return reinterpret_cast<float*>(staging(kMGroups * 4)) + stage * kStageScales;
+      return reinterpret_cast<float*>(staging(kMathWarps)) + stage * kStageScales;
     }
     __device__ float* whole_scales(int warp) const { return scales(kStages) + warp * kWholeScales; }
-    __device__ float* partial() const { return whole_scales(kMGroups * 4); }
+    __device__ float* partial() const { return whole_scales(kMathWarps); }
     __device__ cutlass::arch::ClusterTransactionBarrier* full() const {
       return reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(partial() + kPartialBytes / 4);
     }
     __device__ cutlass::arch::ClusterBarrier* empty() const {
       return reinterpret_cast<cutlass::arch::ClusterBarrier*>(full() + kStages);
     }
-    __device__ cutlass::arch::ClusterBarrier* received() const { return empty() + kStages; }  // a warp of rows each
+    __device__ cutlass::arch::ClusterBarrier* received() const { return empty() + kStages; }  // a warp each
   };
-  static_assert(kStages * 16 + kMGroups * 4 * 8 <= kBarrierBytes);
+  static_assert(kStages * 16 + kMathWarps * 8 <= kBarrierBytes);
 
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.
