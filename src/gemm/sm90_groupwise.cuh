@@ -52,7 +52,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, scheduler.was_last());
     } else {
-      typename C::Sum of_rows[1][C::kRowSums];
+      typename C::Sum of_rows[1][C::kRowSums] = {};
       Math::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
                  uniform(before > 0));
       finish(of_rows, tile, scheduler.was_last());
