@@ -10,8 +10,9 @@ from tile_products import EPILOGUES, PRODUCTS, groups, only_its_own
 
 pytestmark = pytest.mark.gpu
 
-# Ragged rows of weights; the tile with more stages of weights than of tokens, two to a block, of nine steps each.
-SIZES = [(4096, 640), (6152, 576), (7168, 2320), (8192, 1040), (14336, 1040), (14344, 1040)]
+# Ragged rows of weights; the tile with more stages of weights than of tokens, two to a block, of nine steps each; four
+# to a block, of an odd number of steps.
+SIZES = [(4096, 640), (6152, 576), (7168, 2320), (8192, 1040), (14336, 1040), (14344, 1040), (28680, 272)]
 # Of so few tiles that two blocks share K, of an odd number of steps but for one; the last for 65 tokens and more, too.
 SHARED = [(40, 3216), (1032, 2320), (2112, 7184), (3080, 4112), (3424, 8208), (4096, 14464)]
 
@@ -30,7 +31,7 @@ def test_outputs_off_16_bytes(seed: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("kind", EPILOGUES)
-@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 127])
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 33, 64, 65, 127])
 def test_two_blocks_share_k(seed: int, kind: str, m: int) -> None:
     kernels = {only_its_own(EPILOGUES[kind], (m, n, k), 8, 8) for n, k in SHARED}
     tiles = {kernel.split(" weights")[0] for kernel in kernels if "K over clusters of 2" in kernel}

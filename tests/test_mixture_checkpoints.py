@@ -297,7 +297,7 @@ def test_calibrated(algorithm: str, seed: int) -> None:
     errors = {name: value for block in found for name, value in block.errors.items()}
     assert len(errors) == 2 * 4 + 3 + 3 * 8 and all(value > 0 for value in errors.values())
     large = [name for name, value in errors.items() if value >= 0.4]
-    # awq divides outputs by what the next layer takes of them: of one token that makes near zeros large, errors and all.
+    # awq divides outputs by what the next layer takes of them: by one token that makes near zeros large, and errors.
     assert not large or (algorithm == "awq" and len(large) <= 3 and all("up_proj" in name for name in large)), errors
     assert logits(model).isfinite().all()
     if algorithm == "gptq":  # It moves no range into other layers.

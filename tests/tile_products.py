@@ -48,6 +48,7 @@ PRODUCTS: dict[str, Product] = {"int8": int8, "float8": float8, "groups": groups
 EPILOGUES: dict[str, Product] = {
     **PRODUCTS,
     "int8, zero points, bias": partial(int8, bias=True, zero_point="token"),
+    "int8, one zero point": partial(int8, zero_point="static"),
     "float8, bias": partial(float8, bias=True),
     "groups, scales in rows, bias": partial(groups, columns=False),
     "a scale a column": partial(groups, recipe=(1, 1, 128)),
