@@ -2,24 +2,70 @@
 
 #include <algorithm>
 
+#include "core/host_outputs.h"
 #include "core/host_rows.h"
+#include "core/host_versions.h"
 
 namespace epiloq {
+namespace {
 
-void write(Columns const& to, int row, int count, int column, int columns, float* sums, int stride) {
-  constexpr int kMost = 16;
-  for (; columns > 0; column += kMost, columns -= kMost, sums += kMost) {
-    int const some = std::min(columns, kMost);
-    float bias[kMost] = {};
-    if (to.bias != nullptr) read_row(to.bias, to.dtype, column, some, bias);
-    for (int m = 0; m < count; ++m) {
-      float* const values = sums + m * stride;
-      for (int i = 0; i < kMost; ++i) {
-        float const value = values[i] + bias[i];
-        values[i] = value < to.lo ? to.lo : value > to.hi ? to.hi : value;
+// A product's part: `columns` of `count` rows, which begin at `out`.
+struct Part {
+  Columns const& to;
+  int count, column, columns;
+  float const* sums;
+  int stride;
+  std::int64_t offset;
+};
+
+template <DType kType>
+struct WriteColumns {
+  template <int kLanes>
+  struct Kernel {
+    static constexpr int kMost = kOutputsTogether;
+    using Floats = typename Vectors<kLanes>::Floats;
+
+    [[gnu::always_inline]] static void run(Part const& part) {
+      Columns const& to = part.to;
+      auto* const out = static_cast<OutputElement<kType>*>(to.out) + part.offset;
+      for (int column = 0; column < part.columns; column += kMost) {
+        int const some = std::min(part.columns - column, kMost);
+        float bias[kMost] = {};
+        if (to.bias != nullptr) read_row(to.bias, kType, part.column + column, some, bias);
+        for (int m = 0; m < part.count; ++m) {
+          float const* const sums = part.sums + m * part.stride + column;
+          float values[kMost];
+          for (int i = 0; i < kMost; i += kLanes) {
+            Floats value, of_column;
+            load(value, sums + i), load(of_column, bias + i);
+            value += of_column;
+            value = value < to.lo ? Floats{} + to.lo : value > to.hi ? Floats{} + to.hi : value;
+            std::memcpy(values + i, &value, sizeof(value));
+          }
+          put<kType, kLanes>(values, some, out + m * to.stride + column);
+        }
       }
-      write_row(values, some, to.dtype, to.out, (row + m) * to.stride + column);
     }
+  };
+};
+
+template <DType kType>
+void write_as(Part const& part) {
+  static auto const run = Versions<WriteColumns<kType>::template Kernel, Part const&>::here();
+  run(part);
+}
+
+}  // namespace
+
+void write(Columns const& to, int row, int count, int column, int columns, float const* sums, int stride) {
+  Part const part{to, count, column, columns, sums, stride, row * to.stride + column};
+  switch (to.dtype) {
+    case DType::kFloat16:
+      return write_as<DType::kFloat16>(part);
+    case DType::kBFloat16:
+      return write_as<DType::kBFloat16>(part);
+    default:
+      return write_as<DType::kFloat32>(part);
   }
 }
 

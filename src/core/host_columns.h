@@ -14,7 +14,8 @@ struct Columns {
   float lo, hi;  // NaN stays
 };
 
-// `columns` columns from `column` on of `count` rows from `row` on; sums, `stride` apart, are used up.
-void write(Columns const& to, int row, int count, int column, int columns, float* sums, int stride);
+// `columns` columns from `column` on of `count` rows from `row` on, of sums that are `stride` apart. Up to a multiple
+// of 16 are read of each row.
+void write(Columns const& to, int row, int count, int column, int columns, float const* sums, int stride);
 
 }  // namespace epiloq

@@ -10,12 +10,12 @@
 
 namespace epiloq {
 
-// Rows `row` to `row + count` of columns `column` to `column + columns`, to be used up. Up to a multiple of kTogether
-// may be read of a row.
+// Rows `row` to `row + count` of columns `column` to `column + columns`. Up to a multiple of kTogether may be read of a
+// row.
 template <class Sum>
 struct SlabSums {
   static constexpr int kMostColumns = 32, kTogether = 16;
-  Sum* values;
+  Sum const* values;
   int stride;
   int row, count, column, columns;
 };

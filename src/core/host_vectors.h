@@ -17,7 +17,9 @@ template <int kLanes>
 struct Vectors {
   typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
   typedef std::int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+  typedef std::uint16_t UnsignedShorts __attribute__((vector_size(2 * kLanes)));
   typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+  typedef std::uint32_t UnsignedInts __attribute__((vector_size(4 * kLanes)));
   typedef float Floats __attribute__((vector_size(4 * kLanes)));
 };
 

@@ -143,8 +143,8 @@ struct GroupwiseGemm {
                             {C::kQuad, 2}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
     }
     if (params.stores_boxes) {
-      constexpr int kWarpRows = 16, kBytes = sizeof(typename C::Out);
-      params.output = tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, kWarpRows);
+      constexpr int kBytes = sizeof(typename C::Out);
+      params.output = tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, C::kWarpRows);
     }
     return params;
   }

@@ -247,7 +247,7 @@ struct GroupwiseMath {
     auto const place = [&](int of_group, int vector) {
       return reinterpret_cast<uint4*>(partial) + (of_group * kVectors + vector) * 128 + thread;
     };
-    Sum others[C::kRowSums] = {};
+    alignas(16) Sum others[C::kRowSums] = {};
 #pragma unroll
     for (int i = 0; i < kSums / 2; ++i) {
       Sum const first = sums[i / 2 * 4 + i % 2], second = sums[i / 2 * 4 + 2 + i % 2];

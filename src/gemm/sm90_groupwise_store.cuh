@@ -12,11 +12,11 @@
 
 namespace epiloq::gemm {
 
-// A warp's way out. It writes 16 rows by a line of columns into a slot of shared memory, in the order of TMA's swizzle,
-// of which no two lanes' writes meet in a bank. TMA takes whole slots from there to D while the warp goes on; where it
-// cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up what they read for
-// the next: so a tile's slots may leave one by one between the next one's products. Scales of whole rows are asked for
-// before there is anything to multiply by them, and then the epilogue's expression is evaluated in registers.
+// A warp's way out. It writes its rows by a line of columns into a slot of shared memory, in the order of TMA's
+// swizzle, of which no two lanes' writes meet in a bank. TMA takes whole slots from there to D while the warp goes on;
+// where it cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up what they
+// read for the next: so a tile's slots may leave one by one between the next one's products. Scales of whole rows are
+// asked for before there is anything to multiply by them, and then the epilogue's expression is evaluated in registers.
 template <class C>
 class GroupwiseStore {
  public:
@@ -30,7 +30,7 @@ class GroupwiseStore {
   // TMA would write a last piece of a row whole.
   static bool can_store_boxes(GroupwiseProblem const& p) { return C::kStoresBoxes && has_lines(p) && p.n % kUnit == 0; }
 
-  // `first_row` of the warp's first 16 in a tile; those of the next round are 64 further.
+  // `first_row` of the warp's in a tile; those of the next round are 64 further.
   __device__ GroupwiseStore(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
                             int lane)
       : params_(params),

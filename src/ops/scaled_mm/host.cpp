@@ -6,79 +6,88 @@
 
 #include "core/host_float8.h"
 #include "core/host_int8.h"
+#include "core/host_outputs.h"
 #include "core/host_rows.h"
+#include "core/host_versions.h"
 #include "core/threads.h"
 #include "epilogue/eval.h"
 
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-constexpr int kMostColumns = Int8Sums::kMostColumns, kTogether = Int8Sums::kTogether;
+// A slab's sums, and what its columns have besides.
+template <class Sum>
+struct Slab {
+  static constexpr int kMost = SlabSums<Sum>::kMostColumns;
 
-// Some columns of one row of D, of operands that are a column's each or the row's.
-template <class Epilogue, class Sum, class Out>
-[[gnu::always_inline]] inline void evaluate(epilogue::Operands const& operands, Sum const* sums, int columns,
-                                            Out* out) {
-  auto const expr = Epilogue::template make<Out>(operands);
-  for (int first = 0; first < columns; first += kTogether) {
-    for (int i = first; i < first + kTogether; ++i) out[i] = epilogue::eval(expr, sums[i], 0, i);
-  }
-}
-EPILOQ_CLONES void evaluate_float8(epilogue::Operands const& o, float const* sums, int columns, float* out) {
-  evaluate<epilogue::Scaled>(o, sums, columns, out);
-}
-EPILOQ_CLONES void evaluate_scaled(epilogue::Operands const& o, std::int32_t const* sums, int columns, float* out) {
-  evaluate<epilogue::Scaled>(o, sums, columns, out);
-}
-EPILOQ_CLONES void evaluate_azp(epilogue::Operands const& o, std::int32_t const* sums, int columns, float* out) {
-  evaluate<epilogue::ScaledAzp>(o, sums, columns, out);
-}
-EPILOQ_CLONES void evaluate_requantized(epilogue::Operands const& o, std::int32_t const* sums, int columns,
-                                        std::int8_t* out) {
-  evaluate<epilogue::Requantized>(o, sums, columns, out);
-}
+  gemm::Problem const& p;
+  SlabSums<Sum> const& sums;
+  float scale_b[kMost] = {}, bias[kMost] = {};
+  std::int32_t azp_adj[kMost] = {};
 
-// The epilogue of a slab's columns.
-class Finish {
- public:
-  Finish(gemm::Problem const& problem, DType dtype, int column, int columns)
-      : p_(problem), dtype_(dtype), column_(column), columns_(columns) {
-    epilogue::Operands const& o = p_.operands;
-    for (int i = 0; i < columns; ++i) scale_b_[i] = o.scale_b[o.scale_b_is_vector ? column + i : 0];
-    if (o.bias != nullptr) read_row(o.bias, dtype, column, columns, bias_);
-    if (o.azp_adj != nullptr) std::copy_n(o.azp_adj + column, columns, azp_adj_);
+  Slab(gemm::Problem const& problem, DType dtype, SlabSums<Sum> const& slab) : p(problem), sums(slab) {
+    epilogue::Operands const& o = p.operands;
+    for (int i = 0; i < sums.columns; ++i) scale_b[i] = o.scale_b[o.scale_b_is_vector ? sums.column + i : 0];
+    if (o.bias != nullptr) read_row(o.bias, dtype, sums.column, sums.columns, bias);
+    if (o.azp_adj != nullptr) std::copy_n(o.azp_adj + sums.column, sums.columns, azp_adj);
   }
 
-  template <class Sum, class Out>
-  void rows(SlabSums<Sum> const& sums, void (*evaluate)(epilogue::Operands const&, Sum const*, int, Out*)) const {
-    for (int i = 0; i < sums.count; ++i) {
-      std::int64_t const m = sums.row + i;
-      epilogue::Operands const& o = p_.operands;
-      epilogue::Operands row{.scale_a = o.scale_a + (o.scale_a_is_vector ? m : 0),
-                             .scale_b = scale_b_,
-                             .bias = o.bias == nullptr ? nullptr : bias_,
-                             .azp = o.azp == nullptr ? nullptr : o.azp + (o.azp_is_vector ? m : 0),
-                             .azp_adj = azp_adj_,
-                             .scale_b_is_vector = true,
-                             .scale_out = o.scale_out};
-      Out out[kMostColumns];
-      evaluate(row, sums.values + i * sums.stride, columns_, out);
-      store(out, m * p_.stride_d + column_);
-    }
+  // Of a row of D: operands that are a column's each or the row's.
+  [[gnu::always_inline]] epilogue::Operands of_row(std::int64_t m) const {
+    epilogue::Operands const& o = p.operands;
+    return {.scale_a = o.scale_a + (o.scale_a_is_vector ? m : 0),
+            .scale_b = scale_b,
+            .bias = o.bias == nullptr ? nullptr : bias,
+            .azp = o.azp == nullptr ? nullptr : o.azp + (o.azp_is_vector ? m : 0),
+            .azp_adj = azp_adj,
+            .scale_b_is_vector = true,
+            .scale_out = o.scale_out};
   }
-
- private:
-  void store(float const* row, std::int64_t offset) const { write_row(row, columns_, dtype_, p_.d, offset); }
-  void store(std::int8_t const* row, std::int64_t offset) const {
-    std::copy_n(row, columns_, static_cast<std::int8_t*>(p_.d) + offset);
-  }
-
-  gemm::Problem const& p_;
-  DType dtype_;
-  int column_, columns_;
-  float scale_b_[kMostColumns] = {}, bias_[kMostColumns] = {};
-  std::int32_t azp_adj_[kMostColumns] = {};
 };
+
+// The epilogue of a slab, and its way to D.
+template <class Epilogue, class Sum, DType kOut>
+struct Finish {
+  using Value = std::conditional_t<kOut == DType::kInt8, std::int8_t, float>;
+
+  template <int kLanes>
+  struct Kernel {
+    [[gnu::always_inline]] static void run(Slab<Sum> const& slab) {
+      constexpr int kTogether = kOutputsTogether;
+      SlabSums<Sum> const sums = slab.sums;  // D is not part of it
+      std::int64_t const stride_d = slab.p.stride_d;
+      auto* d = static_cast<OutputElement<kOut>*>(slab.p.d) + sums.row * stride_d + sums.column;
+      Sum const* row = sums.values;
+      for (int i = 0; i < sums.count; ++i, row += sums.stride, d += stride_d) {
+        auto const expr = Epilogue::template make<Value>(slab.of_row(sums.row + i));
+        for (int first = 0; first < sums.columns; first += kTogether) {
+          Value values[kTogether];
+          for (int j = 0; j < kTogether; ++j) values[j] = epilogue::eval(expr, row[first + j], 0, first + j);
+          put<kOut, kLanes>(values, sums.columns - first, d + first);
+        }
+      }
+    }
+  };
+};
+
+template <class Epilogue, class Sum, DType kOut>
+void finish_as(Slab<Sum> const& slab) {
+  static auto const run = Versions<Finish<Epilogue, Sum, kOut>::template Kernel, Slab<Sum> const&>::here();
+  run(slab);
+}
+
+template <class Epilogue, class Sum>
+void finish(gemm::Problem const& p, DType out, SlabSums<Sum> const& sums) {
+  Slab<Sum> const slab(p, out, sums);
+  switch (out) {
+    case DType::kFloat16:
+      return finish_as<Epilogue, Sum, DType::kFloat16>(slab);
+    case DType::kBFloat16:
+      return finish_as<Epilogue, Sum, DType::kBFloat16>(slab);
+    default:
+      return finish_as<Epilogue, Sum, DType::kFloat32>(slab);
+  }
+}
 
 // An operand [rows, k].
 ScaledFloat8 matrix(void const* values, DType dtype, std::int64_t rows, std::int64_t k, std::int64_t stride) {
@@ -86,10 +95,9 @@ ScaledFloat8 matrix(void const* values, DType dtype, std::int64_t rows, std::int
 }
 
 void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
-  auto const finish = [&](auto const& sums) { return Finish(p, types.out, sums.column, sums.columns); };
   if (types.is_float8()) {
     multiply_float8(matrix(p.a, types.a, p.m, p.k, p.stride_a), matrix(p.b, types.b, p.n, p.k, p.stride_b), threads,
-                    [&](Float8Sums const& sums) { finish(sums).rows(sums, evaluate_float8); });
+                    [&](Float8Sums const& sums) { finish<epilogue::Scaled>(p, types.out, sums); });
     return;
   }
   Int8Product const product{
@@ -97,9 +105,11 @@ void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, in
       p.stride_a, p.stride_b};
   multiply_int8(product, threads, [&](Int8Sums const& sums) {
     if (types.out == DType::kInt8) {
-      finish(sums).rows(sums, evaluate_requantized);
+      finish_as<epilogue::Requantized, std::int32_t, DType::kInt8>({p, types.out, sums});
+    } else if (has_zero_point) {
+      finish<epilogue::ScaledAzp>(p, types.out, sums);
     } else {
-      finish(sums).rows(sums, has_zero_point ? evaluate_azp : evaluate_scaled);
+      finish<epilogue::Scaled>(p, types.out, sums);
     }
   });
 }
