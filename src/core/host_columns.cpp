@@ -22,27 +22,27 @@ template <DType kType>
 struct WriteColumns {
   template <int kLanes>
   struct Kernel {
-    static constexpr int kMost = kOutputsTogether;
+    static constexpr int kMost = kMostColumns, kTogether = kOutputsTogether;
     using Floats = typename Vectors<kLanes>::Floats;
 
     [[gnu::always_inline]] static void run(Part const& part) {
-      Columns const& to = part.to;
-      auto* const out = static_cast<OutputElement<kType>*>(to.out) + part.offset;
-      for (int column = 0; column < part.columns; column += kMost) {
-        int const some = std::min(part.columns - column, kMost);
-        float bias[kMost] = {};
-        if (to.bias != nullptr) read_row(to.bias, kType, part.column + column, some, bias);
-        for (int m = 0; m < part.count; ++m) {
-          float const* const sums = part.sums + m * part.stride + column;
-          float values[kMost];
-          for (int i = 0; i < kMost; i += kLanes) {
+      Columns const to = part.to;  // D is not part of it
+      float bias[kMost] = {};
+      if (to.bias != nullptr) read_row(to.bias, kType, part.column, part.columns, bias);
+      auto* out = static_cast<OutputElement<kType>*>(to.out) + part.offset;
+      float const* sums = part.sums;
+      for (int m = 0; m < part.count; ++m, sums += part.stride, out += to.stride) {
+        if (m + kRowsAhead < part.count) expect_row(out + kRowsAhead * to.stride, part.columns);
+        for (int column = 0; column < part.columns; column += kTogether) {
+          float values[kTogether];
+          for (int i = 0; i < kTogether; i += kLanes) {
             Floats value, of_column;
-            load(value, sums + i), load(of_column, bias + i);
+            load(value, sums + column + i), load(of_column, bias + column + i);
             value += of_column;
             value = value < to.lo ? Floats{} + to.lo : value > to.hi ? Floats{} + to.hi : value;
             std::memcpy(values + i, &value, sizeof(value));
           }
-          put<kType, kLanes>(values, some, out + m * to.stride + column);
+          put<kType, kLanes>(values, part.columns - column, out + column);
         }
       }
     }

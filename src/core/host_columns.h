@@ -14,8 +14,9 @@ struct Columns {
   float lo, hi;  // NaN stays
 };
 
-// `columns` columns from `column` on of `count` rows from `row` on, of sums that are `stride` apart. Up to a multiple
-// of 16 are read of each row.
+// `columns` columns, kMostColumns at most, from `column` on of `count` rows from `row` on, of sums that are `stride`
+// apart. Up to a multiple of 16 are read of each row.
+inline constexpr int kMostColumns = 32;
 void write(Columns const& to, int row, int count, int column, int columns, float const* sums, int stride);
 
 }  // namespace epiloq

@@ -60,6 +60,7 @@ struct Finish {
       Sum const* row = sums.values;
       for (int i = 0; i < sums.count; ++i, row += sums.stride, d += stride_d) {
         auto const expr = Epilogue::template make<Value>(slab.of_row(sums.row + i));
+        if (i + kRowsAhead < sums.count) expect_row(d + kRowsAhead * stride_d, sums.columns);
         for (int first = 0; first < sums.columns; first += kTogether) {
           Value values[kTogether];
           for (int j = 0; j < kTogether; ++j) values[j] = epilogue::eval(expr, row[first + j], 0, first + j);
