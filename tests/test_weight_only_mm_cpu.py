@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epiloq
-from weight_reference import KINDS, make_weight, run_and_assert_close
+from weight_reference import KINDS, Weight, assert_close, make_weight, run_and_assert_close
 
 # Seconds in which a child that hangs is given up.
 PATIENCE = 30
@@ -52,6 +52,49 @@ def test_any_product_on_any_threads(
         run_and_assert_close("cpu", m, n, k, bits, group_size, kind, dtype, bias=draw % 2 == 0, clamp=(-2.0, 3.0))
     finally:
         torch.set_num_threads(before)
+
+
+@settings(max_examples=30)
+@given(
+    m=st.integers(129, 200),
+    n=st.integers(1, 130),
+    k=st.integers(1, 700),
+    bits=st.sampled_from([2, 3, 4, 4, 8]),
+    group_size=st.sampled_from([-1, 32, 64, 96, 160]),
+    kind=st.sampled_from(KINDS),
+    draw=st.integers(0, 2**32 - 1),
+)
+def test_weights_that_rounding_leaves_alone(
+    m: int, n: int, k: int, bits: int, group_size: int, kind: str, draw: int
+) -> None:
+    """Many tokens of bfloat16: by scales that are powers of two only sums are rounded, whatever `explain` says."""
+    torch.manual_seed(draw)
+    groups = 1 if group_size == -1 else -(-k // group_size)
+    low = -(2 ** (bits - 1)) if kind == "symmetric" else 0
+    q = torch.randint(low, low + 2**bits, (n, k))
+    scale = 2.0 ** torch.randint(-6, -1, (n, groups))
+    zero = torch.randint(0, 2**bits, (n, groups)) if kind == "zero" else None
+    offset = scale * torch.randint(-100, 1, (n, groups)) if kind == "offset" else None
+    group = torch.arange(k) // (max(k, 1) if group_size == -1 else group_size)
+    dense = scale[:, group].double() * (q if zero is None else q - zero[:, group])
+    size = dense.abs()
+    if offset is not None:
+        dense, size = dense + offset[:, group].double(), size + offset[:, group].double().abs()
+    packed = epiloq.pack_weight(q, scale, zero, offset, bits=bits, group_size=group_size)
+    x = torch.randn(m, k).bfloat16()
+    assert_close(epiloq.weight_only_mm(x, packed), x, Weight(q, scale, zero, offset, None, packed, dense, size))
+
+
+def test_only_many_tokens_of_bfloat16_round_weights() -> None:
+    def words(m: int, dtype: torch.dtype, group_size: int) -> str:
+        weight = make_weight(48, 512, 4, group_size, "zero").packed
+        return epiloq.explain("weight_only_mm", torch.zeros(m, 512, dtype=dtype), weight)
+
+    if "AMX" not in words(129, torch.bfloat16, 32):
+        pytest.skip("a CPU without AMX")
+    assert "rounded to bfloat16" in words(129, torch.bfloat16, 128)
+    for m, dtype, group_size in ((128, torch.bfloat16, 32), (129, torch.float16, 32), (129, torch.bfloat16, 256)):
+        assert "rounded" not in words(m, dtype, group_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

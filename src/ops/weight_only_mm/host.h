@@ -33,6 +33,10 @@ std::vector<int> groups_of(Weight const& weight, int step);
 bool by_pairs(Problem const& problem, DType dtype);
 // Whether many tokens are multiplied in tiles, of float16 and float32 as sums of so many of bfloat16.
 bool by_tiles(Problem const& problem);
+// Or weights are, as on a GPU where tokens are so many: of bfloat16, with groups that are short beside what is
+// multiplied at a time. Then they are rounded to it with their scales.
+inline constexpr int kMostUnrounded = 128, kWholePiece = 256;
+bool rounds_weights(Problem const& problem, DType dtype);
 constexpr int tile_parts(DType dtype) { return dtype == DType::kBFloat16 ? 1 : dtype == DType::kFloat16 ? 2 : 3; }
 
 // A few tokens, kFewTokens at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
@@ -57,6 +61,7 @@ struct TiledTokens {
   int parts;
   std::vector<Line> x;  // part after part
   std::vector<int> groups;
+  bool rounds;  // weights
 
   TiledTokens(Problem const& problem, DType dtype, int threads);
 };

@@ -11,6 +11,12 @@ bool by_tiles(Problem const& p) {
   return has_pair_tiles() && has_lookups() && p.weight.offset == nullptr && p.weight.group % kOfLine == 0;
 }
 
+bool rounds_weights(Problem const& p, DType dtype) {
+  bool const has_few_sums = p.weight.offset == nullptr && p.weight.group >= kWholePiece;
+  return has_pair_tiles() && has_lookups() && dtype == DType::kBFloat16 && p.m > kMostUnrounded &&
+         p.weight.group % kOfLine == 0 && !has_few_sums;
+}
+
 #ifdef EPILOQ_HAS_CLONES
 namespace {
 
@@ -44,7 +50,8 @@ TiledTokens::TiledTokens(Problem const& p, DType dtype, int threads)
     : tiles{p.weight.padded_k / kOfLine, p.m},
       parts(tile_parts(dtype)),
       x(parts * tiles.size()),
-      groups(groups_of(p.weight, kOfLine)) {
+      groups(groups_of(p.weight, kOfLine)),
+      rounds(rounds_weights(p, dtype)) {
   constexpr int kTokens = TokenTiles::kTokens;
   std::int64_t const stride = p.weight.padded_k, of_part = kTokens * stride;
   share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
@@ -71,7 +78,8 @@ void multiply_tiles(Problem const& p, TiledTokens const& tokens, SlabParameters 
   MultiplyInTiles::run({.weight = p.weight,
                         .q = {q, q + second * slab_bytes(p.weight)},
                         .parameters = {parameters, parameters + second},
-                        .groups = tokens.groups.data()},
+                        .groups = tokens.groups.data(),
+                        .rounds = tokens.rounds},
                        {tokens.x.data(), tokens.tiles, tokens.parts}, first / TokenTiles::kTokens, count, sums);
 }
 #else

@@ -2,14 +2,15 @@
 
 // Two slabs of a weight by many tokens with AMX. The 64 bytes of rows g and g + 8 in a packed tile become lines of
 // bfloat16, 32 columns of a row in the order in which they lie, and tokens come in that order: integers less their zero
-// points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32.
+// points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32. Or, for very many
+// tokens, weights rounded with their scales.
 
 #include <array>
 #include <bit>
 
 #include "core/host_pairs.h"
 #include "core/host_row_tiles.h"
-#include "ops/weight_only_mm/host.h"
+#include "ops/weight_only_mm/host_rounded.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -39,6 +40,7 @@ struct SlabsInTiles {
   std::uint8_t const* q[2];
   SlabParameters const* parameters[2];
   int const* groups;  // where the parameters of each line's columns begin
+  bool rounds;
 };
 
 // Small integers as bfloat16: 64 bytes from -32 to 31 become two lines.
@@ -145,11 +147,16 @@ struct MultiplyInTiles {
     for (int column = begin; column < end; column += columns, out += columns / kOfLine * kRows) {
       int const* const groups = s.groups + column / kOfLine;
       if (w.bits == 8) {
-        widen8(q, &p.zero[groups[0]], out);
+        s.rounds ? RoundedWeights::widen8(q, p, groups[0], out) : widen8(q, &p.zero[groups[0]], out);
       } else {
         std::uint8_t as_four_bits[8 * kTileRowBytes];
         if (w.bits < 4) four_bits_of(q, w.bits, as_four_bits);
-        widen4(w.bits < 4 ? as_four_bits : q, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], integers, out);
+        std::uint8_t const* const four_bits = w.bits < 4 ? as_four_bits : q;
+        if (s.rounds) {
+          RoundedWeights::widen4(four_bits, p, groups[0], groups[1], kRows, out);
+        } else {
+          widen4(four_bits, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], integers, out);
+        }
       }
       q += w.bits < 4 ? kLanes * lane_bytes(w.bits) : tile_bytes;
     }
@@ -163,13 +170,18 @@ struct MultiplyInTiles {
     Weight const& w = s.weight;
     Line rows[kAtOnce / kOfLine * kRows], products[2 * kRows];
     int const last = first + (count + kTokens - 1) / kTokens;
-    std::fill_n(sums, (last - first) * kRows, Line{});
+    if (!s.rounds || w.k == 0) std::fill_n(sums, (last - first) * kRows, Line{});
     for (int begin = 0; begin < w.k; begin += kAtOnce) {
       int const end = std::min(begin + kAtOnce, w.k);
       widen(s, 0, begin, end, rows), widen(s, 1, begin, end, rows + kSlab);
       for (int tile = first; tile < last; tile += 2) {
         bool const two = tile + 1 < tokens.tiles.count();
         Line const* const x = tokens.x + tokens.tiles.start(tile);
+        if (s.rounds) {
+          Tiled::add(rows, (end - begin + kOfLine - 1) / kOfLine, x + begin / kOfLine * tokens.tiles.step(tile), two,
+                     begin == 0, sums + (tile - first) * kRows);
+          continue;
+        }
         for (int column = begin, of_group = 0; column < end; column += of_group) {
           of_group = std::min(end - column, w.group - column % w.group);
           Tiled::add(rows + (column - begin) / kOfLine * kRows, (of_group + kOfLine - 1) / kOfLine,
