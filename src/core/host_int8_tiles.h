@@ -15,8 +15,8 @@ struct Int8InTiles {
   using Tiled = RowTiles<RowTileKind::kBytes>;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
   static constexpr int kOfLine = sizeof(Line);
-  // Columns that are brought together at a time: they stay in the first cache.
-  static constexpr int kAtOnce = 512;
+  // Lines of a row that are brought together at a time, at most: they stay in the first cache.
+  static constexpr int kMostLines = 9;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + kOfLine - 1) / kOfLine; }
 
@@ -37,17 +37,23 @@ struct Int8InTiles {
   [[EPILOQ_ROW_TILES]] static void run(Int8Product const& p, int row, Line const* x, TokenTiles const& tokens,
                                        int first, int count, Line* sums) {
     Tiles const tiles;
-    Line rows[kAtOnce / kOfLine * kRows];
+    Line rows[kMostLines * kRows];
     int const last = first + (count + kTokens - 1) / kTokens;
     if (p.k == 0) std::fill_n(sums, (last - first) * kRows, Line{});
-    for (int begin = 0; begin < p.k; begin += kAtOnce) {
-      int const end = std::min(begin + kAtOnce, p.k), steps = (end - begin + kOfLine - 1) / kOfLine;
+    // Equal parts: in one of few lines sums are read and written for little.
+    int const lines = static_cast<int>(Int8InTiles::lines(p.k)), parts = (lines + kMostLines - 1) / kMostLines;
+    int const at_once = (lines + parts - 1) / std::max(parts, 1) * kOfLine;
+    for (int begin = 0; begin < p.k; begin += at_once) {
+      int const end = std::min(begin + at_once, p.k), steps = (end - begin + kOfLine - 1) / kOfLine;
       for (int r = 0; r < kRows; ++r) {
-        std::int8_t const* const from = p.b + std::min(row + r, p.n - 1) * p.stride_b + begin;
+        std::int8_t const* const of_row = p.b + std::min(row + r, p.n - 1) * p.stride_b;
+        // What comes next: of this row, or of the one that has its place 32 rows on. (Hardware does not follow as many
+        // rows as are read together.)
+        std::int8_t const* const next =
+            end < p.k ? of_row + end : p.b + std::min(row + kRows + r, p.n - 1) * p.stride_b;
         for (int i = 0; i < steps; ++i) {
-          // (Hardware does not follow as many rows as are read together.)
-          __builtin_prefetch(from + i * kOfLine + kAtOnce);
-          copy(rows + i * kRows + r, from + i * kOfLine, end - begin - i * kOfLine);
+          __builtin_prefetch(next + i * kOfLine, 0, 2);
+          copy(rows + i * kRows + r, of_row + begin + i * kOfLine, end - begin - i * kOfLine);
         }
       }
       for (int tile = first; tile < last; tile += 2) {
