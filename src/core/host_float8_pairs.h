@@ -204,8 +204,8 @@ struct Float8InTiles {
   using Floats = Vectors<16>::Floats;
   using Words = Float8Lookup::Words;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
-  // Columns that are widened at a time: they stay in the first cache.
-  static constexpr int kAtOnce = 256, kOfLine = 32;
+  // Twos of lines of a row that are widened at a time, or one more: they stay in the first cache.
+  static constexpr int kOfLine = 32, kTwos = 4;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + 2 * kOfLine - 1) / (2 * kOfLine) * 2; }
 
@@ -232,10 +232,10 @@ struct Float8InTiles {
     Tiles const tiles;
     Float8Lookup const lookup(w.is_e5m2);
     Float8Rows<kRows> const rows(w, row);
-    Line wide[kAtOnce / kOfLine * kRows];
+    Line wide[2 * (kTwos + 1) * kRows];
     int const last = first + (count + kTokens - 1) / kTokens;
     bool const has_scales = w.scale != nullptr || tokens.scale != nullptr;
-    std::int64_t const piece = has_scales ? kFloat8Columns : kAtOnce;
+    std::int64_t const piece = has_scales ? kFloat8Columns : equal_parts(w.columns, 2 * kOfLine, kTwos);
     if (has_scales || w.columns == 0) std::fill_n(sums, (last - first) * kRows, Line{});
     for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += piece, ++index) {
       std::int64_t const end = std::min(begin + piece, w.columns);

@@ -15,8 +15,8 @@ struct Int8InTiles {
   using Tiled = RowTiles<RowTileKind::kBytes>;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
   static constexpr int kOfLine = sizeof(Line);
-  // Lines of a row that are brought together at a time, at most: they stay in the first cache.
-  static constexpr int kMostLines = 9;
+  // Lines of a row that are brought together at a time, or one more: they stay in the first cache.
+  static constexpr int kLines = 8;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + kOfLine - 1) / kOfLine; }
 
@@ -37,12 +37,10 @@ struct Int8InTiles {
   [[EPILOQ_ROW_TILES]] static void run(Int8Product const& p, int row, Line const* x, TokenTiles const& tokens,
                                        int first, int count, Line* sums) {
     Tiles const tiles;
-    Line rows[kMostLines * kRows];
+    Line rows[(kLines + 1) * kRows];
     int const last = first + (count + kTokens - 1) / kTokens;
     if (p.k == 0) std::fill_n(sums, (last - first) * kRows, Line{});
-    // Equal parts: in one of few lines sums are read and written for little.
-    int const lines = static_cast<int>(Int8InTiles::lines(p.k)), parts = (lines + kMostLines - 1) / kMostLines;
-    int const at_once = (lines + parts - 1) / std::max(parts, 1) * kOfLine;
+    int const at_once = equal_parts(p.k, kOfLine, kLines);
     for (int begin = 0; begin < p.k; begin += at_once) {
       int const end = std::min(begin + at_once, p.k), steps = (end - begin + kOfLine - 1) / kOfLine;
       for (int r = 0; r < kRows; ++r) {

@@ -32,6 +32,13 @@ struct TokenTiles {
   std::int64_t start(int tile) const { return tile / 2 * 2 * lines_of_row * kWords + (tile % 2) * kWords; }
 };
 
+// Columns of a row that are brought into tiles at a time: equal parts of `all` of them, in whole units, `usual` as a
+// rule and one more at most. (In a last part of few columns sums would be read and written for little.)
+inline int equal_parts(std::int64_t all, int unit, int usual) {
+  std::int64_t const units = (all + unit - 1) / unit, parts = std::max<std::int64_t>((units + usual - 2) / usual, 1);
+  return static_cast<int>((units + parts - 1) / parts) * unit;
+}
+
 #ifdef EPILOQ_HAS_CLONES
 #define EPILOQ_ROW_TILES gnu::target("arch=x86-64-v4,amx-tile,amx-bf16,amx-int8")
 

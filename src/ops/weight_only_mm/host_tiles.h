@@ -78,7 +78,8 @@ struct MultiplyInTiles {
   using Ints = Vectors<16>::Ints;
   using Bytes = SmallIntegers::Bytes;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
-  static constexpr int kAtOnce = 256;  // columns that are widened at a time: they stay in the first cache
+  // Columns that are widened at a time: they stay in the first cache. Of rounded ones equal parts.
+  static constexpr int kAtOnce = 256, kUnit = 64;
   static constexpr int kTileRowBytes = 64;
 
   // 16 tokens' rows of bfloat16, up to whole tiles of the weight, in the order of its lines.
@@ -168,11 +169,12 @@ struct MultiplyInTiles {
                                        Line* sums) {
     Tiles const tiles;
     Weight const& w = s.weight;
-    Line rows[kAtOnce / kOfLine * kRows], products[2 * kRows];
+    Line rows[(kAtOnce + kUnit) / kOfLine * kRows], products[2 * kRows];
     int const last = first + (count + kTokens - 1) / kTokens;
     if (!s.rounds || w.k == 0) std::fill_n(sums, (last - first) * kRows, Line{});
-    for (int begin = 0; begin < w.k; begin += kAtOnce) {
-      int const end = std::min(begin + kAtOnce, w.k);
+    int const at_once = s.rounds ? equal_parts(w.k, kUnit, kAtOnce / kUnit) : kAtOnce;
+    for (int begin = 0; begin < w.k; begin += at_once) {
+      int const end = std::min(begin + at_once, w.k);
       widen(s, 0, begin, end, rows), widen(s, 1, begin, end, rows + kSlab);
       for (int tile = first; tile < last; tile += 2) {
         bool const two = tile + 1 < tokens.tiles.count();
