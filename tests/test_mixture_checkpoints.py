@@ -287,6 +287,22 @@ def test_structures_that_stay_in_floating_point(seed: int, tmp_path: Path) -> No
     assert typical_error(logits(model), logits(opened(tmp_path / "model"))) < 0.5
 
 
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_experts_that_few_tokens_reach_serve_the_others_too(algorithm: str, seed: int) -> None:
+    """0.88 to 1.05 times the error of rounding over 25 seeds; 1.4 (awq) and 1.2 where two tokens decide alone."""
+    text = torch.randint(0, 30, (1, 200))
+    errors = {}
+    for name in ("rtn", algorithm):
+        torch.manual_seed(seed)
+        model = qwen3(num_experts=8)
+        mixtures.take_apart_(model)
+        with torch.no_grad():
+            expected = model(text).logits
+            list(calibrate(model, [torch.tensor([[3, 5]])], TARGETS["w4a16-g32"].grid(), ALGORITHMS[name]))
+            errors[name] = float((model(text).logits - expected).norm())
+    assert errors[algorithm] < 1.15 * errors["rtn"], errors
+
+
 @pytest.mark.parametrize("algorithm", ["gptq", "awq", "smoothquant+gptq"])
 def test_calibrated(algorithm: str, seed: int) -> None:
     """Experts that few tokens reach, or none, are rounded all the same."""
@@ -295,10 +311,7 @@ def test_calibrated(algorithm: str, seed: int) -> None:
     before = {name: m.weight.clone() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = list(calibrate(model, [torch.tensor([[3, 5]])], grid, ALGORITHMS[algorithm]))
     errors = {name: value for block in found for name, value in block.errors.items()}
-    assert len(errors) == 2 * 4 + 3 + 3 * 8 and all(value > 0 for value in errors.values())
-    large = [name for name, value in errors.items() if value >= 0.4]
-    # awq divides outputs by what the next layer takes of them: by one token that makes near zeros large, and errors.
-    assert not large or (algorithm == "awq" and len(large) <= 3 and all("up_proj" in name for name in large)), errors
+    assert len(errors) == 2 * 4 + 3 + 3 * 8 and all(0 < value < 0.4 for value in errors.values())
     assert logits(model).isfinite().all()
     if algorithm == "gptq":  # It moves no range into other layers.
         assert all(error(model.get_parameter(f"{name}.weight"), before[name]) < 0.3 for name in errors)

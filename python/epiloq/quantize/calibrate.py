@@ -204,10 +204,9 @@ class _Work:
         self, layers: dict[str, nn.Linear], statistics: InputStatistics
     ) -> tuple[dict[str, Calibrated], dict[str, float]]:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
-        device = next(iter(layers.values())).weight.device
         try:
-            # An expert that no token reached is rounded as if all channels were alike.
-            hessian = statistics.hessian if statistics.tokens else torch.eye(len(statistics.amax), device=device)
+            hessian, _ = statistics.steady
+            seen = statistics.hessian if statistics.tokens else hessian
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         weight = torch.cat([layer.weight.float() for layer in layers.values()])
@@ -219,8 +218,8 @@ class _Work:
         parts: Sequence[Calibrated] = value.split([layer.out_features for layer in layers.values()])
         errors = {}
         for (name, layer), part in zip(layers.items(), parts, strict=True):
-            lost = output_error(part.dequantize() - layer.weight.float(), hessian)
-            whole = output_error(layer.weight.float(), hessian)
+            lost = output_error(part.dequantize() - layer.weight.float(), seen)
+            whole = output_error(layer.weight.float(), seen)
             errors[name] = (lost / whole) ** 0.5 if whole else 0.0
         return dict(zip(layers, parts, strict=True)), errors
 
@@ -257,7 +256,7 @@ class _Work:
                 continue
             weights = [consumer.weight for consumer in consumers]
             if self.algorithm.fold == "awq":
-                scale = awq_scale(weights, statistics.hessian, statistics.mean_abs, self.grid, channels=channels)
+                scale = awq_scale(weights, *statistics.steady, self.grid, channels=channels)
             elif self.algorithm.fold == "smoothquant":
                 scale = smooth_scale(statistics.amax, weights, self.alpha, channels)
             else:
