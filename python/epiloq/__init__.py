@@ -83,7 +83,7 @@ __all__ = [
     "weight_only_mm",
 ]
 
-# Half of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
+# A third of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
 _ON_DEMAND = ("compat", "nn", "quantize", "schemes")
 
 

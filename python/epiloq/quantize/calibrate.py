@@ -206,7 +206,6 @@ class _Work:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
         try:
             hessian, _ = statistics.steady
-            seen = statistics.hessian if statistics.tokens else hessian
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         weight = torch.cat([layer.weight.float() for layer in layers.values()])
@@ -217,6 +216,7 @@ class _Work:
             value = rtn(weight, self.grid, moments)
         parts: Sequence[Calibrated] = value.split([layer.out_features for layer in layers.values()])
         errors = {}
+        seen = statistics.hessian if statistics.tokens else hessian  # Errors are those on the inputs themselves.
         for (name, layer), part in zip(layers.items(), parts, strict=True):
             lost = output_error(part.dequantize() - layer.weight.float(), seen)
             whole = output_error(layer.weight.float(), seen)

@@ -62,8 +62,7 @@ class InputStatistics:
         hessian, mean_abs = self.hessian, self.mean_abs
         share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)
         square, size = (hessian.diagonal().mean(), mean_abs.mean()) if self.tokens else (2.0, 1.0)
-        hessian = hessian * (1 - share)
-        hessian.diagonal().add_(share * square)
+        hessian.mul_(1 - share).diagonal().add_(share * square)  # (A copy already.)
         return hessian, mean_abs * (1 - share) + share * size
 
     @property

@@ -32,9 +32,9 @@ std::vector<int> groups_of(Weight const& weight, int step);
 // Whether tokens of bfloat16 are multiplied as they are, from some on (host_pairs.h).
 bool by_pairs(Problem const& problem, DType dtype);
 // Whether many tokens are multiplied in tiles, of float16 and float32 as sums of so many of bfloat16.
-bool by_tiles(Problem const& problem);
-// Or weights are, as on a GPU where tokens are so many: of bfloat16, with groups that are short beside what is
-// multiplied at a time. Then they are rounded to it with their scales.
+bool by_tiles(Problem const& problem, DType dtype);
+// And with weights rounded to bfloat16 with their scales, as on a GPU where tokens are so many: of that type, with
+// groups that are short beside what is multiplied at a time, or with offsets, which nothing else in tiles takes.
 inline constexpr int kMostUnrounded = 128, kWholePiece = 256;
 bool rounds_weights(Problem const& problem, DType dtype);
 constexpr int tile_parts(DType dtype) { return dtype == DType::kBFloat16 ? 1 : dtype == DType::kFloat16 ? 2 : 3; }

@@ -64,7 +64,7 @@ bool is_for_few(Problem const& p, DType dtype) {
   // Tiles repay the work on a slab from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
   // 2026-11-21).
   int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
-  int const most = by_tiles(p) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
+  int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
   return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
 }
 

@@ -24,7 +24,7 @@ int threads_for(Problem const& p, int threads) {
 // Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
 int tokens_at_once(Problem const& p, DType dtype) {
   if (is_for_few(p, dtype)) return p.m;
-  bool const in_tiles = by_tiles(p) || rounds_weights(p, dtype);
+  bool const in_tiles = by_tiles(p, dtype);
   int const cached = in_tiles ? (1 << 19) / tile_parts(dtype) : 1 << 17;  // values
   int const least = in_tiles ? 2 * TokenTiles::kTokens : 8 * kPairBlock;  // whole blocks
   return std::max(least, cached / std::max(p.weight.k, 1) / least * least);
@@ -62,7 +62,7 @@ std::vector<int> groups_of(Weight const& w, int step) {
 std::string describe_on_host(Problem const& p, DType dtype) {
   if (is_for_few(p, dtype)) return "cpu, packed integers in registers";
   if (rounds_weights(p, dtype)) return "cpu, weights of 32 rows rounded to bfloat16 at a time, AMX";
-  if (by_tiles(p)) {
+  if (by_tiles(p, dtype)) {
     constexpr char const* kWords[] = {"", ", tokens in two parts", ", tokens in three parts"};
     return std::string("cpu, integers of 32 rows as bfloat16 at a time, AMX") + kWords[tile_parts(dtype) - 1];
   }
@@ -95,7 +95,7 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
     with_slabs(1, [&](SlabParameters const* parameters, int slab, int, int, Line* sums) {
       multiply_few(p, tokens, *parameters, slab, sums);
     });
-  } else if (by_tiles(p) || rounds_weights(p, dtype)) {
+  } else if (by_tiles(p, dtype)) {
     TiledTokens const tokens(p, dtype, threads);
     with_slabs(kSlabsInTiles, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
       multiply_tiles(p, tokens, parameters, slab, token, count, sums);

@@ -7,14 +7,21 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-bool by_tiles(Problem const& p) {
-  return has_pair_tiles() && has_lookups() && p.weight.offset == nullptr && p.weight.group % kOfLine == 0;
+namespace {
+
+bool has_groups_of_lines(Problem const& p) {
+  return has_pair_tiles() && has_lookups() && p.weight.group % kOfLine == 0;
 }
+
+}  // namespace
 
 bool rounds_weights(Problem const& p, DType dtype) {
   bool const has_few_sums = p.weight.offset == nullptr && p.weight.group >= kWholePiece;
-  return has_pair_tiles() && has_lookups() && dtype == DType::kBFloat16 && p.m > kMostUnrounded &&
-         p.weight.group % kOfLine == 0 && !has_few_sums;
+  return has_groups_of_lines(p) && dtype == DType::kBFloat16 && p.m > kMostUnrounded && !has_few_sums;
+}
+
+bool by_tiles(Problem const& p, DType dtype) {
+  return (has_groups_of_lines(p) && p.weight.offset == nullptr) || rounds_weights(p, dtype);
 }
 
 #ifdef EPILOQ_HAS_CLONES
