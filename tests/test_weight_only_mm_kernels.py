@@ -37,7 +37,7 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
 
 
 DIGIT_ROWS = 6  # of the streams
-ROWS = {"stream": 12, "tiled": 5, "wgmma": len(WGMMA_TOKENS)}  # of the tables in src/ops/weight_only_mm/configs.h
+ROWS = {"stream": 16, "tiled": 5, "wgmma": len(WGMMA_TOKENS)}  # of the tables in src/ops/weight_only_mm/configs.h
 
 
 @pytest.mark.gpu

@@ -24,4 +24,62 @@ __device__ __forceinline__ uint4 read_from_block(SharedAddress address, int rank
   return value;
 }
 
+// Before a block may write another's shared memory that one has to have begun: all threads say so, and later wait. That
+// its barriers are there is said by the fence of whoever made them; `.release` here is a fence of the whole GPU.
+__device__ __forceinline__ void say_begun() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_begun() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// An address of this block's shared memory, in another block's.
+__device__ __forceinline__ SharedAddress address_in_block(SharedAddress here, int rank) {
+  SharedAddress address = here;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(here), "r"(rank));
+#endif
+  return address;
+}
+
+// One thread makes a barrier that waits for so many bytes from others, before the block says that it has begun.
+__device__ __forceinline__ void expect_sent(SharedAddress barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// Writes into the shared memory of a block, whose barrier counts the bytes.
+__device__ __forceinline__ void send(SharedAddress to, uint4 const& value, SharedAddress barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void send(SharedAddress to, float4 const& value, SharedAddress barrier) {
+  auto const bits = [](float x) { return __float_as_uint(x); };
+  send(to, uint4{bits(value.x), bits(value.y), bits(value.z), bits(value.w)}, barrier);
+}
+
+// What other blocks have sent is acquired from the cluster; of the barrier's first phase.
+__device__ __forceinline__ void wait_for_sent(SharedAddress barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n@done bra ready;\n"
+      "bra again;\nready:\n}" ::"r"(barrier)
+      : "memory");
+#endif
+}
+
 }  // namespace epiloq

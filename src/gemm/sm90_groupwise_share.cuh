@@ -5,6 +5,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "core/cluster.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/tma.cuh"
 
@@ -23,11 +24,6 @@ struct StepShare {
     depth = min(params.steps_each, (params.p.k + kGroupDepth - 1) / kGroupDepth - first);
   }
 };
-
-// Before a block may write another's shared memory that one has to have begun: all threads say so, and later wait. That
-// its barriers are there is said by the fence of whoever made them; `.release` here is a fence of the whole GPU.
-__device__ __forceinline__ void say_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_begun() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Each block keeps half of a tile's rows. A warp whose rows the other block keeps sends its sums there, into the slots
 // of the warp that has the same rows and of one of the other half, whose rows that block gives away.
@@ -65,7 +61,7 @@ class RowExchange {
   __device__ __forceinline__ void take(Sum (&sums)[C::kRowSums]) const {
     if (is_first_lane_) expect_bytes(barrier_, kVectors * kVectorBytes);
     __syncwarp();
-    wait_for_sums();
+    wait_for_sent(barrier_);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       std::uint32_t bits[4];
@@ -85,7 +81,9 @@ class RowExchange {
   }
 
   __device__ __forceinline__ void give(Sum const (&sums)[C::kRowSums]) const {
-    SharedAddress const barrier = there(barrier_), own = there(own_), other = there(other_);
+    int const there = rank_ ^ 1;
+    SharedAddress const barrier = address_in_block(barrier_, there);
+    SharedAddress const own = address_in_block(own_, there), other = address_in_block(other_, there);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       std::uint32_t bits[4];
@@ -97,28 +95,8 @@ class RowExchange {
           bits[j] = __float_as_uint(sums[4 * i + j]);
         }
       }
-      asm volatile(
-          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-              (i < kInSlots ? own : other) + i % kInSlots * kVectorBytes),
-          "r"(bits[0]), "r"(bits[1]), "r"(bits[2]), "r"(bits[3]), "r"(barrier)
-          : "memory");
+      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes, {bits[0], bits[1], bits[2], bits[3]}, barrier);
     }
-  }
-
-  // What another block has written is acquired from the cluster.
-  __device__ __forceinline__ void wait_for_sums() const {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n@done bra ready;\n"
-        "bra again;\nready:\n}" ::"r"(barrier_)
-        : "memory");
-  }
-
-  // An address of this block's shared memory, in the other block's.
-  __device__ SharedAddress there(SharedAddress here) const {
-    SharedAddress address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(here), "r"(rank_ ^ 1));
-    return address;
   }
 
   SharedAddress barrier_, own_, other_;

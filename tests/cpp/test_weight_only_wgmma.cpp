@@ -130,9 +130,60 @@ void stages_are_aligned_and_fit() {
   }
 }
 
+// Blocks that share K: each piece is one block's, and every other one's sums of it have a slot there of their own.
+void pieces_have_one_owner_and_slots_apart() {
+  for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
+    for (int pieces = 1; pieces <= 100; ++pieces) {
+      int owned = 0;
+      for (int rank = 0; rank < split; ++rank) {
+        wo::Pieces const owner{rank, split};
+        std::set<int> slots;
+        int own = 0;
+        for (int i = 0; i < pieces; ++i) {
+          wo::Piece const piece = wo::Piece::of(i, split);
+          if (!owner.is_own(piece)) continue;
+          ++own;
+          for (int other = 0; other < split; ++other) {
+            if (other == rank) continue;
+            wo::Pieces const sender{other, split};
+            CHECK(!sender.is_own(piece));
+            CHECK(sender.distance_to(piece) >= 1 && sender.distance_to(piece) < split);
+            slots.insert(owner.slot(piece, sender.distance_to(piece)));
+          }
+        }
+        CHECK_EQUAL(owner.own_of(pieces), own);
+        CHECK_EQUAL(static_cast<int>(slots.size()), own * (split - 1));
+        if (!slots.empty()) CHECK(*slots.begin() >= 0 && *slots.rbegin() < wo::slots_of(pieces, split));
+        owned += own;
+      }
+      CHECK_EQUAL(owned, pieces);
+      for (int step = 1; step <= 16; ++step) {
+        wo::Piece const sum = wo::Piece::of(pieces, split).after(wo::Piece::of(step, split), split);
+        wo::Piece const whole = wo::Piece::of(pieces + step, split);
+        CHECK(sum.owner == whole.owner && sum.turn == whole.turn);
+      }
+    }
+  }
+}
+
+// What blocks send one another fits behind the ring, and what a block's ways do in it.
+void exchanges_fit() {
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
+    if (config.ways == 1) continue;
+    int const pieces = config.rows() / wo::kSlab * (config.tokens / 8);
+    for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+      CHECK(wo::slots_of(pieces, split) * wo::kSlab * 8 * 4 <= wo::wgmma_exchange_bytes(config));
+    }
+    wo::WgmmaStage const stage(config, 4, 1, 2, 0);
+    CHECK((config.ways - 1) * pieces * wo::kSlab * 8 * 4 <= wo::wgmma_exchange_at(config, stage, 232448));
+  }
+}
+
 }  // namespace
 
 int main() {
+  pieces_have_one_owner_and_slots_apart();
+  exchanges_fit();
   for (int bits : {4, 8}) integers_reach_their_slots(bits);
   banks_do_not_conflict();
   tokens_are_read_where_they_are_written();

@@ -41,39 +41,43 @@ __device__ __forceinline__ void store(Problem const& p, int token, int row, floa
   if (row < p.weight.n) static_cast<T*>(p.out)[token * p.stride_out + row] = finished<T>(p, row, sum);
 }
 
-// sums: [parts][kTokens][kRows + 4] in shared memory, all of the block's written. Blocks of a cluster finish a share of
-// the elements each.
-template <class T, int kRows, int kTokens, int kParts>
-__device__ void finish(Problem const& p, float* sums, int first_row, int first_token, int rank, int split) {
+// Four rows of a token at a time, the first a multiple of four.
+template <class T>
+__device__ __forceinline__ void store_rows(Problem const& p, int token, int row, float4 const& sums) {
+  float const sum[4] = {sums.x, sums.y, sums.z, sums.w};
+  bool const aligned = reinterpret_cast<std::uintptr_t>(p.out) % 8 == 0 && p.stride_out % 4 == 0;
+  if (aligned && row + 4 <= p.weight.n) {
+    alignas(8) T values[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[e] = finished<T>(p, row + e, sum[e]);
+    *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + token * p.stride_out + row) =
+        *reinterpret_cast<uint2 const*>(values);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) store<T>(p, token, row + e, sum[e]);
+  }
+}
+
+// sums: [kTokens][kRows + 4] in shared memory, all of the block's written. Blocks of a cluster finish a share of the
+// elements each.
+template <class T, int kRows, int kTokens>
+__device__ void finish(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
   constexpr int kStride = kRows + 4;
   int const threads = blockDim.x, elements = min(kTokens, p.m - first_token) * kRows;
-  auto const add_parts = [&](int at) {
-    float sum = 0.f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) sum += sums[part * kTokens * kStride + at];
-    return sum;
+  auto const for_each = [&](int first, int step, auto const& sum_of) {
+    for (int i = first; i < elements; i += step) {
+      int const token = i / kRows, row = i % kRows;
+      store<T>(p, first_token + token, first_row + row, sum_of(sums + token * kStride + row));
+    }
   };
   __syncthreads();
-  if (split == 1) {
-    for (int i = threadIdx.x; i < elements; i += threads) {
-      int const token = i / kRows, row = i % kRows;
-      store<T>(p, first_token + token, first_row + row, add_parts(token * kStride + row));
-    }
-    return;
-  }
-  if constexpr (kParts > 1) {
-    for (int i = threadIdx.x; i < elements; i += threads) {
-      int const at = i / kRows * kStride + i % kRows;
-      sums[at] = add_parts(at);
-    }
-  }
+  if (split == 1) return for_each(threadIdx.x, threads, [](float const* at) { return *at; });
   wait_for_cluster();
-  for (int i = rank * threads + threadIdx.x; i < elements; i += split * threads) {
-    int const token = i / kRows, row = i % kRows;
+  for_each(rank * threads + threadIdx.x, split * threads, [&](float const* at) {
     float sum = 0.f;
-    for (int other = 0; other < split; ++other) sum += read_from(sums + token * kStride + row, other);
-    store<T>(p, first_token + token, first_row + row, sum);
-  }
+    for (int other = 0; other < split; ++other) sum += read_from(at, other);
+    return sum;
+  });
   wait_for_cluster();  // others may still read this block's sums
 }
 
@@ -148,7 +152,6 @@ template <class T, int kRows, int kTokens, int kThreads>
 __device__ void finish_rows(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
   constexpr int kStride = kRows + 4, kVector = 4, kVectors = kRows / kVector;
   int const vectors = min(kTokens, p.m - first_token) * kVectors;
-  bool const aligned = reinterpret_cast<std::uintptr_t>(p.out) % 8 == 0 && p.stride_out % kVector == 0;
   for (int i = rank * kThreads + threadIdx.x; i < vectors; i += split * kThreads) {
     int const token = first_token + i / kVectors, row = first_row + i % kVectors * kVector;
     float const* const from = sums + i / kVectors * kStride + i % kVectors * kVector;
@@ -160,16 +163,7 @@ __device__ void finish_rows(Problem const& p, float const* sums, int first_row, 
       sum[2] += __uint_as_float(part.z);
       sum[3] += __uint_as_float(part.w);
     }
-    if (aligned && row + kVector <= p.weight.n) {
-      alignas(8) T values[kVector];
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) values[e] = finished<T>(p, row + e, sum[e]);
-      *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + token * p.stride_out + row) =
-          *reinterpret_cast<uint2 const*>(values);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) store<T>(p, token, row + e, sum[e]);
-    }
+    store_rows<T>(p, token, row, {sum[0], sum[1], sum[2], sum[3]});
   }
 }
 

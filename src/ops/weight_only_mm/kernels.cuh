@@ -37,8 +37,9 @@ void launch_stream(Problem const& p, int split, int device, Stream stream) {
   using S = Streaming<Products, kSlabs, kConfig.warps, kConfig.stages, kConfig.blocks>;
   static PerDevice prepared;
   StageLayout const weights = StageLayout::of(p.weight, kSlabs, kGroups);
-  StreamRing const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m)};
-  int const shared_bytes = std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
+  StreamRing const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m),
+                        stream_received_bytes(p.m, S::kRows, split)};
+  int const shared_bytes = ring.received + std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
   dim3 const grid(ceil_div(p.weight.n, S::kRows), split);
   launch_kernel(stream_kernel<S, T>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
 }

@@ -7,6 +7,7 @@
 
 #include "epiloq/error.h"
 #include "ops/weight_only_mm/configs.h"
+#include "ops/weight_only_mm/pieces.h"
 #include "ops/weight_only_mm/wgmma_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -26,16 +27,22 @@ std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
   return rows * (kPadding * p.bits / 8 + groups_in_step(p) * parameter_bytes);
 }
 
-// Of a block: its warps' rings of stages, then their sums.
-std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p) {
+// The same in shared memory, of a warp.
+std::int64_t stage_bytes(WeightOnlyMmProblem const& p, int rows) {
+  return whole_lines(static_cast<int>(step_bytes(p, rows)));
+}
+
+// Of a block: sums of others that share K, its warps' rings of stages, then their sums.
+std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p, int split) {
   int const rows = c.slabs_of(p.bits) * kSlab;
-  return c.warps * std::max<std::int64_t>(
-                       c.stages * (step_bytes(p, rows) + p.m * kPadding * 2) + (c.digits ? p.m * kDigitBytes : 0),
-                       c.tokens() * (rows + 4) * 4);
+  int const received = stream_received_bytes(static_cast<int>(p.m), rows, split);
+  return received + c.warps * std::max<std::int64_t>(c.stages * (stage_bytes(p, rows) + p.m * kPadding * 2) +
+                                                         (c.digits ? p.m * kDigitBytes : 0),
+                                                     c.tokens() * (rows + 4) * 4);
 }
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return p.m <= c.tokens() && stream_bytes(c, p) <= t.shared_bytes;
+  return p.m <= c.tokens() && stream_bytes(c, p, t.arch == Arch::kSm90 ? kMaxCluster : 1) <= t.shared_bytes;
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
@@ -74,7 +81,7 @@ std::int64_t clusters(int split, int resident, Target const& t) {
 
 double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   int const rows = c.slabs_of(p.bits) * kSlab;
-  std::int64_t const bytes = stream_bytes(c, p), blocks = ceil_div(p.n, rows);
+  std::int64_t const bytes = stream_bytes(c, p, split), blocks = ceil_div(p.n, rows);
   int const resident = static_cast<int>(std::clamp<std::int64_t>(t.shared_bytes / bytes, 1, c.blocks));
   // Blocks of a cluster are put side by side even where SMs are free.
   std::int64_t const beside =
@@ -99,9 +106,10 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
-double cluster_time(StreamConfig const&, int) { return kClusterTime.stream; }
+double cluster_time(StreamConfig const&, int) { return kStreamCluster; }
 double cluster_time(WgmmaConfig const& c, int split) {
-  return kClusterTime.tile + kClusterTime.sum * c.rows() * c.tokens + kClusterTime.crowd * std::max(split - kCrowd, 0);
+  ClusterTime const& time = c.ways > 1 ? kSentSums : kReadSums;
+  return time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
 }
 
 struct Timed {
@@ -195,8 +203,9 @@ double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Ta
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
-  return std::max<std::int64_t>(c.stages(p.bits) * (step_bytes(p, c.rows()) + c.tokens * kPadding * 2),
-                                c.tokens * (c.rows() + 4) * 4);
+  return std::max<std::int64_t>(
+      c.stages(p.bits) * (c.warps * stage_bytes(p, c.rows() / c.warps) + c.tokens * kPadding * 2),
+      c.tokens * (c.rows() + 4) * 4);
 }
 
 int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {

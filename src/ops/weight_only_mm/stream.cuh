@@ -7,6 +7,7 @@
 
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/finish.cuh"
+#include "ops/weight_only_mm/piece_share.cuh"
 #include "ops/weight_only_mm/warp.cuh"
 
 namespace epiloq::ops::weight_only_mm {
@@ -16,7 +17,8 @@ struct StreamRing {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
   int stages;
-  int scratch;  // bytes behind the stages
+  int scratch;   // bytes behind the stages
+  int received;  // before all rings, for other blocks' sums
 
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
@@ -93,12 +95,51 @@ struct Streaming {
   static constexpr int kSumBytes = kWarps * kWarpSums * 4;
 };
 
+// sums: [kWarps][kTokens][kSumStride] in shared memory, all written.
+template <class T, class S>
+__device__ void finish_parts(Problem const& p, float* sums, int first_row, PieceShare const& share) {
+  int const elements = p.m * S::kRows;
+  auto const place_of = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
+  __syncthreads();
+  for (int i = threadIdx.x; i < elements; i += S::kThreads) {
+    float* const at = place_of(i);
+    float sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < S::kWarps; ++warp) sum += at[warp * S::kWarpSums];
+    if (share.split > 1) {
+      *at = sum;
+    } else {
+      store<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
+    }
+  }
+  if (share.split == 1) return;
+  __syncthreads();
+  // A lane has four rows of a token.
+  int const pieces = stream_pieces(p.m, S::kRows), lane = threadIdx.x % 32;
+  auto const for_pieces = [&](auto const& act) {
+    for (int i = threadIdx.x / 32; i < pieces; i += S::kWarps) {
+      act(Piece::of(i, share.split), min(i * kPieceElements + lane * 4, S::kTokens * S::kRows - 4));
+    }
+  };
+  for_pieces([&](Piece const& piece, int i) {
+    if (!share.is_own(piece)) share.send_part(piece, *reinterpret_cast<float4 const*>(place_of(i)));
+  });
+  wait_for_sent(share.barrier);
+  for_pieces([&](Piece const& piece, int i) {
+    if (!share.is_own(piece)) return;
+    float4 sum = *reinterpret_cast<float4 const*>(place_of(i));
+    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(piece, distance);
+    if (i < elements) store_rows<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
+  });
+}
+
 // A column of blocks shares K. Weights are asked for before the previous kernel has finished (kernels.h).
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
                                                                          __grid_constant__ StreamRing const ring) {
-  extern __shared__ __align__(16) std::uint8_t shared[];
+  extern __shared__ __align__(16) std::uint8_t memory[];
   using Products = typename S::Products;
+  std::uint8_t* const shared = memory + ring.received;
   constexpr int kWarps = S::kWarps, kAhead = S::kStages - 1;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
   int const all_steps = p.weight.padded_k / kStep;
@@ -113,6 +154,12 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
     return first_step + (step < steps ? step : step - steps);
   };
 
+  PieceShare const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrier);
+  if (split > 1) {
+    if (threadIdx.x == 0) share.expect(stream_pieces(p.m, S::kRows));
+    __syncthreads();
+    say_begun();
+  }
   let_next_kernel_start();
   typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kSlab));
   std::uint8_t* const stages = shared + warp * ring.warp_bytes();
@@ -120,6 +167,10 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
   int const tokens_at = ring.weights.bytes, early = min(kAhead, turns);
 #pragma unroll 1
   for (int turn = 0; turn < early; ++turn) source.ask(ring.weights, to + turn * ring.bytes, step_of(turn));
+  if (split > 1) {
+    __syncwarp();
+    wait_for_begun();
+  }
   wait_for_previous_kernel();
 
   Products const products(p);
@@ -148,7 +199,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
   Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums);
-  finish<T, S::kRows, S::kTokens, kWarps>(p, all_sums, blockIdx.x * S::kRows, 0, blockIdx.y, gridDim.y);
+  finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, share);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -114,8 +114,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
   W::store(all_sums + warp * S::kSlabs * kSlab, S::kRows + 4, sums);
-  finish<T, S::kRows, S::kTokens, 1>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y,
-                                     gridDim.y);
+  finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y, gridDim.y);
 }
 
 template <class S, class T>

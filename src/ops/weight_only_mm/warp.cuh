@@ -5,6 +5,7 @@
 #include "core/async_copy.cuh"
 #include "core/device_code.cuh"
 #include "gemm/matrix_loads.cuh"
+#include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/fragments.cuh"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/layout.h"
@@ -14,7 +15,8 @@ namespace epiloq::ops::weight_only_mm {
 inline constexpr int kStep = kPadding;  // columns that are asked for at once
 
 // A step of a warp's rows in shared memory: integers as they lie in the weight, [slab][vector][lane], then for each
-// slab its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all.
+// slab its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all, and the whole of
+// lines.
 struct StageLayout {
   int scale_bytes;      // a value
   int scales;           // bytes of a slab's
@@ -27,7 +29,7 @@ struct StageLayout {
     layout.scales = groups * kSlab * layout.scale_bytes;
     int const others = w.offset != nullptr ? layout.scales : w.zero != nullptr ? groups * kSlab : 0;
     layout.parameter_bytes = layout.scales + others;
-    layout.bytes = slabs * (kSlab * kStep * w.bits / 8 + layout.parameter_bytes);
+    layout.bytes = whole_lines(slabs * (kSlab * kStep * w.bits / 8 + layout.parameter_bytes));
     return layout;
   }
 };

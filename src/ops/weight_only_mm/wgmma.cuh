@@ -11,36 +11,32 @@
 #include "gemm/tma.cuh"
 #include "ops/weight_only_mm/finish.cuh"
 #include "ops/weight_only_mm/wgmma_math.cuh"
+#include "ops/weight_only_mm/wgmma_share.cuh"
 
 namespace epiloq::ops::weight_only_mm {
-
-template <class C>
-__device__ __forceinline__ void wait_for_teams() {
-  asm volatile("bar.sync 1, %0;" ::"n"(C::kMathThreads) : "memory");
-}
 
 // The sums of a block, to the first of its ways along K.
 template <class C>
 __device__ void add_ways(typename WgmmaMath<C>::Sums& sums, float* exchange, int way) {
   constexpr int kFloats = C::kRows * C::kTokens;  // of a way
   exchange += threadIdx.x % C::kWayThreads;
-  wait_for_teams<C>();  // those of the last tile have been read
+  wait_for_math_warps<C>();  // those of the last tile have been read
   if (way > 0) WgmmaMath<C>::write(sums, exchange + (way - 1) * kFloats);
-  wait_for_teams<C>();
+  wait_for_math_warps<C>();
   if (way > 0) return;
 #pragma unroll
   for (int other = 1; other < C::kWays; ++other) WgmmaMath<C>::add(sums, exchange + (other - 1) * kFloats);
 }
 
-// Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each.
+// Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each. Here of so
+// many sums that what wgmma_share.cuh does, for each by its own code, would leave ptxas no registers for the loop.
 template <class C>
 __device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>::Sums const& sums,
-                                WgmmaParams const& params, unsigned char* stages, typename C::Place const& place,
-                                int way) {
-  wait_for_teams<C>();  // the ring makes room for the sums
+                                WgmmaParams const& params, unsigned char* stages, typename C::Place const& place) {
+  wait_for_math_warps<C>();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(stages);
-  if (way == 0) math.store(all_sums, sums);
-  wait_for_teams<C>();
+  math.store(all_sums, sums);
+  wait_for_math_warps<C>();
   wait_for_cluster();
   finish_rows<typename C::T, C::kRows, C::kTokens, C::kMathThreads>(params.p, all_sums, place.first_slab * kSlab,
                                                                     place.first_token, blockIdx.y, gridDim.y);
@@ -52,6 +48,7 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
                                int group, int warp) {
   int const way = group / C::kTeams;
   WgmmaMath<C> const math(params, group % C::kTeams, warp);
+  if (C::kWays > 1 && gridDim.y > 1) wait_for_begun();
   wait_for_previous_kernel();
   SharedAddress const full = uniform(shared_address(shared.full)), empty = uniform(shared_address(shared.empty));
   SharedAddress const first_stage = uniform(shared_address(stages));
@@ -63,12 +60,19 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
     typename C::Place const place(params, tile);
     typename WgmmaMath<C>::Sums sums = {};
     math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
-    if constexpr (C::kWays > 1) add_ways<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), way);
     if (gridDim.y > 1) {
-      finish_together<C>(math, sums, params, stages, place, way);
-    } else if (way == 0) {
-      math.store_directly(place, sums);
+      if constexpr (C::kWays > 1) {
+        // What stores stands here again, or ptxas would keep the ring's place in vector registers.
+        ClusterEnd<C> const end(params, math, shared_address(shared.received), first_stage);
+        unsigned const whole = end.meet(sums[0], place);
+        math.store_directly(place, sums, [&](int eight) { return whole >> eight & 1; });
+      } else {
+        finish_together<C>(math, sums, params, stages, place);
+      }
+      return;
     }
+    if constexpr (C::kWays > 1) add_ways<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), way);
+    if (way == 0) math.store_directly(place, sums, [](int) { return true; });
   }
 }
 
@@ -93,16 +97,33 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   __shared__ std::uint64_t barriers[kBarrierBytes / 8];
   typename C::Shared const shared(barriers);
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
-  if (threadIdx.x == 0) shared.init();
+  bool const shares = gridDim.y > 1;
+  if (threadIdx.x == 0) {
+    shared.init();
+    if constexpr (C::kWays > 1) {
+      using End = ClusterEnd<C>;
+      if (shares) {
+        End::share_of(params, shared_address(shared.received), shared_address(stages))
+            .expect(End::pieces_of(typename C::Place(params, blockIdx.x), params.p.m));
+      }
+    }
+  }
   __syncthreads();
   let_next_kernel_start();
   int const group = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
-  if (group == C::kMathTeams) {
+  bool const is_copying = group == C::kMathTeams;
+  if (shares && C::kWays > 1) say_begun();
+  if (is_copying) {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
     if (warp == 0 && gemm::is_elected()) copy_tiles<C>(params, shared, stages);
-    if (gridDim.y > 1) {  // where the others wait
-      wait_for_cluster();
-      wait_for_cluster();
+    __syncwarp();
+    if (shares) {  // where the others wait
+      if constexpr (C::kWays > 1) {
+        wait_for_begun();
+      } else {
+        wait_for_cluster();
+        wait_for_cluster();
+      }
     }
   } else {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();

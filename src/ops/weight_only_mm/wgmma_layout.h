@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/target.h"
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/layout.h"
+#include "ops/weight_only_mm/pieces.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -20,7 +22,7 @@ inline constexpr int kColumns = 64;  // of the tokens that a line holds
 inline constexpr int kInstruction = 16;  // columns of a wgmma
 inline constexpr int kEarlySteps = 2;    // whose weights a block asks for before the previous kernel has finished
 inline constexpr int kMaxStages = 8;
-inline constexpr int kBarrierBytes = 2 * kMaxStages * 8;
+inline constexpr int kBarrierBytes = (2 * kMaxStages + 2) * 8;  // whole 16 bytes
 
 // Of a slab's integers in a stage, which lie as in memory: a lane reads 16 bytes of a tile at a time, and those of a
 // warp are neighbours. The fragment of 16 columns from `column` on begins at a word of them.
@@ -53,7 +55,20 @@ struct WgmmaStage {
 };
 
 constexpr int wgmma_sum_bytes(WgmmaConfig const& c) { return c.tokens * (c.rows() + 4) * 4; }
-constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) { return (c.ways - 1) * c.tokens * c.rows() * 4; }
+
+// Ways along K give one another sums, by units of 16 rows and 8 tokens, and behind them those of a cluster's blocks do.
+constexpr int wgmma_ways_bytes(WgmmaConfig const& c) { return (c.ways - 1) * c.tokens * c.rows() * 4; }
+constexpr int wgmma_received_bytes(WgmmaConfig const& c) {
+  int most = 0;
+  for (int split = 2; split <= kMaxCluster; ++split) {
+    most = std::max(most, slots_of(c.rows() / kSlab * (c.tokens / 8), split));
+  }
+  return most * kSlab * 8 * 4;
+}
+// For the one or the other: a block that shares K has one tile, and its ways meet in the ring.
+constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) {
+  return c.ways > 1 ? std::max(wgmma_ways_bytes(c), wgmma_received_bytes(c)) : 0;
+}
 
 // As many stages as fit, beside barriers, what ways along K add up, and what it takes to begin at a multiple of kAtom.
 // A stage is always the same way's: one that came to another's before that one's copies had, a turn early, would take
@@ -63,9 +78,9 @@ constexpr int wgmma_stages(WgmmaConfig const& c, WgmmaStage const& stage, int sh
   return std::min(kMaxStages, fit) / c.ways * c.ways;
 }
 
-// From the first stage on, where ways along K add up.
+// From the first stage on.
 constexpr int wgmma_exchange_at(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  return std::max(wgmma_stages(c, stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c));
+  return std::max({wgmma_stages(c, stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c), wgmma_ways_bytes(c)});
 }
 
 // Of a block, beside its barriers.

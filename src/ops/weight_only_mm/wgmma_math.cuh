@@ -36,6 +36,7 @@ struct WgmmaMath {
   // The compiler would add a group up during the next one's products, for which there may be no registers.
   static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInPiece][4];
+  using Words = Word[4];
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
@@ -256,12 +257,17 @@ struct WgmmaMath {
     for (int i = 0; i < C::kBlocks * kSums; ++i) sums[i / kSums][i % kSums] += exchange[i * C::kWayThreads];
   }
 
-  __device__ void store_directly(typename C::Place const& place, Sums const& sums) const {
+  // Of the eights of tokens those that are wanted.
+  template <class Wanted>
+  __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums,
+                                                 Wanted const& is_wanted) const {
 #pragma unroll
     for (int block = 0; block < C::kBlocks; ++block) {
       DirectRows<T> const rows(params.p, (place.first_slab + slab + block * 4) * kSlab);
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4) rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);
+      for (int i = 0; i < kSums; i += 4) {
+        if (is_wanted(i / 4)) rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);
+      }
     }
   }
 

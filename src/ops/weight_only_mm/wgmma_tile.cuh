@@ -32,7 +32,7 @@ struct WgmmaParams {
   int stages;
   int loaded_bytes[2];  // by TMA, a stage: of a whole tile, of the last
   int tiles, token_tiles;
-  int exchange_at;  // in shared memory, of what the ways along K add up
+  int exchange_at;  // in shared memory, behind the ring
 };
 
 // A stage of the ring, and the parity of the turn that it is waited for in.
@@ -92,10 +92,12 @@ struct Wgmma {
   struct Shared {
     cutlass::arch::ClusterTransactionBarrier* full;
     cutlass::arch::ClusterBarrier* empty;
+    std::uint64_t* received;  // of other blocks' sums
 
     __device__ explicit Shared(std::uint64_t* barriers)
         : full(reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(barriers)),
-          empty(reinterpret_cast<cutlass::arch::ClusterBarrier*>(barriers + kMaxStages)) {}
+          empty(reinterpret_cast<cutlass::arch::ClusterBarrier*>(barriers + kMaxStages)),
+          received(barriers + 2 * kMaxStages) {}
 
     __device__ void init() const {
       for (int stage = 0; stage < kMaxStages; ++stage) {
