@@ -50,7 +50,7 @@ def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: t
 
     A kernel that this device cannot run is refused; two of them run on every device.
     """
-    kernels = [(family, row, split) for family, rows in ROWS.items() for row in range(rows) for split in (1, 3, 8)]
+    kernels = [(family, row, split) for family, rows in ROWS.items() for row in range(rows) for split in (1, 3, 7, 8)]
     ran = 0
     for (n, k), scale_dtype in itertools.product(((1040, 2064), (33, 1100)), (torch.float16, dtype)):
         weight = make_weight(n, k, bits, group_size, kind, scale_dtype=scale_dtype, device="cuda")

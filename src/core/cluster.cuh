@@ -46,7 +46,8 @@ __device__ __forceinline__ SharedAddress address_in_block(SharedAddress here, in
   return address;
 }
 
-// One thread makes a barrier that waits for so many bytes from others, before the block says that it has begun.
+// One thread makes a barrier that waits for so many bytes from others, before the block says that it has begun. Others
+// may know of the barrier before of the bytes: its phase lasts until this thread has arrived, with them.
 __device__ __forceinline__ void expect_sent(SharedAddress barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

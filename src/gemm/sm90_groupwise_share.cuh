@@ -95,7 +95,8 @@ class RowExchange {
           bits[j] = __float_as_uint(sums[4 * i + j]);
         }
       }
-      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes, {bits[0], bits[1], bits[2], bits[3]}, barrier);
+      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes, uint4{bits[0], bits[1], bits[2], bits[3]},
+           barrier);
     }
   }
 

@@ -3,9 +3,9 @@
 // Every kernel that weight_only_mm is compiled for, and the time that each takes. Data: a new one is a row.
 //
 // Times are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps: by 1 to 128
-// tokens of eight layers on 2026-11-23 (weight-only-clusters-sweep.json; what they name took 0.1 % more there with 4
-// bits than the fastest in geometric mean, 3 at most, and with 8 bits 0.6 and 6), and beyond of ten layers the day
-// before (weight-only-ways-sweep.json). The rows are what sweeps of more left. On other GPUs only their ratios count.
+// tokens of eight layers on 2026-11-23 (weight-only-clusters-sweep.json; what they name took 0.2 % more there with 4
+// bits than the fastest in geometric mean, with 8 bits 0.6, and 6 at most), and beyond of ten layers the day before
+// (weight-only-ways-sweep.json). The rows are what sweeps of more left. On other GPUs only their ratios count.
 
 #include <array>
 

@@ -26,7 +26,8 @@ struct Pieces {
   EPILOQ_HD constexpr bool is_own(Piece const& piece) const { return piece.owner == rank; }
   EPILOQ_HD constexpr int own_of(int pieces) const { return (pieces - rank + split - 1) / split; }
 
-  // Of the block that comes so many places after the owner, from 1 on; and how many this one comes after it.
+  // Where the owner has the sums of the block that comes `distance` places after it, from 1 on; and this block's
+  // distance.
   EPILOQ_HD constexpr int slot(Piece const& piece, int distance) const {
     return piece.turn * (split - 1) + distance - 1;
   }
@@ -40,12 +41,12 @@ EPILOQ_HD constexpr int slots_of(int pieces, int split) { return (pieces + split
 
 // A stream's pieces are so many elements. Where its blocks share K, their shared memory begins with a barrier and
 // slots.
-inline constexpr int kPieceElements = 128, kReceivedBarrier = kSharedLine;
+inline constexpr int kPieceElements = 128, kReceivedBarrierBytes = kSharedLine;
 EPILOQ_HD constexpr int stream_pieces(int tokens, int rows) {
   return (tokens * rows + kPieceElements - 1) / kPieceElements;
 }
 EPILOQ_HD constexpr int stream_received_bytes(int tokens, int rows, int split) {
-  return split > 1 ? kReceivedBarrier + slots_of(stream_pieces(tokens, rows), split) * kPieceElements * 4 : 0;
+  return split > 1 ? kReceivedBarrierBytes + slots_of(stream_pieces(tokens, rows), split) * kPieceElements * 4 : 0;
 }
 
 }  // namespace epiloq::ops::weight_only_mm

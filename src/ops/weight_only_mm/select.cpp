@@ -42,8 +42,14 @@ std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p, i
 }
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return p.m <= c.tokens() && stream_bytes(c, p, t.arch == Arch::kSm90 ? kMaxCluster : 1) <= t.shared_bytes;
+  return p.m <= c.tokens() && stream_bytes(c, p, 1) <= t.shared_bytes;
 }
+
+// Whether so many blocks may share K; tiles have a place for any number's sums.
+bool may_share(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return stream_bytes(c, p, split) <= t.shared_bytes;
+}
+bool may_share(WgmmaConfig const&, WeightOnlyMmProblem const&, int, Target const&) { return true; }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return shared_bytes(c, p) <= t.shared_bytes;
@@ -126,6 +132,7 @@ struct Timed {
     for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
       if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
       for (int split = 1; split <= most; ++split) {
+        if (!may_share(rows[row], p, split, t)) continue;
         consider({family, row, split},
                  time_of(rows[row], p, split, t) + (split > 1 ? cluster_time(rows[row], split) : 0));
       }
@@ -238,6 +245,9 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
   if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
       kernel.split > ceil_div(p.k, kPadding)) {
     why = "no such split";
+  }
+  if (why == nullptr && kernel.family == Family::kStream && !may_share(kStreamRows[kernel.row], p, kernel.split, t)) {
+    why = "no shared memory for the sums of so many blocks";
   }
   if (why != nullptr)
     throw InvalidArgument(

@@ -137,7 +137,7 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Piece
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
                                                                          __grid_constant__ StreamRing const ring) {
-  extern __shared__ __align__(16) std::uint8_t memory[];
+  extern __shared__ __align__(kSharedLine) std::uint8_t memory[];
   using Products = typename S::Products;
   std::uint8_t* const shared = memory + ring.received;
   constexpr int kWarps = S::kWarps, kAhead = S::kStages - 1;
@@ -154,7 +154,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
     return first_step + (step < steps ? step : step - steps);
   };
 
-  PieceShare const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrier);
+  PieceShare const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrierBytes);
   if (split > 1) {
     if (threadIdx.x == 0) share.expect(stream_pieces(p.m, S::kRows));
     __syncthreads();

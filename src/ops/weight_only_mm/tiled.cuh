@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
                                                                         __grid_constant__ StageLayout const layout) {
-  extern __shared__ __align__(16) std::uint8_t shared[];
+  extern __shared__ __align__(kSharedLine) std::uint8_t shared[];
   multiply_tile<S, T>(p, layout, shared, [&](int token, int) { return typename S::Tokens(p, token); });
 }
 

@@ -56,7 +56,7 @@ struct WgmmaStage {
 
 constexpr int wgmma_sum_bytes(WgmmaConfig const& c) { return c.tokens * (c.rows() + 4) * 4; }
 
-// Ways along K give one another sums, by units of 16 rows and 8 tokens, and behind them those of a cluster's blocks do.
+// Ways along K give one another sums, and so do the blocks of a cluster, by 16 rows and 8 tokens.
 constexpr int wgmma_ways_bytes(WgmmaConfig const& c) { return (c.ways - 1) * c.tokens * c.rows() * 4; }
 constexpr int wgmma_received_bytes(WgmmaConfig const& c) {
   int most = 0;
@@ -65,12 +65,13 @@ constexpr int wgmma_received_bytes(WgmmaConfig const& c) {
   }
   return most * kSlab * 8 * 4;
 }
-// For the one or the other: a block that shares K has one tile, and its ways meet in the ring.
+// Behind the ring is a place for the one or the other: where blocks share K, each has one tile, and its ways meet in
+// the ring. With one way blocks meet there.
 constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) {
   return c.ways > 1 ? std::max(wgmma_ways_bytes(c), wgmma_received_bytes(c)) : 0;
 }
 
-// As many stages as fit, beside barriers, what ways along K add up, and what it takes to begin at a multiple of kAtom.
+// As many stages as fit, beside barriers, the place for sums, and what it takes to begin at a multiple of kAtom.
 // A stage is always the same way's: one that came to another's before that one's copies had, a turn early, would take
 // the parity of the turn before for its own.
 constexpr int wgmma_stages(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
@@ -80,7 +81,7 @@ constexpr int wgmma_stages(WgmmaConfig const& c, WgmmaStage const& stage, int sh
 
 // From the first stage on.
 constexpr int wgmma_exchange_at(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  return std::max({wgmma_stages(c, stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c), wgmma_ways_bytes(c)});
+  return std::max(wgmma_stages(c, stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c));
 }
 
 // Of a block, beside its barriers.

@@ -36,7 +36,6 @@ struct WgmmaMath {
   // The compiler would add a group up during the next one's products, for which there may be no registers.
   static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInPiece][4];
-  using Words = Word[4];
 
   // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
