@@ -144,7 +144,7 @@ void kernels_that_cannot_serve_are_refused() {
   CHECK(explain(call).find("stream") == 0 || explain(call).find("wgmma") == 0);
   using enum WeightOnlyMmFamily;
   for (WeightOnlyMmKernel const& kernel :
-       {WeightOnlyMmKernel{kStream, 12, 1}, {kTiled, -1, 1}, {kTiled, 0, 9}, {kStream, 0, 2}, {kDense, 0, 1}}) {
+       {WeightOnlyMmKernel{kStream, 16, 1}, {kTiled, -1, 1}, {kTiled, 0, 9}, {kStream, 0, 2}, {kDense, 0, 1}}) {
     call.kernel = kernel;
     CHECK_THROWS(InvalidArgument, explain(call), "kernel: expected one that fits");
   }
