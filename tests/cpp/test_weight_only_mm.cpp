@@ -6,6 +6,7 @@
 #include "check.h"
 #include "epiloq/error.h"
 #include "epiloq/weight_only_mm.h"
+#include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/layout.h"
 
 using namespace epiloq;
@@ -143,8 +144,12 @@ void kernels_that_cannot_serve_are_refused() {
   call.x.dtype = call.out.dtype = DType::kFloat16;
   CHECK(explain(call).find("stream") == 0 || explain(call).find("wgmma") == 0);
   using enum WeightOnlyMmFamily;
-  for (WeightOnlyMmKernel const& kernel :
-       {WeightOnlyMmKernel{kStream, 16, 1}, {kTiled, -1, 1}, {kTiled, 0, 9}, {kStream, 0, 2}, {kDense, 0, 1}}) {
+  int const past_streams = static_cast<int>(wo::kStreamRows.size());
+  for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{kStream, past_streams, 1},
+                                           {kTiled, -1, 1},
+                                           {kTiled, 0, 9},
+                                           {kStream, 0, 2},
+                                           {kDense, 0, 1}}) {
     call.kernel = kernel;
     CHECK_THROWS(InvalidArgument, explain(call), "kernel: expected one that fits");
   }
