@@ -22,8 +22,10 @@ SWEEPS = {"2026-11-23-weight-only-clusters": 1, "2026-11-22-weight-only-ways": 6
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
 # src/ops/weight_only_mm/configs.h.
-BLOCKS = {"4,16,2": 1, "4,12,2": 1, "4,8,3": 2, "8,8,2": 1, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3, "2,16,2": 1, "2,8,3": 2}
-BLOCKS |= {"2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2}
+BLOCKS = {
+    **{"4,16,2": 1, "4,12,2": 1, "4,8,3": 2, "8,8,2": 1, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
+    **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},
+}
 
 STREAM = re.compile(r"stream (\d+) slabs of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
 WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
