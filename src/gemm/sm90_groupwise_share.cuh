@@ -1,7 +1,8 @@
 #pragma once
 
 // K shared by the two blocks of a cluster, where a layer has too few tiles for all SMs, or tiles so narrow that tokens
-// cost more than weights: each multiplies half of K, then has half of the tile's rows.
+// cost more than weights. The second block has less of K and sends all of its sums, which are there when the first has
+// its own; or, where shared memory has no room for them beside as many stages, each has half of the tile's rows.
 
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -25,8 +26,8 @@ struct StepShare {
   }
 };
 
-// Each block keeps half of a tile's rows. A warp whose rows the other block keeps sends its sums there, into the slots
-// of the warp that has the same rows and of one of the other half, whose rows that block gives away.
+// A warp whose rows the other block keeps sends its sums there, into the slots of the warp that has the same rows and,
+// where those have no room, of one of the other half, whose rows that block gives away.
 template <class C>
 class RowExchange {
  public:
@@ -38,7 +39,7 @@ class RowExchange {
         own_(shared_address(shared.staging(warp)) + lane * 16),
         other_(shared_address(shared.staging(warp ^ kHalf)) + lane * 16),
         rank_(rank),
-        takes_((warp / kHalf) % 2 == rank),
+        takes_(rank == (C::kGivesAll ? 0 : warp / kHalf % 2)),
         is_first_lane_(lane == 0) {}
 
   // Whether the warp's rows are this block's; then sums are whole. `has_rows` (are any of them there?) is
@@ -52,8 +53,8 @@ class RowExchange {
  private:
   static constexpr int kHalf = 2 * C::kMGroups;  // warps
   static constexpr int kVectorBytes = 32 * 16;   // of a warp
-  static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kSlots * C::kSlotBytes / kVectorBytes;
-  static_assert(!C::kMayShare || kVectors <= 2 * kInSlots);
+  static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kWarpStaging / kVectorBytes;
+  static_assert(!C::kMayShare || kVectors <= (C::kGivesAll ? 1 : 2) * kInSlots);
 
   __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
 

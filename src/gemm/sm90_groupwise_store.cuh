@@ -35,26 +35,36 @@ class GroupwiseStore {
                             int lane)
       : params_(params),
         staging_(shared.staging(warp)),
-        operands_(shared.whole_scales(warp)),
+        of_rows_(shared.row_operands(warp)),
+        of_columns_(shared.column_operands(C::kSharesColumns ? 0 : warp)),
         first_row_(first_row),
         lane_(lane),
         own_(swizzled(lane / 4, 2 * (lane % 4))) {}
 
   // Before a tile's products: asks for the operands of its epilogue.
-  __device__ __forceinline__ void expect(GroupwiseTile const& tile) const {
+  __device__ __forceinline__ void expect(GroupwiseTile const& tile) {
     if constexpr (C::kWholeRows) {
       auto const& p = params_.p;
       int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * 64 + lane_ % C::kWarpRows;
       int const known_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // those of the tile before have been read
+      if constexpr (C::kSharesColumns) of_columns_ += to_other_copy_, to_other_copy_ = -to_other_copy_;
       float const* const scale_b = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
-      copy_operands(operands_, scale_b, p.scale_b.stride_row, tile.first_column, p.scale_a.ptr, p.scale_a.stride_row,
-                    known_row);
+      copy_columns(of_columns_, scale_b, p.scale_b.stride_row, tile.first_column);
+      copy_rows(of_rows_, p.scale_a.ptr, p.scale_a.stride_row, known_row);
       if constexpr (C::kHasZeroPoint) {
-        int* const zero_points = reinterpret_cast<int*>(operands_ + C::kScalesOfWarp);
-        copy_operands(zero_points, p.azp_adj, 1, tile.first_column, p.azp, p.azp_stride, known_row);
+        copy_columns(column_zero_points(), p.azp_adj, 1, tile.first_column);
+        copy_rows(row_zero_points(), p.azp, p.azp_stride, known_row);
       }
       commit_copies();
+    }
+  }
+
+  // Until they are there: those that this warp asked for. Before others may use them, too, warps have to meet.
+  __device__ __forceinline__ void await_operands() const {
+    if constexpr (C::kWholeRows) {
+      wait_for_copies<0>();
+      __syncwarp();
     }
   }
 
@@ -63,10 +73,6 @@ class GroupwiseStore {
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short) {
     while (unsent_ > 0) send_one();
-    if constexpr (C::kWholeRows) {
-      wait_for_copies<0>();
-      __syncwarp();
-    }
     // Said to be uniform, for the sake of products' addresses: a branch stands between them.
     bool const later = C::kSendsLater && uniform(!is_last_or_short &&
                                                  leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row));
@@ -90,7 +96,6 @@ class GroupwiseStore {
     if constexpr (C::kStoresBoxes) {
       if (is_elected()) wait_for_stores<0>();
     }
-    if constexpr (C::kWholeRows && C::kMayShare) wait_for_copies<0>();  // of rows that another block stores
   }
 
  private:
@@ -99,21 +104,25 @@ class GroupwiseStore {
   static constexpr int kLastRound = (C::kRounds - 1) * 64;
   static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
 
-  // One value a column and one a row, all 4 bytes; null rows are 1.
+  // One value a column or a row, all 4 bytes; null rows are 1.
   template <class T>
-  __device__ __forceinline__ void copy_operands(T* to, T const* columns, int column_stride, int first_column,
-                                                T const* rows, int row_stride, int row) const {
-    SharedAddress const own = shared_address(to + lane_);
+  __device__ __forceinline__ void copy_columns(T* to, T const* columns, int stride, int first_column) const {
+    constexpr int kCopiers = C::kSharesColumns ? 32 * C::kMathWarps : 32;
+    int const first = C::kSharesColumns ? threadIdx.x : lane_;
 #pragma unroll
-    for (int i = 0; i < C::kN; i += 32) {
-      int const column = min(first_column + i + lane_, params_.p.n - 1);
-      if (i + lane_ < C::kN) copy4(own + i * 4, columns + std::int64_t{column} * column_stride);
+    for (int i = 0; i < C::kN; i += kCopiers) {
+      int const column = min(first_column + i + first, params_.p.n - 1);
+      if (i + first < C::kN) copy4(shared_address(to + i + first), columns + std::int64_t{column} * stride);
     }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void copy_rows(T* to, T const* rows, int stride, int row) const {
     if (lane_ >= C::kWarpRows * C::kRounds) return;
     if (rows != nullptr) {
-      copy4(own + C::kN * 4, rows + std::int64_t{row} * row_stride);
+      copy4(shared_address(to + lane_), rows + std::int64_t{row} * stride);
     } else {
-      to[C::kN + lane_] = T(1);
+      to[lane_] = T(1);
     }
   }
 
@@ -170,14 +179,14 @@ class GroupwiseStore {
       int const column = 8 * (chunk * kEights + j) + 2 * (lane_ % 4);
       columns.bias[j] = kHasBias && is_there(j) ? bias_of(tile.first_column + column) : float2{};
       if (!C::kWholeRows || !is_there(j)) continue;
-      columns.scale[j] = *reinterpret_cast<float2 const*>(operands_ + column);
-      if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(zero_points() + column);
+      columns.scale[j] = *reinterpret_cast<float2 const*>(of_columns_ + column);
+      if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(column_zero_points() + column);
     }
 #pragma unroll
     for (int i = 0; i < kEightRows && C::kWholeRows; ++i) {
-      int const row = C::kN + round * C::kWarpRows + lane_ / 4 + 8 * i;
-      rows.scale[i] = operands_[row];
-      if (C::kHasZeroPoint) rows.azp[i] = zero_points()[row];
+      int const row = round * C::kWarpRows + lane_ / 4 + 8 * i;
+      rows.scale[i] = of_rows_[row];
+      if (C::kHasZeroPoint) rows.azp[i] = row_zero_points()[row];
     }
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
@@ -197,8 +206,11 @@ class GroupwiseStore {
             column + 1 < n ? static_cast<float>(bias[column + 1]) : 0.f};
   }
 
-  __device__ __forceinline__ int const* zero_points() const {
-    return reinterpret_cast<int const*>(operands_ + C::kScalesOfWarp);
+  __device__ __forceinline__ int* row_zero_points() const {
+    return reinterpret_cast<int*>(of_rows_ + C::kRowOperands / 2);
+  }
+  __device__ __forceinline__ int* column_zero_points() const {
+    return reinterpret_cast<int*>(of_columns_ + C::kColumnOperands / 2);
   }
 
   // Two neighbours of a row, and of the eighth after it if the warp has that.
@@ -289,7 +301,8 @@ class GroupwiseStore {
 
   GroupwiseParams const& params_;
   unsigned char* staging_;
-  float* operands_;  // of the epilogue: of columns, of rows, and their zero points
+  float *of_rows_, *of_columns_;            // operands of the epilogue, before their zero points
+  int to_other_copy_ = C::kColumnOperands;  // of columns
   int first_row_, lane_;
   int own_;                                              // where the lane's first two values of a slot are
   int unsent_ = 0, unsent_row_ = 0, unsent_column_ = 0;  // parts of the tile before that have not left, and its place

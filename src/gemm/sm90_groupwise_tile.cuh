@@ -85,14 +85,16 @@ struct Groupwise {
   static_assert(kN % 8 == 0);
   // Weights of a tile belong to two blocks of 128 at most, wherever among its multiples the tile begins.
   static_assert(kColumnScales || kWholeRows || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
-  static constexpr int kStagingBytes = kMathWarps * kSlots * kSlotBytes;
-  // A warp's copies of what its columns and its rows are multiplied by, and of their zero points.
-  static constexpr int kScalesOfWarp = kN + kWarpRows * kRounds;
-  static constexpr int kWholeScales = kWholeRows ? kScalesOfWarp * (kHasZeroPoint ? 2 : 1) : 0;
+  // Copies of what rows and columns are multiplied by, and of their zero points. Rows are a warp's own; columns too,
+  // or all warps' where those meet in every tile: twice then, as one may be a tile ahead of another.
+  static constexpr int kOperands = !kWholeRows ? 0 : kHasZeroPoint ? 2 : 1;
+  static constexpr int kRowOperands = kOperands * kWarpRows * kRounds, kColumnOperands = kOperands * kN;
+  static constexpr bool kSharesColumns = kKGroups > 1;
+  static constexpr int kOperandBytes =
+      4 * (kMathWarps * kRowOperands + (kSharesColumns ? 2 : kMathWarps) * kColumnOperands);
   static constexpr int kPartialBytes = kKGroups > 1 ? kKGroups * 128 * kRowSums * 4 : 0;
   static constexpr int kAlignment = 1024;  // of swizzled tiles, and so of all
   static constexpr int kBarrierBytes = 512;
-  static constexpr int kFixedBytes = kStagingBytes + kPartialBytes + kMathWarps * kWholeScales * 4 + kBarrierBytes;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;
   // Within a tile always the same warpgroup has to do with a stage, and over all tiles the same readers: a parity tells
@@ -105,17 +107,33 @@ struct Groupwise {
   // What whole stages leave of shared memory is room for more of few tokens' weights on their way (rings.json). Tokens,
   // though from L2, are as long on theirs: fewer stages of them made everything slower. In groups more stages bring
   // nothing.
-  static constexpr int kRoom = kSharedMemory - kFixedBytes;
-  static constexpr int kTokenStages = std::min(kRoom / kStageBytes, kMaxStages) / kEven * kEven;
-  static constexpr int kMoreStages =
-      kFew && kWholeRows ? (kRoom - kTokenStages * kStageBytes) / kWeightBytes / kEven * kEven : 0;
-  static constexpr int kStages = kTokenStages + kMoreStages;
+  struct Ring {
+    int tokens, weights;
+    friend constexpr bool operator==(Ring const&, Ring const&) = default;
+  };
+  static constexpr int fixed_bytes(int warp_staging) {
+    return kMathWarps * warp_staging + kOperandBytes + kPartialBytes + kBarrierBytes;
+  }
+  static constexpr Ring ring_beside(int warp_staging) {
+    int const room = kSharedMemory - fixed_bytes(warp_staging);
+    int const stages = std::min(room / kStageBytes, kMaxStages) / kEven * kEven;
+    return {stages, stages + (kFew && kWholeRows ? (room - stages * kStageBytes) / kWeightBytes / kEven * kEven : 0)};
+  }
+  // Of two blocks that share K the second gives the first all of its sums, which wait there until that one is done,
+  // where no stage has to go for them (two cost 0.3 us of 17); else each gives half. In groups of 128, whose steps take
+  // longer to multiply, halves are level or 0.1 us faster.
+  static constexpr int kHalves = kSlots * kSlotBytes, kAll = std::max(kHalves, kRowSums * 32 * 4);
+  static constexpr bool kGivesAll = kMayShare && kFew && kWholeRows && ring_beside(kAll) == ring_beside(kHalves);
+  static constexpr int kWarpStaging = kGivesAll ? kAll : kHalves;
+  static constexpr int kTokenStages = ring_beside(kWarpStaging).tokens, kStages = ring_beside(kWarpStaging).weights;
+  static constexpr int kMoreStages = kStages - kTokenStages;
   // Tokens and weights, whose steps then differ, have kReaders each. One reader with both, weights ahead, took up to 15
   // % longer, one each up to 11.
   static constexpr bool kApart = kMoreStages > 0;
   static_assert(!kApart || kReaders == 2);
   static_assert(kTokenStages >= (kMGroups == 2 ? 3 : 2));
-  static constexpr int kSharedBytes = kFixedBytes + kTokenStages * kStageBytes + kMoreStages * kWeightBytes;
+  static constexpr int kSharedBytes =
+      fixed_bytes(kWarpStaging) + kTokenStages * kStageBytes + kMoreStages * kWeightBytes;
 
   // Parts of shared memory: all tokens, all weights, what leaves, then what needs no alignment.
   struct Shared {
@@ -123,12 +141,13 @@ struct Groupwise {
     __device__ explicit Shared(unsigned char* aligned) : base(aligned) {}
     __device__ unsigned char* tokens(int stage) const { return base + stage * kTokenBytes; }
     __device__ unsigned char* weights(int stage) const { return tokens(kTokenStages) + stage * kWeightBytes; }
-    __device__ unsigned char* staging(int warp) const { return weights(kStages) + warp * kSlots * kSlotBytes; }
+    __device__ unsigned char* staging(int warp) const { return weights(kStages) + warp * kWarpStaging; }
     __device__ float* scales(int stage) const {
       return reinterpret_cast<float*>(staging(kMathWarps)) + stage * kStageScales;
     }
-    __device__ float* whole_scales(int warp) const { return scales(kStages) + warp * kWholeScales; }
-    __device__ float* partial() const { return whole_scales(kMathWarps); }
+    __device__ float* row_operands(int warp) const { return scales(kStages) + warp * kRowOperands; }
+    __device__ float* column_operands(int copy) const { return row_operands(kMathWarps) + copy * kColumnOperands; }
+    __device__ float* partial() const { return scales(kStages) + kOperandBytes / 4; }
     __device__ cutlass::arch::ClusterTransactionBarrier* full() const {
       return reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(partial() + kPartialBytes / 4);
     }

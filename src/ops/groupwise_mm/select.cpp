@@ -11,20 +11,38 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
 
+std::int64_t tiles_of(Tile const& tile, GroupwiseMmProblem const& p) {
+  return p.experts * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
+}
+
+// Where a kernel of one wave leaves half of the SMs free the next one begins there meanwhile, and less and less so
+// where it leaves fewer: what that is worth, against a tile that shares its K with twice as many blocks
+// (given-sums.json).
+double spread_ns(std::int64_t blocks, int sm_count) {
+  constexpr double kNs = 800;
+  double const beyond_half = std::clamp(2.0 * blocks / sm_count - 1, 0.0, 1.0);
+  return kNs * beyond_half * beyond_half;
+}
+
 // The cheapest row; of equals the last, whose tiles are larger, and one block a tile. Few tokens wait for memory, which
 // larger tiles do not read sooner.
 template <class Tiles>
 WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
-  WholeRowsChoice best{{family, 0}, std::numeric_limits<double>::infinity()};
-  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-    if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
-    for (int k_blocks : {2, 1}) {
+  auto const best_of = [&](int k_blocks) {
+    WholeRowsChoice best{{family, 0, k_blocks}, std::numeric_limits<double>::infinity()};
+    for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+      if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
       double const ns = expected_ns(tiles[row], p, sm_count, k_blocks);
       if (ns <= best.ns) best = {{family, row, k_blocks}, ns};
     }
-  }
-  return best;
+    return best;
+  };
+  auto const spread = [&](Choice const& choice) {
+    return spread_ns(tiles_of(tiles[choice.row], p) * choice.k_blocks, sm_count);
+  };
+  auto const alone = best_of(1), shared = best_of(2);
+  return shared.ns + spread(shared.choice) < alone.ns + spread(alone.choice) ? shared : alone;
 }
 
 // mma.sync has tiles for few rows or columns, and for many.
@@ -65,14 +83,14 @@ WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
 }
 
 double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int k_blocks) {
-  std::int64_t const rows = ceil_div(rows_of_expert(p), tile.config.tokens());
-  std::int64_t const tiles = p.experts * rows * ceil_div(p.n, tile.config.n), steps = ceil_div(p.k, 128);
+  std::int64_t const tiles = tiles_of(tile, p), steps = ceil_div(p.k, 128);
   if (k_blocks == 1) return static_cast<double>(ceil_div(tiles, sm_count)) * (steps * tile.step_ns + tile.end_ns);
   bool const may_share =
       tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && tiles * k_blocks <= sm_count && steps >= k_blocks;
   if (!may_share) return std::numeric_limits<double>::infinity();
   std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
-  return static_cast<double>(ceil_div(steps, k_blocks) * tile.shared_ns + kMeetingNs + tokens * kMeetingTokenNs);
+  return static_cast<double>(ceil_div(steps, k_blocks) * tile.shared_ns + tile.meeting_ns +
+                             tokens * tile.meeting_token_ns);
 }
 
 std::string describe(Choice const& choice) {
