@@ -27,9 +27,15 @@ struct Tile {
   int meeting_ns = 300, meeting_token_ns = 8;
 };
 inline constexpr std::array kTiles{
-    Tile{{1, 2, 32}, 135, 0, 135}, Tile{{1, 2, 48}, 145, 0, 200}, Tile{{1, 2, 56}, 155, 0, 225},
-    Tile{{1, 2, 64}, 160, 0, 240}, Tile{{2, 1, 64}, 265, 0, 290}, Tile{{2, 1, 96}, 345},
-    Tile{{2, 1, 128}, 405},        Tile{{2, 1, 192}, 585},        Tile{{2, 1, 128, 2}, 765},
+    Tile{{1, 2, 32}, 135, 0, 135, 200, 1},
+    Tile{{1, 2, 48}, 145, 0, 200, 300, 2},
+    Tile{{1, 2, 56}, 155, 0, 225, 300, 2},
+    Tile{{1, 2, 64}, 160, 0, 240, 300, 2},
+    Tile{{2, 1, 64}, 265, 0, 290},
+    Tile{{2, 1, 96}, 345},
+    Tile{{2, 1, 128}, 405},
+    Tile{{2, 1, 192}, 585},
+    Tile{{2, 1, 128, 2}, 765},
 };
 // With one scale a column of B, which costs registers and instructions: guessed, not measured.
 inline constexpr std::array kColumnScaleTiles{
@@ -43,7 +49,7 @@ inline constexpr std::array kColumnScaleTiles{
 // Tiles of 64 tokens are put in order by times at 1 to 64 tokens. int8 needs no sums beside wgmma's, so that a
 // warpgroup has the registers for 256 weights: the fewest bytes of shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
-    Tile{{1, 2, 32}, 135, 0, 135, 180, 1}, Tile{{1, 2, 48}, 150, 0, 200, 100, 1}, Tile{{1, 2, 56}, 158, 0, 225},
+    Tile{{1, 2, 32}, 135, 0, 135, 180, 1}, Tile{{1, 2, 48}, 150, 0, 200, 100, 1}, Tile{{1, 2, 56}, 158, 0, 225, 300, 2},
     Tile{{1, 2, 64}, 165, 0, 250, 85, 2},  Tile{{2, 1, 64}, 266, 0, 290},         Tile{{2, 1, 96}, 279, 900},
     Tile{{2, 1, 112}, 299, 1400},          Tile{{2, 1, 128}, 310, 1300},          Tile{{2, 1, 144}, 363, 2000},
     Tile{{2, 1, 192}, 462, 2000},          Tile{{2, 1, 224}, 552, 2500},          Tile{{2, 1, 256}, 620, 2500},
@@ -51,7 +57,7 @@ inline constexpr std::array kInt8RowTiles{
 inline constexpr std::array kFloat8RowTiles{
     Tile{{1, 2, 32}, 135, 0, 135, 180, 1},
     Tile{{1, 2, 48}, 155, 0, 200, 100, 1},
-    Tile{{1, 2, 56}, 163, 0, 225},
+    Tile{{1, 2, 56}, 163, 0, 225, 300, 2},
     Tile{{1, 2, 64}, 170, 0, 250, 85, 2},
     Tile{{2, 1, 64}, 285, 0, 290},
     Tile{{2, 1, 96}, 320},
