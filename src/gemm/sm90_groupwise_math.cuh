@@ -237,7 +237,9 @@ struct GroupwiseMath {
 
   // Warpgroups that took turns along K give each other half of the sums: the first has rows r of each warp's 16, the
   // second rows r + 8. What each then does until D is written took half as long as where the first did it all, 0.1 to
-  // 0.3 us of a layer. `again`: it is not the block's first tile, of which somebody may still be reading.
+  // 0.3 us of a layer. All warps meet, not only those that exchange: operands of columns, which each copied some of,
+  // are there for all behind this, and those of the tile before may be overwritten. `again`: it is not the block's
+  // first tile, of whose sums somebody may still be reading.
   static __device__ __forceinline__ void meet(Sum (&of_rows)[C::kRowSums], Sum const (&sums)[kSums], Sum* partial,
                                               int group, bool again) {
     static_assert(C::kKGroups == 2);

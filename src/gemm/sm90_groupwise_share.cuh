@@ -2,7 +2,7 @@
 
 // K shared by the two blocks of a cluster, where a layer has too few tiles for all SMs, or tiles so narrow that tokens
 // cost more than weights. The second block has less of K and sends all of its sums, which are there when the first has
-// its own; or, where shared memory has no room for them beside as many stages, each has half of the tile's rows.
+// its own; or each has half of K, then half of the tile's rows (kGivesAll says which).
 
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -21,8 +21,8 @@ struct StepShare {
   __device__ explicit StepShare(GroupwiseParams const& params) {
     is_all = params.p.k_blocks == 1;
     rank = is_all ? 0 : uniform(cute::block_rank_in_cluster());
-    first = rank * params.steps_each;
-    depth = min(params.steps_each, (params.p.k + kGroupDepth - 1) / kGroupDepth - first);
+    first = rank * params.steps_of_first;
+    depth = min(params.steps_of_first, (params.p.k + kGroupDepth - 1) / kGroupDepth - first);
   }
 };
 

@@ -48,7 +48,10 @@ class GroupwiseStore {
       int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * 64 + lane_ % C::kWarpRows;
       int const known_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // those of the tile before have been read
-      if constexpr (C::kSharesColumns) of_columns_ += to_other_copy_, to_other_copy_ = -to_other_copy_;
+      if constexpr (C::kSharesColumns) {
+        of_columns_ += to_other_copy_;
+        to_other_copy_ = -to_other_copy_;
+      }
       float const* const scale_b = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
       copy_columns(of_columns_, scale_b, p.scale_b.stride_row, tile.first_column);
       copy_rows(of_rows_, p.scale_a.ptr, p.scale_a.stride_row, known_row);

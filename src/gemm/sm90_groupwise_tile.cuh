@@ -26,7 +26,7 @@ struct GroupwiseParams {
   GroupwiseProblem p;
   GroupwiseTiles tiles;
   bool copies_scales, copies_all_scales, stores_boxes;
-  int steps_each;  // of K, to each block that shares it
+  int steps_of_first;  // of K, to the first of two blocks that share it; else all
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
@@ -120,11 +120,12 @@ struct Groupwise {
     return {stages, stages + (kFew && kWholeRows ? (room - stages * kStageBytes) / kWeightBytes / kEven * kEven : 0)};
   }
   // Of two blocks that share K the second gives the first all of its sums, which wait there until that one is done,
-  // where no stage has to go for them (two cost 0.3 us of 17); else each gives half. In groups of 128, whose steps take
-  // longer to multiply, halves are level or 0.1 us faster.
-  static constexpr int kHalves = kSlots * kSlotBytes, kAll = std::max(kHalves, kRowSums * 32 * 4);
-  static constexpr bool kGivesAll = kMayShare && kFew && kWholeRows && ring_beside(kAll) == ring_beside(kHalves);
-  static constexpr int kWarpStaging = kGivesAll ? kAll : kHalves;
+  // where no stage has to go for them (two cost 0.1 to 0.3 us of 17); else each gives half: by tiles of 56 weights and,
+  // as their steps take longer to multiply and halves are level or 0.1 us faster, in groups of 128.
+  static constexpr int kSlotsBytes = kSlots * kSlotBytes, kAllSumsBytes = std::max(kSlotsBytes, kRowSums * 32 * 4);
+  static constexpr bool kGivesAll =
+      kMayShare && kFew && kWholeRows && ring_beside(kAllSumsBytes) == ring_beside(kSlotsBytes);
+  static constexpr int kWarpStaging = kGivesAll ? kAllSumsBytes : kSlotsBytes;
   static constexpr int kTokenStages = ring_beside(kWarpStaging).tokens, kStages = ring_beside(kWarpStaging).weights;
   static constexpr int kMoreStages = kStages - kTokenStages;
   // Tokens and weights, whose steps then differ, have kReaders each. One reader with both, weights ahead, took up to 15

@@ -18,9 +18,8 @@ using gemm::GroupwiseConfig;
 // cost least serves: it took 0.3 % more than the fastest in the mean, 6 % at most. Tiles of 64 tokens
 // were put in order by times at 1 to 64; no others serve so few.
 //
-// Two blocks may share K (rings.json, `sharing`): a step then takes `shared_ns` (0: never), and that they meet
-// `meeting_ns` and more for each token: where one gives the other half of its sums, or all of them ahead of time
-// (given-sums.json).
+// Two blocks may share K (rings.json, `sharing`): a step then takes `shared_ns` (0: never), and their meeting
+// `meeting_ns` and more for each token, less where one gives all of its sums ahead of time (given-sums.json).
 struct Tile {
   GroupwiseConfig config;
   int step_ns, end_ns = 0, shared_ns = 0;

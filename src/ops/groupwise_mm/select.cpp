@@ -15,10 +15,11 @@ std::int64_t tiles_of(Tile const& tile, GroupwiseMmProblem const& p) {
   return p.experts * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
 }
 
-// Where a kernel of one wave leaves half of the SMs free the next one begins there meanwhile, and less and less so
-// where it leaves fewer: what that is worth, against a tile that shares its K with twice as many blocks
-// (given-sums.json).
-double spread_ns(std::int64_t blocks, int sm_count) {
+// Where blocks leave half of the SMs free the next kernel begins there meanwhile, and less and less so where they leave
+// fewer: what a kernel that fills them costs more than one that does not. Only to share K or not is decided by that. Of
+// tiles that do not share, narrow ones read faster than their steps say, which makes up for it from 1536 of K on; by
+// less K wider ones would be up to a tenth faster at one token (4096 x 1024; given-sums.json).
+double late_next_ns(std::int64_t blocks, int sm_count) {
   constexpr double kNs = 800;
   double const beyond_half = std::clamp(2.0 * blocks / sm_count - 1, 0.0, 1.0);
   return kNs * beyond_half * beyond_half;
@@ -38,11 +39,11 @@ WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem c
     }
     return best;
   };
-  auto const spread = [&](Choice const& choice) {
-    return spread_ns(tiles_of(tiles[choice.row], p) * choice.k_blocks, sm_count);
+  auto const late_next = [&](Choice const& choice) {
+    return late_next_ns(tiles_of(tiles[choice.row], p) * choice.k_blocks, sm_count);
   };
   auto const alone = best_of(1), shared = best_of(2);
-  return shared.ns + spread(shared.choice) < alone.ns + spread(alone.choice) ? shared : alone;
+  return shared.ns + late_next(shared.choice) < alone.ns + late_next(alone.choice) ? shared : alone;
 }
 
 // mma.sync has tiles for few rows or columns, and for many.
