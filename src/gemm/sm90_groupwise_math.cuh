@@ -131,8 +131,8 @@ struct GroupwiseMath {
     }
   }
 
-  // The next `steps` stages, every kKGroups-th of them. `meanwhile` is called once for each,
-  // with wgmma under way, but not where that overlaps.
+  // The next `steps` stages, every kKGroups-th of them. Where tiles leave late, `meanwhile` is called with wgmma under
+  // way, once for each of the first kParts at least.
   template <class Meanwhile>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
                                              int steps, int boundary, Meanwhile meanwhile) {
@@ -166,26 +166,34 @@ struct GroupwiseMath {
   }
 
   // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
-  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer.
+  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. What else
+  // there is to do has a loop of its own: beside all products, though a branch left it out of most, it took 3 % of the
+  // time in groups, 1 in whole rows (not int8's, in whose loop there is room; many-tokens-loop.json).
   template <class Meanwhile>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
                                                      RingPosition<C> at, int steps, int boundary, Meanwhile meanwhile) {
     float product[kSums];
     Factors factors;
-#pragma unroll 4
-    for (int step = 0; step < steps; ++step) {
+    auto const turn = [&](int step, auto const& besides) {
       wait(of, at);
 #pragma unroll
       for (int round = 0; round < C::kRounds; ++round) {
         begin(product, of, at, round, false);
         if (round == 0) read(factors, of, at, of.first_step + step * C::kKGroups);
-        if (round == C::kRounds - 1) meanwhile();
+        if (round == C::kRounds - 1) besides();
         await<0>(product);
         if (round == C::kRounds - 1) release(of, at);
         add(sums[round], product, factors, round, boundary);
       }
       at.advance(C::kKGroups);
+    };
+    int step = 0;
+    if constexpr (C::kSendsLater) {
+#pragma unroll 1
+      for (; step < min(C::kParts, steps); ++step) turn(step, meanwhile);
     }
+#pragma unroll 4
+    for (; step < steps; ++step) turn(step, [] {});
   }
 
   // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
