@@ -122,9 +122,9 @@ struct Float8Rows {
   }
 };
 
-// Rows by tokens in registers: 16 sums at a time. Tokens are there up to a multiple of kMost.
+// Rows by a few tokens in registers: 16 sums at a time. Tokens are there up to a multiple of kMost.
 struct RowsByTokens {
-  static constexpr int kMost = 8, kSums = 16;
+  static constexpr int kMost = 4, kSums = 16;
   using Floats = Vectors<16>::Floats;
   using Words = Float8Lookup::Words;
 
@@ -156,7 +156,7 @@ struct RowsByTokens {
                       for (int r = 0; r < kRows; ++r) {
                         Words words[2];
                         lookup.widen(words[0], words[1], from[r] + at);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
                         for (int m = 0; m < kTokens; ++m) {
                           add_pairs(sums[m * kRows + r], words[0], x[m * tokens.stride]);
                           add_pairs(sums[m * kRows + r], words[1], x[m * tokens.stride + 1]);
@@ -191,10 +191,8 @@ struct RowsByTokens {
         rows_of.template operator()<1>();
       } else if (some.count == 2) {
         rows_of.template operator()<2>();
-      } else if (some.count <= 4) {
-        rows_of.template operator()<4>();
       } else {
-        rows_of.template operator()<8>();
+        rows_of.template operator()<4>();
       }
       if (some.scale != nullptr) some.scale += kMost;
     }
