@@ -112,10 +112,8 @@ void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
   std::int64_t const words = Kernel::words(w.columns);
   std::vector<std::uint32_t> tokens(rounded_up(x.rows, kPairBlock) * words);
   std::vector<float> const scales = scales_of(x);
-  share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t m = first; m < last; ++m) {
-      Kernel::bring(x, m, tokens.data() + m / kPairBlock * kPairBlock * words + m % kPairBlock);
-    }
+  share(rounded_up(x.rows, kPairBlock) / kPairBlock, threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) Kernel::bring(x, i, tokens.data() + i * kPairBlock * words);
   });
   by_slabs(x.rows, w.rows, Kernel::kRows, tokens_at_once(w.columns, 1 << 18, 8 * kPairBlock), threads, finish,
            [&](int row, int first, int count, float* sums) {

@@ -24,15 +24,28 @@ struct ColumnsByTokenBlocks {
 
   static std::int64_t words(std::int64_t columns) { return RowsByTokens::lines(columns) * kRows; }
 
-  // A token of a block.
-  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t m, std::uint32_t* out) {
+  // Pairs of 64 columns of a matrix's rows, by columns: those of up to 16 rows side by side.
+  template <int kCount>
+  [[gnu::always_inline]] static void turn_codes(Float8Lookup const& lookup, std::uint8_t const* const* rows,
+                                                std::int64_t at, Words (&columns)[2][kRows]) {
+    for (int r = 0; r < kCount; ++r) lookup.widen(columns[0][r], columns[1][r], rows[r] + at);
+    turn(columns[0]), turn(columns[1]);
+  }
+
+  // A block of tokens, the last one again past it.
+  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t block, std::uint32_t* out) {
     Float8Lookup const lookup(x.is_e5m2);
-    Float8Rows<1>(x, m).by_codes(0, x.columns,
-                                 [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
-                                   alignas(Line) std::uint32_t words[2 * kRows];
-                                   lookup.widen(words[0], words[kRows], from[0] + at);
-                                   for (std::uint32_t const word : words) *out = word, out += kPairBlock;
-                                 });
+    Float8Rows<kPairBlock> const tokens(x, block * kPairBlock);
+    tokens.by_codes(0, x.columns, [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
+      Words columns[2][kRows] = {};
+      turn_codes<kPairBlock>(lookup, from, at, columns);
+      for (auto const& half : columns) {
+        for (Words const& column : half) {
+          std::memcpy(out, &column, kPairBlock * sizeof(*out));
+          out += kPairBlock;
+        }
+      }
+    });
   }
 
   // sums [m] += scales times columns . x[m].
@@ -67,8 +80,7 @@ struct ColumnsByTokenBlocks {
       rows.by_codes(begin, std::min(begin + kFloat8Columns, w.columns),
                     [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
                       Words words[2][kRows];
-                      for (int r = 0; r < kRows; ++r) lookup.widen(words[0][r], words[1][r], from[r] + at);
-                      turn(words[0]), turn(words[1]);
+                      turn_codes<kRows>(lookup, from, at, words);
                       std::memcpy(out, words, sizeof(words));
                       out += 2 * kRows;
                     });
