@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import epiloq
-from epiloq.bench import cli, floor
+from epiloq.bench import cli, environment, floor
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, Operation
 from epiloq.bench.floor import Ceiling, ReadFloor, ReadSample
@@ -204,6 +204,13 @@ def test_bench_writes_text_json_and_picture(
     run = json.loads(files[0].read_text())
     assert len(run["rows"]) == 8 and run["environment"]["commit"] == "abc" and run["environment"]["seed"] == 3
     assert run["environment"]["command"].startswith("epiloq bench --suite smollm2") and files[1].stat().st_size > 1000
+    # Results are read on other machines: files are named without their folders.
+    assert run["environment"]["command"].endswith("--json run.json --plot run.png")
+
+
+def test_commands_name_no_folders_of_the_machine() -> None:
+    typed = ["bench", "--json=/somewhere/else/run.json", "/a/b", "results/run.json", "--m", "1"]
+    assert environment.command(typed) == "epiloq bench --json=run.json b results/run.json --m 1"
 
 
 def test_bench_exits_with_1_on_a_wrong_result(

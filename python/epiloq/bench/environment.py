@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,11 +40,17 @@ def commit() -> str:
     return _output(["git", "-C", folder, "describe", "--match=", "--always", "--dirty", "--abbrev=40"])
 
 
+def command(arguments: Sequence[str]) -> str:
+    """The command that was typed, without where files of this machine are: results are read on others."""
+    options = arguments[1:] if arguments[:1] == ["bench"] else arguments
+    return " ".join(["epiloq bench", *(re.sub(r"(^|=)/.*/", r"\1", option) for option in options)])
+
+
 def describe(device: torch.device, known_commit: str = "") -> dict[str, object]:
     """JSON-ready facts. ``known_commit`` stands in where the package is not inside a checkout."""
     facts: dict[str, object] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["epiloq bench", *(sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:])]),
+        "command": command(sys.argv[1:]),
         "epiloq": epiloq.__version__,
         "commit": known_commit or commit(),
         "python": platform.python_version(),
