@@ -186,7 +186,7 @@ def test_bad_arguments_are_named(seed: int) -> None:
 def test_explain() -> None:
     explain = epiloq.explain
     sizes = list(itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168, 8456, 28672), (1, 4, 8)))
-    for dtype, tiles in ((INT8, 12), (E4M3, 9)):
+    for dtype, tiles in ((INT8, 12), (E4M3, 10)):
         whole_rows = {"k": 4096, "whole_rows": True, "dtype": dtype}
         kernels = {explain("grouped_mm", m=m, n=n, experts=e, **whole_rows) for m, n, e in sizes}
         assert len(kernels) == tiles and all("whole-row wgmma" in kernel for kernel in kernels), kernels
@@ -217,14 +217,13 @@ FEW_STEPS: list[Case] = list(
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -> None:
-    """Blocks that go on from one expert to another, tiles that experts do not fill, odd depths. All tiles but int8's of
-    112 weights, which dense products reach."""
+    """Blocks that go on from one expert to another, tiles that experts do not fill, odd depths. All tiles."""
     wide = itertools.product(
         ([0, 1, 129, 700, 0, 1300], [130] * 8, [300, 513, 0, 200]),
         ((2112, 2064), (7168, 1040), (9000, 1040), (5000, 1040), (6144, 2064)),
     )
-    cases = [*FEW_STEPS, *wide, ([64, 65, 0, 63], (7168, 1040))]
-    assert len(check_tiles(kind, dtype, cases)) == {INT8: 11, E4M3: 9}[kind]
+    cases = [*FEW_STEPS, *wide, ([64, 65, 0, 63], (7168, 1040)), ([75] * 4, (3000, 2064))]
+    assert len(check_tiles(kind, dtype, cases)) == {INT8: 12, E4M3: 10}[kind]
 
 
 @pytest.mark.gpu
@@ -233,7 +232,7 @@ def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -
 def test_rows_that_end_within_16_bytes_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -> None:
     """TMA, which stores the boxes of these tiles, would write a last piece of 16 bytes whole."""
     counts = [300, 513]
-    for n in (2054, 6149):
+    for n in (5126, 6149):
         p = make(sum(counts), n, 640, len(counts), kind, "cuda")
         wide = poisoned((sum(counts), (n + 23) // 8 * 8), dtype, "cuda")
         out = wide[:, 8 : 8 + n]

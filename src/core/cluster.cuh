@@ -24,14 +24,15 @@ __device__ __forceinline__ uint4 read_from_block(SharedAddress address, int rank
   return value;
 }
 
-// Before a block may write another's shared memory that one has to have begun: all threads say so, and later wait. That
-// its barriers are there is said by the fence of whoever made them; `.release` here is a fence of the whole GPU.
-__device__ __forceinline__ void say_begun() {
+// Before a block may write another's shared memory that one has to have begun, or to be done with what lies there: all
+// threads that have not left say so, and later wait. That its barriers are there is said by the fence of whoever made
+// them; `.release` here is a fence of the whole GPU.
+__device__ __forceinline__ void say_ready() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_for_begun() {
+__device__ __forceinline__ void wait_for_ready() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
@@ -65,6 +66,13 @@ __device__ __forceinline__ void send(SharedAddress to, uint4 const& value, Share
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
       : "memory");
+#endif
+}
+__device__ __forceinline__ void send(SharedAddress to, std::uint32_t bits, SharedAddress barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(bits),
+               "r"(barrier)
+               : "memory");
 #endif
 }
 __device__ __forceinline__ void send(SharedAddress to, float4 const& value, SharedAddress barrier) {

@@ -4,6 +4,8 @@
 
 #include <cutlass/fast_math.h>
 
+#include <climits>
+
 #include "gemm/config.h"
 #include "gemm/groupwise_problem.h"
 
@@ -14,12 +16,14 @@ struct GroupwiseTile {
   int first_row, end_row;  // of A and D
   int first_column;
   int expert;
+  bool is_shared;  // its K, by the two blocks of a cluster
 };
 
-// What of a problem's tiles the host can tell: those along N, and of a whole band.
+// What of a problem's tiles the host can tell: those along N, of a whole band, and how many are not shared.
 struct GroupwiseTiles {
   int columns;
   cutlass::FastDivmod band;
+  int whole;
 };
 
 // The tiles of a block, one after the other, in bands of rows so that the tiles in flight share tokens and weights in
@@ -27,17 +31,20 @@ struct GroupwiseTiles {
 template <class C>
 class GroupwiseScheduler {
  public:
-  static GroupwiseTiles tiles_of(GroupwiseProblem const& p) {
-    int const columns = ceil_div(p.n, C::kN);
-    return {columns, cutlass::FastDivmod(kBand * columns)};
+  // Where two of so many blocks share K, they share the tiles that are left once all have had as many as each other.
+  static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int blocks) {
+    int const columns = ceil_div(p.n, C::kN), tiles = ceil_div(p.m, C::kM) * columns;
+    return {columns, cutlass::FastDivmod(kBand * columns), p.k_blocks == 1 ? INT_MAX : tiles / blocks * blocks};
   }
 
   __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)
-      : p_(p), tiles_(tiles), index_(p.k_blocks == 1 ? blockIdx.x : blockIdx.x / 2) {
+      : p_(p), tiles_(tiles), index_(blockIdx.x) {
     enter(0);
   }
 
   __device__ bool next(GroupwiseTile& tile) {
+    index_ = next_index();
+    if (C::kMayShare) is_shared_ = index_ >= tiles_.whole;
     while (index_ - before_ >= rows_ * tiles_.columns) {
       if (expert_ + 1 >= p_.experts) return false;
       before_ += rows_ * tiles_.columns;
@@ -48,16 +55,22 @@ class GroupwiseScheduler {
     int const height = min(kBand, rows_ - band * kBand);
     int const column = height == kBand ? within / kBand : within / height;
     int const row = band * kBand + within - column * height;
-    tile = {begin_ + row * C::kM, end_, column * C::kN, expert_};
-    index_ += gridDim.x;  // past the last, where blocks share K
+    tile = {begin_ + row * C::kM, end_, column * C::kN, expert_, is_shared_};
+    index_ += gridDim.x;  // past the last, if that one was shared
     return true;
   }
 
   // Whether no tile follows. Nor may one if only experts without rows are left, which this does not see.
-  __device__ bool was_last() const { return expert_ + 1 >= p_.experts && index_ - before_ >= rows_ * tiles_.columns; }
+  __device__ bool was_last() const {
+    return expert_ + 1 >= p_.experts && next_index() - before_ >= rows_ * tiles_.columns;
+  }
 
  private:
   static constexpr int kBand = 8;
+  __device__ int next_index() const {
+    bool const begins_to_share = C::kMayShare && !is_shared_ && index_ >= tiles_.whole;
+    return begins_to_share ? tiles_.whole + blockIdx.x / 2 : index_;
+  }
   static __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
   __device__ void enter(int expert) {
     expert_ = expert;
@@ -75,6 +88,7 @@ class GroupwiseScheduler {
   GroupwiseProblem const& p_;
   GroupwiseTiles const& tiles_;
   int index_;
+  bool is_shared_ = false;
   int expert_ = 0, before_ = 0;
   int begin_ = 0, end_ = 0, rows_ = 0;
 };

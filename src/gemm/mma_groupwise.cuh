@@ -34,6 +34,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned const (&a)[
 // __global__ template.
 template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales kScales, class Element>
 struct MmaGroupwise {
+  static constexpr bool kMayShare = false;  // a tile's K, with another block
   static constexpr int kM = kWarpM * kWarpsM, kN = kWarpN * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all of its 255 registers
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
@@ -249,7 +250,7 @@ void launch_mma_groupwise(GroupwiseProblem const& p, DType out, int device, Stre
     std::int64_t const all = std::int64_t{(p.m + C::kM - 1) / C::kM} * ((p.n + C::kN - 1) / C::kN);
     blocks = static_cast<int>(std::min<std::int64_t>(blocks, all));
   }
-  auto const tiles = C::Scheduler::tiles_of(p);
+  auto const tiles = C::Scheduler::tiles_of(p, blocks);
   cuda_check(launch_dependent(kernel, blocks, C::kThreads, C::kSharedBytes, stream, p, tiles, out),
              "launching epiloq.groupwise_mm");
 }

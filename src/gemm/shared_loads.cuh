@@ -17,6 +17,19 @@ __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
   return pair;
 }
 
+__device__ __forceinline__ std::uint32_t load_shared_bits(SharedAddress from) {
+  std::uint32_t bits;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bits) : "r"(from));
+  return bits;
+}
+__device__ __forceinline__ uint4 load_shared_vector(SharedAddress from) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(from));
+  return bits;
+}
+
 // SM90: four 8 x 8 matrices of 16 bits whose columns become rows of 16 bytes. A thread has two neighbours of row
 // lane / 4 of each; lane l says where column l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void store_transposed(SharedAddress to, unsigned const (&matrices)[4]) {

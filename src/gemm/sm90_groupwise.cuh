@@ -28,36 +28,43 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
                                int lane) {
   using Math = GroupwiseMath<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
-  StepShare const share(params);
-  int const depth = share.depth, steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
-  typename Math::Place const place(params, shared, group_m, group_k, warp, lane, share.first);
+  StepShare<C> const share(params);
+  typename Math::Place const place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
   int const first_row = group_m * C::kRounds * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // steps of the tiles that are done
-  auto const finish = [&](auto& sums, GroupwiseTile const& tile, bool is_last) {
+  auto const finish = [&](auto& sums, GroupwiseTile const& tile, int depth, bool is_last) {
+    typename GroupwiseStore<C>::Exchange exchange{};
     if constexpr (C::kMayShare) {
-      if (!share.is_all) {
-        RowExchange<C> const exchange(shared, group * 4 + warp, lane, share.rank);
-        if (!exchange.meet(sums[0], uniform(tile.first_row + first_row < tile.end_row))) return;
+      if (share.is_shared(tile)) {
+        bool const has_rows = uniform(tile.first_row + first_row < tile.end_row);
+        if constexpr (C::kSharesInRing) {
+          exchange = {params, shared, group * 4 + warp, lane, has_rows};
+        } else {
+          RowExchange<C> const rows(shared, group * 4 + warp, lane, uniform(StepShare<C>::rank_in(params)));
+          if (!rows.meet(sums[0], has_rows)) return;
+        }
       }
     }
-    out.store(sums, tile, is_last || depth < C::kParts);
+    out.store(sums, tile, is_last || depth < C::kParts, exchange);
   };
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-  for (GroupwiseTile tile; uniform(scheduler.next(tile)); before += depth) {
+  for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
+    int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
     out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
-      finish(sums, tile, scheduler.was_last());
+      finish(sums, tile, depth, scheduler.was_last());
     } else {
       typename C::Sum of_rows[1][C::kRowSums] = {};
       Math::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
                  uniform(before > 0));
-      finish(of_rows, tile, scheduler.was_last());
+      finish(of_rows, tile, depth, scheduler.was_last());
     }
+    before += depth;
   }
   out.finish();
 }
@@ -79,7 +86,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   }
   __syncthreads();
   bool const shares = C::kMayShare && params.p.k_blocks > 1;
-  if (shares) say_begun();
+  if (shares) say_ready();
   TileReader<C> const reader(params, shared);
   int early = 0;  // steps that have their weights
   if (C::kFew && params.p.constant_b) {
@@ -90,7 +97,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   let_next_kernel_start();
   if (shares) {
     __syncwarp();
-    wait_for_begun();
+    wait_for_ready();
   }
   wait_for_previous_kernel();
   if (group == C::kMathGroups) {
@@ -125,7 +132,7 @@ struct GroupwiseGemm {
                            {},
                            {},
                            p,
-                           GroupwiseScheduler<C>::tiles_of(p),
+                           GroupwiseScheduler<C>::tiles_of(p, blocks_at_once(p, sm_count)),
                            C::kScaleWarps > 1 && can_copy_scales(p),
                            may_copy_all_scales(p, sm_count),
                            GroupwiseStore<C>::can_store_boxes(p),
@@ -181,6 +188,14 @@ struct GroupwiseGemm {
     return p.k_blocks == 1 ? steps : std::min((steps + 1) / 2 + kLead, steps - 1);
   }
 
+  // Whether two blocks may share K of all tiles, or of those that are left for a last wave.
+  static bool may_share(GroupwiseProblem const& p, int sm_count) {
+    std::int64_t const pairs = sm_count / 2, all = tiles(p.m, C::kM) * tiles(p.n, C::kN);
+    std::int64_t const shared = C::kSharesAllOrNone ? all : all % (2 * pairs);
+    return C::kMayShare && tiles(p.k, kGroupDepth) > 1 && shared > 0 && shared <= pairs;
+  }
+
+  static int blocks_at_once(GroupwiseProblem const& p, int sm_count) { return sm_count / p.k_blocks * p.k_blocks; }
   static std::int64_t tiles(std::int64_t size, int tile) { return (size + tile - 1) / tile; }
 
   static void launch(GroupwiseProblem const& p, int device, Stream stream) {
@@ -195,9 +210,10 @@ struct GroupwiseGemm {
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     std::int64_t const wanted = tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks;
-    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count, wanted) : sm_count;
-    bool const may_share = C::kMayShare && is_dense && wanted <= sm_count && tiles(p.k, kGroupDepth) >= p.k_blocks;
-    if (p.k_blocks > 1 && !may_share) throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
+    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(blocks_at_once(p, sm_count), wanted) : sm_count;
+    if (p.k_blocks > 1 && !(is_dense && may_share(p, sm_count))) {
+      throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
+    }
     cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), p.k_blocks, C::kThreads, C::kSharedBytes,
                                          stream, params),
                "launching epiloq.groupwise_mm");

@@ -21,7 +21,7 @@ __device__ __forceinline__ int first_step_of(int reader, int before) {
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
-  StepShare share;
+  StepShare<C> share;
   SharedAddress full, empty, tokens, weights, scales;
 
   __device__ TileReader(GroupwiseParams const& params_, typename C::Shared const& shared)
@@ -45,8 +45,9 @@ struct TileReader {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return;
-    for (int i = 0; i < min(share.depth, kEarlyBoxes); ++i) {
-      prefetch_box(params.weights.maps[0], (share.first + i) * kGroupDepth, tile.first_column);
+    Steps const steps = share.of(tile);
+    for (int i = 0; i < min(steps.depth, kEarlyBoxes); ++i) {
+      prefetch_box(params.weights.maps[0], (steps.first + i) * kGroupDepth, tile.first_column);
     }
   }
 
@@ -55,14 +56,15 @@ struct TileReader {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return 0;
-    int const early = min(share.depth, min(kEarlyBoxes, C::kStages));
+    Steps const steps = share.of(tile);
+    int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
     int const expected = C::kApart ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
     for (int i = reader; i < early; i += C::kReaders) {
       expect_bytes(full + i * 8, expected);
-      copy_box(weights + i * C::kWeightBytes, params.weights.maps[last_column], (share.first + i) * kGroupDepth,
+      copy_box(weights + i * C::kWeightBytes, params.weights.maps[last_column], (steps.first + i) * kGroupDepth,
                tile.first_column, full + i * 8);
     }
     return early;
@@ -80,13 +82,14 @@ struct TileReader {
     int before = 0;  // steps of the tiles that are done
     RingPosition<C> ring(reader);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-    for (GroupwiseTile tile; scheduler.next(tile); before += share.depth) {
+    for (GroupwiseTile tile; scheduler.next(tile);) {
+      Steps const steps = share.of(tile);
       int const weight_row = tile.expert * params.p.n + tile.first_column;
       bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
       int const expected = bytes_of(last_row, last_column);
-      for (int i = first_step_of<C>(reader, before); i < share.depth; i += C::kReaders) {
-        int const step = share.first + i;
+      for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+        int const step = steps.first + i;
         SharedAddress const barrier = full + ring.stage * 8;
         bool const has_weights = C::kFew && before + i < early;
         if (!has_weights) {
@@ -102,6 +105,7 @@ struct TileReader {
         }
         ring.advance(C::kReaders);
       }
+      before += steps.depth;
     }
   }
 
@@ -115,23 +119,25 @@ struct TileReader {
     int before = 0;
     RingPosition<C> ring(reader), behind(reader);  // this step's, and that of the step that has to make room for it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-    for (GroupwiseTile tile; scheduler.next(tile); before += share.depth) {
+    for (GroupwiseTile tile; scheduler.next(tile);) {
+      Steps const steps = share.of(tile);
       int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
       bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
       CUtensorMap const& map = from.maps[is_last];
       int const expected = from.boxes[is_last] * kGroupDepth;
-      for (int i = first_step_of<C>(reader, before); i < share.depth; i += C::kReaders) {
+      for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
         if (before + i >= stages) {
           wait_for_barrier(empty + behind.stage * 8, behind.parity);
           behind.advance(C::kReaders);
         }
         if (before + i >= first) {
           expect_bytes(full + ring.stage * 8, expected);
-          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, (share.first + i) * kGroupDepth,
+          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, (steps.first + i) * kGroupDepth,
                    row, full + ring.stage * 8);
         }
         ring.advance(C::kReaders);
       }
+      before += steps.depth;
     }
   }
 };

@@ -18,10 +18,11 @@ __device__ void copy_all_scales(TileReader<C> const& of, int reader) {
   int before = 0;  // steps of the tiles that are done
   RingPosition<C> ring(reader);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-  for (GroupwiseTile tile; scheduler.next(tile); before += of.share.depth) {
+  for (GroupwiseTile tile; scheduler.next(tile);) {
+    Steps const steps = of.share.of(tile);
     int const row = tile.first_column / kGroupDepth;  // of the one expert there is
-    for (int i = first_step_of<C>(reader, before); i < of.share.depth; i += C::kReaders) {
-      int const step = of.share.first + i;
+    for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+      int const step = steps.first + i;
       SharedAddress const barrier = of.full + ring.stage * 8, to = of.scales + ring.stage * (C::kStageScales * 4);
       wait_for_barrier(of.empty + ring.stage * 8, ring.parity ^ 1);
       expect_bytes(barrier, bytes);
@@ -29,13 +30,14 @@ __device__ void copy_all_scales(TileReader<C> const& of, int reader) {
       copy_box(to + C::kM * 4, params.weight_scales, step / C::kQuad * C::kQuad, row, barrier);
       ring.advance(C::kReaders);
     }
+    before += steps.depth;
   }
 }
 
 // The warps that fetch scales that TMA does not, four bytes at a time and so from any layout. `own` is the thread's
 // first row. They take time from what multiplies on the same schedulers, 7 % with rows' scales and all in one warp.
 template <class C>
-__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, StepShare const& share,
+__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, StepShare<C> const& share,
                             int reader, int own) {
   constexpr int kTogether = 32 * C::kScaleWarps;
   constexpr int kTokenTurns = (C::kM + kTogether - 1) / kTogether;
@@ -48,7 +50,8 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
   int before = 0;  // steps of the tiles that are done
   RingPosition<C> ring(reader);
   GroupwiseScheduler<C> scheduler(p, params.tiles);
-  for (GroupwiseTile tile; scheduler.next(tile); before += share.depth) {
+  for (GroupwiseTile tile; scheduler.next(tile);) {
+    Steps const steps = share.of(tile);
     unsigned token[kTokenTurns], weight[kWeightTurns];  // offsets
 #pragma unroll
     for (int t = 0; t < kTokenTurns; ++t) {
@@ -61,8 +64,8 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       int const column = min(tile.first_column + offset, p.n - 1);
       weight[t] = tile.expert * p.scale_b_expert + (column >> p.scale_b.shift) * p.scale_b.stride_row;
     }
-    for (int i = first_step_of<C>(reader, before); i < share.depth; i += C::kReaders) {
-      int const step = share.first + i;
+    for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+      int const step = steps.first + i;
       wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
       SharedAddress const stage = ring.stage * (C::kStageScales * 4);
       if (!params.copies_scales) {
@@ -80,6 +83,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       arrive_after_copies(full + ring.stage * 8);
       ring.advance(C::kReaders);
     }
+    before += steps.depth;
   }
 }
 

@@ -1,33 +1,63 @@
 #pragma once
 
-// K shared by the two blocks of a cluster, where a layer has too few tiles for all SMs, or tiles so narrow that tokens
-// cost more than weights. The second block has less of K and sends all of its sums, which are there when the first has
-// its own; or each has half of K, then half of the tile's rows (kGivesAll says which).
+// K shared by the two blocks of a cluster: of all tiles, where a layer has too few for all SMs, or tiles so narrow that
+// tokens cost more than weights; or of those that are left for a last, ragged wave. The second block has less of K and
+// sends all of its sums, which are there when the first has its own; or each has half of K, then half of the tile's
+// rows (kGivesAll says which).
 
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "core/cluster.cuh"
+#include "gemm/shared_loads.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
 
-// A block's steps of K. Built by whole warps; said to be uniform, as all that a branch around products depends on: else
-// their addresses would not be in uniform registers, which took 25 cycles a step.
-struct StepShare {
-  int first, depth, rank;
-  bool is_all;
-
-  __device__ explicit StepShare(GroupwiseParams const& params) {
-    is_all = params.p.k_blocks == 1;
-    rank = is_all ? 0 : uniform(cute::block_rank_in_cluster());
-    first = rank * params.steps_of_first;
-    depth = min(params.steps_of_first, (params.p.k + kGroupDepth - 1) / kGroupDepth - first);
-  }
+struct Steps {
+  int first, depth;  // of K
 };
 
-// A warp whose rows the other block keeps sends its sums there, into the slots of the warp that has the same rows and,
-// where those have no room, of one of the other half, whose rows that block gives away.
+// What a block has of a tile's steps. Where all are shared it is known from the beginning, and built by whole warps;
+// said to be uniform, as all that a branch around products depends on: else their addresses would not be in uniform
+// registers, which took 25 cycles a step. Of one tile of many it is worked out when that comes, perhaps by one lane:
+// products leave no registers to keep it in.
+template <class C>
+class StepShare {
+ public:
+  __device__ explicit StepShare(GroupwiseParams const& params)
+      : params_(params), kept_(C::kSharesAllOrNone ? of_rank(uniform(rank_in(params))) : Steps{}) {}
+
+  __device__ Steps of(GroupwiseTile const& tile) const {
+    if (C::kSharesAllOrNone) return kept_;
+    return tile.is_shared ? of_rank(rank_in(params_)) : Steps{0, all()};
+  }
+  // Asked by whole warps, and said to be uniform.
+  __device__ int depth(GroupwiseTile const& tile) const {
+    return C::kSharesAllOrNone ? kept_.depth : uniform(of(tile).depth);
+  }
+  __device__ bool is_shared(GroupwiseTile const& tile) const {
+    return C::kSharesAllOrNone ? params_.p.k_blocks > 1 : uniform(tile.is_shared);
+  }
+  // Of tiles of which all are shared or none is; else not used.
+  __device__ int first_of_all() const { return kept_.first; }
+  static __device__ int rank_in(GroupwiseParams const& params) {
+    return params.p.k_blocks == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
+  }
+
+ private:
+  __device__ int all() const { return (params_.p.k + kGroupDepth - 1) / kGroupDepth; }
+  __device__ Steps of_rank(int rank) const {
+    int const first = rank * params_.steps_of_first;
+    return {first, min(params_.steps_of_first, all() - first)};
+  }
+
+  GroupwiseParams const& params_;
+  Steps kept_;
+};
+
+// Where all tiles are shared: a warp whose rows the other block keeps sends its sums there, into the slots of the warp
+// that has the same rows and, where those have no room, of one of the other half, whose rows that block gives away.
 template <class C>
 class RowExchange {
  public:
@@ -54,7 +84,7 @@ class RowExchange {
   static constexpr int kHalf = 2 * C::kMGroups;  // warps
   static constexpr int kVectorBytes = 32 * 16;   // of a warp
   static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kWarpStaging / kVectorBytes;
-  static_assert(!C::kMayShare || kVectors <= (C::kGivesAll ? 1 : 2) * kInSlots);
+  static_assert(kVectors <= (C::kGivesAll ? 1 : 2) * kInSlots);
 
   __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
 
@@ -65,10 +95,8 @@ class RowExchange {
     wait_for_sent(barrier_);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      std::uint32_t bits[4];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
-                   : "r"(place(i)));
+      uint4 const vector = load_shared_vector(place(i));
+      std::uint32_t const bits[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if constexpr (C::kExact) {
@@ -104,6 +132,58 @@ class RowExchange {
   SharedAddress barrier_, own_, other_;
   int rank_;
   bool takes_, is_first_lane_;
+};
+
+// Where a block's last tile is shared: every second warp's sums go to the other block, into the ring of stages, which
+// nobody needs any more once both blocks have said so. They are sent, and added to those that are kept, where a tile
+// leaves.
+template <class C>
+class RingExchange {
+ public:
+  using Sum = typename C::Sum;
+
+  __device__ RingExchange() = default;
+  // All warps that multiply. `has_rows` (has the warp any that are there?) is uniform, and said to be.
+  __device__ RingExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
+                          bool has_rows) {
+    say_ready();
+    wait_for_ready();
+    if (!has_rows) return;
+    int const rank = uniform(StepShare<C>::rank_in(params));
+    barrier_ = shared_address(shared.received() + warp);
+    place_ = shared_address(shared.tokens(0)) + warp * kBytes + lane * 4;
+    role_ = rank == warp % 2 ? kTakes : kGives;
+    if (role_ == kTakes) {
+      if (lane == 0) expect_bytes(barrier_, kBytes);
+      __syncwarp();
+      wait_for_sent(barrier_);
+    } else {
+      barrier_ = address_in_block(barrier_, rank ^ 1);
+      place_ = address_in_block(place_, rank ^ 1);
+    }
+  }
+
+  __device__ bool gives() const { return role_ == kGives; }
+  __device__ bool takes() const { return role_ == kTakes; }
+
+  // A lane's i-th sum. One by one: what is sent as a vector stands in four registers side by side, for which ptxas
+  // moved all sums between products, too, 57 of 493 instructions of four steps.
+  __device__ __forceinline__ void give(Sum const& sum, int i) const {
+    send(place_ + i * kLine, reinterpret_cast<std::uint32_t const&>(sum), barrier_);
+  }
+  __device__ __forceinline__ void add_other(Sum& sum, int i) const {
+    std::uint32_t const bits = load_shared_bits(place_ + i * kLine);
+    sum += reinterpret_cast<Sum const&>(bits);
+  }
+
+ private:
+  enum Role { kNone, kTakes, kGives };
+  static constexpr int kLine = 32 * 4;  // of a warp's i-th sums
+  static constexpr int kBytes = C::kSums * kLine;
+  static_assert(C::kMathWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);
+
+  SharedAddress barrier_ = 0, place_ = 0;
+  Role role_ = kNone;
 };
 
 }  // namespace epiloq::gemm

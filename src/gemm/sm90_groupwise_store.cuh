@@ -5,8 +5,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <variant>
+
 #include "core/async_copy.cuh"
 #include "epilogue/eval.h"
+#include "gemm/sm90_groupwise_share.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/tma.cuh"
 
@@ -22,6 +25,7 @@ class GroupwiseStore {
  public:
   using Out = typename C::Out;
   using Sum = typename C::Sum;
+  using Exchange = std::conditional_t<C::kSharesInRing, RingExchange<C>, std::monostate>;
 
   // Whether D can be written 16 bytes at a time.
   static __host__ __device__ bool has_lines(GroupwiseProblem const& p) {
@@ -74,12 +78,13 @@ class GroupwiseStore {
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
   // next tile's products, unless there are none, or too few.
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
-                                        bool is_last_or_short) {
+                                        bool is_last_or_short, Exchange const& exchange) {
     while (unsent_ > 0) send_one();
     // Said to be uniform, for the sake of products' addresses: a branch stands between them.
     bool const later = C::kSendsLater && uniform(!is_last_or_short &&
                                                  leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row));
-    params_.p.bias == nullptr ? store_tile<false>(sums, tile, later) : store_tile<true>(sums, tile, later);
+    params_.p.bias == nullptr ? store_tile<false>(sums, tile, later, exchange)
+                              : store_tile<true>(sums, tile, later, exchange);
   }
 
   // Between two products: a slot of the tile before, if there is one left.
@@ -132,14 +137,24 @@ class GroupwiseStore {
   // A slot leaves at once, or all are kept for send_one.
   template <bool kHasBias>
   __device__ __forceinline__ void store_tile(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
-                                             bool later) {
+                                             bool later, Exchange const& exchange) {
     int const tile_row = tile.first_row + first_row_;
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
+      if constexpr (C::kSharesInRing) {
+        if (exchange.gives()) {
+          constexpr int kSumsOfSlot = C::kChunk / 2;
+#pragma unroll
+          for (int i = chunk * kSumsOfSlot; i < min((chunk + 1) * kSumsOfSlot, C::kSums); ++i) {
+            exchange.give(sums[round][i], i);
+          }
+          continue;
+        }
+      }
       if (part == 0) take_slots<0>();
       if (part >= C::kSlots) take_slots<C::kSlots - 1>();
-      fill_slot<kHasBias>(slot_at(slot), sums[round], round, chunk, tile);
+      fill_slot<kHasBias>(slot_at(slot), sums[round], round, chunk, tile, exchange);
       if (later) continue;
       int const row = tile_row + round * 64, column = chunk * C::kChunk;
       bool const by_box = leaves_by_box(row, tile.end_row);
@@ -173,7 +188,9 @@ class GroupwiseStore {
   // All that is read stands before what is written: the compiler takes one for the other.
   template <bool kHasBias>
   __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
-                                            GroupwiseTile const& tile) const {
+                                            GroupwiseTile const& tile, Exchange const& exchange) const {
+    constexpr int kTogether = 2 * kEightRows;  // sums of eight columns
+    Sum own[kEights][kTogether];
     OfColumns columns;
     OfRows rows{{1.f, 1.f}, {1, 1}};
     auto const is_there = [&](int j) { return chunk * kEights + j < C::kN / 8; };
@@ -186,6 +203,21 @@ class GroupwiseStore {
       if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(column_zero_points() + column);
     }
 #pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      if (!is_there(j)) continue;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) own[j][i] = sums[kTogether * (chunk * kEights + j) + i];
+    }
+    if constexpr (C::kSharesInRing) {
+      if (exchange.takes()) {
+#pragma unroll
+        for (int i = 0; i < kTogether * kEights; ++i) {
+          if (is_there(i / kTogether))
+            exchange.add_other(own[i / kTogether][i % kTogether], chunk * kTogether * kEights + i);
+        }
+      }
+    }
+#pragma unroll
     for (int i = 0; i < kEightRows && C::kWholeRows; ++i) {
       int const row = round * C::kWarpRows + lane_ / 4 + 8 * i;
       rows.scale[i] = of_rows_[row];
@@ -195,7 +227,7 @@ class GroupwiseStore {
     for (int j = 0; j < kEights; ++j) {
       if (!is_there(j)) continue;
       float values[2 * kEightRows];
-      finish_sums<kHasBias>(values, sums + 2 * kEightRows * (chunk * kEights + j), rows, columns, j);
+      finish_sums<kHasBias>(values, own[j], rows, columns, j);
       unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
 #pragma unroll
       for (int i = 0; i < kEightRows; ++i) put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);

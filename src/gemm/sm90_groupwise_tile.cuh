@@ -57,12 +57,15 @@ struct Groupwise {
   static constexpr int kMathWarps = 4 * kMathGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part.
-  static constexpr bool kMovesRegisters = kMathGroups == 2;
-  static constexpr int kReadRegisters = kN > 160 || kN == 128 || kRounds > 1 ? 40 : 72;
-  static constexpr int kMathRegisters = (512 - kReadRegisters) / 2 / 8 * 8;
+  static constexpr bool kMovesRegisters = kMathGroups > 1;
+  static constexpr bool kNeedsMost = kN > 160 || kN == 128 || kRounds > 1;
+  static constexpr int kReadRegisters = kMathGroups == 3 ? 40 : kNeedsMost ? 40 : 72;
+  static constexpr int kMathRegisters = (512 - kReadRegisters) / kMathGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
   static constexpr bool kMayShare = may_share_k({kMGroups, kKGroups, kN, kRounds});
+  static constexpr bool kSharesInRing = shares_last_wave({kMGroups, kKGroups, kN, kRounds});
+  static constexpr bool kSharesAllOrNone = !kSharesInRing;  // tiles of a problem
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
@@ -78,7 +81,7 @@ struct Groupwise {
   static constexpr int kLine = 128;
   static constexpr int kChunk = kLine / static_cast<int>(sizeof(Out));  // columns
   static constexpr int kChunks = (kN + kChunk - 1) / kChunk;            // of a round
-  static constexpr bool kStoresBoxes = kMGroups == 2 && kN % kChunk == 0;
+  static constexpr bool kStoresBoxes = kMGroups > 1 && kN % kChunk == 0;
   static constexpr int kParts = kRounds * kChunks;  // of a tile
   static constexpr int kSlots = kStoresBoxes ? std::min(kParts, 4) : 1;
   static constexpr int kSlotBytes = kWarpRows * kLine;
@@ -132,7 +135,7 @@ struct Groupwise {
   // % longer, one each up to 11.
   static constexpr bool kApart = kMoreStages > 0;
   static_assert(!kApart || kReaders == 2);
-  static_assert(kTokenStages >= (kMGroups == 2 ? 3 : 2));
+  static_assert(kTokenStages >= (kMGroups > 1 ? 3 : 2));
   static constexpr int kSharedBytes =
       fixed_bytes(kWarpStaging) + kTokenStages * kStageBytes + kMoreStages * kWeightBytes;
 
@@ -167,7 +170,7 @@ struct Groupwise {
   }
   static constexpr int kEmptyArrivals = 4 * kMGroups;  // a warp each
 
-  // A warpgroup that has the registers multiplies one stage while it adds up the one before.
+  // A warpgroup that has the registers multiplies one stage while it adds up the one before; of three, two multiply.
   static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
   // A tile may leave between the next one's products if each of its parts has a slot; not where two products are under
   // way at a time, which took 1 to 11 % longer.

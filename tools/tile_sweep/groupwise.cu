@@ -2,9 +2,19 @@
 
 #include "gemm/sm90_groupwise.cuh"
 
-using Tile = epiloq::gemm::Groupwise<M_GROUPS, K_GROUPS, TILE_N, ROUNDS, epiloq::gemm::Scales::kBlocks,
-                                     cutlass::float_e4m3_t, __nv_bfloat16>;
+namespace {
+
+// Of this source alone, as two of them may have the same tile, shared and not: of one kernel in two objects CUDA
+// prepares only one.
+struct Own : epiloq::epilogue::Scaled {};
+using Tile = epiloq::gemm::Groupwise<M_GROUPS, K_GROUPS, TILE_N, ROUNDS, epiloq::gemm::Scales::SCALES, CUTLASS_ELEMENT,
+                                     __nv_bfloat16, Own>;
+
+}  // namespace
 
 void NAME(epiloq::gemm::GroupwiseProblem const& problem, int device, epiloq::Stream stream) {
-  epiloq::gemm::GroupwiseGemm<Tile>::launch(problem, device, stream);
+  using Gemm = epiloq::gemm::GroupwiseGemm<Tile>;
+  auto shared = problem;
+  if (SHARES && Gemm::may_share(problem, epiloq::device_properties(device).sm_count)) shared.k_blocks = 2;
+  Gemm::launch(shared, device, stream);
 }

@@ -1,10 +1,12 @@
-// As main.cu, for tiles of the group-wise kernel: 1x128 scales of tokens, 128x128 of weights.
+// As main.cu, for tiles of the group-wise kernel, of float8 or int8: 1x128 scales of tokens, 128x128 of weights, or
+// whole rows'.
 
 #include "gemm/groupwise_problem.h"
 #include "harness.h"
 
+using epiloq::gemm::GroupScales;
 using epiloq::gemm::GroupwiseProblem;
-using Element = __nv_fp8_e4m3;
+using Element = ELEMENT;
 
 struct Tile {
   char const* name;
@@ -21,7 +23,7 @@ __global__ void count_wrong(GroupwiseProblem p, int* wrong) {
   float expected = 0, squares = 0;
   for (int k = 0; k < p.k; ++k) {
     float const scale_a = p.scale_a.ptr[m * p.scale_a.stride_row + k / 128 * p.scale_a.stride_k];
-    float const scale_b = p.scale_b.ptr[n / 128 * p.scale_b.stride_row + k / 128 * p.scale_b.stride_k];
+    float const scale_b = p.scale_b.ptr[(n >> p.scale_b.shift) * p.scale_b.stride_row + k / 128 * p.scale_b.stride_k];
     float const term = scale_a * scale_b * static_cast<float>(a[k]) * static_cast<float>(b[k]);
     expected += term;
     squares += term * term;
@@ -35,7 +37,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
   std::size_t const weight_bytes = std::size_t(n) * k;
   constexpr std::size_t kColdBytes = 400'000'000;
   std::size_t const copies = std::max<std::size_t>(3, kColdBytes / weight_bytes);
-  int const blocks_k = (k + 127) / 128, blocks_n = (n + 127) / 128, padded_m = (m + 3) / 4 * 4;
+  int const blocks_k = (k + 127) / 128, blocks_n = WHOLE_ROWS ? n : (n + 127) / 128, padded_m = (m + 3) / 4 * 4;
   auto* const weights = allocate<Element>(weight_bytes * copies);
   auto* const a = allocate<Element>(std::size_t(m) * k);
   auto* const d = allocate<__nv_bfloat16>(std::size_t(m) * n * copies);
@@ -53,8 +55,9 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     p.m = m, p.n = n, p.k = k;
     p.stride_a = k, p.stride_b = k, p.stride_d = n;
     p.a = a, p.b = weights + i * weight_bytes, p.d = d + i * std::size_t(m) * n;
-    p.scale_a = {scale_a, 1, padded_m, 0};
-    p.scale_b = {scale_b, blocks_k, 1, 7};
+    p.scale_a = {scale_a, 1, WHOLE_ROWS ? 0 : padded_m, 0};
+    p.scale_b = WHOLE_ROWS ? GroupScales{scale_b, 1, 0, 0} : GroupScales{scale_b, blocks_k, 1, 7};
+    if (WHOLE_ROWS) p.depth = k;
     problems.push_back(p);
   }
   auto const times = steady_times_us(problems, kTiles, stream);

@@ -1,10 +1,11 @@
 """Times SM90 tiles that are not in the tables yet, on a GPU machine with nvcc and CUTLASS's headers.
 
     python tools/tile_sweep/sweep.py --cutlass DIR "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
-        [--kind int8|float8|groupwise] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
+        [--kind int8|float8|groupwise|float8-rows|int8-rows] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
 
 A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C.
-A group-wise one: mM nN [k2: warpgroups along K]; m256 is two rounds of 128.
+A group-wise one, or one by the same kernel with scales of whole rows: mM nN [k2: warpgroups along K] [shared: K
+of what is left of waves, where that may be]; m64 to m192 are one to three warpgroups, m256 two rounds of two.
 Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
 """
 
@@ -24,7 +25,7 @@ ROOT = HERE.parents[1]
 SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
 TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])")
-GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?")
+GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?( shared)?")
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,40 @@ class Kind:
     defines: dict[str, str]
 
 
+def groupwise_kind(element: str, cutlass_element: str, *, whole_rows: bool) -> Kind:
+    """Tiles of sm90_groupwise.cuh."""
+    defines = {
+        "ELEMENT": element,
+        "CUTLASS_ELEMENT": cutlass_element,
+        "SCALES": "kWholeRows" if whole_rows else "kBlocks",
+        "WHOLE_ROWS": str(whole_rows).lower(),
+    }
+    return Kind("groupwise_main.cu", "groupwise.cu", "GroupwiseProblem", defines)
+
+
 KINDS = {
     "int8": Kind("main.cu", "tile.cu", "Problem", {"OPERAND": "kInt8", "FLOAT8": "0"}),
     "float8": Kind("main.cu", "tile.cu", "Problem", {"OPERAND": "kFloat8E4M3", "FLOAT8": "1"}),
-    "groupwise": Kind("groupwise_main.cu", "groupwise.cu", "GroupwiseProblem", {}),
+    "groupwise": groupwise_kind("__nv_fp8_e4m3", "cutlass::float_e4m3_t", whole_rows=False),
+    "float8-rows": groupwise_kind("__nv_fp8_e4m3", "cutlass::float_e4m3_t", whole_rows=True),
+    "int8-rows": groupwise_kind("std::int8_t", "std::int8_t", whole_rows=True),
 }
 
 
 def macros(tile: str, kind: Kind) -> dict[str, str]:
     """What the tile's source wants to know of it."""
     name = {"NAME": "tile_" + re.sub(r"\W", "_", tile), **kind.defines}
-    if kind is KINDS["groupwise"]:
+    if kind.tile == "groupwise.cu":
         match = GROUPWISE.fullmatch(tile)
         if match is None:
             raise SystemExit(f'sweep: tile: expected such as "m256 n128" or "m64 n48 k2", got {tile!r}')
-        m, n, k = match.groups()
+        m, n, k, shared = match.groups()
         return name | {
-            "M_GROUPS": str(min(int(m) // 64, 2)),
-            "ROUNDS": str(max(int(m) // 128, 1)),
+            "M_GROUPS": "2" if int(m) == 256 else str(int(m) // 64),
+            "ROUNDS": "2" if int(m) == 256 else "1",
             "K_GROUPS": k or "1",
             "TILE_N": n,
+            "SHARES": "true" if shared else "false",
         }
     match = TILE.fullmatch(tile)
     if match is None:

@@ -63,7 +63,9 @@ std::string describe(GroupwiseConfig const& c, char const* kind, int k_blocks) {
   std::ostringstream text;
   text << "sm90 " << kind << " wgmma, " << c.tokens() << " tokens x " << c.n << " weights";
   if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
+  if (c.m_groups > 2) text << ", " << c.m_groups << " warpgroups";
   if (k_blocks > 1) text << ", K over clusters of " << k_blocks;
+  if (k_blocks > 1 && gemm::shares_last_wave(c)) text << " in a last wave";
   return text.str();
 }
 
@@ -85,13 +87,15 @@ WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
 
 double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int k_blocks) {
   std::int64_t const tiles = tiles_of(tile, p), steps = ceil_div(p.k, 128);
-  if (k_blocks == 1) return static_cast<double>(ceil_div(tiles, sm_count)) * (steps * tile.step_ns + tile.end_ns);
-  bool const may_share =
-      tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && tiles * k_blocks <= sm_count && steps >= k_blocks;
-  if (!may_share) return std::numeric_limits<double>::infinity();
+  std::int64_t const whole_ns = steps * tile.step_ns + tile.end_ns;
+  if (k_blocks == 1) return static_cast<double>(ceil_div(tiles, sm_count) * whole_ns);
+  std::int64_t const pairs = sm_count / 2, wave = 2 * pairs;
+  std::int64_t const shared = gemm::shares_last_wave(tile.config) ? tiles % wave : tiles;
+  bool const may_share = tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && shared > 0 && shared <= pairs;
+  if (!may_share || steps < k_blocks) return std::numeric_limits<double>::infinity();
   std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
-  return static_cast<double>(ceil_div(steps, k_blocks) * tile.shared_ns + tile.meeting_ns +
-                             tokens * tile.meeting_token_ns);
+  return static_cast<double>(tiles / wave * whole_ns + ceil_div(steps, k_blocks) * tile.shared_ns + tile.end_ns +
+                             tile.meeting_ns + tokens * tile.meeting_token_ns);
 }
 
 std::string describe(Choice const& choice) {

@@ -158,7 +158,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
   if (split > 1) {
     if (threadIdx.x == 0) share.expect(stream_pieces(p.m, S::kRows));
     __syncthreads();
-    say_begun();
+    say_ready();
   }
   let_next_kernel_start();
   typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kSlab));
@@ -169,7 +169,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
   for (int turn = 0; turn < early; ++turn) source.ask(ring.weights, to + turn * ring.bytes, step_of(turn));
   if (split > 1) {
     __syncwarp();
-    wait_for_begun();
+    wait_for_ready();
   }
   wait_for_previous_kernel();
 

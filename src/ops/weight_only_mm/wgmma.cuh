@@ -48,7 +48,7 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
                                int group, int warp) {
   int const way = group / C::kTeams;
   WgmmaMath<C> const math(params, group % C::kTeams, warp);
-  if (C::kWays > 1 && gridDim.y > 1) wait_for_begun();
+  if (C::kWays > 1 && gridDim.y > 1) wait_for_ready();
   wait_for_previous_kernel();
   SharedAddress const full = uniform(shared_address(shared.full)), empty = uniform(shared_address(shared.empty));
   SharedAddress const first_stage = uniform(shared_address(stages));
@@ -112,14 +112,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   let_next_kernel_start();
   int const group = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
   bool const is_copying = group == C::kMathTeams;
-  if (shares && C::kWays > 1) say_begun();
+  if (shares && C::kWays > 1) say_ready();
   if (is_copying) {
     if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
     if (warp == 0 && gemm::is_elected()) copy_tiles<C>(params, shared, stages);
     __syncwarp();
     if (shares) {  // where the others wait
       if constexpr (C::kWays > 1) {
-        wait_for_begun();
+        wait_for_ready();
       } else {
         wait_for_cluster();
         wait_for_cluster();
