@@ -32,9 +32,9 @@ SCHEMES = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_every_tile(seed: int, name: str, dtype: torch.dtype) -> None:
-    if "zero point" in name and dtype == torch.float32:
-        pytest.skip("outputs with zero points have 16 bits")
     operation, options, tiles = next(scheme for start, scheme in SCHEMES.items() if name.startswith(start))
+    if operation == "scaled_mm" and dtype == torch.float32:
+        pytest.skip("scaled_mm has outputs of 16 bits on a GPU")
     shared = set()
     for m, n, k in SIZES:
         kernel = epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=132, **options)
@@ -53,7 +53,8 @@ def test_the_same_bits_behind_one_another(seed: int) -> None:
     assert_within_one_ulp(first, p)
     assert_close(of_groups, *q.operands())
     outs = [
-        (poisoned(first.shape, p.dtype, "cuda"), poisoned(of_groups.shape, of_groups.dtype, "cuda")) for _ in range(30)
+        (poisoned(first.shape, first.dtype, "cuda"), poisoned(of_groups.shape, of_groups.dtype, "cuda"))
+        for _ in range(30)
     ]
     for out, out_of_groups in outs:
         epiloq.scaled_mm(*rows, out=out)

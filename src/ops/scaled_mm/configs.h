@@ -107,7 +107,7 @@ inline constexpr std::array kSm90Rules{
 // Of those tiles the one for many tokens, where it is expected before any of groupwise_mm's: while one of its
 // warpgroups stores, the other multiplies, which counts where tiles are many or K is short (9 to 15 % at 28672 x 4096
 // and 24576 x 1536); two blocks share the tokens. A step and an end as in groupwise_mm's tables.
-inline constexpr int kSm90ManyTokens = 3, kSm90ManyTokensStepNs = 338, kSm90ManyTokensEndNs = 300;
+inline constexpr int kSm90ManyTokens = 3, kSm90ManyTokensStepNs = 342, kSm90ManyTokensEndNs = 500;
 
 inline constexpr std::array kSm90BatchRules{
     Rule{32, kAny, 0},  Rule{64, kAny, 1},  Rule{kAny, 64, 1},
