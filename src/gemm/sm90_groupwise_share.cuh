@@ -166,14 +166,22 @@ class RingExchange {
   __device__ bool gives() const { return role_ == kGives; }
   __device__ bool takes() const { return role_ == kTakes; }
 
-  // A lane's i-th sum. One by one: what is sent as a vector stands in four registers side by side, for which ptxas
+  // Some of a lane's sums. One by one: what is sent as a vector stands in four registers side by side, for which ptxas
   // moved all sums between products, too, 57 of 493 instructions of four steps.
-  __device__ __forceinline__ void give(Sum const& sum, int i) const {
-    send(place_ + i * kLine, reinterpret_cast<std::uint32_t const&>(sum), barrier_);
+  template <int kCount>
+  __device__ __forceinline__ void give(Sum const* some, int first) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      send(place_ + (first + i) * kLine, reinterpret_cast<std::uint32_t const&>(some[i]), barrier_);
+    }
   }
-  __device__ __forceinline__ void add_other(Sum& sum, int i) const {
-    std::uint32_t const bits = load_shared_bits(place_ + i * kLine);
-    sum += reinterpret_cast<Sum const&>(bits);
+  template <int kCount>
+  __device__ __forceinline__ void add_others(Sum* some, int first) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      std::uint32_t const bits = load_shared_bits(place_ + (first + i) * kLine);
+      some[i] += reinterpret_cast<Sum const&>(bits);
+    }
   }
 
  private:

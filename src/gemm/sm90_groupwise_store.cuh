@@ -111,6 +111,8 @@ class GroupwiseStore {
   static constexpr int kEights = C::kChunk / 8;   // columns of a slot
   static constexpr int kLastRound = (C::kRounds - 1) * 64;
   static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
+  static constexpr int kTogether = 2 * kEightRows;     // sums of eight columns
+  static constexpr bool is_there(int chunk, int eight) { return chunk * kEights + eight < C::kN / 8; }
 
   // One value a column or a row, all 4 bytes; null rows are 1.
   template <class T>
@@ -144,10 +146,11 @@ class GroupwiseStore {
       int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
       if constexpr (C::kSharesInRing) {
         if (exchange.gives()) {
-          constexpr int kSumsOfSlot = C::kChunk / 2;
 #pragma unroll
-          for (int i = chunk * kSumsOfSlot; i < min((chunk + 1) * kSumsOfSlot, C::kSums); ++i) {
-            exchange.give(sums[round][i], i);
+          for (int j = 0; j < kEights; ++j) {
+            if (!is_there(chunk, j)) continue;
+            int const first = kTogether * (chunk * kEights + j);
+            exchange.template give<kTogether>(sums[round] + first, first);
           }
           continue;
         }
@@ -189,32 +192,25 @@ class GroupwiseStore {
   template <bool kHasBias>
   __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
                                             GroupwiseTile const& tile, Exchange const& exchange) const {
-    constexpr int kTogether = 2 * kEightRows;  // sums of eight columns
-    Sum own[kEights][kTogether];
+    Sum whole[kEights][kTogether];  // with those of the other block
     OfColumns columns;
     OfRows rows{{1.f, 1.f}, {1, 1}};
-    auto const is_there = [&](int j) { return chunk * kEights + j < C::kN / 8; };
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       int const column = 8 * (chunk * kEights + j) + 2 * (lane_ % 4);
-      columns.bias[j] = kHasBias && is_there(j) ? bias_of(tile.first_column + column) : float2{};
-      if (!C::kWholeRows || !is_there(j)) continue;
+      columns.bias[j] = kHasBias && is_there(chunk, j) ? bias_of(tile.first_column + column) : float2{};
+      if (!C::kWholeRows || !is_there(chunk, j)) continue;
       columns.scale[j] = *reinterpret_cast<float2 const*>(of_columns_ + column);
       if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(column_zero_points() + column);
     }
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
-      if (!is_there(j)) continue;
+      if (!is_there(chunk, j)) continue;
+      int const first = kTogether * (chunk * kEights + j);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) own[j][i] = sums[kTogether * (chunk * kEights + j) + i];
-    }
-    if constexpr (C::kSharesInRing) {
-      if (exchange.takes()) {
-#pragma unroll
-        for (int i = 0; i < kTogether * kEights; ++i) {
-          if (is_there(i / kTogether))
-            exchange.add_other(own[i / kTogether][i % kTogether], chunk * kTogether * kEights + i);
-        }
+      for (int i = 0; i < kTogether; ++i) whole[j][i] = sums[first + i];
+      if constexpr (C::kSharesInRing) {
+        if (exchange.takes()) exchange.template add_others<kTogether>(whole[j], first);
       }
     }
 #pragma unroll
@@ -225,9 +221,9 @@ class GroupwiseStore {
     }
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
-      if (!is_there(j)) continue;
+      if (!is_there(chunk, j)) continue;
       float values[2 * kEightRows];
-      finish_sums<kHasBias>(values, own[j], rows, columns, j);
+      finish_sums<kHasBias>(values, whole[j], rows, columns, j);
       unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
 #pragma unroll
       for (int i = 0; i < kEightRows; ++i) put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);

@@ -58,8 +58,7 @@ struct Groupwise {
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part.
   static constexpr bool kMovesRegisters = kMathGroups > 1;
-  static constexpr bool kNeedsMost = kN > 160 || kN == 128 || kRounds > 1;
-  static constexpr int kReadRegisters = kMathGroups == 3 ? 40 : kNeedsMost ? 40 : 72;
+  static constexpr int kReadRegisters = kMathGroups == 3 || kN > 160 || kN == 128 || kRounds > 1 ? 40 : 72;
   static constexpr int kMathRegisters = (512 - kReadRegisters) / kMathGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
@@ -170,7 +169,8 @@ struct Groupwise {
   }
   static constexpr int kEmptyArrivals = 4 * kMGroups;  // a warp each
 
-  // A warpgroup that has the registers multiplies one stage while it adds up the one before; of three, two multiply.
+  // A warpgroup that has the registers multiplies one stage while it adds up the one before. (Of three warpgroups
+  // others multiply meanwhile.)
   static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
   // A tile may leave between the next one's products if each of its parts has a slot; not where two products are under
   // way at a time, which took 1 to 11 % longer.

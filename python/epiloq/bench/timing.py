@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,8 +144,9 @@ class CudaTimer:
     """Replays of one CUDA graph that holds every set's call, several rounds of them, replays queued back to back.
 
     An event stands between neighbouring replays, so that a replay's launch hides behind the one before; the median of
-    the intervals over the calls in the graph. Contenders take turns, there and back: a GPU at its power limit runs at
-    the clock that the work of the last tenths of a second left it, a tenth higher after a pause.
+    the intervals over the calls in the graph. Contenders take turns in random order: a GPU at its power limit runs at
+    the clock that the work of the last tenths of a second left it, a tenth higher after a pause. (Three turns there
+    and back had the same two kernels up to 5 % apart from run to run.)
     """
 
     SHORT_US = 200.0
@@ -152,10 +154,10 @@ class CudaTimer:
     CALLS_IF_LONG = 8
     # Where a call takes milliseconds, fewer calls are as good, down to one of each set.
     LONG_US = 4000.0
-    TURNS = 3
+    TURNS = 8
     # Of a turn: until the clocks are those of this work, and what counts.
-    SETTLE_MS = 10.0
-    MEASURE_MS = 20.0
+    SETTLE_MS = 8.0
+    MEASURE_MS = 12.0
     FEWEST = 3
     MOST = 20
 
@@ -187,8 +189,9 @@ class CudaTimer:
         for replay in contenders:
             self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
         intervals: list[list[float]] = [[] for _ in contenders]
-        for turn in range(self.TURNS):
-            for i in _in_order(turn, len(contenders)):
+        order = random.Random(len(contenders))
+        for _ in range(self.TURNS):
+            for i in order.sample(range(len(contenders)), len(contenders)):
                 replay = contenders[i]
                 self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
                 count = max(self.FEWEST, min(self.MOST, replay.count(self.MEASURE_MS)))
