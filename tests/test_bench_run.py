@@ -269,6 +269,7 @@ def _typer_app(typer: object) -> object:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_rows_on_a_gpu(seed: int) -> None:
     device = torch.device("cuda")
     timer = CudaTimer()
