@@ -35,8 +35,8 @@ struct GroupwiseProblem {
   int azp_stride = 0;
   std::int32_t const* offs = nullptr;
   std::int32_t const* masked_m = nullptr;
-  // Blocks of a cluster that share a tile's K: 1, or 2 without experts, if the kernel may, all tiles are in one wave
-  // and each block has a step of 128.
+  // Blocks of a cluster that share a tile's K: 1, or 2 without experts, where k_sharing.h finds tiles to share and each
+  // block has a step of 128.
   int k_blocks = 1;
   bool constant_b = false;  // nothing that may still run when this kernel starts writes B; not of experts
 

@@ -31,10 +31,10 @@ struct GroupwiseTiles {
 template <class C>
 class GroupwiseScheduler {
  public:
-  // Where two of so many blocks share K, they share the tiles that are left once all have had as many as each other.
-  static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int blocks) {
+  // The last `shared` tiles are shared by two blocks each.
+  static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int shared) {
     int const columns = ceil_div(p.n, C::kN), tiles = ceil_div(p.m, C::kM) * columns;
-    return {columns, cutlass::FastDivmod(kBand * columns), p.k_blocks == 1 ? INT_MAX : tiles / blocks * blocks};
+    return {columns, cutlass::FastDivmod(kBand * columns), shared == 0 ? INT_MAX : tiles - shared};
   }
 
   __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #include "gemm/config.h"
 
 namespace epiloq::gemm {
@@ -12,6 +14,15 @@ constexpr bool shares_last_wave(GroupwiseConfig const& config) {
 }
 constexpr bool may_share_k(GroupwiseConfig const& config) {
   return config.rounds == 1 && (config.n <= 64 || shares_last_wave(config));
+}
+
+// How many of a problem's tiles two blocks would share: all of them, or those of a last wave; none if they are more
+// than pairs of SMs.
+constexpr std::int64_t shared_tiles(GroupwiseConfig const& config, std::int64_t tiles, int sm_count) {
+  std::int64_t const pairs = sm_count / 2;
+  if (pairs == 0 || !may_share_k(config)) return 0;
+  std::int64_t const rest = shares_last_wave(config) ? tiles % (2 * pairs) : tiles;
+  return rest <= pairs ? rest : 0;
 }
 
 }  // namespace epiloq::gemm

@@ -250,7 +250,7 @@ void launch_mma_groupwise(GroupwiseProblem const& p, DType out, int device, Stre
     std::int64_t const all = std::int64_t{(p.m + C::kM - 1) / C::kM} * ((p.n + C::kN - 1) / C::kN);
     blocks = static_cast<int>(std::min<std::int64_t>(blocks, all));
   }
-  auto const tiles = C::Scheduler::tiles_of(p, blocks);
+  auto const tiles = C::Scheduler::tiles_of(p, 0);
   cuda_check(launch_dependent(kernel, blocks, C::kThreads, C::kSharedBytes, stream, p, tiles, out),
              "launching epiloq.groupwise_mm");
 }

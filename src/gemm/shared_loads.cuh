@@ -22,12 +22,10 @@ __device__ __forceinline__ std::uint32_t load_shared_bits(SharedAddress from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bits) : "r"(from));
   return bits;
 }
-__device__ __forceinline__ uint4 load_shared_vector(SharedAddress from) {
-  uint4 bits;
+__device__ __forceinline__ void load_shared(std::uint32_t (&bits)[4], SharedAddress from) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
                : "r"(from));
-  return bits;
 }
 
 // SM90: four 8 x 8 matrices of 16 bits whose columns become rows of 16 bytes. A thread has two neighbours of row

@@ -7,8 +7,8 @@
 // Tokens are the rows of wgmma's tile, whatever their number: a box of the tokens there are is all that TMA reads, so a
 // tile of few tokens costs their bytes and no more, and its width in weights is free to fill the SMs evenly. Each 128
 // of K is multiplied into fresh accumulators and added to the sums in fp32 with its scales. Warpgroups stand side by
-// side along M, or take turns along K where there is little to multiply and latency is what counts. Where tiles are too
-// few for all SMs, two blocks share K.
+// side along M, or take turns along K where there is little to multiply and latency is what counts. Where tiles, or
+// those of a last wave, are too few for all SMs, two blocks share K.
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -38,7 +38,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     if constexpr (C::kMayShare) {
       if (share.is_shared(tile)) {
         bool const has_rows = uniform(tile.first_row + first_row < tile.end_row);
-        if constexpr (C::kSharesInRing) {
+        if constexpr (C::kSharesLastWave) {
           exchange = {params, shared, group * 4 + warp, lane, has_rows};
         } else {
           RowExchange<C> const rows(shared, group * 4 + warp, lane, uniform(StepShare<C>::rank_in(params)));
@@ -132,7 +132,7 @@ struct GroupwiseGemm {
                            {},
                            {},
                            p,
-                           GroupwiseScheduler<C>::tiles_of(p, blocks_at_once(p, sm_count)),
+                           GroupwiseScheduler<C>::tiles_of(p, p.k_blocks == 1 ? 0 : shared(p, sm_count)),
                            C::kScaleWarps > 1 && can_copy_scales(p),
                            may_copy_all_scales(p, sm_count),
                            GroupwiseStore<C>::can_store_boxes(p),
@@ -188,11 +188,10 @@ struct GroupwiseGemm {
     return p.k_blocks == 1 ? steps : std::min((steps + 1) / 2 + kLead, steps - 1);
   }
 
-  // Whether two blocks may share K of all tiles, or of those that are left for a last wave.
-  static bool may_share(GroupwiseProblem const& p, int sm_count) {
-    std::int64_t const pairs = sm_count / 2, all = tiles(p.m, C::kM) * tiles(p.n, C::kN);
-    std::int64_t const shared = C::kSharesAllOrNone ? all : all % (2 * pairs);
-    return C::kMayShare && tiles(p.k, kGroupDepth) > 1 && shared > 0 && shared <= pairs;
+  // Tiles whose K two blocks may share.
+  static int shared(GroupwiseProblem const& p, int sm_count) {
+    if (tiles(p.k, kGroupDepth) < 2) return 0;
+    return static_cast<int>(shared_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
   }
 
   static int blocks_at_once(GroupwiseProblem const& p, int sm_count) { return sm_count / p.k_blocks * p.k_blocks; }
@@ -211,7 +210,7 @@ struct GroupwiseGemm {
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     std::int64_t const wanted = tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks;
     std::int64_t const blocks = is_dense ? std::min<std::int64_t>(blocks_at_once(p, sm_count), wanted) : sm_count;
-    if (p.k_blocks > 1 && !(is_dense && may_share(p, sm_count))) {
+    if (p.k_blocks > 1 && !(is_dense && shared(p, sm_count) > 0)) {
       throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
     }
     cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), p.k_blocks, C::kThreads, C::kSharedBytes,

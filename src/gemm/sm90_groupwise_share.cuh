@@ -26,18 +26,18 @@ template <class C>
 class StepShare {
  public:
   __device__ explicit StepShare(GroupwiseParams const& params)
-      : params_(params), kept_(C::kSharesAllOrNone ? of_rank(uniform(rank_in(params))) : Steps{}) {}
+      : params_(params), kept_(!C::kSharesLastWave ? of_rank(uniform(rank_in(params))) : Steps{}) {}
 
   __device__ Steps of(GroupwiseTile const& tile) const {
-    if (C::kSharesAllOrNone) return kept_;
+    if (!C::kSharesLastWave) return kept_;
     return tile.is_shared ? of_rank(rank_in(params_)) : Steps{0, all()};
   }
   // Asked by whole warps, and said to be uniform.
   __device__ int depth(GroupwiseTile const& tile) const {
-    return C::kSharesAllOrNone ? kept_.depth : uniform(of(tile).depth);
+    return !C::kSharesLastWave ? kept_.depth : uniform(of(tile).depth);
   }
   __device__ bool is_shared(GroupwiseTile const& tile) const {
-    return C::kSharesAllOrNone ? params_.p.k_blocks > 1 : uniform(tile.is_shared);
+    return !C::kSharesLastWave ? params_.p.k_blocks > 1 : uniform(tile.is_shared);
   }
   // Of tiles of which all are shared or none is; else not used.
   __device__ int first_of_all() const { return kept_.first; }
@@ -55,6 +55,12 @@ class StepShare {
   GroupwiseParams const& params_;
   Steps kept_;
 };
+
+// Sums as they are sent.
+__device__ __forceinline__ std::uint32_t bits_of(std::uint32_t sum) { return sum; }
+__device__ __forceinline__ std::uint32_t bits_of(float sum) { return __float_as_uint(sum); }
+__device__ __forceinline__ void add_bits(std::uint32_t& sum, std::uint32_t bits) { sum += bits; }
+__device__ __forceinline__ void add_bits(float& sum, std::uint32_t bits) { sum += __uint_as_float(bits); }
 
 // Where all tiles are shared: a warp whose rows the other block keeps sends its sums there, into the slots of the warp
 // that has the same rows and, where those have no room, of one of the other half, whose rows that block gives away.
@@ -95,16 +101,10 @@ class RowExchange {
     wait_for_sent(barrier_);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      uint4 const vector = load_shared_vector(place(i));
-      std::uint32_t const bits[4] = {vector.x, vector.y, vector.z, vector.w};
+      std::uint32_t bits[4];
+      load_shared(bits, place(i));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (C::kExact) {
-          sums[4 * i + j] += bits[j];
-        } else {
-          sums[4 * i + j] += __uint_as_float(bits[j]);
-        }
-      }
+      for (int j = 0; j < 4; ++j) add_bits(sums[4 * i + j], bits[j]);
     }
     __syncwarp();
   }
@@ -115,17 +115,9 @@ class RowExchange {
     SharedAddress const own = address_in_block(own_, there), other = address_in_block(other_, there);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      std::uint32_t bits[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (C::kExact) {
-          bits[j] = sums[4 * i + j];
-        } else {
-          bits[j] = __float_as_uint(sums[4 * i + j]);
-        }
-      }
-      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes, uint4{bits[0], bits[1], bits[2], bits[3]},
-           barrier);
+      Sum const* const four = sums + 4 * i;
+      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes,
+           uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])}, barrier);
     }
   }
 
@@ -146,6 +138,7 @@ class RingExchange {
   // All warps that multiply. `has_rows` (has the warp any that are there?) is uniform, and said to be.
   __device__ RingExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
                           bool has_rows) {
+    // Relaxed is enough: what lay in the ring was read by wgmma and written by TMA, both of which are waited for.
     say_ready();
     wait_for_ready();
     if (!has_rows) return;
@@ -171,23 +164,18 @@ class RingExchange {
   template <int kCount>
   __device__ __forceinline__ void give(Sum const* some, int first) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      send(place_ + (first + i) * kLine, reinterpret_cast<std::uint32_t const&>(some[i]), barrier_);
-    }
+    for (int i = 0; i < kCount; ++i) send(place_ + (first + i) * kLine, bits_of(some[i]), barrier_);
   }
   template <int kCount>
   __device__ __forceinline__ void add_others(Sum* some, int first) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      std::uint32_t const bits = load_shared_bits(place_ + (first + i) * kLine);
-      some[i] += reinterpret_cast<Sum const&>(bits);
-    }
+    for (int i = 0; i < kCount; ++i) add_bits(some[i], load_shared_bits(place_ + (first + i) * kLine));
   }
 
  private:
   enum Role { kNone, kTakes, kGives };
   static constexpr int kLine = 32 * 4;  // of a warp's i-th sums
-  static constexpr int kBytes = C::kSums * kLine;
+  static constexpr int kBytes = C::kN / 2 * kLine;
   static_assert(C::kMathWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);
 
   SharedAddress barrier_ = 0, place_ = 0;

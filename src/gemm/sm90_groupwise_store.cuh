@@ -5,8 +5,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <variant>
-
 #include "core/async_copy.cuh"
 #include "epilogue/eval.h"
 #include "gemm/sm90_groupwise_share.cuh"
@@ -25,7 +23,8 @@ class GroupwiseStore {
  public:
   using Out = typename C::Out;
   using Sum = typename C::Sum;
-  using Exchange = std::conditional_t<C::kSharesInRing, RingExchange<C>, std::monostate>;
+  struct NoExchange {};
+  using Exchange = std::conditional_t<C::kSharesLastWave, RingExchange<C>, NoExchange>;
 
   // Whether D can be written 16 bytes at a time.
   static __host__ __device__ bool has_lines(GroupwiseProblem const& p) {
@@ -76,7 +75,8 @@ class GroupwiseStore {
   }
 
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
-  // next tile's products, unless there are none, or too few.
+  // next tile's products, unless there are none, or too few. (A shared one has half as many: what has not left during
+  // those leaves before that tile is stored.)
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short, Exchange const& exchange) {
     while (unsent_ > 0) send_one();
@@ -144,7 +144,7 @@ class GroupwiseStore {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
-      if constexpr (C::kSharesInRing) {
+      if constexpr (C::kSharesLastWave) {
         if (exchange.gives()) {
 #pragma unroll
           for (int j = 0; j < kEights; ++j) {
@@ -209,7 +209,7 @@ class GroupwiseStore {
       int const first = kTogether * (chunk * kEights + j);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) whole[j][i] = sums[first + i];
-      if constexpr (C::kSharesInRing) {
+      if constexpr (C::kSharesLastWave) {
         if (exchange.takes()) exchange.template add_others<kTogether>(whole[j], first);
       }
     }

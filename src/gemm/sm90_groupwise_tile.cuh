@@ -62,9 +62,8 @@ struct Groupwise {
   static constexpr int kMathRegisters = (512 - kReadRegisters) / kMathGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
-  static constexpr bool kMayShare = may_share_k({kMGroups, kKGroups, kN, kRounds});
-  static constexpr bool kSharesInRing = shares_last_wave({kMGroups, kKGroups, kN, kRounds});
-  static constexpr bool kSharesAllOrNone = !kSharesInRing;  // tiles of a problem
+  static constexpr GroupwiseConfig kConfig{kMGroups, kKGroups, kN, kRounds};
+  static constexpr bool kMayShare = may_share_k(kConfig), kSharesLastWave = shares_last_wave(kConfig);
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of

@@ -114,7 +114,7 @@ std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles c
   std::vector<float> times(replays.size());
   std::vector<std::size_t> order(replays.size());
   std::iota(order.begin(), order.end(), 0);
-  std::mt19937 random(42);
+  static std::mt19937 random(42);  // other orders for every problem
   for (int turn = 0; turn < kTurns; ++turn) {
     std::shuffle(order.begin(), order.end(), random);
     for (std::size_t const i : order) {

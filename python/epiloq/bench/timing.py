@@ -164,6 +164,7 @@ class CudaTimer:
     def __init__(self) -> None:
         # Warm-up and capture share a stream: libraries allocate a workspace for each one.
         self.stream = torch.cuda.Stream()
+        self.random = random.Random(0)
 
     def prepare(self, calls: Sequence[Call]) -> Replay:
         torch.cuda.synchronize()
@@ -189,9 +190,8 @@ class CudaTimer:
         for replay in contenders:
             self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
         intervals: list[list[float]] = [[] for _ in contenders]
-        order = random.Random(len(contenders))
         for _ in range(self.TURNS):
-            for i in order.sample(range(len(contenders)), len(contenders)):
+            for i in self.random.sample(range(len(contenders)), len(contenders)):
                 replay = contenders[i]
                 self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
                 count = max(self.FEWEST, min(self.MOST, replay.count(self.MEASURE_MS)))

@@ -13,11 +13,11 @@ using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
 // A tile and the time that all SMs together take for 128 of K of one tile each, in ns, and for what a tile has to do
-// besides. H200: from times of layer shapes at 64 to 4096 tokens, tokens and weights cold, contenders in turns at the
-// clocks that the power limit leaves them (benchmarks/results: many-tokens-sweep; of float8, tiles of 128 tokens and
-// more, last-waves). The tile whose waves cost least serves: it took 0.2 % more than the fastest in the mean, 6 % at
-// most. Tiles of 64 tokens were put in order by times at 1 to 64, where no others
-// serve; what they take besides is a guess, for more tokens.
+// besides. H200, 2026-11-25: from times of seven layer shapes at 128 to 4096 tokens, tokens and weights cold,
+// contenders in turns at the clocks that the power limit leaves them (benchmarks/results: last-waves; int8 beside
+// scaled_mm's tile for many tokens too, whole-rows-sweep). The tile whose waves cost least serves: in groups it took
+// 0.2 % more than the fastest in the mean, 5 % at most; times of one kernel differ by 3 to 8 there. Tiles of 64 tokens
+// were put in order by times at 1 to 64, where no others serve; what they take besides is a guess, for more tokens.
 //
 // Two blocks may share K of what does not fill a wave (k_sharing.h): a step then takes `shared_ns` (0: never), and
 // their meeting `meeting_ns` and more for each token, less where one gives all of its sums ahead of time (rings.json,
@@ -27,7 +27,8 @@ struct Tile {
   int step_ns, end_ns = 0, shared_ns = 0;
   int meeting_ns = 300, meeting_token_ns = 8;
 };
-// Those whose last waves may be shared take no longer for a step of them.
+// Those whose last waves may be shared take no longer for a step of them. Their meeting was fitted to 2,000 to 2,600
+// ns; with more a wave is not shared where that hardly pays (8192 x 8192 by 128 tokens, where it was 7 % slower).
 constexpr Tile with_last_waves(GroupwiseConfig config, int step_ns, int end_ns) {
   constexpr int kMeetingNs = 3000;
   return {config, step_ns, end_ns, step_ns, kMeetingNs, 0};
@@ -47,10 +48,9 @@ inline constexpr std::array kColumnScaleTiles{
     with_last_waves({2, 1, 128}, 600, 1500),
 };
 
-// With scales of whole rows, for experts and for scaled_mm, timed as above, int8 also with scaled_mm's tile for many
-// tokens (whole-rows-sweep): 1.3 % more than the fastest in the mean, float8 0.5. Tiles of 64 tokens are put in order
-// by times at 1 to 64 tokens. int8 needs no sums beside wgmma's, so that a warpgroup has the registers for 256 weights:
-// the fewest bytes of shared memory a product, which bound it.
+// With scales of whole rows, for experts and for scaled_mm, timed as above: float8 0.4 % more than the fastest in the
+// mean, int8 1.7. int8 needs no sums beside wgmma's, so that a warpgroup has the registers for 256 weights: the fewest
+// bytes of shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 180, 1}, Tile{{1, 2, 48}, 150, 600, 200, 100, 1},
     Tile{{1, 2, 56}, 158, 600, 225, 300, 2}, Tile{{1, 2, 64}, 165, 600, 250, 85, 2},

@@ -19,8 +19,8 @@ struct Choice {
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 // On SM90 with scales of whole rows that begin at multiples of 16 bytes, with experts or without; and what is expected
-// of a tile of any kernel, by its waves of the SMs, or of blocks of one wave that share K. (What the next kernel
-// loses is not in it.)
+// of a tile of any kernel, by its waves of the SMs, of which the last, or the only one, may be of blocks that share K.
+// (What the next kernel loses is not in it.)
 struct WholeRowsChoice {
   Choice choice;
   double ns;
