@@ -26,7 +26,7 @@ template <class C>
 class StepShare {
  public:
   __device__ explicit StepShare(GroupwiseParams const& params)
-      : params_(params), kept_(!C::kSharesLastWave ? of_rank(uniform(rank_in(params))) : Steps{}) {}
+      : params_(params), kept_(C::kSharesLastWave ? Steps{} : of_rank(uniform(rank_in(params)))) {}
 
   __device__ Steps of(GroupwiseTile const& tile) const {
     if (!C::kSharesLastWave) return kept_;
@@ -34,10 +34,10 @@ class StepShare {
   }
   // Asked by whole warps, and said to be uniform.
   __device__ int depth(GroupwiseTile const& tile) const {
-    return !C::kSharesLastWave ? kept_.depth : uniform(of(tile).depth);
+    return C::kSharesLastWave ? uniform(of(tile).depth) : kept_.depth;
   }
   __device__ bool is_shared(GroupwiseTile const& tile) const {
-    return !C::kSharesLastWave ? params_.p.k_blocks > 1 : uniform(tile.is_shared);
+    return C::kSharesLastWave ? uniform(tile.is_shared) : params_.p.k_blocks > 1;
   }
   // Of tiles of which all are shared or none is; else not used.
   __device__ int first_of_all() const { return kept_.first; }
