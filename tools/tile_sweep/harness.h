@@ -98,11 +98,15 @@ class Replay {
   float once_us_ = 0;
 };
 
+// How long a tile runs before its turn counts. In short turns all run at the clock that their mixture leaves, in turns
+// of some 300 ms each at its own, so that what saves power shows.
+inline float settle_ms = 6;
+
 // Times of all tiles, in turns of random order: clocks fall while the first ones run, and each runs at the clock that
 // the one before it leaves. (Always first, a tile seemed up to a fifth slower.) Tiles far behind are timed once.
 template <class Problem, class Tiles>
 std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles const& tiles, cudaStream_t stream) {
-  constexpr float kFarBehind = 1.3f, kHeatMs = 60, kWarmMs = 6, kMeasuredMs = 14;
+  constexpr float kFarBehind = 1.3f, kHeatMs = 60, kMeasuredMs = 14;
   constexpr int kTurns = 4;
   std::vector<std::unique_ptr<Replay>> replays;
   float best = 1e30f;
@@ -110,7 +114,7 @@ std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles c
     replays.push_back(std::make_unique<Replay>(problems, tile, stream));
     best = std::min(best, replays.back()->once_us());
   }
-  replays.front()->steady_us(kHeatMs, kWarmMs);
+  replays.front()->steady_us(kHeatMs, kMeasuredMs);
   std::vector<float> times(replays.size());
   std::vector<std::size_t> order(replays.size());
   std::iota(order.begin(), order.end(), 0);
@@ -119,7 +123,7 @@ std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles c
     std::shuffle(order.begin(), order.end(), random);
     for (std::size_t const i : order) {
       float const once = replays[i]->once_us();
-      times[i] += (once > kFarBehind * best ? once : replays[i]->steady_us(kWarmMs, kMeasuredMs)) / kTurns;
+      times[i] += (once > kFarBehind * best ? once : replays[i]->steady_us(settle_ms, kMeasuredMs)) / kTurns;
     }
   }
   return times;
@@ -142,9 +146,10 @@ inline void print_best(int n, int k, int m, std::vector<Result>& results) {
   std::fflush(stdout);
 }
 
-// Usage: sweep NxK[,NxK...] M[,M...]
+// Usage: sweep NxK[,NxK...] M[,M...] [MS to settle]
 inline int for_each_problem(int argc, char** argv, void (*sweep)(int n, int k, int m, cudaStream_t)) try {
-  if (argc != 3) throw std::invalid_argument("usage: sweep NxK[,NxK...] M[,M...]");
+  if (argc != 3 && argc != 4) throw std::invalid_argument("usage: sweep NxK[,NxK...] M[,M...] [MS to settle]");
+  if (argc == 4) settle_ms = std::stof(argv[3]);
   cudaStream_t stream;
   cuda_check(cudaStreamCreate(&stream), "starting");
   std::string shape, tokens;

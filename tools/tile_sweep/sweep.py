@@ -135,11 +135,12 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="int8")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,16,32,64,128,256,1024,4096")
+    parser.add_argument("--settle", type=float, default=6, help="ms that a tile runs before its turn counts")
     parser.add_argument("--build-only", action="store_true")
     options = parser.parse_args()
     program = build(options.tiles, KINDS[options.kind], options.cutlass, ROOT / "build" / "tile-sweep" / options.kind)
     if not options.build_only:
-        subprocess.run([str(program), options.shapes, options.tokens], check=True)
+        subprocess.run([str(program), options.shapes, options.tokens, str(options.settle)], check=True)
 
 
 if __name__ == "__main__":
