@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+import tile_rows
 from float8_reference import ACCURATE
 from reference import poisoned, ulp
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 KINDS = [INT8, E4M3]
+TILES = {INT8: tile_rows.INT8, E4M3: tile_rows.FLOAT8}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RECIPE = (1, 1, -1)
 
@@ -186,7 +188,7 @@ def test_bad_arguments_are_named(seed: int) -> None:
 def test_explain() -> None:
     explain = epiloq.explain
     sizes = list(itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168, 8456, 28672), (1, 4, 8)))
-    for dtype, tiles in ((INT8, 12), (E4M3, 10)):
+    for dtype, tiles in TILES.items():
         whole_rows = {"k": 4096, "whole_rows": True, "dtype": dtype}
         kernels = {explain("grouped_mm", m=m, n=n, experts=e, **whole_rows) for m, n, e in sizes}
         assert len(kernels) == tiles and all("whole-row wgmma" in kernel for kernel in kernels), kernels
@@ -223,7 +225,7 @@ def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -
         ((2112, 2064), (7168, 1040), (9000, 1040), (5000, 1040), (6144, 2064)),
     )
     cases = [*FEW_STEPS, *wide, ([64, 65, 0, 63], (7168, 1040)), ([75] * 4, (3000, 2064))]
-    assert len(check_tiles(kind, dtype, cases)) == {INT8: 12, E4M3: 10}[kind]
+    assert len(check_tiles(kind, dtype, cases)) == TILES[kind]
 
 
 @pytest.mark.gpu

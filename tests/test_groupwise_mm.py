@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+import tile_rows
 from groupwise_reference import RECIPES, Problem, Recipe, assert_close, make, up
 from reference import poisoned
 
@@ -172,11 +173,11 @@ def test_every_tile_is_chosen_somewhere() -> None:
         return epiloq.explain(name, **sizes).partition(", K over")[0]
 
     dense = {explain("groupwise_mm", m=m, n=n, k=4096) for m, n in itertools.product(sizes_m, sizes_n)}
-    assert len(dense) == 11, sorted(dense)
+    assert len(dense) == tile_rows.GROUPS, sorted(dense)
     columns = {
         explain("groupwise_mm", m=m, n=n, k=4096, column_scales=True) for m, n in itertools.product(sizes_m, sizes_n)
     }
-    assert len(columns) == 3, sorted(columns)
+    assert len(columns) == tile_rows.COLUMNS, sorted(columns)
     assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
 
 
@@ -196,7 +197,7 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
         call(p, bias, out=out)
         assert_close(out, *p.operands(), bias)
         kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
-    assert len(kernels) >= (3 if recipe[1] == 1 else 11), kernels
+    assert len(kernels) >= (tile_rows.COLUMNS if recipe[1] == 1 else tile_rows.GROUPS), kernels
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+import tile_rows
 from float8_reference import Float8Problem, assert_float8_close, make_float8_problem
 from groupwise_reference import assert_close, make
 from reference import Problem, assert_within_one_ulp, make_problem, poisoned
@@ -23,7 +24,7 @@ SIZES = [
     *[(129, 3000, 2064), (129, 9000, 2064), (513, 2112, 2064), (513, 4104, 2064), (513, 5000, 2064)],
     *[(100, 14336, 2064), (100, 16384, 2064), (512, 8192, 8208)],
 ]
-TILES = {torch.int8: 12 + 1, torch.float8_e4m3fn: 10}
+TILES = {torch.int8: tile_rows.INT8 + 1, torch.float8_e4m3fn: tile_rows.FLOAT8}
 
 
 def assert_every_tile(dtype: torch.dtype) -> None:
@@ -118,17 +119,24 @@ def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str
 
 
 def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
-    """Eight tiles to a block, of groups with one step each: slots of shared memory that TMA still reads are not written
-    again."""
-    p, q = make_problem(8192, 4096, 8192, device="cuda", bias=True), make(8192, 4096, 128, device="cuda").in_columns(4)
+    """Many tiles to a block, of groups with one step each, or with as many steps as a tile has slots: slots of shared
+    memory that TMA still reads are not written again."""
+    p = make_problem(8192, 4096, 8192, device="cuda", bias=True)
     assert "x 256 weights" in epiloq.explain("scaled_mm", p.a, p.b, p.scale_a, p.scale_b)
     first, again = (poisoned((8192, 4096), torch.bfloat16, "cuda") for _ in range(2))
     int8_call(p, first)
     assert_within_one_ulp(first, p)
-    groups = epiloq.groupwise_mm(q.a, q.b, q.scale_a, q.scale_b)
-    assert_close(groups, *q.operands())
+    groups = []
+    for k, dtype, tile in [(128, torch.float32, "128 tokens x 64 weights"), (512, torch.bfloat16, "256 tokens x 128")]:
+        q = make(8192, 4096, k, device="cuda").in_columns(4)
+        operands = (q.a, q.b, q.scale_a, q.scale_b)
+        assert tile in epiloq.explain("groupwise_mm", *operands)
+        out = epiloq.groupwise_mm(*operands, out_dtype=dtype)
+        assert_close(out, *q.operands())
+        groups.append((operands, out))
     for _ in range(20):
         again.fill_(float("nan"))
         int8_call(p, again)
         assert torch.equal(first, again)
-        assert torch.equal(groups, epiloq.groupwise_mm(q.a, q.b, q.scale_a, q.scale_b))
+        for operands, out in groups:
+            assert torch.equal(out, epiloq.groupwise_mm(*operands, out_dtype=out.dtype))

@@ -145,8 +145,7 @@ class CudaTimer:
 
     An event stands between neighbouring replays, so that a replay's launch hides behind the one before; the median of
     the intervals over the calls in the graph. Contenders take turns in random order: a GPU at its power limit runs at
-    the clock that the work of the last tenths of a second left it, a tenth higher after a pause. (Three turns there
-    and back had the same two kernels up to 5 % apart from run to run.)
+    the clock that the work of the last tenths of a second left it, a tenth higher after a pause.
     """
 
     SHORT_US = 200.0

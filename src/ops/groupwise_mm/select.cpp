@@ -92,8 +92,8 @@ double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, 
   std::int64_t const shared = gemm::shared_tiles(tile.config, tiles, sm_count);
   bool const may_share = tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && shared > 0 && steps >= k_blocks;
   if (!may_share) return std::numeric_limits<double>::infinity();
-  std::int64_t const waves = (tiles - shared) / (sm_count / 2 * 2),
-                     tokens = std::min(p.m, std::int64_t{tile.config.tokens()});
+  std::int64_t const waves = (tiles - shared) / (sm_count / 2 * 2);
+  std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
   return static_cast<double>(waves * whole_ns + ceil_div(steps, k_blocks) * tile.shared_ns + tile.end_ns +
                              tile.meeting_ns + tokens * tile.meeting_token_ns);
 }
