@@ -2,22 +2,20 @@
 
 // How the group-wise kernel's tiles leave: scales of whole rows, bias, conversion, whole lines.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "core/async_copy.cuh"
 #include "epilogue/eval.h"
 #include "gemm/sm90_groupwise_share.cuh"
+#include "gemm/sm90_groupwise_slot.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/tma.cuh"
 
 namespace epiloq::gemm {
 
-// A warp's way out. It writes its rows by a line of columns into a slot of shared memory, in the order of TMA's
-// swizzle, of which no two lanes' writes meet in a bank. TMA takes whole slots from there to D while the warp goes on;
-// where it cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up what they
-// read for the next: so a tile's slots may leave one by one between the next one's products. Scales of whole rows are
-// asked for before there is anything to multiply by them, and then the epilogue's expression is evaluated in registers.
+// A warp's way out. It writes its rows into slots of shared memory. TMA takes whole ones from there to D while the warp
+// goes on; where it cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up
+// what they read for the next: so a tile's slots may leave one by one between the next one's products. Scales of whole
+// rows are asked for before there is anything to multiply by them, and then the epilogue's expression is evaluated in
+// registers.
 template <class C>
 class GroupwiseStore {
  public:
@@ -26,12 +24,10 @@ class GroupwiseStore {
   struct NoExchange {};
   using Exchange = std::conditional_t<C::kSharesLastWave, RingExchange<C>, NoExchange>;
 
-  // Whether D can be written 16 bytes at a time.
-  static __host__ __device__ bool has_lines(GroupwiseProblem const& p) {
-    return p.stride_d % kUnit == 0 && reinterpret_cast<std::uintptr_t>(p.d) % 16 == 0;
-  }
   // TMA would write a last piece of a row whole.
-  static bool can_store_boxes(GroupwiseProblem const& p) { return C::kStoresBoxes && has_lines(p) && p.n % kUnit == 0; }
+  static bool can_store_boxes(GroupwiseProblem const& p) {
+    return C::kStoresBoxes && Slot::has_lines(p) && p.n % Slot::kUnit == 0;
+  }
 
   // `first_row` of the warp's in a tile; those of the next round are 64 further.
   __device__ GroupwiseStore(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
@@ -42,7 +38,7 @@ class GroupwiseStore {
         of_columns_(shared.column_operands(C::kSharesColumns ? 0 : warp)),
         first_row_(first_row),
         lane_(lane),
-        own_(swizzled(lane / 4, 2 * (lane % 4))) {}
+        own_(Slot::swizzled(lane / 4, 2 * (lane % 4))) {}
 
   // Before a tile's products: asks for the operands of its epilogue.
   __device__ __forceinline__ void expect(GroupwiseTile const& tile) {
@@ -107,8 +103,8 @@ class GroupwiseStore {
   }
 
  private:
-  static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
-  static constexpr int kEights = C::kChunk / 8;   // columns of a slot
+  using Slot = GroupwiseSlot<C>;
+  static constexpr int kEights = C::kChunk / 8;  // columns of a slot
   static constexpr int kLastRound = (C::kRounds - 1) * 64;
   static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
   static constexpr int kTogether = 2 * kEightRows;     // sums of eight columns
@@ -170,7 +166,8 @@ class GroupwiseStore {
         }
       }
       if (by_box) continue;
-      copy_slot(slot_at(slot), row, tile.end_row, tile.first_column + column, min(C::kChunk, C::kN - column));
+      Slot::copy(slot_at(slot), params_.p, row, tile.end_row, tile.first_column + column,
+                 min(C::kChunk, C::kN - column), lane_);
     }
     if (!later) return;
     fence_stored();
@@ -226,7 +223,7 @@ class GroupwiseStore {
       finish_sums<kHasBias>(values, whole[j], rows, columns, j);
       unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
 #pragma unroll
-      for (int i = 0; i < kEightRows; ++i) put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);
+      for (int i = 0; i < kEightRows; ++i) Slot::put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);
     }
   }
 
@@ -266,10 +263,6 @@ class GroupwiseStore {
     }
   }
 
-  static __device__ __forceinline__ int swizzled(int row, int column) {
-    return (row * C::kLine + column * static_cast<int>(sizeof(Out))) ^ (row % 8 * 16);
-  }
-
   __device__ __forceinline__ unsigned char* slot_at(int slot) const { return staging_ + slot * C::kSlotBytes; }
 
   // Once all but the last kPending that were given have been read.
@@ -292,42 +285,6 @@ class GroupwiseStore {
     auto const& p = params_.p;
     bool const last_is_own = p.offs == nullptr && p.masked_m == nullptr;
     return C::kStoresBoxes && params_.stores_boxes && (last_is_own || first_row + C::kWarpRows <= end_row);
-  }
-
-  // A slot's `columns`, of which some may be past D's last, as rows past the tile's.
-  __device__ __forceinline__ void copy_slot(unsigned char const* slot, int first_row, int end_row, int first_column,
-                                            int columns) const {
-    auto const& p = params_.p;
-    auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
-    int const rows = min(C::kWarpRows, end_row - first_row);
-    if (first_column + columns <= p.n && has_lines(p)) {
-      int const units = columns / kUnit;
-#pragma unroll
-      for (int i = lane_; i < C::kWarpRows * units; i += 32) {
-        int const row = i / units, column = i % units * kUnit;
-        int4 const unit = *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
-        if (row < rows) *reinterpret_cast<int4*>(target + row * p.stride_d + column) = unit;
-      }
-    } else {
-      int const known = min(columns, p.n - first_column);
-#pragma unroll 1
-      for (int i = lane_; i < rows * C::kChunk; i += 32) {
-        int const row = i / C::kChunk, column = i % C::kChunk;
-        if (column < known) {
-          target[row * p.stride_d + column] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void put(unsigned char* at, float a, float b) {
-    if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
-      *reinterpret_cast<__nv_bfloat162*>(at) = __floats2bfloat162_rn(a, b);
-    } else if constexpr (std::is_same_v<Out, __half>) {
-      *reinterpret_cast<__half2*>(at) = __floats2half2_rn(a, b);
-    } else {
-      *reinterpret_cast<float2*>(at) = {a, b};
-    }
   }
 
   GroupwiseParams const& params_;
