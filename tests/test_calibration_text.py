@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from epiloq.quantize.text import read_texts, sample, windows
+from epiloq.quantize.text import first_tokens, read_texts, sample, seen, windows
 from tiny_teacher import save
 
 
@@ -60,7 +60,7 @@ def test_samples_are_full_windows_in_order_and_the_same_each_time(tokenizer: Any
     assert positions == sorted(positions)
     assert all(torch.equal(a, b) for a, b in zip(chosen, sample(found, 10), strict=True))
     assert [w.tolist() for w in sample(found, 10, seed=1)] != [w.tolist() for w in chosen]
-    assert len(sample(found, 500)) == 62
+    assert len(sample(found, 500)) == 63
 
 
 def test_errors(tmp_path: Path, tokenizer: Any) -> None:
@@ -77,3 +77,37 @@ def test_errors(tmp_path: Path, tokenizer: Any) -> None:
         windows(tokenizer, ["a"])
     with pytest.raises(ValueError, match="fast"):
         windows(object(), ["a"])
+
+
+def test_short_documents_fill_what_long_ones_leave(tokenizer: Any) -> None:
+    found = windows(tokenizer, ["".join(chr(97 + i * j % 26) for i in range(20 + j)) for j in range(30)], 64)
+    assert len(sample(found, 12)) == 12 and len(sample(found, 99)) == 30
+    chosen = sample(found, 12, seed=3)
+    assert max(w.shape[1] for w in found) in [w.shape[1] for w in chosen]
+    assert all(torch.equal(a, b) for a, b in zip(chosen, sample(found, 12, seed=3), strict=True))
+
+
+@pytest.mark.parametrize("tokens", [2, 15, 16, 17, 18, 40, 70, 500])
+def test_first_tokens_are_so_many(tokenizer: Any, tokens: int) -> None:
+    found = windows(tokenizer, ["abcdefg" * 10, "xy", "abc"], 16)
+    taken = first_tokens(found, tokens)
+    joined, first = torch.cat(taken, 1), torch.cat(found, 1)
+    assert torch.equal(joined, first[:, : joined.shape[1]])
+    assert joined.shape[1] == min(tokens, first.shape[1]) - (tokens % 16 == 1)  # one token predicts nothing
+    assert all(window.shape[1] > 1 for window in taken)
+
+
+@pytest.mark.parametrize(("calibrated", "evaluated"), [(512, 512), (256, 512), (512, 256), (100, 512), (24, 100)])
+def test_what_calibration_saw_is_found_however_it_was_cut(
+    tokenizer: Any, seed: int, calibrated: int, evaluated: int
+) -> None:
+    def letters(count: int) -> str:
+        return "".join(chr(97 + int(i)) for i in torch.randint(26, (count,)))
+
+    text, other, licence = letters(5000), letters(5000), letters(200)
+    some = sample(windows(tokenizer, [text], calibrated), 3)
+    assert seen(windows(tokenizer, ["preface" + text], evaluated), some)
+    assert not seen(windows(tokenizer, [other], evaluated), some)
+    if calibrated > 500:  # A part that documents have in common is no reason.
+        some = windows(tokenizer, [licence + text[:calibrated]], calibrated)[:1]
+        assert not seen(windows(tokenizer, [licence + other], evaluated), some)

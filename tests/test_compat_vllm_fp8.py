@@ -132,6 +132,9 @@ def test_vllm_fp8_quant_refuses(seed: int) -> None:
         vllm.scaled_fp8_quant(x, torch.ones(32), group_shape=(-1, 1))
     with pytest.raises(ValueError, match="group_shape: expected one"):
         vllm.scaled_fp8_quant(x, torch.ones(4))
+    for shape in ((4, 3), (3, 32)):  # of groups of which some are short there may be several sizes
+        with pytest.raises(ValueError, match="group_shape: expected one"):
+            vllm.scaled_fp8_quant(x, torch.ones(shape))
     with pytest.raises(ValueError, match="num_token_padding"):
         vllm.scaled_fp8_quant(x, num_token_padding=8, output=torch.empty(4, 32, dtype=E4M3))
     with pytest.raises(ValueError, match=r"output: expected torch.float8_e4m3fn"):

@@ -156,7 +156,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.zeros(7)}, "bias: expected 8 elements"),
     ({"bias": torch.zeros(8).half()}, "bias: expected float32"),
     ({"groups": 3}, "groups: expected a divisor of 8"),
-    ({"clamp": (1.0, 0.0)}, "clamp: expected lo <= hi"),
+    ({"clamp": (1.0, 0.0)}, r"clamp: expected \(lo, hi\) with lo <= hi"),
     ({"dilation": 4}, "x: expected a height of at least 9"),
 ]
 

@@ -260,7 +260,7 @@ def test_save_refuses(seed: int, tmp_path: Path) -> None:
     epiloq.quantize_(mixed, "w8a8-int8")
     with pytest.raises(FormatError, match="q_proj: expected Fp8BlockLinear, got Int8Linear"):
         deepseek_fp8.save(mixed, tmp_path / "out")
-    with pytest.raises(ValueError, match="folder: expected a new one"):
+    with pytest.raises(ValueError, match="exists already"):
         deepseek_fp8.save(epiloq.quantize_(make(), "fp8-block"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

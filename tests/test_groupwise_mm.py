@@ -40,6 +40,21 @@ def test_empty(device: str, shape: tuple[int, int, int]) -> None:
     assert_close(call(p), *p.operands())
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (2, 0, 5), (2, 3, 0), (0, 0), (0, 3)])
+def test_empty_batches(device: str, shape: tuple[int, ...]) -> None:
+    q, scale = epiloq.quantize_fp8(torch.zeros(*shape, 256, device=device), granularity="group")
+    b, scale_b = torch.zeros(64, 256, device=device).to(q.dtype).t(), torch.ones(2, 1, device=device)
+    assert epiloq.groupwise_mm(q, b, scale, scale_b).shape == (*shape, 64)
+
+
+def test_experts_without_room(device: str) -> None:
+    a = torch.zeros(4, 0, 256, device=device).to(torch.float8_e4m3fn)
+    b = torch.zeros(4, 64, 256, device=device).to(a.dtype).transpose(1, 2)
+    scales = torch.ones(4, 0, 2, device=device), torch.ones(4, 2, 1, device=device)
+    masked_m = torch.zeros(4, dtype=torch.int32, device=device)
+    assert epiloq.grouped_mm(a, b, *scales, masked_m=masked_m).shape == (4, 0, 64)
+
+
 def test_any_layout_of_scales(seed: int, device: str) -> None:
     p = make(33, 200, 640, device=device)
     expected = call(p)
@@ -164,6 +179,23 @@ def test_scales_have_the_leading_dimensions_of_a(seed: int) -> None:
 def test_explain_checks_its_sizes() -> None:
     with pytest.raises(ValueError, match="experts of at least 1"):
         epiloq.explain("grouped_mm", m=4, n=64, k=128, experts=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "kind", "message"),
+    [
+        ("scaled_mm", {"m": 1}, TypeError, "expected m, n, k and perhaps .*arch.*got no n"),
+        ("scaled_mm", {"m": 1, "n": 2, "K": 3}, TypeError, "expected .*got K, which is none of them"),
+        ("scaled_mm", {"m": -5, "n": 1, "k": 1}, ValueError, "m: expected an integer from 0"),
+        ("weight_only_mm", {"m": 1, "n": 1, "k": 1, "bits": "4"}, TypeError, "an option of a type"),
+        ("requantized_mm", {"m": 1, "n": 1, "k": 1}, TypeError, "expected its own arguments"),
+    ],
+)
+def test_explain_names_what_sizes_do_not_fit(
+    name: str, said: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"^epiloq.{name}: {message}"):
+        epiloq.explain(name, **said)
 
 
 def test_every_tile_is_chosen_somewhere() -> None:

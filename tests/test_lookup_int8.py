@@ -53,6 +53,8 @@ def test_errors(device: str) -> None:
         ((x, table.int(), None), "table"),
         ((x, table, torch.empty(4, 7, dtype=torch.int8, device=device)), "out"),
         ((x, table, torch.empty(4, 6, device=device)), "out"),
+        ((x, table, torch.empty(1, 4, 6, dtype=torch.int8, device=device)), "out"),
+        ((x, table, torch.empty(2, 2, 6, dtype=torch.int8, device=device)), "out"),
     ):
         with pytest.raises(ValueError, match=rf"epiloq\.lookup_int8: {name}: expected"):
             epiloq.lookup_int8(arguments[0], arguments[1], out=arguments[2])

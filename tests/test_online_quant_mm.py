@@ -149,6 +149,16 @@ def test_prepared_weights_give_back_what_went_in(seed: int, device: str) -> None
         torch.testing.assert_close(prepared.dequantize(torch.float64), dense, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_unpacked_is_a_copy(seed: int, device: str, bits: int) -> None:
+    prepared = make_weight(8, 256, 256, bits=bits, offset=True, device=device).prepared()
+    before = prepared.dequantize()
+    for part in prepared.unpack():
+        assert part is not None
+        part.zero_()
+    assert torch.equal(prepared.dequantize(), before) and prepared == prepared
+
+
 def test_compiles_whole(seed: int, device: str) -> None:
     weight = make_weight(24, 100, 32, device=device).prepared()
     bias = torch.randn(24, device=device)

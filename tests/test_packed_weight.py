@@ -124,6 +124,7 @@ def test_through_safetensors(seed: int, tmp_path: Path, kind: str, bits: int) ->
 def test_from_state_dict_refuses() -> None:
     w = make_weight(20, 100).packed
     state, metadata = w.state_dict(), w.metadata
+    codes = torch.zeros_like(state["scale"], dtype=torch.uint8)
     without = {name: tensor for name, tensor in state.items() if name != "scale"}
     for tensors, numbers, message in (
         (state, metadata | {"layout": "other"}, "layout: expected"),
@@ -138,6 +139,10 @@ def test_from_state_dict_refuses() -> None:
         (state | {"q": state["q"].to(torch.int8)}, metadata, "q: expected"),
         (state | {"zero": state["scale"]}, metadata, "zero: expected"),
         (state | {"q": state["q"][:1]}, metadata, "q: expected"),
+        (state, metadata | {"group_size": "0"}, "group_size: expected -1 or at least 1"),
+        (state, metadata | {"n": "-3"}, "n: expected at least 0"),
+        (state | {"zero": codes, "offset": state["scale"]}, metadata, "offset: expected None beside zero"),
+        (state | {"q": state["q"].mT.contiguous().mT}, metadata, "q: expected contiguous memory"),
     ):
         with pytest.raises(ValueError, match=f"epiloq.PackedWeight: {message}"):
             PackedWeight.from_state_dict(tensors, numbers)
@@ -177,11 +182,38 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"perm": torch.arange(80) // 2}, "perm: expected each of 0 to 79 once"),
         ({"perm": torch.arange(80) - 1}, "perm: expected values from 0 to 79"),
         ({"perm": torch.arange(80).float()}, "perm: expected integers"),
+        ({"bits": 4.0}, "bits: expected one of .*got 4.0"),
+        ({"group_size": "32"}, "group_size: expected -1 or at least 1, got '32'"),
+        ({"q": torch.full((6, 80), 2**16 - 1).to(torch.uint16)}, "q: expected values from -8 to 7, got 65535"),
+        ({"q": torch.full((6, 80), -1).view(torch.uint64)}, "q: expected values from"),
     ],
 )
 def test_pack_weight_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^epiloq.pack_weight: {message}"):
         epiloq.pack_weight(**arguments(**changes))
+
+
+@pytest.mark.parametrize("name", ["q", "scale", "zero", "offset", "perm"])
+def test_pack_weight_wants_tensors(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^epiloq.pack_weight: {name}: expected a tensor, got list"):
+        epiloq.pack_weight(**arguments(**{name: [1]}))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.int64])
+def test_any_integers(seed: int, dtype: torch.dtype) -> None:
+    w = make_weight(20, 100, 4, 32, "zero", act_order=True)
+    assert w.zero is not None and w.perm is not None
+    q, zero, perm = (t.to(dtype) for t in (w.q, w.zero, w.perm))
+    again = epiloq.pack_weight(q, w.scale, zero, bits=4, group_size=32, perm=perm)
+    assert_unpacks(w, again)
+    assert torch.equal(again.dequantize(), w.packed.dequantize())
+
+
+def test_a_dtype_is_no_place() -> None:
+    with pytest.raises(TypeError):
+        make_weight(20, 100).packed.to(torch.float16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype: expected float16, bfloat16 or float32"):
+        PackedWeight.empty(3, 5, 4, 32, dtype=torch.float64)
 
 
 def test_zero_points_of_old_gptq_files() -> None:

@@ -60,6 +60,8 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "none is like '*.wide_proj'"),
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
+    "an alpha that nothing asks for": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "awq is not told an alpha"),
+    "zero points that are not there": (("--scheme", "fp8", "--symmetric"), "no integers with zero points"),
     "a device that is not there": ((*W4, "--device", "quantum"), "expected cpu"),
     "figures into a folder that is not there": ((*W4, "--json", "absent/figures.json"), "does not exist"),
 }

@@ -103,3 +103,16 @@ def test_long_sums(seed: int, device: str) -> None:
     x, weight = (torch.zeros(1, k + 1, dtype=torch.int8, device=device) for _ in range(2))
     with pytest.raises(ValueError, match="weight: expected at most 65793 values"):
         epiloq.requantized_mm(x, weight, out_dtype=torch.float32, **numbers)
+
+
+def test_no_tokens_are_checked_all_the_same() -> None:
+    weight, call = torch.ones(3, 4, dtype=torch.int8), {"input_scale": 0.1, "weight_scale": torch.ones(1)}
+    x = torch.zeros(0, 2, 4, dtype=torch.int8)
+    assert epiloq.requantized_mm(x, weight, output_scale=0.1, **call).shape == (0, 2, 3)
+    assert epiloq.requantized_mm(x, weight, out_dtype=torch.float16, **call).dtype == torch.float16
+    with pytest.raises(ValueError, match="x: expected int8"):
+        epiloq.requantized_mm(x.float(), weight, output_scale=0.1, **call)
+    with pytest.raises(ValueError, match="out_dtype: expected"):
+        epiloq.requantized_mm(x, weight, out_dtype=torch.int64, **call)
+    with pytest.raises(ValueError, match="output_scale: expected one"):
+        epiloq.requantized_mm(x, weight, **call)

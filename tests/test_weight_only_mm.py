@@ -181,8 +181,8 @@ def call(**changes: Any) -> dict[str, Any]:
         ({"out": torch.zeros(3, 20)}, "out: expected float16"),
         ({"out": torch.zeros(3, 21).half()}, "out: expected x's leading dimensions and 20 columns"),
         ({"out": torch.zeros(60).half()}, "out: expected x's leading dimensions"),
-        ({"clamp": (1.0, 0.0)}, "clamp: expected lo <= hi"),
-        ({"clamp": (math.nan, 1.0)}, "clamp: expected lo <= hi"),
+        ({"clamp": (1.0, 0.0)}, r"clamp: expected \(lo, hi\) with lo <= hi"),
+        ({"clamp": (math.nan, 1.0)}, r"clamp: expected \(lo, hi\) with lo <= hi"),
         ({"weight": make_weight(20, 64, group_size=32).packed.to("meta")}, "weight.q: expected .*"),
     ],
 )

@@ -2,8 +2,8 @@
 
 The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `weight_only_mm`, `quantize_int8` and their like) work
 on torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models;
-`explain`, `supports` and `config` say and steer what runs; `quantize` holds the algorithms, `compat` other libraries'
-names.
+`explain`, `supports` and `config` say and steer what runs; `quantize` holds the algorithms, `formats` checkpoints,
+`compat` other libraries' names.
 """
 
 from importlib import import_module
@@ -14,6 +14,7 @@ from epiloq import _core as _core
 
 if TYPE_CHECKING:
     from epiloq import compat as compat
+    from epiloq import formats as formats
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
@@ -59,6 +60,7 @@ __all__ = [
     "conv2d_int8",
     "conv2d_weight_only",
     "explain",
+    "formats",
     "grouped_mm",
     "groupwise_mm",
     "lookup_int8",
@@ -84,7 +86,7 @@ __all__ = [
 ]
 
 # A third of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
-_ON_DEMAND = ("compat", "nn", "quantize", "schemes")
+_ON_DEMAND = ("compat", "formats", "nn", "quantize", "schemes")
 
 
 def __getattr__(name: str) -> Any:

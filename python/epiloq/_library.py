@@ -20,6 +20,7 @@ LIBRARY = torch.library.Library("epiloq", "DEF")
 _any_requires_grad = torch._C._any_requires_grad
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_is_neg = Tensor.is_neg
 _grad_enabled = torch.is_grad_enabled
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -64,14 +65,17 @@ def register_product(
 
 
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:
-    """Whether a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work."""
+    """Whether a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work.
+
+    Plain ones are what their memory says: of a lazily negated one (``z.conj().imag``) it has the other sign.
+    """
     if is_dynamo_compiling():
         return False
     for tensor in required:
-        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or _is_neg(tensor):
             return False
     for maybe in optional:
-        if maybe is not None and type(maybe) is not Tensor and type(maybe) is not Parameter:
+        if maybe is not None and ((type(maybe) is not Tensor and type(maybe) is not Parameter) or _is_neg(maybe)):
             return False
     if required[0].is_meta or (_grad_enabled() and _any_requires_grad(*required, *optional)):
         return False

@@ -26,7 +26,7 @@ def padded_blocks(k: int, group_size: int) -> int:
     return -(-(round_up(k, K_MULTIPLE) if K_MULTIPLE % group_size == 0 else k) // group_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockQuantWeight:
     """An immutable weight ``[N, K]`` of about ``scale * q + offset``; made by ``epiloq.online_quant_weight``.
 
@@ -67,14 +67,13 @@ class BlockQuantWeight:
         return self.values.nbytes + self.parameters.nbytes
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What went in: ``q`` int8 ``[N, K]``, ``scale`` and ``offset`` float32 ``[N, G]`` (or None)."""
+        """Copies of what went in: ``q`` int8 ``[N, K]``, ``scale`` and ``offset`` float32 ``[N, G]`` (or None)."""
         q = widen(self.values) if self.bits == 4 else self.values
-        offset = self.offset
-        return (
-            q[:, : self.in_features].contiguous(),
-            self.scale.contiguous(),
-            None if offset is None else offset.contiguous(),
+        scale, offset = (
+            None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (self.scale, self.offset)
         )
+        assert scale is not None
+        return q[:, : self.in_features].clone(memory_format=torch.contiguous_format), scale, offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``scale * q + offset`` as ``[N, K]``, computed in float32."""

@@ -15,6 +15,7 @@ from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import explain as explain_lookup_int8
 from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
+from epiloq.ops.problems import explain_problem
 from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
@@ -48,13 +49,17 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
     """The kernel that ``epiloq.<name>(*args, **kwargs)`` would use here, in words; nothing is computed.
 
-    For the matrix products the question can be put without tensors or a GPU:
-    ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``.
+    Of `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `online_quant_mm` and `weight_only_mm`
+    the question can be put without tensors or a GPU: ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``
+    with ``m, n, k`` and options by name: ``arch`` ("sm90" unless given), ``sm_count`` (by default that architecture's
+    usual card's), ``dtype``, ``bits``, ``group_size`` and others; a wrong one lists them.
 
     Raises what the call itself would raise.
     """
     if name not in _EXPLAIN:
         raise ValueError(f"epiloq.explain: name: expected one of {', '.join(_EXPLAIN)}, got {name!r}")
+    if not args and any(size in kwargs for size in ("m", "n", "k")):
+        return explain_problem(name, kwargs)
     return _EXPLAIN[name](*args, **kwargs)
 
 

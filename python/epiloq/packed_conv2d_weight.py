@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
+from epiloq._library import expect_tensors
 from epiloq.packed_weight import PackedWeight, pack_weight
 
 # Columns that a kernel reads at a time.
@@ -165,11 +166,13 @@ def pack_conv2d_weight(
 
     Raises:
         ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
     """
+    expect_tensors("pack_conv2d_weight", {"q": q, "scale": scale}, {"zero": zero, "offset": offset}, writes=False)
     if q.ndim != 4 or 0 in q.shape[1:]:
         _refuse("q", "[Co, Kh, Kw, Ci / groups] with at least one tap and one channel", f"{list(q.shape)}")
-    if group_size != -1 and (group_size < 1 or group_size % _CHUNK):
-        _refuse("group_size", f"-1 or a multiple of {_CHUNK}", group_size)
+    if type(group_size) is not int or (group_size != -1 and (group_size < 1 or group_size % _CHUNK)):
+        _refuse("group_size", f"-1 or a multiple of {_CHUNK}", repr(group_size))
     n, kh, kw, channels = q.shape
     shape = parameter_shape(group_size, (n, kh, kw, channels))
     for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset)):

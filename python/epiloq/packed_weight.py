@@ -11,12 +11,14 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._layout import codes_of, groups_of, packed_codes, packed_parameters, parameters_of, shapes_of
+from epiloq._library import expect_tensors
 
 BITS = (2, 3, 4, 8)
 ZEROS = ("none", "zero", "offset")
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of the order of bytes in ``q``; files carry it.
 LAYOUT = "epiloq-2"
+_WIDE = (torch.uint16, torch.uint32, torch.uint64)
 _NUMBERS = ("bits", "n", "k", "group_size")
 _TENSORS = ("q", "scale", "zero", "offset", "perm")
 
@@ -106,12 +108,11 @@ class PackedWeight:
         device: torch.device | str | None = None,
     ) -> PackedWeight:
         """A weight of zeros to load another into; ``zeros`` is "none", "zero" or "offset", ``dtype`` the scales'."""
-        if bits not in BITS:
-            _refuse("bits", f"one of {BITS}", bits, "PackedWeight")
-        if group_size != -1 and group_size < 1:
-            _refuse("group_size", "-1 or at least 1", group_size, "PackedWeight")
+        check_sizes(bits, group_size, "PackedWeight", n=n, k=k)
         if zeros not in ZEROS:
             _refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
+        if dtype not in SCALE_DTYPES:
+            _refuse("dtype", "float16, bfloat16 or float32", dtype, "PackedWeight")
         shapes = shapes_of(bits, n, k, group_size)
         dtypes = {"q": torch.uint8, "scale": dtype, "zero": torch.uint8, "offset": dtype}
         tensors = {
@@ -125,9 +126,10 @@ class PackedWeight:
         return cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Raise ValueError unless every tensor has the shape, the dtype and the device that the sizes ask for."""
-        if self.bits not in BITS:
-            _refuse("bits", f"one of {BITS}", self.bits, "PackedWeight")
+        """Raise ValueError unless every tensor is as the sizes ask: its shape, dtype and device, and dense."""
+        check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
+        if self.zero is not None and self.offset is not None:
+            _refuse("offset", "None beside zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
         expected = shapes_of(self.bits, self.n, self.k, self.group_size)
         dtypes = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
         dtypes["offset"] = (self.scale.dtype,)
@@ -136,6 +138,8 @@ class PackedWeight:
             if list(tensor.shape) != shape or tensor.dtype not in dtypes[name] or tensor.device != self.device:
                 wanted = f"{' or '.join(map(str, dtypes[name]))} {shape} on {self.device}"
                 _refuse(name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", "PackedWeight")
+            if not tensor.is_contiguous():
+                _refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
         """The same weight, every tensor replaced by ``change(tensor)``."""
@@ -143,7 +147,9 @@ class PackedWeight:
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        return self.map(lambda tensor: tensor.to(device))
+        """The same weight on another device. (Its tensors' types are part of what it says, and stay.)"""
+        where = torch.device(device)
+        return self.map(lambda tensor: tensor.to(where))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(q [N, K], scale [N, groups], zero or offset [N, groups] or None)``, with the values that were packed.
@@ -211,7 +217,11 @@ def pack_weight(
 
     Raises:
         ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
     """
+    expect_tensors(
+        "pack_weight", {"q": q, "scale": scale}, {"zero": zero, "offset": offset, "perm": perm}, writes=False
+    )
     _check_integers(q, bits, group_size, zero is None and offset is None)
     n, k = q.shape
     parameters = {"scale": scale, "zero": zero, "offset": offset}
@@ -238,11 +248,19 @@ def _refuse(argument: str, expected: object, got: object, operation: str = "pack
     raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
 
 
+def check_sizes(bits: int, group_size: int, operation: str, **sizes: int) -> None:
+    """Raise ValueError for sizes that no packed weight has."""
+    if type(bits) is not int or bits not in BITS:
+        _refuse("bits", f"one of {BITS}", repr(bits), operation)
+    if type(group_size) is not int or (group_size != -1 and group_size < 1):
+        _refuse("group_size", "-1 or at least 1", repr(group_size), operation)
+    for name, size in sizes.items():
+        if size < 0:
+            _refuse(name, "at least 0", size, operation)
+
+
 def _check_integers(q: Tensor, bits: int, group_size: int, symmetric: bool) -> None:
-    if bits not in BITS:
-        _refuse("bits", f"one of {BITS}", bits)
-    if group_size != -1 and group_size < 1:
-        _refuse("group_size", "-1 or at least 1", group_size)
+    check_sizes(bits, group_size, "pack_weight")
     _check_range("q", q, *((-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)))
     if q.ndim != 2:
         _refuse("q", "2 dimensions [N, K]", f"{list(q.shape)}")
@@ -273,6 +291,8 @@ def _check_range(name: str, tensor: Tensor, low: int, high: int, operation: str 
         _refuse(name, "integers", tensor.dtype, operation)
     if tensor.numel() == 0 or tensor.is_meta:
         return
+    if tensor.dtype in _WIDE:  # of which torch knows no least and most; what int64 does not hold is negative there
+        low, tensor = max(low, 0), tensor.to(torch.int64)
     least, most = (int(end) for end in tensor.aminmax())
     if least < low or most > high:
         _refuse(name, f"values from {low} to {high}", f"{least} to {most}", operation)

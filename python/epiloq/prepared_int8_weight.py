@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+
+from epiloq._checks import limits
 
 Quantizer = tuple[float, int]
 
@@ -22,6 +24,39 @@ class Int8Parameters(NamedTuple):
     output_zero: int
     lo: float
     hi: float
+
+
+class _Arguments(NamedTuple):
+    """Whose arguments are checked, and what the weight is called among them."""
+
+    operation: str
+    weight: str
+
+    def check_tensors(self, q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
+        for name, tensor, dtype in ((self.weight, q, torch.int8), ("weight_scale", weight_scale, torch.float32)):
+            if not isinstance(tensor, Tensor):
+                self._refuse(TypeError, name, "a tensor", type(tensor).__name__)
+            if tensor.dtype != dtype:
+                self._refuse(ValueError, name, str(dtype), f"{tensor.dtype} {list(tensor.shape)}")
+        if q.ndim not in (2, 4):
+            self._refuse(ValueError, self.weight, "[Co, Kh, Kw, Ci / groups] or [N, K]", f"{list(q.shape)}")
+        if weight_scale.numel() not in (1, q.shape[0]):
+            expected = f"1 element or {q.shape[0]} (one an output channel)"
+            self._refuse(ValueError, "weight_scale", expected, f"{list(weight_scale.shape)}")
+        if bias is not None and (not isinstance(bias, Tensor) or bias.dtype != torch.float32):
+            self._refuse(ValueError, "bias", "a float32 tensor", getattr(bias, "dtype", type(bias).__name__))
+
+    def quantizer(self, name: str, value: Quantizer) -> Quantizer:
+        scale, zero = value
+        scale = float(scale)
+        if not 0 < scale < math.inf:
+            self._refuse(ValueError, f"{name}_scale", "a positive, finite number", scale)
+        if isinstance(zero, bool) or not isinstance(zero, int) or not -128 <= zero <= 127:
+            self._refuse(ValueError, f"{name}_zero", "an integer from -128 to 127", zero)
+        return scale, zero
+
+    def _refuse(self, kind: type[Exception], argument: str, expected: str, got: object) -> NoReturn:
+        raise kind(f"epiloq.{self.operation}: {argument}: expected {expected}, got {got}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,11 +97,36 @@ class PreparedInt8Weight:
         Raises ValueError: a dtype, a shape, a scale that is not positive and finite or a zero point out of range;
         TypeError for what is not a tensor.
         """
-        _check_tensors(q, weight_scale, bias)
+        return cls._prepare(_Arguments("PreparedInt8Weight", "q"), q, weight_scale, bias, input, output)
+
+    @classmethod
+    def for_call(
+        cls,
+        operation: str,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        input: Quantizer,
+        output: Quantizer | None,
+    ) -> PreparedInt8Weight:
+        """`prepare` in a call of an operation, whose arguments its errors name."""
+        return cls._prepare(_Arguments(operation, "weight"), weight, weight_scale, bias, input, output)
+
+    @classmethod
+    def _prepare(
+        cls,
+        arguments: _Arguments,
+        q: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        input: Quantizer,
+        output: Quantizer | None,
+    ) -> PreparedInt8Weight:
+        arguments.check_tensors(q, weight_scale, bias)
         q = (q if q.ndim == 4 else q[:, None, None, :]).contiguous()
         weight_scale, bias = weight_scale.detach(), None if bias is None else bias.detach()
         sums = q.sum((1, 2, 3), dtype=torch.int32)
-        input, output = _quantizer("input", input), output and _quantizer("output", output)
+        input, output = arguments.quantizer("input", input), output and arguments.quantizer("output", output)
         derived = _derived(sums, weight_scale, bias, input, output)
         return cls(q, sums, weight_scale, bias, input, output, *derived)
 
@@ -92,8 +152,9 @@ class PreparedInt8Weight:
 
     def updated(self, input: Quantizer | None = None, output: Quantizer | None = None) -> PreparedInt8Weight:
         """The same weight between other quantisers; those that are None stay."""
-        input = _quantizer("input", input or self.input)
-        output = _quantizer("output", output) if output else self.output
+        arguments = _Arguments("PreparedInt8Weight", "q")
+        input = arguments.quantizer("input", input or self.input)
+        output = arguments.quantizer("output", output) if output else self.output
         scale, shift, correction = _derived(self.sums, self.weight_scale, self.bias, input, output)
         return replace(self, input=input, output=output, scale=scale, shift=shift, correction=correction)
 
@@ -103,7 +164,7 @@ class PreparedInt8Weight:
             expected = "one beside int8 output, got None" if to_int8 else "None beside floating-point output, got one"
             raise ValueError(f"epiloq.{operation}: output_scale: expected {expected}")
         unit, zero = self.output or (1.0, 0)
-        lo, hi = clamp or (-math.inf, math.inf)
+        lo, hi = limits(operation, clamp)
         if to_int8:
             # Rounding keeps order, so that rounded ends give what clamping before rounding would, exactly.
             lo, hi = _rounded(lo / unit), _rounded(hi / unit)
@@ -137,32 +198,6 @@ def _derived(
     )
 
 
-def _check_tensors(q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
-    for name, tensor, dtype in (("q", q, torch.int8), ("weight_scale", weight_scale, torch.float32)):
-        if not isinstance(tensor, Tensor):
-            _refuse(TypeError, name, "a tensor", type(tensor).__name__)
-        if tensor.dtype != dtype:
-            _refuse(ValueError, name, str(dtype), f"{tensor.dtype} {list(tensor.shape)}")
-    if q.ndim not in (2, 4):
-        _refuse(ValueError, "q", "[Co, Kh, Kw, Ci / groups] or [N, K]", f"{list(q.shape)}")
-    if bias is not None and (not isinstance(bias, Tensor) or bias.dtype != torch.float32):
-        _refuse(ValueError, "bias", "a float32 tensor", getattr(bias, "dtype", type(bias).__name__))
-
-
-def _quantizer(name: str, value: Quantizer) -> Quantizer:
-    scale, zero = value
-    scale = float(scale)
-    if not 0 < scale < math.inf:
-        _refuse(ValueError, f"{name}_scale", "a positive, finite number", scale)
-    if isinstance(zero, bool) or not isinstance(zero, int) or not -128 <= zero <= 127:
-        _refuse(ValueError, f"{name}_zero", "an integer from -128 to 127", zero)
-    return scale, zero
-
-
 def _rounded(value: float) -> float:
     # Past int8's reach one end is as good as another; infinities and NaN cannot be rounded.
     return float(round(value)) if -1024 < value < 1024 else value
-
-
-def _refuse(kind: type[Exception], argument: str, expected: str, got: object) -> None:
-    raise kind(f"epiloq.PreparedInt8Weight: {argument}: expected {expected}, got {got}")

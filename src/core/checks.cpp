@@ -74,6 +74,9 @@ void Checker::tensor(char const* argument, TensorView const& view, std::initiali
     fail(argument, "expected at most ", TensorView::kMaxRank, " dimensions, got ", view.rank);
   }
   if (view.device != device_) fail(argument, "expected a tensor on ", describe(device_), ", got ", describe(view));
+  if (view.data == nullptr && view.numel() != 0) {
+    fail(argument, "expected memory, got ", describe(view), " without any (its storage was freed, or never allocated)");
+  }
   if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
     fail(argument, "expected a pointer aligned to its ", size_of(view.dtype), "-byte elements, got ", view.data);
   }

@@ -27,7 +27,7 @@ def compare(
         Path | None,
         typer.Option(metavar="FILE", help="Text, or a folder of it, that both are to predict.", show_default=False),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="About how many tokens of it.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it at most.")] = 4096,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="Where the models run: cpu or cuda.")] = "cpu",
     json_file: Annotated[
@@ -86,11 +86,14 @@ def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.comparison import answers
     from epiloq.formats.model import load
-    from epiloq.quantize.checks import check_generates
-    from epiloq.quantize.text import load_tokenizer, read_texts, windows
+    from epiloq.quantize.checks import check_generates, check_positions
+    from epiloq.quantize.text import first_tokens, load_tokenizer, read_texts, windows
 
-    parts = windows(load_tokenizer(a), read_texts(text), length)[: -(-tokens // length)]
-    models = [load(Checkpoint(folder))[0].to(device) for folder in (a, b)]
+    parts = first_tokens(windows(load_tokenizer(a), read_texts(text), length), tokens)
+    checkpoints = [Checkpoint(folder) for folder in (a, b)]
+    for checkpoint in checkpoints:
+        check_positions(checkpoint, parts)
+    models = [load(checkpoint)[0].to(device) for checkpoint in checkpoints]
     for folder, model in zip((a, b), models, strict=True):
         check_generates(model, folder)
     with stage("windows", len(parts)) as advance:

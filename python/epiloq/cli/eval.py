@@ -22,13 +22,14 @@ def measure(folder: Path, text: Path, tokens: int, length: int, device: str, sta
     from epiloq.demo.perplexity import perplexity
     from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.model import load
-    from epiloq.quantize.checks import check_generates
-    from epiloq.quantize.text import load_tokenizer, read_texts, windows
+    from epiloq.quantize.checks import check_generates, check_positions
+    from epiloq.quantize.text import first_tokens, load_tokenizer, read_texts, windows
 
     checkpoint = Checkpoint(folder)
     parts = windows(load_tokenizer(folder), read_texts(text), length)
     if tokens != ALL:
-        parts = parts[: -(-tokens // length)]
+        parts = first_tokens(parts, max(tokens, 2))
+    check_positions(checkpoint, parts)
     model, quantization = load(checkpoint)
     check_generates(model, folder)
     model.to(device)
@@ -53,7 +54,7 @@ def measure(folder: Path, text: Path, tokens: int, length: int, device: str, sta
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory, quantised or not.")],
     text: Annotated[Path, typer.Option(metavar="FILE", help="Text, or a folder of it, to predict.")],
-    tokens: Annotated[int, typer.Option(min=ALL, help="About how many tokens to evaluate; 0 for all.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=ALL, help="How many tokens to evaluate at most; 0 for all.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
     json_file: Annotated[

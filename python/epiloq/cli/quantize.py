@@ -50,6 +50,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["perplexity"]:
         first, last = report["perplexity"]["before"], report["perplexity"]["after"]
         lines.append(f"perplexity {first:.3f} before, {last:.3f} after ({100 * (last / first - 1):+.2f} %)")
+    if report["calibration_windows"]:
+        lines.append(f"calibrated on {report['calibration_tokens']} tokens in {report['calibration_windows']} windows")
+        if report["calibration_tokens"] < report["count"] * report["length"] / 2:
+            lines[-1] += f", of {report['count']} windows of {report['length']} that were asked for: give more text"
     name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
     lines.append(f"worst layer {name}: its {report['error_of']} is off by {100 * error:.1f} %")
     kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]

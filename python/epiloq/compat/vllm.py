@@ -173,11 +173,12 @@ def _granularity(x: Tensor, scale: Tensor, group_shape: tuple[int, int] | None) 
     if group_shape is None:
         if scale.numel() == 1:
             group_shape = (-1, -1)
-        elif scale.dim() == 2 and m and k and scale.numel():
-            group_shape = (-(-m // scale.shape[0]), -(-k // scale.shape[1]))
-        else:
+        elif scale.dim() == 2 and m and k and scale.numel() and m % scale.shape[0] == 0 and k % scale.shape[1] == 0:
+            group_shape = (m // scale.shape[0], k // scale.shape[1])
+        else:  # of groups of which the last are short there may be several sizes
             raise ValueError(
-                f"scaled_fp8_quant: group_shape: expected one beside a scale of shape {list(scale.shape)}, got None"
+                f"scaled_fp8_quant: group_shape: expected one beside a scale of shape {list(scale.shape)} for an input "
+                f"of {list(x.shape)}, got None"
             )
     high, wide = (m if group_shape[0] == -1 else group_shape[0]), (k if group_shape[1] == -1 else group_shape[1])
     if scale.numel() == 1 and high >= m and wide >= k:

@@ -6,3 +6,13 @@ calibrated `QuantizedWeight`) and tensors by name, see docs/weight_layouts.md; `
 `layers` reads the layers of a directory in any of them; `checkpoint` and `safetensors_file` hold files. Nothing here is
 imported by ``import epiloq``.
 """
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")

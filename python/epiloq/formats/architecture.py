@@ -31,15 +31,30 @@ def architecture(checkpoint: Checkpoint) -> Any:
     return found
 
 
+def transformers_config(checkpoint: Checkpoint) -> Any:
+    """The config.json as transformers reads it. Raises FormatError where it cannot."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+    except Exception as error:  # huggingface_hub has kinds of its own for values of a wrong type
+        reason = " ".join(str(error).split())
+        raise FormatError(f"{checkpoint.folder / 'config.json'}: transformers cannot read it: {reason}") from error
+
+
+def positions(checkpoint: Checkpoint) -> int | None:
+    """How many tokens a language model sees at once, where its config.json says so, by whatever name."""
+    found = getattr(transformers_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
     """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values.
 
     On "meta" it has none, and takes no memory. Experts of which the files hold a matrix each are apart, and the
     checkpoint's tensors have the model's names from now on.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+    config = transformers_config(checkpoint)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with _default_dtype(config.dtype or torch.float32), torch.device(device):

@@ -238,7 +238,7 @@ def _fast_read(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int,
     rows, columns = shape
     groups = columns // full(group_size, columns)
     # A tile's words, by row, half, b and c, hold column 32 half + 8 a + 2 b + c in nibble a.
-    words = tensors["qweight"].view(-1, columns // SPAN, INTERLEAVE, 2, 4, 2)
+    words = tensors["qweight"].view(rows // INTERLEAVE, columns // SPAN, INTERLEAVE, 2, 4, 2)
     nibbles = torch.stack([words >> 4 * a & 15 for a in range(4)], dim=4).to(torch.uint8)  # row, tile, r, half, a, b, c
     q = nibbles.transpose(1, 2).reshape(rows, columns)
     scale, offset = (tensors[name][:groups].t().contiguous() for name in ("scales", "qzeros"))

@@ -32,9 +32,9 @@ class Checkpoint:
     opened.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = _read_json(folder / "config.json")
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = _read_json(self.folder / "config.json")
         self.entries: dict[str, Entry] = {}
         self.files = self._weight_map()
         self.stored: dict[str, str] = {}
@@ -126,6 +126,8 @@ class Checkpoint:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        raise FormatError(f"{file.parent}: expected a model directory, found a file") from None
     except FileNotFoundError:
         raise FormatError(f"{file}: missing") from None
     except (ValueError, RecursionError) as error:
@@ -187,11 +189,12 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
+def written_whole(folder: str | Path) -> Iterator[Path]:
     """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
 
     Raises FormatError where `folder` exists.
     """
+    folder = Path(folder)
     if folder.exists() or folder.is_symlink():
         raise FormatError(f"{folder} exists already: choose another output, or move it away")
     aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")

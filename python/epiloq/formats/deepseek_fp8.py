@@ -51,7 +51,7 @@ def config(not_converted: Collection[str]) -> dict[str, Any]:
     }
 
 
-def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHARD) -> None:
     """Write a model of transformers with ``Fp8BlockLinear`` layers (scheme "fp8-block") into a new `folder`.
 
     The folder appears by one rename when all is written. A tokenizer is saved beside by its own ``save_pretrained``.
@@ -59,10 +59,8 @@ def save(model: nn.Module, folder: Path, largest_shard: int = LARGEST_SHARD) -> 
     transformers divides a weight evenly into as many blocks as there are scales when it de-quantises, which is wrong
     for sizes above 128 that are no multiples of it; such layers are warned of.
 
-    Raises FormatError for another quantised layer, or none of this kind; ValueError where `folder` exists.
+    Raises FormatError where `folder` exists, or for another quantised layer, or none of this kind.
     """
-    if folder.exists():
-        raise ValueError(f"deepseek_fp8: folder: expected a new one, but {folder} exists")
     with written_whole(folder) as aside:
         write(model, model_config(model), aside, largest_shard)
         if getattr(model, "generation_config", None) is not None:
@@ -101,7 +99,7 @@ def _check_others(model: nn.Module) -> None:
             raise FormatError(f"deepseek_fp8: {name}: expected Fp8BlockLinear, got {type(module).__name__}")
 
 
-def load(folder: Path) -> nn.Module:
+def load(folder: str | Path) -> nn.Module:
     """The model of transformers in a directory, in its own type and evaluation mode, with ``Fp8BlockLinear`` layers.
 
     Activations are quantised with float32 scales, whatever "scale_fmt" says. Pickles are never opened.

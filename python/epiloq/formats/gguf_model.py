@@ -19,7 +19,9 @@ ROTATED = {"llama": {"q_proj": "num_attention_heads", "k_proj": "num_key_value_h
 
 
 @torch.no_grad()
-def load(path: Path, *, activations: Literal["int8"] | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load(
+    path: str | Path, *, activations: Literal["int8"] | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The model of a GGUF file, in evaluation mode on the CPU.
 
     Linear layers of Q4_0, Q4_1 or Q8_0 blocks become ``WeightOnlyLinear`` or, with int8 activations,
@@ -37,6 +39,7 @@ def load(path: Path, *, activations: Literal["int8"] | None = None, dtype: torch
     import gguf as package
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    path = Path(path)
     file = GgufFile(path)
     if file.architecture not in ROTATED:
         known = ", ".join(ROTATED)

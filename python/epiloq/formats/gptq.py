@@ -145,7 +145,7 @@ def parse(found: Mapping[str, Any]) -> tuple[Quantization, str]:
     version = found.get("checkpoint_format", "gptq")
     _check(version)
     try:
-        return Quantization(Grid(int(found["bits"]), int(found["group_size"]), bool(found.get("sym", True)))), version
+        return Quantization(Grid(found["bits"], found["group_size"], bool(found.get("sym", True)))), version
     except (KeyError, TypeError) as error:
         raise FormatError("gptq: quantization_config: expected bits and group_size") from error
 

@@ -75,6 +75,10 @@ class Layers:
         if part is None:
             return "weight_perm" in self.parts[layer]
         index, quantization = self.checkpoint.tensor(part), self.readers[layer].quantization
+        columns = self.shape(layer)[1]
+        if index.shape != (columns,):
+            where = self.checkpoint.where(part)
+            raise FormatError(f"{where}: expected the group of each of {columns} columns, got {list(index.shape)}")
         length = quantization.grid.length(len(index)) if quantization is not None else len(index)
         return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
 

@@ -47,6 +47,14 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def from_directory(folder: str | Path) -> nn.Module:
+    """The model in a directory, in floating point or quantised in any format, in its own type and evaluation mode.
+
+    Raises FormatError, which names file and tensor, for what is missing or does not fit.
+    """
+    return load(Checkpoint(folder))[0]
+
+
 def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
     """A model of either kind, ready to run, and how its layers are quantised.
 

@@ -14,7 +14,7 @@ from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
 from epiloq.ops.weight_only_mm import run
-from epiloq.packed_weight import PackedWeight, checked_perm, pack_weight
+from epiloq.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
 _BUFFERS = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
@@ -193,6 +193,7 @@ class WeightOnlyLinear(KeptDtypes):
 
 def nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
     """q int8 ``[N, K]`` and scale ``[N, groups]`` of the symmetric grids nearest to a weight."""
+    check_sizes(bits, group_size, "WeightOnlyLinear")
     n, k = weight.shape
     length = k if group_size == -1 else group_size
     groups = -(-k // length)

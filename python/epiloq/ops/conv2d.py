@@ -52,16 +52,16 @@ def _sides(
     if _integers(padding, 4):
         top, bottom, left, right = padding
         return top, bottom, left, right
-    height, width = _pair(operation, "padding", padding)
+    height, width = _pair(operation, "padding", padding, 'an integer, two, four, "same" or "valid"')
     return height, height, width, width
 
 
-def _pair(operation: str, argument: str, value: object) -> tuple[int, int]:
+def _pair(operation: str, argument: str, value: object, expected: str = "an integer or two") -> tuple[int, int]:
     if type(value) is int:
         return value, value
     pair = (value, value) if isinstance(value, int) else value
     if not _integers(pair, 2):
-        _refuse(operation, argument, "an integer or two", repr(value))
+        _refuse(operation, argument, expected, repr(value))
     return pair[0], pair[1]
 
 

@@ -72,6 +72,8 @@ def conv2d_int8(
         TypeError: an argument is not a tensor, or a parameter is missing.
         NotImplementedError: on a GPU that this build has no kernel for.
     """
+    if isinstance(weight, Tensor) and weight.ndim != 4:
+        raise ValueError(f"epiloq.{_NAME}: weight: expected [Co, Kh, Kw, Ci / groups], got {list(weight.shape)}")
     w = prepared(_NAME, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
     where = geometry(_NAME, w.q.shape[1:3], stride, padding, dilation, groups)
     return _call(_NAME, x_q, w, clamp, where, out_dtype, out)
@@ -108,8 +110,11 @@ def requantized_mm(
     if x_q.ndim < 1 or x_q.shape[-1] != k:
         raise ValueError(f"epiloq.{name}: x_q: expected [.., {k}], got {list(x_q.shape)}")
     tokens = x_q.reshape(1, -1, 1, k)
-    if tokens.shape[1] == 0:
-        return x_q.new_empty((*x_q.shape[:-1], n), dtype=out_dtype)
+    if tokens.shape[1] == 0:  # which no convolution takes: a row that nobody sees, for its checks
+        tokens = x_q.new_zeros((1, 1, 1, k))
+        return _call(name, tokens, w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None).new_empty(
+            (*x_q.shape[:-1], n)
+        )
     y = _call(name, tokens, w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
     return y.view(*x_q.shape[:-1], n)
 
@@ -135,8 +140,10 @@ def prepared(
     if weight_scale is None or into[0] is None:
         missing = "weight_scale" if weight_scale is None else "input_scale"
         raise TypeError(f"epiloq.{operation}: {missing}: expected one beside a plain weight, got None")
+    if onto[0] is None and onto[1] is not None:
+        raise ValueError(f"epiloq.{operation}: output_zero: expected None without output_scale, got {onto[1]}")
     output = None if onto[0] is None else (onto[0], onto[1] or 0)
-    return PreparedInt8Weight.prepare(weight, weight_scale, bias, input=(into[0], into[1] or 0), output=output)
+    return PreparedInt8Weight.for_call(operation, weight, weight_scale, bias, (into[0], into[1] or 0), output)
 
 
 def _call(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
+from epiloq._checks import limits
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
@@ -77,7 +78,7 @@ def _numbers(
         raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedConv2dWeight, got {type(weight).__name__}")
     w = weight
     where = geometry(_NAME, w.kernel, stride, padding, dilation, groups)
-    lo, hi = (-_INFINITY, _INFINITY) if clamp is None else clamp
+    lo, hi = limits(_NAME, clamp)
     return w, (w.bits, w.n, w.kernel, w.channels, w.padded_channels, w.group_size, lo, hi, *where)
 
 

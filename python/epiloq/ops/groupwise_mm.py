@@ -122,14 +122,9 @@ def _run(
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `groupwise_mm` and `grouped_mm`: their own arguments, or by name some of
-    ``m, n, k, column_scales, aligned, experts, whole_rows, dtype, arch,
-    sm_count``."""
+    """`epiloq.explain` for `groupwise_mm` and `grouped_mm` by their own arguments."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
-        if "m" in kwargs and not args:
-            dtype = str(kwargs.pop("dtype", torch.float8_e4m3fn)).removeprefix("torch.")
-            return _core.explain_groupwise_mm_problem(**kwargs, dtype=dtype, has_experts=name == "grouped_mm")
         given = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"epiloq.{name}: {error}") from None

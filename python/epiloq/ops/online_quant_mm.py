@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._checks import limits
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq._threads import threads_for
 from epiloq.block_quant_weight import BlockQuantWeight, widen
@@ -66,7 +67,7 @@ def online_quant_mm(
         NotImplementedError: no kernel of this build runs on the device; or, later, a gradient reaches the result.
     """
     weight = _weight_of(x, w_q, w_scale, w_offset, group_size)
-    lo, hi = _limits(clamp)
+    lo, hi = limits(_NAME, clamp)
     parts = (x, weight.values, weight.parameters)
     if not direct(parts, (bias, out)):
         required = dict(zip(("x", "w_q", "w_scale"), parts, strict=True))
@@ -101,15 +102,6 @@ def _weight_of(
     k = x.shape[-1]
     packed = w_q.ndim == 2 and w_q.shape[1] != k and w_q.shape[1] == (k + 1) // 2
     return online_quant_weight(w_q, w_scale, w_offset, group_size=group_size, bits=4 if packed else 8, in_features=k)
-
-
-def _limits(clamp: tuple[float, float] | None) -> tuple[float, float]:
-    if clamp is None:
-        return -_INFINITY, _INFINITY
-    lo, hi = clamp
-    if not lo <= hi:
-        raise ValueError(f"epiloq.online_quant_mm: clamp: expected (lo, hi) with lo <= hi, got {clamp}")
-    return float(lo), float(hi)
 
 
 def _empty(x: Tensor, values: Tensor) -> Tensor:
@@ -151,9 +143,7 @@ def run(
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain`: the call's own arguments, or ``m, n, k, group_size, bits, arch, sm_count`` by name."""
-    if "m" in kwargs and not args:
-        return _core.explain_online_quant_mm_problem(**kwargs)
+    """`epiloq.explain` by the call's own arguments."""
     try:
         given = inspect.signature(online_quant_mm).bind(*args, **kwargs)
     except TypeError as error:
@@ -163,7 +153,7 @@ def explain(*args: Any, **kwargs: Any) -> str:
     weight = _weight_of(call["x"], call["w_q"], call["w_scale"], call["w_offset"], call["group_size"])
     x, bias, out = call["x"], call["bias"], call["out"]
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
-    meaning = (weight.in_features, weight.group_size, weight.bits, *_limits(call["clamp"]), call["staged"])
+    meaning = (weight.in_features, weight.group_size, weight.bits, *limits(_NAME, call["clamp"]), call["staged"])
     described = (_empty(x, weight.values) if out is None else out, x, weight.values, weight.parameters, bias, *meaning)
     return _core.explain_online_quant_mm(*described)
 

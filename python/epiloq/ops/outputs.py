@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from epiloq._checks import expect_positive
+
 
 def round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
@@ -20,9 +22,7 @@ def expect_choice(operation: str, argument: str, value: object, choices: tuple[o
 def expect_layout(operation: str, granularity: str, group_size: int, scale_layout: str, pad_to: int) -> None:
     """What decides the outputs' shapes and strides, before they can be allocated."""
     expect_choice(operation, "scale_layout", scale_layout, ("row", "column"))
-    for argument, number in (("group_size", group_size), ("pad_to", pad_to)):
-        if number < 1:
-            raise ValueError(f"epiloq.{operation}: {argument}: expected a positive integer, got {number}")
+    expect_positive(operation, group_size=group_size, pad_to=pad_to)
     if scale_layout == "column" and granularity != "group":
         raise ValueError(
             f'epiloq.{operation}: scale_layout: expected "row" for granularity {granularity}, got "column"'

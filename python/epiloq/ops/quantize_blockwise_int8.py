@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._checks import expect_positive
 from epiloq._library import direct, expect_tensors, refuse_backward, register
 
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
@@ -42,6 +43,7 @@ def quantize_blockwise_int8(
         TypeError: an argument is not a tensor.
         NotImplementedError: later, a gradient reaches a scale or an offset, as there is no derivative.
     """
+    expect_positive("quantize_blockwise_int8", group_size=group_size)
     if out is None:
         if direct((x,)):
             return _quantise(x, group_size) if not symmetric else _with_none(*_quantise_symmetric(x, group_size))

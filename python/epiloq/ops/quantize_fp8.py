@@ -35,8 +35,8 @@ def quantize_fp8(
     ``scale = max(min(amax, scale_ub), eps) / largest``, never below 2^-126, so that zeros give zeros.
 
     What holds NaN gets a NaN scale and NaN throughout, what holds an infinity an infinite scale and NaN in its place
-    (0 elsewhere): what is computed from either is NaN, as in floating point. With a static scale NaN stays NaN, the
-    code 0x7f, and infinities saturate.
+    (0 elsewhere): what is computed from either is NaN, as in floating point. (``scale_ub`` bounds infinities.) With a
+    static scale NaN stays NaN, the code 0x7f, and infinities saturate.
 
     Args:
         x: ``[.., K]`` float32, float16 or bfloat16, rows dense; ``[N, K]`` for "block".
@@ -44,7 +44,8 @@ def quantize_fp8(
             "block", ``group_size`` x ``group_size`` elements. The last group or block of a row may be shorter.
         group_size: of groups and blocks.
         scale: static: float32, as many as the granularity has, in the shape given below. It is returned as it came.
-        scale_ub: dynamic: float32, one element, an upper bound of the measured amax; values beyond it saturate.
+        scale_ub: dynamic: float32, one element, an upper bound of the measured amax, be that infinite; values beyond it
+            saturate. It is not looked at beforehand: NaN bounds nothing, and below 0 all saturate.
         eps: dynamic: the least amax.
         ue8m0: dynamic: scales are rounded up to powers of two.
         scale_layout: "column", for groups: the scales of one group of every row are neighbours, strides

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._checks import expect_positive
 from epiloq._library import direct, expect_tensors, refuse_backward, register
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,8 +33,9 @@ def quantize_int8(
     - asymmetric: ``scale = (hi - lo) / 255``, ``azp = round(-128 - lo / scale)``, where [lo, hi] is the range of the
       values widened to hold 0, so that ``azp`` stays in [-128, 127] and 0 is represented exactly.
 
-    ``scale`` is never below 2^-126: zeros give zeros. A row that holds NaN or Inf gets a scale that is not finite and
-    a ``q`` that stands for 0 throughout, so what is computed from it is NaN, as in floating point. With a static scale
+    ``scale`` is never below 2^-126: zeros give zeros. A row that holds NaN or Inf, or without symmetry has a range past
+    float32, gets a scale that is not finite and a ``q`` that stands for 0 throughout, so what is computed from it is
+    NaN, as in floating point. With a static scale
     NaN counts as 0 and infinities saturate.
 
     Args:
@@ -94,8 +96,7 @@ def _expect(
     """What the arguments ask of one another; the tensors themselves are checked in C++."""
     if granularity not in ("token", "tensor"):
         raise ValueError(f'epiloq.quantize_int8: granularity: expected "token" or "tensor", got {granularity!r}')
-    if pad_to < 1:
-        raise ValueError(f"epiloq.quantize_int8: pad_to: expected a positive integer, got {pad_to}")
+    expect_positive("quantize_int8", pad_to=pad_to)
     if scale is None and azp is not None:
         raise ValueError("epiloq.quantize_int8: azp: expected None where scale is None (both are measured)")
     if scale is not None and azp is None and not symmetric:

@@ -64,7 +64,8 @@ def rms_norm_quant(
     fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric) and `quantize_fp8`.
 
     CPU and GPU add squares in another order: the scale is within 2^-20 of float64's, relatively, and q within one step
-    of the value over that scale; the returned sum is the same to the bit. Each is deterministic.
+    of the value over that scale, for rows whose squares' sum float32 holds (beyond, from values of 1e19 on, the norm is
+    0, as torch's is); the returned sum is the same to the bit. Each is deterministic.
 
     Args:
         x: ``[.., K]`` float32, float16 or bfloat16, rows dense.

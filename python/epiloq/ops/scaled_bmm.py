@@ -97,12 +97,8 @@ def _run(
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `scaled_bmm`: its own arguments, or by name some of ``m, n, k, batches, dtype, int8_out,
-    arch, aligned, sm_count``."""
+    """`epiloq.explain` for `scaled_bmm` by its own arguments."""
     try:
-        if "m" in kwargs and not args:
-            dtype = str(kwargs.pop("dtype", torch.int8)).removeprefix("torch.")
-            return _core.explain_scaled_mm_problem(**kwargs, dtype=dtype)
         given = _SIGNATURE.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"epiloq.scaled_bmm: {error}") from None

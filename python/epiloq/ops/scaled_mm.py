@@ -173,13 +173,9 @@ def _launch(call: _Call, fast_accum: bool, constant_b: bool) -> None:
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for a product: its own arguments, or by name some of ``m, n, k, dtype, fast_accum,
-    arch, aligned, sm_count``."""
+    """`epiloq.explain` for a product by its own arguments."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
-        if "m" in kwargs and not args:
-            dtype = str(kwargs.pop("dtype", torch.int8)).removeprefix("torch.")
-            return _core.explain_scaled_mm_problem(**kwargs, dtype=dtype)
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"epiloq.{name}: {error}") from None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._checks import limits
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq._threads import threads_for
 from epiloq.packed_weight import PackedWeight
@@ -49,7 +50,7 @@ def weight_only_mm(
         TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
         NotImplementedError: later, a gradient reaches the result, as there is no derivative.
     """
-    lo, hi = (-_INFINITY, _INFINITY) if clamp is None else clamp
+    lo, hi = limits(_NAME, clamp)
     w = _expect(weight)
     numbers = (w.bits, w.n, w.k, w.group_size, lo, hi)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, w.perm, bias, out)):
@@ -143,14 +144,7 @@ def dense_product(
         product.clamp_(*clamp)
 
 
-def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain`: the arguments of `weight_only_mm`, or ``m, n, k, bits, group_size, arch, sm_count`` by name."""
-    if "m" in kwargs and not args:
-        return _core.explain_weight_only_mm_problem(**kwargs)
-    return _explain(*args, **kwargs)
-
-
-def _explain(
+def explain(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None = None,
@@ -158,10 +152,11 @@ def _explain(
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> str:
+    """`epiloq.explain` for `weight_only_mm` by its own arguments."""
     w = _expect(weight)
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     out = _empty(x, w.n) if out is None else out
-    numbers = (w.bits, w.n, w.k, w.group_size, *((-_INFINITY, _INFINITY) if clamp is None else clamp))
+    numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
     return _core.explain_weight_only_mm(out, _on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
-from epiloq.formats.architecture import skeleton
+from epiloq.formats.architecture import positions, skeleton
 from epiloq.formats.checkpoint import Checkpoint
 from epiloq.formats.layouts import FormatError
 from epiloq.formats.table import FORMATS
@@ -18,10 +18,12 @@ from epiloq.layer_filter import default_filter
 from epiloq.mixtures import take_apart_
 from epiloq.quantize.algorithms import ALGORITHMS
 from epiloq.quantize.blocks import find_blocks, linears_of
+from epiloq.quantize.grid import Grid
 from epiloq.quantize.outputs import choose
+from epiloq.quantize.smoothquant import ALPHA
 from epiloq.quantize.static import AUTO
 from epiloq.quantize.targets import TARGETS
-from epiloq.quantize.text import load_tokenizer, read_texts, sample, windows
+from epiloq.quantize.text import first_tokens, load_tokenizer, read_texts, sample, seen, windows
 from epiloq.schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -42,8 +44,12 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{output}: expected a place in a folder, but {nearest} is a file")
     if settings.keep_dynamic is not None and not target.static:
         raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
+    if settings.symmetric and not isinstance(target.base, Grid):
+        raise ValueError(f"{settings.scheme} has no integers with zero points to leave out (--symmetric)")
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
+    if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
+        raise ValueError(f"{settings.algorithm} is not told an alpha: expected none beside it (--alpha)")
     if needs_text(settings) and settings.calibration is None:
         raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
 
@@ -116,20 +122,25 @@ def read_windows(settings: Settings, source: Checkpoint) -> tuple[list[Tensor], 
     if needs_text(settings) and settings.calibration is not None:
         found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
         texts = sample(found, settings.count, settings.seed)
-        _check_positions(source, texts)
+        check_positions(source, texts)
     if settings.evaluation is not None:
-        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), EVALUATED_LENGTH)
-        evaluation = found[: EVALUATED_TOKENS // EVALUATED_LENGTH]
-        seen = {tuple(window.flatten().tolist()) for window in texts}
-        if any(tuple(window.flatten().tolist()) in seen for window in evaluation):
+        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), evaluated_length(source))
+        evaluation = first_tokens(found, EVALUATED_TOKENS)
+        if seen(evaluation, texts):
             raise ValueError(f"{settings.evaluation}: expected text that calibration does not see, found some of it")
     return texts, evaluation
 
 
-def _check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
-    positions, longest = source.config.get("max_position_embeddings"), max(text.shape[1] for text in texts)
-    if isinstance(positions, int) and longest > positions:
+def evaluated_length(source: Checkpoint) -> int:
+    """Tokens in a window to evaluate on: fewer than usual where the model has no more positions."""
+    return min(EVALUATED_LENGTH, positions(source) or EVALUATED_LENGTH)
+
+
+def check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
+    """Raise ValueError for windows longer than the model has positions."""
+    most, longest = positions(source), max(text.shape[1] for text in texts)
+    if most is not None and longest > most:
         raise ValueError(
-            f"{source.folder}: expected windows of at most {positions} tokens, for which the model has positions, "
+            f"{source.folder}: expected windows of at most {most} tokens, for which the model has positions, "
             f"got {longest} (--length)"
         )

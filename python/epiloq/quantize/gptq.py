@@ -48,6 +48,8 @@ def gptq(
         ValueError: before anything is computed, `act_order` without `static_groups` on a grid that has no word for such
             groups; shapes that do not fit, numbers that are not finite, or a Hessian that no dampening helps.
     """
+    if weight.ndim != 2:
+        raise ValueError(f"gptq: weight: expected two dimensions [N, K], got {list(weight.shape)}")
     columns = weight.shape[1]
     if act_order and not static_groups and not grid.reorders and grid.length(columns) < columns:
         raise ValueError(

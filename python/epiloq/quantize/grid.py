@@ -39,10 +39,11 @@ class Grid:
     reorders: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"Grid: bits: expected 2 to 8, got {self.bits}")
-        if self.group_size != -1 and self.group_size < 1:
-            raise ValueError(f"Grid: group_size: expected -1 or at least 1, got {self.group_size}")
+        # What they are is said by files, too.
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise ValueError(f"Grid: bits: expected 2 to 8, got {self.bits!r}")
+        if not isinstance(self.group_size, int) or (self.group_size != -1 and self.group_size < 1):
+            raise ValueError(f"Grid: group_size: expected -1 or at least 1, got {self.group_size!r}")
 
     @property
     def lowest(self) -> int:

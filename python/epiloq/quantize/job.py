@@ -29,7 +29,7 @@ from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms import ALGORITHMS
 from epiloq.quantize.calibrate import Block, calibrate
-from epiloq.quantize.checks import EVALUATED_LENGTH, check_model, check_request, read_windows
+from epiloq.quantize.checks import check_model, check_request, evaluated_length, read_windows
 from epiloq.quantize.codebooks import Calibrated
 from epiloq.quantize.rounding import Codebook
 from epiloq.quantize.smoothquant import ALPHA
@@ -121,6 +121,7 @@ class Job:
         settings = self.settings
         found = {
             **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+            "calibration_windows": len(self.texts),
             "calibration_tokens": sum(window.numel() for window in self.texts),
             "blocks": len(tally.blocks),
             "blocks_resumed": tally.resumed,
@@ -136,7 +137,12 @@ class Job:
         if before is not None:
             after = self.perplexity(load(Checkpoint(whole))[0].to(settings.device), tally, "evaluate after")
             tokens = sum(window.numel() for window in self.evaluation)
-            found["perplexity"] = {"before": before, "after": after, "tokens": tokens, "window": EVALUATED_LENGTH}
+            found["perplexity"] = {
+                "before": before,
+                "after": after,
+                "tokens": tokens,
+                "window": evaluated_length(self.source),
+            }
         found |= {
             "stages": tally.seconds,
             "seconds": time.perf_counter() - start,
@@ -175,12 +181,23 @@ def _aside(settings: Settings) -> Path:
 def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     """Quantise, write, and report. An interrupted run goes on where it stopped.
 
-    Raises ValueError, or OSError when the disk fails; finished blocks stay in `job.aside`.
+    Raises OSError when the disk fails; finished blocks then stay in `job.aside`, as when the user interrupts. Raises
+    ValueError where the same run would fail again; nothing of it stays.
     """
-    start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
+    store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
+    try:
+        found = _perform(job, store, Tally(stage))
+    except ValueError:
+        store.discard()
+        raise
+    store.discard()
+    return found
+
+
+def _perform(job: Job, store: Store, tally: Tally) -> dict[str, Any]:
+    start, settings = time.perf_counter() - job.seconds, job.settings
     tally.seconds["load"] = job.seconds
     tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
-    store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
     before = job.perplexity(job.model, tally, "evaluate before")
     with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):
@@ -201,7 +218,6 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     if settings.output.exists():
         raise FileExistsError(f"{settings.output} appeared meanwhile")
     whole.rename(settings.output)
-    store.discard()
     return found
 
 

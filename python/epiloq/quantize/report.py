@@ -22,7 +22,7 @@ SETTINGS = {
     "format": "layout",
     "symmetric weights": "symmetric",
     "calibration text": "calibration",
-    "windows": "count",
+    "windows at most": "count",
     "tokens in a window": "length",
     "seed": "seed",
     "alpha": "alpha",
@@ -56,7 +56,7 @@ def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
     """What decided the result, in words."""
     found = {name: "none" if report[key] is None else str(report[key]) for name, key in SETTINGS.items()}
-    found["calibration tokens"] = str(report["calibration_tokens"])
+    found["calibrated on"] = f"{report['calibration_tokens']} tokens in {report['calibration_windows']} windows"
     if report["blocks_resumed"]:
         found["blocks kept of an interrupted run"] = str(report["blocks_resumed"])
     environment: dict[str, str] = report["environment"]

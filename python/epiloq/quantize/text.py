@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 SEED = 0
+# Tokens that texts have in common by more than chance.
+RUN, SHORTEST_RUN = 64, 16
 
 
 def read_texts(source: str | Path | Sequence[str]) -> list[str]:
@@ -62,11 +64,51 @@ def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Ten
 
 
 def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor]:
-    """`count` windows (all, if there are no more) in the text's order, of full length where there are such."""
+    """`count` windows (all, if there are no more) in the text's order: the longest first, then shorter ones."""
     longest = max(window.shape[1] for window in found)
-    full = [window for window in found if window.shape[1] == longest]
-    chosen = torch.randperm(len(full), generator=torch.Generator().manual_seed(seed))[:count]
-    return [full[i] for i in sorted(chosen.tolist())]
+    generator = torch.Generator().manual_seed(seed)
+    chosen: list[int] = []
+    for is_longest in (True, False):
+        candidates = [i for i, window in enumerate(found) if (window.shape[1] == longest) == is_longest]
+        order = torch.randperm(len(candidates), generator=generator)[: count - len(chosen)]
+        chosen += [candidates[i] for i in order.tolist()]
+    return [found[i] for i in sorted(chosen)]
+
+
+def first_tokens(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """Windows from the text's beginning on that have so many tokens together (all, if there are no more).
+
+    The last one is cut; one of fewer than two tokens is left out, for it predicts nothing.
+    """
+    taken: list[Tensor] = []
+    for window in found:
+        part = window[:, :tokens]
+        if part.shape[1] < 2:
+            break
+        taken.append(part)
+        tokens -= part.shape[1]
+    return taken
+
+
+def seen(evaluation: Sequence[Tensor], calibration: Sequence[Tensor]) -> bool:
+    """Whether text to evaluate on holds a window of calibration, or half of one, wherever windows begin.
+
+    Half of its runs of `RUN` tokens (the window, where it is shorter, from `SHORTEST_RUN` tokens on): what documents
+    share by way of headings and licences does not count.
+    """
+    texts = [window.flatten().tolist() for window in evaluation]
+    known: dict[int, set[tuple[int, ...]]] = {}
+    for window in calibration:
+        row = window.flatten().tolist()
+        length = min(RUN, len(row))
+        if length < SHORTEST_RUN:
+            continue
+        if length not in known:
+            known[length] = {tuple(text[i : i + length]) for text in texts for i in range(len(text) - length + 1)}
+        runs = [tuple(row[i : i + length]) for i in range(0, len(row) - length + 1, RUN // 2)]
+        if 2 * sum(run in known[length] for run in runs) >= len(runs):
+            return True
+    return False
 
 
 def _hidden(file: Path, root: Path) -> bool:

@@ -15,7 +15,8 @@ void lookup_int8(LookupInt8 const& call) {
   check.tensor("out", call.out, {DType::kInt8});
   check.vector("table", call.table, 256);
   Matrix const x = check.rows("x", call.x), out = check.rows("out", call.out);
-  if (x.rows != out.rows || x.cols != out.cols)
+  if (call.x.rank != call.out.rank ||
+      !std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank, call.out.shape.begin()))
     check.fail("out", "expected the shape of x, got ", describe(call.out), " for ", describe(call.x));
   check.apart("out", call.out, "x", call.x);
   check.apart("out", call.out, "table", call.table);

@@ -1,4 +1,5 @@
-// D = 0.5 * 0.25 * (A W^T) on a GPU, printed. Without a GPU, or without kernels for it, the reason is printed instead.
+// D = 0.5 * 0.25 * (A W^T) on a GPU or, without one, on the CPU, printed. If there is a GPU, but no kernels for it, the
+// reason is printed instead.
 
 #include <epiloq/error.h>
 #include <epiloq/scaled_mm.h>
@@ -8,14 +9,12 @@
 #include <vector>
 
 #ifdef HAS_CUDA_TOOLKIT
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #endif
 
 namespace {
 
 constexpr std::int64_t kM = 4, kN = 8, kK = 16;
-using Half = std::uint16_t;
 
 bool has_gpu() {
 #ifdef HAS_CUDA_TOOLKIT
@@ -43,15 +42,17 @@ T* placed(std::vector<T>& values) {
   return values.data();
 }
 
-void print([[maybe_unused]] Half const* out) {
+void print(float const* out) {
+  std::vector<float> values(kM * kN);
 #ifdef HAS_CUDA_TOOLKIT
-  std::vector<__half> values(kM * kN);
-  cudaMemcpy(values.data(), out, values.size() * sizeof(__half), cudaMemcpyDeviceToHost);
+  cudaMemcpy(values.data(), out, values.size() * sizeof(float), cudaMemcpyDefault);
+#else
+  std::copy_n(out, values.size(), values.begin());
+#endif
   for (std::int64_t m = 0; m < kM; ++m) {
-    for (std::int64_t n = 0; n < kN; ++n) std::printf("%6g", __half2float(values[m * kN + n]));
+    for (std::int64_t n = 0; n < kN; ++n) std::printf("%6g", values[m * kN + n]);
     std::printf("\n");
   }
-#endif
 }
 
 }  // namespace
@@ -61,19 +62,22 @@ int main() {
   std::vector<std::int8_t> a(kM * kK), weight(kN * kK);
   for (std::int64_t m = 0; m < kM; ++m) std::fill_n(a.begin() + m * kK, kK, m + 1);
   for (std::int64_t n = 0; n < kN; ++n) std::fill_n(weight.begin() + n * kK, kK, n + 1);
-  std::vector<float> scale_a{0.5F}, scale_b{0.25F};
-  std::vector<Half> out(kM * kN);
+  std::vector<float> scale_a{0.5F}, scale_b{0.25F}, out(kM * kN);
 
   epiloq::Device const device{has_gpu() ? epiloq::Device::Type::kCuda : epiloq::Device::Type::kCpu, 0};
   try {
-    epiloq::ScaledMm const call{.out = {placed(out), DType::kFloat16, device, {kM, kN}},
+    epiloq::ScaledMm const call{.out = {placed(out), DType::kFloat32, device, {kM, kN}},
                                 .a = {placed(a), DType::kInt8, device, {kM, kK}},
                                 .b = epiloq::transposed({placed(weight), DType::kInt8, device, {kN, kK}}),
                                 .scale_a = {placed(scale_a), DType::kFloat32, device, {1}},
                                 .scale_b = {placed(scale_b), DType::kFloat32, device, {1}}};
-    epiloq::scaled_mm(call, nullptr);
-    std::printf("D[m, n] = 2 (m + 1) (n + 1), by %s:\n", epiloq::explain(call).c_str());
-    print(call.out.as<Half>());
+    if (has_gpu()) {
+      epiloq::scaled_mm(call, nullptr);  // on the default stream
+    } else {
+      epiloq::scaled_mm(call);
+    }
+    std::printf("D[m, n] = 2 (m + 1) (n + 1), by %s:\n", has_gpu() ? epiloq::explain(call).c_str() : "the CPU");
+    print(call.out.as<float>());
   } catch (epiloq::Unsupported const& error) {
     std::printf("Unsupported: %s\n", error.what());
   }

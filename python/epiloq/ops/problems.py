@@ -1,0 +1,63 @@
+"""`epiloq.explain` of matrix products by their sizes alone, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from epiloq import _core
+
+_SIZES = ("m", "n", "k")
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Whom to ask, what may be said beside ``m, n, k``, and what is said in any case."""
+
+    ask: Callable[..., str]
+    options: tuple[str, ...]
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+_MM = ("dtype", "aligned", "arch", "sm_count")
+_GROUPWISE = ("column_scales", *_MM)
+_QUESTIONS = {
+    "scaled_mm": _Question(_core.explain_scaled_mm_problem, ("fast_accum", *_MM)),
+    "scaled_mm_azp": _Question(_core.explain_scaled_mm_problem, _MM),
+    "scaled_bmm": _Question(_core.explain_scaled_mm_problem, ("batches", "int8_out", *_MM)),
+    "groupwise_mm": _Question(_core.explain_groupwise_mm_problem, _GROUPWISE, {"dtype": torch.float8_e4m3fn}),
+    "grouped_mm": _Question(
+        _core.explain_groupwise_mm_problem,
+        ("experts", "whole_rows", *_GROUPWISE),
+        {"dtype": torch.float8_e4m3fn, "has_experts": True},
+    ),
+    "online_quant_mm": _Question(_core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count")),
+    "weight_only_mm": _Question(_core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count")),
+}
+
+
+def explain_problem(operation: str, said: Mapping[str, Any]) -> str:
+    """The kernel for a problem of ``m, n, k`` and perhaps options. Raises TypeError or ValueError, naming which."""
+    question = _QUESTIONS.get(operation)
+    if question is None:
+        raise TypeError(f"epiloq.{operation}: expected its own arguments; sizes alone say nothing of it")
+    unknown = [name for name in said if name not in (*_SIZES, *question.options)]
+    missing = [name for name in _SIZES if name not in said]
+    if unknown or missing:
+        wrong = f"{unknown[0]}, which is none of them" if unknown else f"no {missing[0]}"
+        raise TypeError(
+            f"epiloq.{operation}: expected {', '.join(_SIZES)} and perhaps {', '.join(question.options)}, got {wrong}"
+        )
+    for name in _SIZES:
+        if type(said[name]) is not int or not 0 <= said[name] < 2**31:
+            raise ValueError(f"epiloq.{operation}: {name}: expected an integer from 0 to 2^31 - 1, got {said[name]!r}")
+    call = {**question.given, **said}
+    if "dtype" in call:
+        call["dtype"] = str(call["dtype"]).removeprefix("torch.")
+    try:
+        return question.ask(**call)
+    except TypeError:
+        raise TypeError(f"epiloq.{operation}: an option of a type that none has, in {dict(said)}") from None
