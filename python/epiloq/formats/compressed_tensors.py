@@ -132,6 +132,9 @@ def first_group(found: Mapping[str, Any]) -> dict[str, Any]:
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     if not isinstance(first, dict) or first.get("targets") != ["Linear"]:
         raise FormatError('compressed-tensors: config_groups: expected one, of targets ["Linear"]')
+    for part in ("weights", "input_activations"):
+        if not isinstance(first.get(part), (dict, type(None))):
+            raise FormatError(f"compressed-tensors: {part}: expected an object or null, got {first[part]!r}")
     return first
 
 
@@ -139,8 +142,6 @@ def parse(found: Mapping[str, Any]) -> Quantization:
     """The inverse of `config`. Raises FormatError for what epiloq does not read, and says what that is."""
     first, (_, *others) = first_group(found), found["config_groups"].values()
     weights, inputs = first.get("weights") or {}, first.get("input_activations")
-    if not isinstance(weights, dict):
-        raise FormatError(f"compressed-tensors: weights: expected an object, got {weights!r}")
     strategy = weights.get("strategy")
     if weights.get("type", "int") != "int" or strategy not in ("channel", "group"):
         raise FormatError("compressed-tensors: weights: expected integers with a scale for each channel or group")
@@ -164,7 +165,7 @@ def _activations(inputs: Mapping[str, Any] | None) -> Activations:
     if inputs is None:
         return None
     if not isinstance(inputs, dict):
-        raise FormatError(f"compressed-tensors: input_activations: expected an object or none, got {inputs!r}")
+        raise FormatError(f"compressed-tensors: input_activations: expected an object or null, got {inputs!r}")
     kind = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("strategy"), inputs.get("dynamic", False)
     if kind == (8, "int", "token", True):
         return "int8" if inputs.get("symmetric", True) else "int8-azp"

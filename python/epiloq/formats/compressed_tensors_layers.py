@@ -90,6 +90,8 @@ def to_packed(
 def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict[str, Tensor]:
     """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
 
+    But for a ``weight_g_idx`` of groups that are in order anyway: it says nothing, and is left out.
+
     Args:
         layout: "pack-quantized", or "int-quantized" for 8 bits.
 
