@@ -44,10 +44,9 @@ T* placed(std::vector<T>& values) {
 
 void print(float const* out) {
   std::vector<float> values(kM * kN);
+  if (!has_gpu()) std::copy_n(out, values.size(), values.begin());
 #ifdef HAS_CUDA_TOOLKIT
-  cudaMemcpy(values.data(), out, values.size() * sizeof(float), cudaMemcpyDefault);
-#else
-  std::copy_n(out, values.size(), values.begin());
+  if (has_gpu()) cudaMemcpy(values.data(), out, values.size() * sizeof(float), cudaMemcpyDeviceToHost);
 #endif
   for (std::int64_t m = 0; m < kM; ++m) {
     for (std::int64_t n = 0; n < kN; ++n) std::printf("%6g", values[m * kN + n]);
