@@ -35,8 +35,7 @@ def quantize_int8(
 
     ``scale`` is never below 2^-126: zeros give zeros. A row that holds NaN or Inf, or without symmetry has a range past
     float32, gets a scale that is not finite and a ``q`` that stands for 0 throughout, so what is computed from it is
-    NaN, as in floating point. With a static scale
-    NaN counts as 0 and infinities saturate.
+    NaN, as in floating point. With a static scale NaN counts as 0 and infinities saturate.
 
     Args:
         x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
