@@ -184,7 +184,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"perm": torch.arange(80).float()}, "perm: expected integers"),
         ({"bits": 4.0}, "bits: expected one of .*got 4.0"),
         ({"group_size": "32"}, "group_size: expected -1 or at least 1, got '32'"),
-        ({"q": torch.full((6, 80), 2**16 - 1).to(torch.uint16)}, "q: expected values from -8 to 7, got 65535"),
+        ({"q": torch.full((6, 80), 2**16 - 1).to(torch.uint16)}, "q: expected values from 0 to 7, got 65535"),
         ({"q": torch.full((6, 80), -1).view(torch.uint64)}, "q: expected values from"),
     ],
 )

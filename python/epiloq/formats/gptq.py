@@ -144,10 +144,9 @@ def parse(found: Mapping[str, Any]) -> tuple[Quantization, str]:
     """What a ``quantization_config`` says, and the version. Raises FormatError for what epiloq does not read."""
     version = found.get("checkpoint_format", "gptq")
     _check(version)
-    try:
-        return Quantization(Grid(found["bits"], found["group_size"], bool(found.get("sym", True)))), version
-    except (KeyError, TypeError) as error:
-        raise FormatError("gptq: quantization_config: expected bits and group_size") from error
+    if found.get("bits") is None or found.get("group_size") is None:
+        raise FormatError("gptq: quantization_config: expected bits and group_size")
+    return Quantization(Grid(found["bits"], found["group_size"], bool(found.get("sym", True)))), version
 
 
 def _check(version: str, bits: int = 4) -> None:

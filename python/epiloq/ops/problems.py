@@ -23,7 +23,7 @@ class _Question:
 
 
 _MM = ("dtype", "aligned", "arch", "sm_count")
-_GROUPWISE = ("column_scales", *_MM)
+_GROUPWISE = ("column_scales", "whole_rows", *_MM)
 _QUESTIONS = {
     "scaled_mm": _Question(_core.explain_scaled_mm_problem, ("fast_accum", *_MM)),
     "scaled_mm_azp": _Question(_core.explain_scaled_mm_problem, _MM),
@@ -31,7 +31,7 @@ _QUESTIONS = {
     "groupwise_mm": _Question(_core.explain_groupwise_mm_problem, _GROUPWISE, {"dtype": torch.float8_e4m3fn}),
     "grouped_mm": _Question(
         _core.explain_groupwise_mm_problem,
-        ("experts", "whole_rows", *_GROUPWISE),
+        ("experts", *_GROUPWISE),
         {"dtype": torch.float8_e4m3fn, "has_experts": True},
     ),
     "online_quant_mm": _Question(_core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count")),
