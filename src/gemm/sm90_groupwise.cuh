@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/block.cuh"
 #include "epiloq/device.h"
 #include "gemm/params_cache.h"
 #include "gemm/sm90_groupwise_math.cuh"
@@ -71,8 +72,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_constant__ GroupwiseParams const params) {
-  extern __shared__ __align__(C::kAlignment) unsigned char raw[];
-  typename C::Shared const shared(raw);
+  typename C::Shared const shared(block_memory);
   int const group = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32 % 4);
   int const lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {

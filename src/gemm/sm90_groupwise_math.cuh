@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/block.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/wgmma.cuh"
 
@@ -252,7 +253,6 @@ struct GroupwiseMath {
                                               int group, bool again) {
     static_assert(C::kKGroups == 2);
     constexpr int kBarrier = 1, kEverybody = 128 * C::kKGroups, kVectors = C::kRowSums / 4;
-    auto const wait = [] { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kEverybody) : "memory"); };
     int const thread = threadIdx.x % 128;
     auto const place = [&](int of_group, int vector) {
       return reinterpret_cast<uint4*>(partial) + (of_group * kVectors + vector) * 128 + thread;
@@ -264,10 +264,10 @@ struct GroupwiseMath {
       of_rows[i] = group == 0 ? first : second;
       others[i] = group == 0 ? second : first;
     }
-    if (again) wait();
+    if (again) wait_for_threads<kBarrier, kEverybody>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) *place(group ^ 1, i) = reinterpret_cast<uint4 const*>(others)[i];
-    wait();
+    wait_for_threads<kBarrier, kEverybody>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       uint4 const vector = *place(group, i);

@@ -94,7 +94,6 @@ struct Groupwise {
   static constexpr int kOperandBytes =
       4 * (kMathWarps * kRowOperands + (kSharesColumns ? 2 : kMathWarps) * kColumnOperands);
   static constexpr int kPartialBytes = kKGroups > 1 ? kKGroups * 128 * kRowSums * 4 : 0;
-  static constexpr int kAlignment = 1024;  // of swizzled tiles, and so of all
   static constexpr int kBarrierBytes = 512;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
   static constexpr int kMaxStages = 24;

@@ -1,0 +1,70 @@
+#pragma once
+
+// The runtime, of which a launch is a run of the machine, and what kernels find without including it.
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+
+#include "machine.h"
+
+inline uint3 threadIdx, blockIdx;
+inline dim3 blockDim, gridDim;
+
+using std::max;
+using std::min;
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(emulated::shuffle(value, lane)); }
+inline void __syncwarp() { emulated::sync_warp(); }
+inline void __syncthreads() { emulated::sync_threads(); }
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaError_t { cudaSuccess };
+inline char const* cudaGetErrorString(cudaError_t) { return ""; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
+// There is but one that anybody asks for.
+inline cudaError_t cudaGetDriverEntryPointByVersion(char const*, void** symbol, unsigned, int,
+                                                    cudaDriverEntryPointQueryResult* found) {
+  *symbol = reinterpret_cast<void*>(&cuTensorMapEncodeTiled), *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  std::size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+  }
+  emulated::run({config->gridDim.x, config->blockDim.x, cluster, config->dynamicSmemBytes},
+                [&] { kernel(static_cast<Parameters>(arguments)...); });
+  return cudaSuccess;
+}
