@@ -272,7 +272,7 @@ class Trial {
 
 int main(int count, char** arguments) {
   Random random = count > 2 ? Random(std::strtoul(arguments[2], nullptr, 10)) : test::generator();
-  int const problems = count > 1 ? std::atoi(arguments[1]) : 5;
+  int const problems = count > 1 ? std::atoi(arguments[1]) : 9;
   std::vector<Kernel> kernels;
   add_all<kTiles, Scales::kBlocks, cutlass::float_e4m3_t>(kernels);
   add_all<kColumnScaleTiles, Scales::kColumns, cutlass::float_e4m3_t>(kernels);

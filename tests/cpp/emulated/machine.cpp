@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "state.h"
 
@@ -31,6 +32,15 @@ char* stacks(std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) mprotect(memory + i * kStackBytes, kPageBytes, PROT_NONE);
   }
   return memory;
+}
+
+// Any one of some, which it leaves.
+template <class T>
+T taken(std::vector<T>& some) {
+  std::swap(some[g_random() % some.size()], some.back());
+  T one = std::move(some.back());
+  some.pop_back();
+  return one;
 }
 
 void make_fiber(ucontext_t& context, char* stack, void (*enter)()) {
@@ -77,30 +87,30 @@ Machine& Machine::now() { return *g_machine; }
 Machine::Machine(Launch const& launch, unsigned first_block, std::function<void()> const& kernel)
     : launch_(launch), kernel_(kernel) {
   operations_ = any_of({0.01, 0.5, 0.99});
-  for (double& speed : speeds_) speed = any_of({1., 0.03, 0.});
+  for (bool& is_late : are_late_) is_late = any_of({false, false, true});
   pauses_ = any_of({0., 0.02, 0.3});
   for (unsigned rank = 0; rank < launch.cluster; ++rank) {
     blocks_.push_back(std::make_unique<Block>(rank, first_block + rank, launch));
-    double const speed = any_of({1., 1., 1., 0.});
-    for (unsigned i = 0; i < launch.threads; ++i) add_thread(*blocks_.back(), i, speed);
+    double const late_warps = any_of({0., 0., 0.3, 1.});
+    for (unsigned i = 0; i < launch.threads; ++i) add_thread(*blocks_.back(), i, late_warps);
   }
   cluster_.threads = static_cast<int>(threads_.size());
 }
 
-void Machine::add_thread(Block& block, unsigned index, double speed) {
+void Machine::add_thread(Block& block, unsigned index, double late_warps) {
   int const lane = static_cast<int>(index) % kWarpLanes;
   if (lane == 0) {
     auto& warp = *warps_.emplace_back(std::make_unique<Warp>());
     warp.index = static_cast<int>(index) / kWarpLanes, warp.leader = g_random() % kWarpLanes;
     warp.meeting.threads = kWarpLanes;
-    warp.speed = speed * any_of({1., 1., 1., 0.02, 0.});
+    warp.is_late = chance(late_warps);
   }
   char* const stack = stacks(launch_.cluster * launch_.threads) + threads_.size() * kStackBytes;
   auto& thread = *threads_.emplace_back(std::make_unique<Thread>());
   thread.block = &block, thread.warp = warps_.back().get(), thread.index = index, thread.lane = lane;
   thread.warp->lanes[lane] = &thread;
   make_fiber(thread.context, stack, enter);
-  ready_.push_back(&thread);
+  make_ready(thread);
 }
 
 void Machine::run() {
@@ -110,38 +120,33 @@ void Machine::run() {
   if (cluster_.threads > 0) throw Failure(deadlock());
 }
 
-// The turn of who is slow is put off, and without speed until there seems to be nobody else.
 bool Machine::step() {
-  constexpr int kPatience = 40;
-  if (ready_.empty() && pending_.empty()) return false;
-  for (int attempt = 0;; ++attempt) {
-    double const operations = attempt < kPatience / 2 ? operations_ : 0.5;
-    bool const is_operation = ready_.empty() || (!pending_.empty() && chance(operations));
-    std::size_t const index = g_random() % (is_operation ? pending_.size() : ready_.size());
-    double const speed = is_operation ? speeds_[static_cast<int>(pending_[index].kind)] : ready_[index]->warp->speed;
-    if (attempt < kPatience && !chance(speed)) continue;
-    is_operation ? perform(index) : resume(index);
-    return true;
-  }
+  Pool& pool = prompt_.is_empty() ? late_ : prompt_;
+  if (pool.is_empty()) return false;
+  bool const is_operation = pool.threads.empty() || (!pool.operations.empty() && chance(operations_));
+  is_operation ? perform(taken(pool.operations)) : resume(taken(pool.threads));
+  return true;
 }
 
 void Machine::issue(Operation operation) {
   Stream* const stream = operation.stream;
   if (stream != nullptr && stream->is_busy) return stream->behind.push_back(std::move(operation));
   if (stream != nullptr) stream->is_busy = true;
-  pending_.push_back(std::move(operation));
+  give(std::move(operation));
 }
 
-void Machine::perform(std::size_t index) {
-  Operation const operation = std::move(pending_[index]);
-  pending_[index] = std::move(pending_.back());
-  pending_.pop_back();
+void Machine::give(Operation operation) {
+  Pool& pool = are_late_[static_cast<int>(operation.kind)] ? late_ : prompt_;
+  pool.operations.push_back(std::move(operation));
+}
+
+void Machine::perform(Operation operation) {
   operation.perform();
   Stream* const stream = operation.stream;
   if (stream == nullptr) return;
   stream->is_busy = !stream->behind.empty();
   if (!stream->is_busy) return;
-  pending_.push_back(std::move(stream->behind.front()));
+  give(std::move(stream->behind.front()));
   stream->behind.pop_front();
 }
 
@@ -160,28 +165,28 @@ void Machine::await(Stream& stream, int groups, int pending, char const* what) {
   wait_until([&] { return groups - stream.done_groups <= pending; }, stream.waiting, what);
 }
 
-void Machine::resume(std::size_t index) {
-  current_ = ready_[index];
-  ready_[index] = ready_.back();
-  ready_.pop_back();
-  current_->waits_for = nullptr;
-  threadIdx = {current_->index, 0, 0}, blockDim = {launch_.threads, 1, 1};
-  blockIdx = {current_->block->index, 0, 0}, gridDim = {launch_.blocks, 1, 1};
-  swapcontext(&scheduler_, &current_->context);
+void Machine::resume(Thread* thread) {
+  current_ = thread;
+  thread->waits_for = nullptr;
+  threadIdx = {thread->index, 0, 0}, blockDim = {launch_.threads, 1, 1};
+  blockIdx = {thread->block->index, 0, 0}, gridDim = {launch_.blocks, 1, 1};
+  swapcontext(&scheduler_, &thread->context);
 }
 
 void Machine::pause() { swapcontext(&current_->context, &scheduler_); }
 
 void Machine::may_pause() {
   if (!chance(pauses_)) return;
-  ready_.push_back(current_);
+  make_ready(*current_);
   pause();
 }
 
 void Machine::wake(WaitList& list) {
-  ready_.insert(ready_.end(), list.begin(), list.end());
+  for (Thread* thread : list) make_ready(*thread);
   list.clear();
 }
+
+void Machine::make_ready(Thread& thread) { (thread.warp->is_late ? late_ : prompt_).threads.push_back(&thread); }
 
 // A fiber's whole life. What it throws is thrown by run(): no stack may be unwound from one to another.
 void Machine::enter() {

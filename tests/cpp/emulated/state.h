@@ -25,7 +25,7 @@ constexpr int kNowhere = -1;
 struct Thread;
 using WaitList = std::vector<Thread*>;
 
-// Asynchronous operations by what does them, which may be fast or slow.
+// Asynchronous operations by what does them.
 enum class Kind { kLoad, kSmallCopy, kSend, kStore, kProduct };
 constexpr int kKinds = 5;
 
@@ -74,7 +74,7 @@ struct Request {
 struct Warp {
   int index;   // in its block
   int leader;  // whom it elects
-  double speed;
+  bool is_late;
   Thread* lanes[kWarpLanes];
   char const* meets_at = nullptr;  // the collective operation at which some lanes are
   Meeting meeting;
@@ -112,6 +112,13 @@ struct Thread {
   int waits_at = kNowhere;  // an mbarrier's offset, if it is one
 };
 
+// What may go on. The late have no turn while others have one.
+struct Pool {
+  std::vector<Thread*> threads;
+  std::vector<Operation> operations;
+  bool is_empty() const { return threads.empty() && operations.empty(); }
+};
+
 // Of one cluster.
 class Machine {
  public:
@@ -146,11 +153,13 @@ class Machine {
 
  private:
   static void enter();
-  void add_thread(Block& block, unsigned index, double speed);
+  void add_thread(Block& block, unsigned index, double late_warps);
   void pause();
   bool step();
-  void perform(std::size_t index);
-  void resume(std::size_t index);
+  void perform(Operation operation);
+  void give(Operation operation);
+  void resume(Thread* thread);
+  void make_ready(Thread& thread);
   void end_thread();
   void settle_cluster();
   bool chance(double probability);
@@ -163,15 +172,15 @@ class Machine {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<Warp>> warps_;
   std::vector<std::unique_ptr<Thread>> threads_;
-  std::vector<Thread*> ready_;
-  std::vector<Operation> pending_;
+  Pool prompt_, late_;
   Meeting cluster_;
   ucontext_t scheduler_;
   Thread* current_ = nullptr;
   std::exception_ptr failure_;
-  // Of this run: how likely an operation is done rather than a thread resumed, one of a kind is when its turn comes,
-  // and a thread pauses where it may.
-  double operations_, speeds_[kKinds], pauses_;
+  // Of this run: how likely an operation is done rather than a thread resumed, and a thread pauses where it may; and
+  // which kinds are late.
+  double operations_, pauses_;
+  bool are_late_[kKinds];
 };
 
 void settle(Barrier& barrier);
