@@ -312,8 +312,10 @@ def test_calibrated(algorithm: str, seed: int) -> None:
     found = list(calibrate(model, [torch.tensor([[3, 5]])], grid, ALGORITHMS[algorithm]))
     errors = {name: value for block in found for name, value in block.errors.items()}
     assert len(errors) == 2 * 4 + 3 + 3 * 8 and all(0 < value < float("inf") for value in errors.values())
-    # Of the typical layer: smoothing by the one token that an expert may see can leave its weights hard to round.
-    assert sorted(errors.values())[len(errors) // 2] < 0.2
+    # Smoothing by the one token that an expert may see can leave its weights hard to round: there the typical layer
+    # counts (0.1 at most in 270 draws, where the worst layer had 0.71), else the worst (0.11 in 150).
+    smooths = algorithm.startswith("smoothquant")
+    assert sorted(errors.values())[len(errors) // 2 if smooths else -1] < 0.2
     assert logits(model).isfinite().all()
     if algorithm == "gptq":  # It moves no range into other layers.
         assert all(error(model.get_parameter(f"{name}.weight"), before[name]) < 0.3 for name in errors)

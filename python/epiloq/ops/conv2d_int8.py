@@ -110,13 +110,11 @@ def requantized_mm(
     if x_q.ndim < 1 or x_q.shape[-1] != k:
         raise ValueError(f"epiloq.{name}: x_q: expected [.., {k}], got {list(x_q.shape)}")
     tokens = x_q.reshape(1, -1, 1, k)
-    if tokens.shape[1] == 0:  # which no convolution takes: a row that nobody sees, for its checks
+    is_empty = tokens.shape[1] == 0  # which no convolution takes: one token that nobody sees, for its checks
+    if is_empty:
         tokens = x_q.new_zeros((1, 1, 1, k))
-        return _call(name, tokens, w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None).new_empty(
-            (*x_q.shape[:-1], n)
-        )
     y = _call(name, tokens, w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
-    return y.view(*x_q.shape[:-1], n)
+    return (y[:, :0] if is_empty else y).view(*x_q.shape[:-1], n)
 
 
 def prepared(

@@ -181,31 +181,19 @@ def _aside(settings: Settings) -> Path:
 def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     """Quantise, write, and report. An interrupted run goes on where it stopped.
 
-    Raises OSError when the disk fails; finished blocks then stay in `job.aside`, as when the user interrupts. Raises
-    ValueError where the same run would fail again; nothing of it stays.
+    Raises ValueError, or OSError when the disk fails; finished blocks stay in `job.aside`, unless a block is refused:
+    then whatever goes on from there would be, too.
     """
+    start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
+    tally.seconds["load"] = job.seconds
+    tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
     store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
+    before = job.perplexity(job.model, tally, "evaluate before")
     try:
-        found = _perform(job, store, Tally(stage))
+        _quantise(job, store, tally)
     except ValueError:
         store.discard()
         raise
-    store.discard()
-    return found
-
-
-def _perform(job: Job, store: Store, tally: Tally) -> dict[str, Any]:
-    start, settings = time.perf_counter() - job.seconds, job.settings
-    tally.seconds["load"] = job.seconds
-    tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
-    before = job.perplexity(job.model, tally, "evaluate before")
-    with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
-        for block in _walk(job, store):
-            resumed = store.has(block.name)
-            if not resumed:
-                store.write(block)
-            tally.add(block, resumed)
-            advance()
     whole = job.aside / "model"
     rmtree(whole, ignore_errors=True)
     with tally.timed("write", 1) as advance:
@@ -218,7 +206,19 @@ def _perform(job: Job, store: Store, tally: Tally) -> dict[str, Any]:
     if settings.output.exists():
         raise FileExistsError(f"{settings.output} appeared meanwhile")
     whole.rename(settings.output)
+    store.discard()
     return found
+
+
+def _quantise(job: Job, store: Store, tally: Tally) -> None:
+    settings = job.settings
+    with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
+        for block in _walk(job, store):
+            resumed = store.has(block.name)
+            if not resumed:
+                store.write(block)
+            tally.add(block, resumed)
+            advance()
 
 
 def _walk(job: Job, store: Store) -> Iterator[Block]:
