@@ -48,7 +48,7 @@ struct WgmmaConfig {
 enum class Scales : std::uint8_t { kBlocks, kColumns, kWholeRows };
 
 // SM90, scales every 128 of K or a whole row: warpgroups along M or along K, weights a tile, and how many times 64
-// tokens a warpgroup multiplies with a stage's weights.
+// tokens a warpgroup multiplies with a stage's weights. Where that is twice, blocks take tiles in pairs.
 struct GroupwiseConfig {
   int m_groups, k_groups, n;
   int rounds = 1;

@@ -28,6 +28,10 @@ __device__ __forceinline__ void load_shared(std::uint32_t (&bits)[4], SharedAddr
                : "r"(from));
 }
 
+__device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair.x), "f"(pair.y) : "memory");
+}
+
 // SM90: four 8 x 8 matrices of 16 bits whose columns become rows of 16 bytes. A thread has two neighbours of row
 // lane / 4 of each; lane l says where column l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void store_transposed(SharedAddress to, unsigned const (&matrices)[4]) {

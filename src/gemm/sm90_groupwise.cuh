@@ -30,7 +30,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   using Math = GroupwiseMath<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   StepShare<C> const share(params);
-  typename Math::Place const place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
+  typename Math::Place place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
   int const first_row = group_m * C::kRounds * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // steps of the tiles that are done
@@ -54,6 +54,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
+    if constexpr (C::kPairs) place.tell(shared, lane, uniform(tile.is_alone));
     out.expect(tile);
     Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
     out.await_operands();
@@ -68,6 +69,11 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     before += depth;
   }
   out.finish();
+  if constexpr (C::kPairs) {  // the other block may still write here, and say that its stages are empty
+    __syncwarp();
+    say_ready();
+    wait_for_ready();
+  }
 }
 
 template <class C>
@@ -85,8 +91,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  bool const shares = C::kMayShare && params.p.k_blocks > 1;
-  if (shares) say_ready();
+  bool const in_cluster = C::kPairs || (C::kMayShare && params.p.k_blocks > 1);
+  if (in_cluster) say_ready();
   TileReader<C> const reader(params, shared);
   int early = 0;  // steps that have their weights
   if (C::kFew && params.p.constant_b) {
@@ -95,7 +101,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     reader.prefetch();
   }
   let_next_kernel_start();
-  if (shares) {
+  if (in_cluster) {
     __syncwarp();
     wait_for_ready();
   }
@@ -107,12 +113,11 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     } else {
       if (warp < C::kReaders && is_elected()) reader.run(warp, early);
     }
-    // Each reader's scales by kScaleWarps, or by the last of them.
+    // Each reader's scales, unless it brings them itself, by kScaleWarps.
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
-    int const first_part = params.copies_scales ? C::kScaleWarps - 1 : 0;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
       if (turn >= 0 && is_elected()) copy_all_scales<C>(reader, turn);
-    } else if (!C::kWholeRows && turn >= 0 && part >= first_part && part < C::kScaleWarps) {
+    } else if (!C::kWholeRows && !params.copies_scales && turn >= 0 && part < C::kScaleWarps) {
       read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
     }
   } else {
@@ -126,17 +131,19 @@ struct GroupwiseGemm {
   static GroupwiseParams params_of(GroupwiseProblem const& p, int sm_count) {
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     std::int64_t const token_rows = p.masked_m != nullptr ? std::int64_t{p.experts} * p.m : p.m;
-    GroupwiseParams params{row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense),
-                           row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n),
-                           {},
-                           {},
-                           {},
-                           p,
-                           GroupwiseScheduler<C>::tiles_of(p, p.k_blocks == 1 ? 0 : shared(p, sm_count)),
-                           C::kScaleWarps > 1 && can_copy_scales(p),
-                           may_copy_all_scales(p, sm_count),
-                           GroupwiseStore<C>::can_store_boxes(p),
-                           steps_of_first(p)};
+    GroupwiseParams params{
+        row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense),
+        row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n),
+        {},
+        {},
+        {},
+        {},
+        p,
+        GroupwiseScheduler<C>::tiles_of(p, p.k_blocks == 1 ? 0 : shared(p, sm_count), in_pairs(p, sm_count)),
+        C::kMayBringScales && can_copy_scales(p),
+        may_copy_all_scales(p, sm_count),
+        GroupwiseStore<C>::can_store_boxes(p),
+        steps_of_first(p)};
     if (params.copies_scales || params.copies_all_scales) {
       params.scales = encode_tensor_map(
           p.scale_a.ptr,
@@ -150,6 +157,7 @@ struct GroupwiseGemm {
           encode_tensor_map(p.scale_b.ptr, {blocks(p.k), blocks(p.n)}, {std::uint64_t{4} * p.scale_b.stride_row},
                             {C::kQuad, 2}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
     }
+    if (params.tiles.in_pairs) params.half = tensor_map_of(p.a, token_rows, p.k, p.stride_a, C::kM / 2);
     if (params.stores_boxes) {
       constexpr int kBytes = sizeof(typename C::Out);
       params.output = tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, C::kWarpRows);
@@ -165,8 +173,7 @@ struct GroupwiseGemm {
     bool const on_lines =
         reinterpret_cast<std::uintptr_t>(scales.ptr) % 16 == 0 && scales.stride_k > 0 && scales.stride_k % 4 == 0;
     bool const tiles_on_lines = p.offs == nullptr && (p.masked_m == nullptr || p.m % 4 == 0);
-    return !C::kWholeRows && !C::kColumnScales && scales.stride_row == 1 && scales.shift == 0 && on_lines &&
-           tiles_on_lines;
+    return scales.stride_row == 1 && scales.shift == 0 && on_lines && tiles_on_lines;
   }
 
   // Scales of weights in rows, beside those of tokens. Warps' copies cost 2 us of 8 to 19 where a block has one tile of
@@ -194,7 +201,10 @@ struct GroupwiseGemm {
     return static_cast<int>(shared_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
   }
 
-  static int blocks_at_once(GroupwiseProblem const& p, int sm_count) { return sm_count / p.k_blocks * p.k_blocks; }
+  // Not of experts, whose rows and tiles only the device knows.
+  static bool in_pairs(GroupwiseProblem const& p, int sm_count) {
+    return C::kPairs && p.offs == nullptr && p.masked_m == nullptr && sm_count > 1;
+  }
   static std::int64_t tiles(std::int64_t size, int tile) { return (size + tile - 1) / tile; }
 
   static void launch(GroupwiseProblem const& p, int device, Stream stream) {
@@ -208,12 +218,13 @@ struct GroupwiseGemm {
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
-    std::int64_t const wanted = tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks;
-    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(blocks_at_once(p, sm_count), wanted) : sm_count;
+    int const cluster = in_pairs(p, sm_count) ? 2 : p.k_blocks;
+    std::int64_t const clusters = tiles(tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks, cluster);
+    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count / cluster, clusters) * cluster : sm_count;
     if (p.k_blocks > 1 && !(is_dense && shared(p, sm_count) > 0)) {
       throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
     }
-    cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), p.k_blocks, C::kThreads, C::kSharedBytes,
+    cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), cluster, C::kThreads, C::kSharedBytes,
                                          stream, params),
                "launching epiloq.groupwise_mm");
   }

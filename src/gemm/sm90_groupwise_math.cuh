@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/block.cuh"
+#include "core/cluster.cuh"
 #include "gemm/sm90_groupwise_tile.cuh"
 #include "gemm/wgmma.cuh"
 
@@ -25,7 +26,7 @@ struct GroupwiseMath {
   // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
   // barriers in uniform registers. Between two products there is no time to work them out.
   struct Place {
-    SharedAddress full, empty;
+    SharedAddress full, empty;        // the latter in the block that the lane tells, where two tell each other
     std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
     SharedAddress of_row, of_column;  // scales of the thread's first row and columns
     bool releases;                    // stages
@@ -40,9 +41,15 @@ struct GroupwiseMath {
           weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
           of_row(kept(shared_address(shared.scales(0)) + (group_m * C::kRounds * 64 + warp * 16 + lane / 4) * 4)),
           of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
-          releases(lane == 0),
+          releases(lane < (C::kPairs ? 2 : 1)),
           first_step(first + group_k),
           in_quads(params.copies_all_scales) {}
+
+    // Two lanes say that a stage is empty, to a block each, or both to this one.
+    __device__ void tell(typename C::Shared const& shared, int lane, bool is_alone) {
+      int const rank = static_cast<int>(cute::block_rank_in_cluster());
+      empty = kept(address_in_block(shared_address(shared.empty()), is_alone ? rank : rank ^ (lane & 1)));
+    }
   };
 
   // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
@@ -100,7 +107,12 @@ struct GroupwiseMath {
   // Once all lanes have read their scales.
   static __device__ __forceinline__ void release(Place const& of, RingPosition<C> const& at) {
     __syncwarp();
-    if (of.releases) arrive_at_barrier(of.empty + at.stage * 8);
+    if (!of.releases) return;
+    if constexpr (C::kPairs) {
+      arrive_at_barrier_of_cluster(of.empty + at.stage * 8);
+    } else {
+      arrive_at_barrier(of.empty + at.stage * 8);
+    }
   }
 
   // sums += scale_a scale_b product.

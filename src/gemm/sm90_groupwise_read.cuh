@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_desc.hpp>
 
+#include "gemm/shared_loads.cuh"
 #include "gemm/sm90_groupwise_share.cuh"
 #include "gemm/tma.cuh"
 
@@ -16,8 +17,27 @@ __device__ __forceinline__ int first_step_of(int reader, int before) {
   return (reader + before) % C::kReaders;
 }
 
-// A thread that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Its way
-// around the ring takes as long as a short step: addresses are at hand. Built by whole warps.
+// Of a tile's weights, where 128 columns have one: its first column's scale of a step of K, and the last one's.
+template <class C>
+class WeightScales {
+ public:
+  __device__ WeightScales(GroupwiseProblem const& p, GroupwiseTile const& tile) {
+    GroupScales const& scales = p.scale_b;
+    int const first = tile.first_column >> scales.shift;
+    int const last = min(tile.first_column + C::kN, p.n) - 1 >> scales.shift;
+    first_ = scales.ptr + std::int64_t{tile.expert} * p.scale_b_expert + first * scales.stride_row;
+    to_last_ = C::kOneWeightScale ? 0 : (last - first) * scales.stride_row;
+  }
+  __device__ float2 at(int offset) const { return {first_[offset], first_[offset + to_last_]}; }
+
+ private:
+  float const* first_;
+  int to_last_;
+};
+
+// A thread that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Then it
+// brings weights' scales too: a warp that went around the ring for those beside the ones that multiply cost 1 to 3 % by
+// 4096 tokens. Its own way around takes as long as a short step: addresses are at hand. Built by whole warps.
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
@@ -78,7 +98,7 @@ struct TileReader {
 
   // Every kReaders-th step. The first `early` ones have their weights.
   __device__ void run(int reader, int early) const {
-    bool const copies_scales = params.copies_scales;
+    bool const copies_scales = C::kMayBringScales && params.copies_scales;
     int before = 0;  // steps of the tiles that are done
     RingPosition<C> ring(reader);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
@@ -88,25 +108,40 @@ struct TileReader {
       bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
       int const expected = bytes_of(last_row, last_column);
+      bool const halves_tokens = C::kPairs && tile.is_paired && !last_row;
+      WeightScales<C> const of_columns(params.p, tile);
       for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
         int const step = steps.first + i;
         SharedAddress const barrier = full + ring.stage * 8;
         bool const has_weights = C::kFew && before + i < early;
-        if (!has_weights) {
-          wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
-          expect_bytes(barrier, expected);
+        float2 of_weights{};
+        if (copies_scales) of_weights = of_columns.at(step * params.p.scale_b.stride_k);  // while the stage empties
+        if (!has_weights) wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+        SharedAddress const to_tokens = tokens + ring.stage * C::kTokenBytes;
+        if (halves_tokens) {
+          copy_half_to_both(to_tokens, step, tile.first_row, barrier);
+        } else {
+          copy_box(to_tokens, token_map, step * kGroupDepth, tile.first_row, barrier);
         }
-        copy_box(tokens + ring.stage * C::kTokenBytes, token_map, step * kGroupDepth, tile.first_row, barrier);
         if (!has_weights) {
           copy_box(weights + ring.stage * C::kWeightBytes, weight_map, step * kGroupDepth, weight_row, barrier);
         }
         if (copies_scales) {
-          copy_box(scales + ring.stage * (C::kStageScales * 4), params.scales, tile.first_row, step, barrier);
+          SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
+          copy_box(to_scales, params.scales, tile.first_row, step, barrier);
+          store_shared_pair(to_scales + C::kM * 4, of_weights);
         }
+        if (!has_weights) expect_bytes(barrier, expected);
         ring.advance(C::kReaders);
       }
       before += steps.depth;
     }
+  }
+
+  // This block's half of the tokens, for both.
+  __device__ void copy_half_to_both(SharedAddress to, int step, int first_row, SharedAddress barrier) const {
+    int const first = static_cast<int>(cute::block_rank_in_cluster()) * (C::kM / 2);
+    copy_box_to_both(to + first * kGroupDepth, params.half, step * kGroupDepth, first_row + first, barrier);
   }
 
   // Every kReaders-th step of either tokens or weights, around a ring of their own. Weights begin behind those that

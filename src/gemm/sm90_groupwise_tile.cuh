@@ -23,6 +23,7 @@ struct GroupwiseParams {
   CUtensorMap scales;         // of tokens, where TMA copies them; else not used
   CUtensorMap weight_scales;  // where it copies all
   CUtensorMap output;         // where TMA can store it; else not used
+  CUtensorMap half;           // of a tile's tokens, where blocks read half of them each for both; else not used
   GroupwiseProblem p;
   GroupwiseTiles tiles;
   bool copies_scales, copies_all_scales, stores_boxes;
@@ -56,12 +57,19 @@ struct Groupwise {
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kMathWarps = 4 * kMathGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
-  // Registers that reading warps give to multiplying ones, where those need more than an equal part.
+  // Registers that reading warps give to multiplying ones, where those need more than an equal part. A block has what
+  // it was launched with: warps that want more than is left of it wait for ever. In groups one thread that reads brings
+  // scales, and of 40 registers ptxas kept fewer for it at the expense of the loop of products (1.2 %).
   static constexpr bool kMovesRegisters = kMathGroups > 1;
-  static constexpr int kReadRegisters = kMathGroups == 3 || kN > 160 || kN == 128 || kRounds > 1 ? 40 : 72;
-  static constexpr int kMathRegisters = (512 - kReadRegisters) / kMathGroups / 8 * 8;
+  static constexpr bool kWantsRegisters = kMathGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
+  static constexpr int kAllRegisters = 65536 / kThreads / 8 * 8 * (kMathGroups + 1);  // of a thread of each warpgroup
+  static constexpr int kReadRegisters = !kWantsRegisters ? 72 : kWholeRows ? 40 : 56;
+  static constexpr int kMathRegisters = (kAllRegisters - kReadRegisters) / kMathGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
+  // Two blocks of a cluster take tiles side by side and read their tokens once: each asks for half of them, and TMA
+  // writes it to both. Less leaves L2, which saves power.
+  static constexpr bool kPairs = kRounds > 1;
   static constexpr GroupwiseConfig kConfig{kMGroups, kKGroups, kN, kRounds};
   static constexpr bool kMayShare = may_share_k(kConfig), kSharesLastWave = shares_last_wave(kConfig);
 
@@ -70,7 +78,8 @@ struct Groupwise {
   // 128.
   static constexpr bool kMayCopyAllScales = kFew && kN <= 32 && !kColumnScales && !kWholeRows;
   static constexpr int kQuad = 4;
-  static constexpr int kWeightScales = kColumnScales ? kN : 2;  // that warps copy
+  static constexpr int kWeightScales = kColumnScales ? kN : 2;                      // that warps copy
+  static constexpr bool kOneWeightScale = !kColumnScales && kGroupDepth % kN == 0;  // that a tile's weights have
   static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
   static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
@@ -103,6 +112,7 @@ struct Groupwise {
   // given back, kTokenStages steps ago: its next use needs tokens that the same reader has yet to ask for.
   static constexpr int kReaders = kFew ? 2 : 1;              // where steps are short, their waits must overlap
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
+  static constexpr bool kMayBringScales = kReaders == 1 && !kColumnScales && !kWholeRows;  // the reader
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   // What whole stages leave of shared memory is room for more of few tokens' weights on their way (rings.json). Tokens,
   // though from L2, are as long on theirs: fewer stages of them made everything slower. In groups more stages bring
@@ -163,9 +173,9 @@ struct Groupwise {
   // read it have.
   static __device__ int full_arrivals(GroupwiseParams const& params) {
     if (kWholeRows) return kApart ? 2 : 1;
-    return 1 + (params.copies_all_scales ? 1 : params.copies_scales ? 32 : 32 * kScaleWarps);
+    return 1 + (params.copies_all_scales ? 1 : params.copies_scales ? 0 : 32 * kScaleWarps);
   }
-  static constexpr int kEmptyArrivals = 4 * kMGroups;  // a warp each
+  static constexpr int kEmptyArrivals = 4 * kMGroups * (kPairs ? 2 : 1);  // a warp each, of both blocks
 
   // A warpgroup that has the registers multiplies one stage while it adds up the one before. (Of three warpgroups
   // others multiply meanwhile.)

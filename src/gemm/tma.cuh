@@ -26,6 +26,11 @@ __device__ __forceinline__ void wait_for_barrier(SharedAddress barrier, std::uin
 __device__ __forceinline__ void arrive_at_barrier(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// In the block that the address is of. (`.release.cluster` would be a fence of the whole GPU, and what lies there is
+// read by wgmma, which is done.)
+__device__ __forceinline__ void arrive_at_barrier_of_cluster(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 
 // Once this thread's small copies (async_copy.cuh) have landed.
 __device__ __forceinline__ void arrive_after_copies(SharedAddress barrier) {
@@ -47,6 +52,17 @@ __device__ __forceinline__ void copy_box(SharedAddress to, CUtensorMap const& ma
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// To the same place in both blocks of a cluster, either of whose barriers counts the bytes.
+__device__ __forceinline__ void copy_box_to_both(SharedAddress to, CUtensorMap const& map, int column, int row,
+                                                 SharedAddress barrier) {
+  constexpr std::uint16_t kBoth = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(kBoth)
       : "memory");
 }
 

@@ -18,5 +18,8 @@ inline std::uint32_t load_shared_bits(SharedAddress from) { return load_from<std
 inline void load_shared(std::uint32_t (&bits)[4], SharedAddress from) {
   std::memcpy(bits, emulated::memory_at(from, sizeof bits), sizeof bits);
 }
+inline void store_shared_pair(SharedAddress to, float2 pair) {
+  std::memcpy(emulated::memory_at(to, sizeof pair), &pair, sizeof pair);
+}
 
 }  // namespace epiloq::gemm
