@@ -220,7 +220,8 @@ def test_every_tile_is_chosen_somewhere() -> None:
 def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, columns: int) -> None:
     kernels = set()
     few_blocks = itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576), (640,))
-    for m, n, k in [*few_blocks, (130, 6144, 1040), (130, 7168, 1040), (200, 9000, 1040), (300, 7168, 2064)]:
+    more = [(130, 6144, 1040), (130, 7168, 1040), (200, 9000, 1040), (300, 7168, 2064), (130, 6144, 2064)]
+    for m, n, k in [*few_blocks, *more]:
         p = make(m, n, k, device="cuda", recipe=recipe)  # an odd number of blocks
         if columns:
             p = p.in_columns(columns)
