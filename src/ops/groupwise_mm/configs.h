@@ -13,11 +13,12 @@ using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
 // A tile and the time that all SMs together take for 128 of K of one tile each, in ns, and for what a tile has to do
-// besides. H200, 2026-11-25: from times of seven layer shapes at 128 to 4096 tokens, tokens and weights cold,
-// contenders in turns at the clocks that the power limit leaves them (benchmarks/results: last-waves; int8 beside
-// scaled_mm's tile for many tokens too, whole-rows-sweep). The tile whose waves cost least serves: in groups it took
-// 0.2 % more than the fastest in the mean, 5 % at most; times of one kernel differ by 3 to 8 there. Tiles of 64 tokens
-// were put in order by times at 1 to 64, where no others serve; what they take besides is a guess, for more tokens.
+// besides. H200, 2026-11-25: from times of seven layer shapes at 128 to 4096 tokens, tokens and weights cold, from 1024
+// on each contender at the clock that the power limit leaves it alone (benchmarks/results: pairs; int8 in turns, at the
+// clock of their mixture, and beside scaled_mm's tile for many tokens: last-waves, whole-rows-sweep). The tile whose
+// waves cost least serves: in groups and in whole rows of float8 it took 0.2 % more than the fastest in the mean, 4 at
+// most; times of one kernel differ by 3 to 8 there. Only ratios count: they stand so that tiles of 64 tokens keep their
+// place, which were put in order by times at 1 to 64, where no others serve; what those take besides is a guess.
 //
 // Two blocks may share K of what does not fill a wave (k_sharing.h): a step then takes `shared_ns` (0: never), and
 // their meeting `meeting_ns` and more for each token, less where one gives all of its sums ahead of time (rings.json,
@@ -36,10 +37,10 @@ constexpr Tile with_last_waves(GroupwiseConfig config, int step_ns, int end_ns) 
 inline constexpr std::array kTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 200, 1}, Tile{{1, 2, 48}, 145, 600, 200, 300, 2},
     Tile{{1, 2, 56}, 155, 600, 225, 300, 2}, Tile{{1, 2, 64}, 160, 600, 240, 300, 2},
-    Tile{{2, 1, 64}, 302, 1100, 305},        with_last_waves({2, 1, 96}, 363, 2600),
-    with_last_waves({2, 1, 128}, 449, 1500), with_last_waves({2, 1, 192}, 625, 3770),
-    with_last_waves({3, 1, 96}, 554, 900),   with_last_waves({3, 1, 128}, 636, 2100),
-    Tile{{2, 1, 128, 2}, 865, 2000},
+    Tile{{2, 1, 64}, 291, 1060, 294},        with_last_waves({2, 1, 96}, 350, 2510),
+    with_last_waves({2, 1, 128}, 433, 1400), with_last_waves({2, 1, 192}, 603, 3560),
+    with_last_waves({3, 1, 96}, 534, 870),   with_last_waves({3, 1, 128}, 613, 2025),
+    Tile{{2, 1, 128, 2}, 834, 1930},
 };
 // With one scale a column of B, which costs registers and instructions: guessed, not measured.
 inline constexpr std::array kColumnScaleTiles{
@@ -62,9 +63,9 @@ inline constexpr std::array kInt8RowTiles{
 inline constexpr std::array kFloat8RowTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 180, 1}, Tile{{1, 2, 48}, 155, 600, 200, 100, 1},
     Tile{{1, 2, 56}, 163, 600, 225, 300, 2}, Tile{{1, 2, 64}, 170, 600, 250, 85, 2},
-    Tile{{2, 1, 64}, 257, 1190, 284},        with_last_waves({2, 1, 96}, 325, 2000),
-    with_last_waves({2, 1, 128}, 424, 1510), with_last_waves({2, 1, 192}, 618, 2500),
-    with_last_waves({3, 1, 96}, 491, 1800),  Tile{{2, 1, 128, 2}, 816, 2700},
+    Tile{{2, 1, 64}, 244, 1190, 270},        with_last_waves({2, 1, 96}, 312, 1920),
+    with_last_waves({2, 1, 128}, 407, 1450), with_last_waves({2, 1, 192}, 593, 2400),
+    with_last_waves({3, 1, 96}, 471, 1730),  Tile{{2, 1, 128, 2}, 783, 2590},
 };
 template <std::size_t kCount>
 constexpr bool share_where_they_may(std::array<Tile, kCount> const& tiles) {
