@@ -180,6 +180,23 @@ def test_cuda_graph_time_is_that_of_the_kernel() -> None:
     assert once_more == pytest.approx(us, rel=0.1)
 
 
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_turns_that_settle_longer_are_fewer() -> None:
+    device = torch.device("cuda")
+    a, out = torch.rand(2048, 2048, device=device), torch.empty(2048, 2048, device=device)
+    short, long = CudaTimer(), CudaTimer(150.0)
+    assert (short.turns, long.turns) == (8, 3)
+    call = partial(torch.mm, a, a, out=out)
+    took = []
+    for timer in (short, long):
+        begin = time.perf_counter()
+        (us,) = timer.take_turns([timer.prepare([call])])
+        assert us == pytest.approx(kernel_us(timer, [call]), rel=0.3)
+        took.append(time.perf_counter() - begin)
+    assert took[1] > 2 * 4 * 0.15  # a turn to begin with, and twice: for `us` and what it is compared with
+
+
 # --- checks of results
 
 

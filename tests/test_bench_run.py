@@ -233,6 +233,7 @@ def test_bench_exits_with_1_on_a_wrong_result(
         ({"peer": ["cublas"]}, "--peer: expected one of"),
         ({"device": "tpu9"}, "--device: expected"),
         ({"device": "cuda:99"}, "--device: expected"),
+        ({"device": "cpu", "settle": 8.0}, "--settle: expected 1 to 1000 milliseconds on a GPU, got 8 on cpu"),
         ({"variant": ["static"], "op": ["scaled_mm"]}, "at least one case"),
         ({"json": Path("no/such/folder/run.json")}, "--json: expected a file in a folder that exists"),
         ({"plot": Path("run.pdf")}, "--plot: expected a name that ends in .png or .svg"),

@@ -20,7 +20,7 @@ from epiloq.bench.operations import OPERATIONS, default_peers, expand
 from epiloq.bench.plot import plot as draw
 from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
-from epiloq.bench.timing import TIMERS, cache_bytes
+from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
 
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
 PEERS = list(dict.fromkeys(name for operation in OPERATIONS.values() for name in operation.peers))
@@ -44,6 +44,10 @@ def bench(
     peer: Annotated[list[str] | None, option(f"Instead of the suites' peers: {', '.join(PEERS)}.")] = None,
     device: Annotated[str, option("cpu or cuda[:INDEX]; by default cuda where there is one.")] = "",
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
+    settle: Annotated[
+        float | None,
+        option("On a GPU, milliseconds of a turn that do not count; from 100 on each contender has its own clock. [8]"),
+    ] = None,
     commit: Annotated[str, option("The commit to record where the package is not inside a checkout.")] = "",
     json: Annotated[Path | None, option("Write everything here, after every case.")] = None,
     plot: Annotated[
@@ -59,6 +63,7 @@ def bench(
             _check_names(name, given, known)
         _check_names("peer", peer, PEERS)
         target = _device(device)
+        _check_settle(target, settle)
         suites = suite or ["quick"]
         cases = expand(suites, op or (), variant or (), m or ())
         _check_targets(json, plot)
@@ -67,7 +72,8 @@ def bench(
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    report = _measure(target, cases, seed, ("auto", *(arch or ())), peer or default_peers(suites), commit, json)
+    archs, peers = ("auto", *(arch or ())), peer or default_peers(suites)
+    report = _measure(target, settle, cases, seed, archs, peers, commit, json)
     print(render(report))
     if plot and any(row.status == "ok" for row in report.rows):
         facts = report.environment
@@ -103,12 +109,18 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def _check_settle(device: torch.device, ms: float | None) -> None:
+    if ms is not None and (device.type != "cuda" or not 1 <= ms <= 1000):
+        raise ValueError(f"bench: --settle: expected 1 to 1000 milliseconds on a GPU, got {ms:g} on {device}")
+
+
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _measure(
     device: torch.device,
+    settle_ms: float | None,
     cases: Sequence[Case],
     seed: int,
     archs: Sequence[str],
@@ -118,12 +130,13 @@ def _measure(
 ) -> Report:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    begin, timer = time.monotonic(), TIMERS[device.type]()
+    begin, short = time.monotonic(), TIMERS[device.type]()  # of reads, which draw little power
+    timer = short if settle_ms is None else CudaTimer(settle_ms)
     environment = describe(device, commit) | {"seed": seed}
     _progress("read floor")
-    floor = measure_read_floor(device, timer)
+    floor = measure_read_floor(device, short)
     named = {OPERATIONS[case.operation].ceiling for case in cases} - {""}
-    ceilings = {name: CEILINGS[name](device, timer) for name in sorted(named)}
+    ceilings = {name: CEILINGS[name](device, short) for name in sorted(named)}
     generator = torch.Generator(device).manual_seed(seed)
     run = Bench(device, timer, floor, ceilings, OPERATIONS, generator, cache_bytes(device), archs, peers)
     report = Report(environment, floor, ceilings, host=list(run.host_times(cases)))

@@ -145,7 +145,8 @@ class CudaTimer:
 
     An event stands between neighbouring replays, so that a replay's launch hides behind the one before; the median of
     the intervals over the calls in the graph. Contenders take turns in random order: a GPU at its power limit runs at
-    the clock that the work of the last tenths of a second left it, a tenth higher after a pause.
+    the clock that the work of the last tenths of a second left it, a tenth higher after a pause. The first `settle_ms`
+    of a turn do not count: by default all run at the clock of their mixture, from some 100 ms on each at its own.
     """
 
     SHORT_US = 200.0
@@ -153,14 +154,18 @@ class CudaTimer:
     CALLS_IF_LONG = 8
     # Where a call takes milliseconds, fewer calls are as good, down to one of each set.
     LONG_US = 4000.0
-    TURNS = 8
-    # Of a turn: until the clocks are those of this work, and what counts.
-    SETTLE_MS = 8.0
     MEASURE_MS = 12.0
+    # Turns: as many as take so long, but for these.
+    TURNS_MS = 160.0
+    FEWEST_TURNS = 3
+    MOST_TURNS = 8
     FEWEST = 3
     MOST = 20
 
-    def __init__(self) -> None:
+    def __init__(self, settle_ms: float = 8.0) -> None:
+        self.settle_ms = settle_ms
+        turns = round(self.TURNS_MS / (settle_ms + self.MEASURE_MS))
+        self.turns = max(self.FEWEST_TURNS, min(self.MOST_TURNS, turns))
         # Warm-up and capture share a stream: libraries allocate a workspace for each one.
         self.stream = torch.cuda.Stream()
         self.random = random.Random(0)
@@ -187,12 +192,12 @@ class CudaTimer:
 
     def take_turns(self, contenders: Sequence[Replay]) -> list[float]:
         for replay in contenders:
-            self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
+            self._replay_ms(replay.graph, replay.count(self.settle_ms))
         intervals: list[list[float]] = [[] for _ in contenders]
-        for _ in range(self.TURNS):
+        for _ in range(self.turns):
             for i in self.random.sample(range(len(contenders)), len(contenders)):
                 replay = contenders[i]
-                self._replay_ms(replay.graph, replay.count(self.SETTLE_MS))
+                self._replay_ms(replay.graph, replay.count(self.settle_ms))
                 count = max(self.FEWEST, min(self.MOST, replay.count(self.MEASURE_MS)))
                 intervals[i] += self._replay_ms(replay.graph, count)
         return [
