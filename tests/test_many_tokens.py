@@ -88,7 +88,7 @@ def test_rows_that_end_within_16_bytes(seed: int, dtype: torch.dtype, experts: i
         ends = [m // 2, m] if experts else [m]
         offs = {"offs": torch.tensor(ends, dtype=torch.int32, device="cuda")} if experts else {}
         name, operands = "grouped_mm" if experts else "groupwise_mm", (p.a, p.b, p.scale_a, p.scale_b)
-        assert "128 tokens" in epiloq.explain(name, *operands, **offs)
+        assert "along K" not in epiloq.explain(name, *operands, **offs)  # those of few tokens store no boxes
         wide = poisoned((m, (n + 23) // 8 * 8), dtype, "cuda")
         out = wide[:, 8 : 8 + n]
         getattr(epiloq, name)(*operands, **offs, out=out)
@@ -127,7 +127,7 @@ def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
     int8_call(p, first)
     assert_within_one_ulp(first, p)
     groups = []
-    for k, dtype, tile in [(128, torch.float32, "128 tokens x 64 weights"), (512, torch.bfloat16, "256 tokens x 128")]:
+    for k, dtype, tile in [(128, torch.float32, "192 tokens x 96 weights"), (512, torch.bfloat16, "256 tokens x 128")]:
         q = make(8192, 4096, k, device="cuda").in_columns(4)
         operands = (q.a, q.b, q.scale_a, q.scale_b)
         assert tile in epiloq.explain("groupwise_mm", *operands)

@@ -21,12 +21,13 @@ struct GroupwiseTile {
   bool is_alone;   // the other block has none, or is none
 };
 
-// What of a problem's tiles the host can tell: those along N, rows of a whole band (2^band_shift) and its tiles, how
-// many are not shared, and whether blocks take them in pairs.
+// What of a problem's tiles the host can tell: those along N, of a whole band, and how many are not shared; of pairs
+// also the rows of a whole band, 2^band_shift, and whether blocks take their tiles so.
 struct GroupwiseTiles {
-  int columns, band_shift;
+  int columns;
   cutlass::FastDivmod band;
   int whole;
+  int band_shift;
   bool in_pairs;
 };
 
@@ -38,7 +39,7 @@ class GroupwiseScheduler {
   // The last `shared` tiles are shared by two blocks each.
   static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int shared, bool in_pairs = false) {
     int const columns = ceil_div(p.n, C::kN), tiles = ceil_div(p.m, C::kM) * columns, shift = band_shift(p);
-    return {columns, shift, cutlass::FastDivmod(columns << shift), shared == 0 ? INT_MAX : tiles - shared, in_pairs};
+    return {columns, cutlass::FastDivmod(columns << shift), shared == 0 ? INT_MAX : tiles - shared, shift, in_pairs};
   }
 
   __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)
@@ -56,11 +57,11 @@ class GroupwiseScheduler {
     }
     int band, within;
     tiles_.band(band, within, index_ - before_);
-    int const first_row = band << tiles_.band_shift, height = min(1 << tiles_.band_shift, rows_ - first_row);
+    int const whole = C::kPairs ? 1 << tiles_.band_shift : kBand, height = min(whole, rows_ - band * whole);
     bool const is_paired = C::kPairs && tiles_.in_pairs && within < tiles_.columns / 2 * 2 * height;
     if (is_paired) within /= 2;
-    int column = height == 1 << tiles_.band_shift ? within >> tiles_.band_shift : within / height;
-    int const row = first_row + within - column * height;
+    int column = height == whole ? (C::kPairs ? within >> tiles_.band_shift : within / kBand) : within / height;
+    int const row = band * whole + within - column * height;
     if (is_paired) column = 2 * column + index_ % 2;
     bool const is_last = index_ % 2 == 0 && index_ + 1 == rows_ * tiles_.columns;
     tile = {.first_row = begin_ + row * C::kM,
@@ -80,11 +81,12 @@ class GroupwiseScheduler {
   }
 
  private:
-  // 8 rows of tiles, or 16 of few bytes: each band reads all weights, which costs power where L2 has not kept them. By
-  // 4096 tokens in tiles of 256, 16 rows take 2 to 3 % less time where K is 1536, 1 to 3 more from 8192 on.
+  // 8 rows of tiles or, of pairs of few bytes, 16: each band reads all weights, which costs power where L2 has not kept
+  // them. By 4096 tokens in tiles of 256, 16 rows take 2 to 3 % less time where K is 1536, 1 to 3 more from 8192 on.
+  static constexpr int kBand = 8, kBandShift = 3;
   static int band_shift(GroupwiseProblem const& p) {
     constexpr std::int64_t kFewBytes = 6 << 20;
-    return std::int64_t{16} * C::kM * p.k <= kFewBytes ? 4 : 3;
+    return C::kPairs && std::int64_t{2 * kBand} * C::kM * p.k <= kFewBytes ? kBandShift + 1 : kBandShift;
   }
   __device__ int next_index() const {
     bool const begins_to_share = C::kMayShare && !is_shared_ && index_ >= tiles_.whole;

@@ -117,7 +117,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
       if (turn >= 0 && is_elected()) copy_all_scales<C>(reader, turn);
-    } else if (!C::kWholeRows && !params.copies_scales && turn >= 0 && part < C::kScaleWarps) {
+    } else if (!C::kWholeRows && !C::brings_scales(params) && turn >= 0 && part < C::kScaleWarps) {
       read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
     }
   } else {

@@ -98,7 +98,7 @@ struct TileReader {
 
   // Every kReaders-th step. The first `early` ones have their weights.
   __device__ void run(int reader, int early) const {
-    bool const copies_scales = C::kMayBringScales && params.copies_scales;
+    bool const copies_scales = params.copies_scales;
     int before = 0;  // steps of the tiles that are done
     RingPosition<C> ring(reader);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
@@ -114,9 +114,12 @@ struct TileReader {
         int const step = steps.first + i;
         SharedAddress const barrier = full + ring.stage * 8;
         bool const has_weights = C::kFew && before + i < early;
-        float2 of_weights{};
-        if (copies_scales) of_weights = of_columns.at(step * params.p.scale_b.stride_k);  // while the stage empties
-        if (!has_weights) wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+        float2 of_weights{};  // on their way while the stage empties
+        if (C::kMayBringScales && copies_scales) of_weights = of_columns.at(step * params.p.scale_b.stride_k);
+        if (!has_weights) {
+          wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+          if (!C::kMayBringScales) expect_bytes(barrier, expected);
+        }
         SharedAddress const to_tokens = tokens + ring.stage * C::kTokenBytes;
         if (halves_tokens) {
           copy_half_to_both(to_tokens, step, tile.first_row, barrier);
@@ -129,9 +132,9 @@ struct TileReader {
         if (copies_scales) {
           SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
           copy_box(to_scales, params.scales, tile.first_row, step, barrier);
-          store_shared_pair(to_scales + C::kM * 4, of_weights);
+          if (C::kMayBringScales) store_shared_pair(to_scales + C::kM * 4, of_weights);
         }
-        if (!has_weights) expect_bytes(barrier, expected);
+        if (C::kMayBringScales) expect_bytes(barrier, expected);  // which says that they are stored
         ring.advance(C::kReaders);
       }
       before += steps.depth;

@@ -171,9 +171,12 @@ struct Groupwise {
 
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.
+  static __device__ bool brings_scales(GroupwiseParams const& params) {
+    return kMayBringScales && params.copies_scales;
+  }
   static __device__ int full_arrivals(GroupwiseParams const& params) {
     if (kWholeRows) return kApart ? 2 : 1;
-    return 1 + (params.copies_all_scales ? 1 : params.copies_scales ? 0 : 32 * kScaleWarps);
+    return 1 + (params.copies_all_scales ? 1 : brings_scales(params) ? 0 : 32 * kScaleWarps);
   }
   static constexpr int kEmptyArrivals = 4 * kMGroups * (kPairs ? 2 : 1);  // a warp each, of both blocks
 
