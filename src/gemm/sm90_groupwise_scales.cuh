@@ -68,10 +68,12 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       int const step = steps.first + i;
       wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
       SharedAddress const stage = ring.stage * (C::kStageScales * 4);
+      if (!params.copies_scales) {  // always: without the question few tokens' kernels are others than a GPU has run
 #pragma unroll
-      for (int t = 0; t < kTokenTurns; ++t) {
-        if (own + kTogether * t >= C::kM) continue;
-        copy4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
+        for (int t = 0; t < kTokenTurns; ++t) {
+          if (own + kTogether * t >= C::kM) continue;
+          copy4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
+        }
       }
 #pragma unroll
       for (int t = 0; t < kWeightTurns; ++t) {

@@ -54,6 +54,7 @@ struct Groupwise {
   // Warps that took turns along K share their 16 rows where a tile ends: each has so many, with so many sums a thread.
   static constexpr int kWarpRows = 16 / kKGroups, kRowSums = (kSums / kKGroups + 3) / 4 * 4;
   static constexpr bool kFew = kMGroups == 1;  // tokens, so that reading the weights is what takes time
+  static constexpr bool kMayBringScales = !kFew && !kColumnScales && !kWholeRows;  // whoever asks for tiles
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kMathWarps = 4 * kMathGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
@@ -63,7 +64,7 @@ struct Groupwise {
   static constexpr bool kMovesRegisters = kMathGroups > 1;
   static constexpr bool kWantsRegisters = kMathGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
   static constexpr int kAllRegisters = 65536 / kThreads / 8 * 8 * (kMathGroups + 1);  // of a thread of each warpgroup
-  static constexpr int kReadRegisters = !kWantsRegisters ? 72 : kWholeRows ? 40 : 56;
+  static constexpr int kReadRegisters = !kWantsRegisters ? 72 : kMayBringScales ? 56 : 40;
   static constexpr int kMathRegisters = (kAllRegisters - kReadRegisters) / kMathGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
@@ -112,7 +113,6 @@ struct Groupwise {
   // given back, kTokenStages steps ago: its next use needs tokens that the same reader has yet to ask for.
   static constexpr int kReaders = kFew ? 2 : 1;              // where steps are short, their waits must overlap
   static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
-  static constexpr bool kMayBringScales = kReaders == 1 && !kColumnScales && !kWholeRows;  // the reader
   static constexpr int kEven = std::lcm(kKGroups, kReaders);
   // What whole stages leave of shared memory is room for more of few tokens' weights on their way (rings.json). Tokens,
   // though from L2, are as long on theirs: fewer stages of them made everything slower. In groups more stages bring
