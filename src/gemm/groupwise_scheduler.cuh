@@ -18,7 +18,7 @@ struct GroupwiseTile {
   int expert;
   bool is_shared;  // its K, by the two blocks of a cluster
   bool is_paired;  // with the other block's, of the same tokens
-  bool is_alone;   // the other block has none, or is none
+  bool is_alone;   // the other block has no tile now, or there is no other block
 };
 
 // What of a problem's tiles the host can tell: those along N, of a whole band, and how many are not shared; of pairs
@@ -82,7 +82,7 @@ class GroupwiseScheduler {
 
  private:
   // 8 rows of tiles or, of pairs of few bytes, 16: each band reads all weights, which costs power where L2 has not kept
-  // them. By 4096 tokens in tiles of 256, 16 rows take 2 to 3 % less time where K is 1536, 1 to 3 more from 8192 on.
+  // them. By 4096 tokens in tiles of 256, 16 rows take up to 3 % less time where K is 1536, up to 3 more from 8192 on.
   static constexpr int kBand = 8, kBandShift = 3;
   static int band_shift(GroupwiseProblem const& p) {
     constexpr std::int64_t kFewBytes = 6 << 20;

@@ -69,11 +69,6 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     before += depth;
   }
   out.finish();
-  if constexpr (C::kPairs) {  // the other block may still write here, and say that its stages are empty
-    __syncwarp();
-    say_ready();
-    wait_for_ready();
-  }
 }
 
 template <class C>
@@ -91,7 +86,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  bool const in_cluster = C::kPairs || (C::kMayShare && params.p.k_blocks > 1);
+  bool const in_cluster = (C::kPairs && params.tiles.in_pairs) || (C::kMayShare && params.p.k_blocks > 1);
   if (in_cluster) say_ready();
   TileReader<C> const reader(params, shared);
   int early = 0;  // steps that have their weights

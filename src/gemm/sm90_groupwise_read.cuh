@@ -139,6 +139,11 @@ struct TileReader {
       }
       before += steps.depth;
     }
+    // The other block's warps still say that stages are empty: until they have, this block's memory has to stay.
+    for (int i = 0; C::kPairs && i < C::kStages; ++i) {
+      wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+      ring.advance(1);
+    }
   }
 
   // This block's half of the tokens, for both.

@@ -68,7 +68,8 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       int const step = steps.first + i;
       wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
       SharedAddress const stage = ring.stage * (C::kStageScales * 4);
-      if (!params.copies_scales) {  // always: without the question few tokens' kernels are others than a GPU has run
+      // They never are here. Kept until a GPU has run few tokens' kernels without it: their machine code would change.
+      if (!params.copies_scales) {
 #pragma unroll
         for (int t = 0; t < kTokenTurns; ++t) {
           if (own + kTogether * t >= C::kM) continue;

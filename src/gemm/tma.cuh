@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_box(SharedAddress to, CUtensorMap const& ma
       : "memory");
 }
 
-// To the same place in both blocks of a cluster, either of whose barriers counts the bytes.
+// To the same place in both blocks of a cluster. Each block's own barrier counts what that block gets.
 __device__ __forceinline__ void copy_box_to_both(SharedAddress to, CUtensorMap const& map, int column, int row,
                                                  SharedAddress barrier) {
   constexpr std::uint16_t kBoth = 3;

@@ -184,8 +184,13 @@ class Trial {
     scale_a_ = powers_of_two(random_, std::int64_t{column} * line);
     p_.scale_b.shift = kernel_.scales == Scales::kBlocks ? 7 : 0;
     p_.scale_b.stride_row = whole ? below(random_, 2) : for_tma ? line : groups, p_.scale_b.stride_k = 1;
-    p_.scale_b_expert = p_.n * p_.scale_b.stride_row;
-    scale_b_ = powers_of_two(random_, std::int64_t{experts_} * p_.n * line);
+    int const rows = p_.scale_b.shift == 7 ? (p_.n + 127) / 128 : p_.n, stride = p_.scale_b.stride_row;
+    p_.scale_b_expert = rows * stride;
+    // Nobody reads between those that there are, nor behind the last.
+    scale_b_.assign(std::size_t(experts_) * rows * std::max(stride, groups), std::nanf(""));
+    for (int row = 0; row < experts_ * rows; ++row) {
+      std::ranges::copy(powers_of_two(random_, groups), scale_b_.begin() + std::ptrdiff_t{row} * stride);
+    }
     p_.scale_a.ptr = scale_a_.data(), p_.scale_b.ptr = scale_b_.data();
   }
 

@@ -181,6 +181,22 @@ bool cluster(ClusterFlaw flaw) {
   return wrong == 0;
 }
 
+// Each of two blocks says something to the other and, before its memory goes, waits for what it is told.
+enum class PartingFlaw { kNone, kMeetsInstead };
+bool parting(PartingFlaw flaw) {
+  run({2, 32, 2, 1024}, [&] {
+    if (threadIdx.x == 0) init_barrier(0, 1);
+    arrive_at_cluster();
+    emulated::wait_for_cluster();
+    if (threadIdx.x == 0) arrive_at_distant_barrier(address_in_block(0, rank_in_cluster() ^ 1));
+    if (flaw == PartingFlaw::kNone) return wait_for_barrier(0, 0);
+    sync_warp();
+    arrive_at_cluster();
+    emulated::wait_for_cluster();
+  });
+  return true;
+}
+
 // Two warps take turns at a slot, by a pair of named barriers.
 enum class TurnFlaw { kNone, kNoTurn };
 bool turns(TurnFlaw flaw) {
@@ -271,6 +287,7 @@ int main() {
   catches(__LINE__, stores, {StoreFlaw::kDoesNotWait, StoreFlaw::kNoLaneWaits, StoreFlaw::kEndsEarly});
   catches(__LINE__, products, {ProductFlaw::kReadsEarly, ProductFlaw::kOverwrites, ProductFlaw::kOnto});
   catches(__LINE__, cluster, {ClusterFlaw::kSendsEarly, ClusterFlaw::kReadsEarly, ClusterFlaw::kCopiesLate});
+  catches(__LINE__, parting, {PartingFlaw::kMeetsInstead});
   catches(__LINE__, turns, {TurnFlaw::kNoTurn});
   formats_are_known();
   boxes_are_cut();

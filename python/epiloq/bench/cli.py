@@ -130,7 +130,7 @@ def _measure(
 ) -> Report:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    begin, short = time.monotonic(), TIMERS[device.type]()  # of reads, which draw little power
+    begin, short = time.monotonic(), TIMERS[device.type]()  # what nothing takes turns with
     timer = short if settle_ms is None else CudaTimer(settle_ms)
     environment = describe(device, commit) | {"seed": seed}
     _progress("read floor")

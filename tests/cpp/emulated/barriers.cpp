@@ -109,6 +109,12 @@ void arrive_at_barrier(Address barrier) {
   machine.may_pause();
 }
 
+void arrive_at_distant_barrier(Address barrier) {
+  Machine& machine = Machine::now();
+  machine.issue({Kind::kSend, [at = machine.global(barrier)] { arrive(Machine::now().barrier(at)); }});
+  machine.may_pause();
+}
+
 void expect_bytes(Address barrier, int bytes) {
   Machine& machine = Machine::now();
   Barrier& expecting = machine.barrier(machine.global(barrier));

@@ -53,7 +53,8 @@ void wait_for_cluster();
 // mbarriers, in shared memory.
 void init_barrier(Address barrier, int arrivals);
 void arrive_at_barrier(Address barrier);
-void expect_bytes(Address barrier, int bytes);  // and arrives
+void arrive_at_distant_barrier(Address barrier);  // of a cluster's block, at some time
+void expect_bytes(Address barrier, int bytes);    // and arrives
 void wait_for_barrier(Address barrier, unsigned parity);
 
 // cp.async.

@@ -10,7 +10,7 @@ namespace epiloq::gemm {
 
 inline void wait_for_barrier(SharedAddress barrier, std::uint32_t phase) { emulated::wait_for_barrier(barrier, phase); }
 inline void arrive_at_barrier(SharedAddress barrier) { emulated::arrive_at_barrier(barrier); }
-inline void arrive_at_barrier_of_cluster(SharedAddress barrier) { emulated::arrive_at_barrier(barrier); }
+inline void arrive_at_barrier_of_cluster(SharedAddress barrier) { emulated::arrive_at_distant_barrier(barrier); }
 inline void arrive_after_copies(SharedAddress barrier) { emulated::arrive_after_small_copies(barrier); }
 inline void expect_bytes(SharedAddress barrier, int bytes) { emulated::expect_bytes(barrier, bytes); }
 inline bool is_elected() { return cute::elect_one_sync(); }
