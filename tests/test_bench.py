@@ -182,19 +182,21 @@ def test_cuda_graph_time_is_that_of_the_kernel() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_turns_that_settle_longer_are_fewer() -> None:
+def test_turns_that_settle_longer_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     a, out = torch.rand(2048, 2048, device=device), torch.empty(2048, 2048, device=device)
-    short, long = CudaTimer(), CudaTimer(150.0)
-    assert (short.turns, long.turns) == (8, 3)
-    call = partial(torch.mm, a, a, out=out)
-    took = []
-    for timer in (short, long):
-        begin = time.perf_counter()
-        (us,) = timer.take_turns([timer.prepare([call])])
-        assert us == pytest.approx(kernel_us(timer, [call]), rel=0.3)
-        took.append(time.perf_counter() - begin)
-    assert took[1] > 2 * 4 * 0.15  # a turn to begin with, and twice: for `us` and what it is compared with
+    for settle_ms, turns in ((8.0, 8), (150.0, 3)):
+        timer = CudaTimer(settle_ms)
+        contender, counts = timer.prepare([partial(torch.mm, a, a, out=out)]), []
+
+        def replay_ms(graph: object, count: int, counts: list[int] = counts) -> list[float]:
+            counts.append(count)
+            return [1.0] * count
+
+        monkeypatch.setattr(timer, "_replay_ms", replay_ms)
+        timer.take_turns([contender])
+        assert len(counts) == 1 + 2 * turns  # once to begin with; then what settles, and what counts
+        assert all(count * contender.ms >= settle_ms for count in (counts[0], *counts[1::2]))
 
 
 # --- checks of results

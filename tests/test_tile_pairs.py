@@ -16,11 +16,16 @@ pytestmark = pytest.mark.gpu
 
 TILE = "256 tokens x 128 weights"
 # M, N, K on 132 SMs. Tiles in rows and columns: 1 x 127 of all tokens, 1 x 125 of some, 2 x 65, 4 x 31, 4 x 126, 9 x
-# 125 in two bands, the last tile alone, 10 x 65 in one band.
+# 125 in two bands, the last tile alone, 10 x 65 in one band, 17 x 31 in one of 16 rows and a last.
 SIZES = [
     *[(256, 16136, 528), (200, 16000, 1040), (511, 8200, 2064), (1000, 3960, 4112), (1000, 16003, 2064)],
-    *[(2300, 16000, 2064), (2504, 8200, 1040)],
+    *[(2300, 16000, 2064), (2504, 8200, 1040), (4134, 3960, 528)],
 ]
+
+
+def has_132_sms() -> bool:
+    """As all choices here take for granted."""
+    return torch.cuda.get_device_properties(0).multi_processor_count == 132
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -28,26 +33,37 @@ SIZES = [
 def test_pairs(seed: int, name: str, dtype: torch.dtype) -> None:
     if name.startswith("float8") and dtype == torch.float32:
         pytest.skip("scaled_mm has outputs of 16 bits on a GPU")
-    is_h200 = torch.cuda.get_device_properties(0).multi_processor_count == 132
     for size in SIZES:
         kernel = only_its_own(EPILOGUES[name], size, before=8, after=3, dtype=dtype)
-        assert not is_h200 or TILE in kernel, (size, kernel)
+        assert not has_132_sms() or TILE in kernel, (size, kernel)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-def test_experts_go_without_pairs(seed: int, stride: int) -> None:
-    """Their rows are known on the device alone; the same kernel serves."""
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
+    """Their rows are known on the device alone; the same kernel serves. Where they are masked TMA copies scales."""
     experts, m, n, k = 3, 1500, 8200, 1040
-    p = make(m, n, k, device="cuda", experts=experts).in_columns(4)
-    for ends in ([500, 500, 1500], [1, 770, 1283]):
-        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        operands = (p.a, p.b, p.scale_a, p.scale_b)
-        wide = poisoned((m, n * stride), torch.bfloat16, "cuda")
-        out = epiloq.grouped_mm(*operands, offs=offs, out=wide[:, :n])
-        left, right = p.operands()
-        for first, end, weight in zip([0, *ends], ends, right, strict=False):
-            assert_close(out[first:end], left[first:end], weight)
-        assert wide[ends[-1] :].isnan().all() and wide[:, n:].isnan().all()
+    p = make(experts * m if is_masked else m, n, k, device="cuda", experts=experts).in_columns(4)
+    left, right = p.operands()
+    for counts in ([500, 0, 1000], [1, 769, 513]):
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        firsts = [expert * m for expert in range(experts)] if is_masked else [0, *ends[:-1]]
+        rows = torch.tensor(counts if is_masked else ends, dtype=torch.int32, device="cuda")
+        wide = poisoned((p.a.shape[0], n + 16), torch.bfloat16, "cuda")
+        out = wide[:, 8 : 8 + n]
+        if is_masked:
+            operands = (p.a.view(experts, m, k), p.b, p.scale_a.view(experts, m, -1), p.scale_b)
+            how = {"masked_m": rows}
+            epiloq.grouped_mm(*operands, **how, out=out.view(experts, m, n))
+        else:
+            operands, how = (p.a, p.b, p.scale_a, p.scale_b), {"offs": rows}
+            epiloq.grouped_mm(*operands, **how, out=out)
+        assert not has_132_sms() or TILE in epiloq.explain("grouped_mm", *operands, **how)
+        known = torch.zeros(len(wide), dtype=torch.bool, device="cuda")
+        for first, count, weight in zip(firsts, counts, right, strict=True):
+            own = slice(first, first + count)
+            assert_close(out[own], left[own], weight)
+            known[own] = True
+        assert wide[~known].isnan().all() and wide[:, :8].isnan().all() and wide[:, 8 + n :].isnan().all()
 
 
 @pytest.mark.alone
@@ -57,6 +73,7 @@ def test_the_same_bits_behind_one_another(seed: int) -> None:
     for m, n, k in [(1000, 3960, 528), (256, 16136, 1040), (2300, 16000, 528)]:
         p = make(m, n, k, device="cuda").in_columns(4)
         operands = (p.a, p.b, p.scale_a, p.scale_b)
+        assert not has_132_sms() or TILE in epiloq.explain("groupwise_mm", *operands)
         first = epiloq.groupwise_mm(*operands)
         assert_close(first, *p.operands())
         calls.append((operands, first, [poisoned(first.shape, first.dtype, "cuda") for _ in range(20)]))
