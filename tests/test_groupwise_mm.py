@@ -213,15 +213,27 @@ def test_every_tile_is_chosen_somewhere() -> None:
     assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
 
 
+# M, N, K that pick every tile of SM90.
+SIZES = [
+    *itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576), (640,)),
+    *[(130, 6144, 1040), (130, 7168, 1040), (200, 9000, 1040), (300, 7168, 2064), (130, 6144, 2064)],
+]
+
+
+@pytest.mark.parametrize(("tiles", "column_scales"), [(tile_rows.GROUPS, False), (tile_rows.COLUMNS, True)])
+def test_sizes_reach_every_tile(tiles: int, column_scales: bool) -> None:
+    how = {"arch": "sm90", "sm_count": 132, "column_scales": column_scales}
+    answers = (epiloq.explain("groupwise_mm", m=m, n=n, k=k, **how) for m, n, k in SIZES)
+    kernels = {answer.partition(", K over")[0] for answer in answers}
+    assert len(kernels) == tiles, kernels
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [0, 1, 4])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, columns: int) -> None:
-    kernels = set()
-    few_blocks = itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576), (640,))
-    more = [(130, 6144, 1040), (130, 7168, 1040), (200, 9000, 1040), (300, 7168, 2064), (130, 6144, 2064)]
-    for m, n, k in [*few_blocks, *more]:
+    for m, n, k in SIZES:
         p = make(m, n, k, device="cuda", recipe=recipe)  # an odd number of blocks
         if columns:
             p = p.in_columns(columns)
@@ -229,8 +241,6 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
         out = poisoned((m, n), dtype, "cuda")
         call(p, bias, out=out)
         assert_close(out, *p.operands(), bias)
-        kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
-    assert len(kernels) >= (tile_rows.COLUMNS if recipe[1] == 1 else tile_rows.GROUPS), kernels
 
 
 @pytest.mark.gpu

@@ -12,8 +12,6 @@ from groupwise_reference import assert_close, make
 from reference import assert_within_one_ulp, make_problem, poisoned
 from tile_products import EPILOGUES, only_its_own
 
-pytestmark = pytest.mark.gpu
-
 LAST_WAVE = "in a last wave"
 
 # M, N, K: tiles of one wave and of several, ragged along all three, of every width whose last wave may be shared.
@@ -32,30 +30,46 @@ SCHEMES = {
 }
 
 
+# Sizes of two products that begin while the one before ends, by how their scales are.
+IN_A_ROW = {"int8": (257, 17000, 8208), "groups": (129, 6144, 4112)}
+
+
+def shared(scheme: str, sms: int) -> dict[tuple[int, int, int], str]:
+    """The sizes whose last wave is shared, and what serves them."""
+    operation, options, _ = SCHEMES[scheme]
+    kernels = {
+        (m, n, k): epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=sms, **options) for m, n, k in SIZES
+    }
+    return {size: kernel for size, kernel in kernels.items() if LAST_WAVE in kernel}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sizes_reach_every_tile(scheme: str) -> None:
+    kernels = shared(scheme, 132)
+    assert len(set(kernels.values())) == SCHEMES[scheme][2], kernels
+    assert IN_A_ROW.get(scheme, min(kernels)) in kernels
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_every_tile(seed: int, name: str, dtype: torch.dtype) -> None:
-    operation, options, tiles = next(scheme for start, scheme in SCHEMES.items() if name.startswith(start))
-    if operation == "scaled_mm" and dtype == torch.float32:
+    scheme = next(scheme for scheme in SCHEMES if name.startswith(scheme))
+    if SCHEMES[scheme][0] == "scaled_mm" and dtype == torch.float32:
         pytest.skip("scaled_mm has outputs of 16 bits on a GPU")
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    served = set()
-    for m, n, k in SIZES:
-        kernel = epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=sms, **options)
-        if LAST_WAVE in kernel:
-            assert only_its_own(EPILOGUES[name], (m, n, k), before=8, after=3, dtype=dtype) == kernel
-            served.add(kernel)
-    assert len(served) == tiles if sms == 132 else served, served
+    kernels = shared(scheme, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert kernels
+    for size, kernel in kernels.items():
+        assert only_its_own(EPILOGUES[name], size, before=8, after=3, dtype=dtype) == kernel
 
 
+@pytest.mark.gpu
 @pytest.mark.alone
 def test_the_same_bits_behind_one_another(seed: int) -> None:
     """Each product begins while the one before ends: rings, barriers and slots are in order."""
-    p, q = make_problem(257, 17000, 8208, device="cuda", bias=True), make(513, 2504, 4112, device="cuda").in_columns(4)
+    p = make_problem(*IN_A_ROW["int8"], device="cuda", bias=True)
+    q = make(*IN_A_ROW["groups"], device="cuda").in_columns(4)
     groups, rows = (q.a, q.b, q.scale_a, q.scale_b), (p.a, p.b, p.scale_a, p.scale_b, p.bias)
-    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
-        assert LAST_WAVE in epiloq.explain("scaled_mm", *rows[:4])
-        assert LAST_WAVE in epiloq.explain("groupwise_mm", *groups)
     first, of_groups = epiloq.scaled_mm(*rows), epiloq.groupwise_mm(*groups)
     assert_within_one_ulp(first, p)
     assert_close(of_groups, *q.operands())

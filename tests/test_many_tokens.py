@@ -15,8 +15,6 @@ from groupwise_reference import assert_close, make
 from reference import Problem, assert_within_one_ulp, make_problem, poisoned
 from tile_products import PRODUCTS, only_its_own
 
-pytestmark = pytest.mark.gpu
-
 HALVES = [torch.float16, torch.bfloat16]
 # M, N, K of every tile of the kernel for whole rows, and of int8's for many tokens; last tiles of one token among them.
 SIZES = [
@@ -27,7 +25,8 @@ SIZES = [
 TILES = {torch.int8: tile_rows.INT8 + 1, torch.float8_e4m3fn: tile_rows.FLOAT8}
 
 
-def assert_every_tile(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", TILES)
+def test_sizes_reach_every_tile(dtype: torch.dtype) -> None:
     kernels = {epiloq.explain("scaled_mm", m=m, n=n, k=k, arch="sm90", sm_count=132, dtype=dtype) for m, n, k in SIZES}
     assert len(kernels) == TILES[dtype], kernels
 
@@ -43,6 +42,7 @@ def float8_call(p: Float8Problem, out: Tensor) -> None:
     epiloq.scaled_mm(p.a, p.b, p.scale_a, p.scale_b, p.bias, out=out, out_dtype=out.dtype)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("zero_point", ["none", "static", "token", "tensor"])
 @pytest.mark.parametrize("bias", [False, True])
@@ -57,9 +57,9 @@ def test_int8_epilogues(seed: int, dtype: torch.dtype, zero_point: str, bias: bo
         out = poisoned((m, n), dtype, "cuda")
         int8_call(p, out)
         assert_within_one_ulp(out, p)
-    assert_every_tile(torch.int8)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
@@ -68,9 +68,9 @@ def test_float8_epilogues(seed: int, dtype: torch.dtype, bias: bool) -> None:
         out = poisoned((m, n), dtype, "cuda")
         float8_call(p, out)
         assert_float8_close(out, p)
-    assert_every_tile(torch.float8_e4m3fn)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize(("before", "after"), [(8, 8), (0, 1), (8, 3), (0, 8)])
 def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> None:
@@ -79,6 +79,7 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
         only_its_own(PRODUCTS[kind], (m, n, 640), before, after)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("experts", [0, 2])
 def test_rows_that_end_within_16_bytes(seed: int, dtype: torch.dtype, experts: int) -> None:
@@ -98,6 +99,7 @@ def test_rows_that_end_within_16_bytes(seed: int, dtype: torch.dtype, experts: i
             assert_close(out[first:end], left[first:end], weight)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float8", "groups"])
 @pytest.mark.alone
 def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str) -> None:
@@ -118,6 +120,7 @@ def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str
         assert of_nothing.isnan().all()
 
 
+@pytest.mark.gpu
 def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
     """Many tiles to a block, of groups with one step each, or with as many steps as a tile has slots: slots of shared
     memory that TMA still reads are not written again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -119,25 +120,34 @@ def test_float32_output(seed: int) -> None:
     assert_within_one_ulp(out, p)
 
 
+# M, N that pick rows of the tile table (other ones of SM90: test_many_tokens.py); odd ones leave ragged tiles.
+SIZES = list(
+    itertools.product(
+        (1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050), (16, 40, 2112, 4096, 5000, 6400, 8192, 12296)
+    )
+)
+KERNELS = {"sm75": 3, "sm80": 13, "sm90": 10}
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+def test_sizes_reach_kernels(arch: str) -> None:
+    kernels = {epiloq.explain("scaled_mm", m=m, n=n, k=272, arch=arch, sm_count=132) for m, n in SIZES}
+    assert len(kernels) == KERNELS[arch], kernels
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
+@pytest.mark.parametrize("arch", KERNELS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_kernel_of_an_architecture(seed: int, arch: str, dtype: torch.dtype) -> None:
-    """Rows of the tile table (other ones of SM90: test_many_tokens.py), with both epilogue kernels: M and N pick the
-    rows, odd ones leave ragged tiles."""
+    """With both epilogue kernels."""
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")
-    kernels = set()
     with epiloq.config(arch=arch):
-        for m in (1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050):
-            for n in (16, 40, 2112, 4096, 5000, 6400, 8192, 12296):
-                for zero_point in ("none", "token"):
-                    p = make_problem(m, n, 272, device="cuda", dtype=dtype, bias=True, zero_point=zero_point)
-                    out = poisoned((m, n), dtype, "cuda")
-                    call(p, out=out, out_dtype=dtype)
-                    assert_within_one_ulp(out, p)
-                kernels.add(epiloq.explain("scaled_mm", m=m, n=n, k=272, arch=arch, sm_count=132))
-    assert len(kernels) == {"sm75": 3, "sm80": 13, "sm90": 10}[arch], kernels
+        for (m, n), zero_point in itertools.product(SIZES, ("none", "token")):
+            p = make_problem(m, n, 272, device="cuda", dtype=dtype, bias=True, zero_point=zero_point)
+            out = poisoned((m, n), dtype, "cuda")
+            call(p, out=out, out_dtype=dtype)
+            assert_within_one_ulp(out, p)
 
 
 @pytest.mark.gpu

@@ -12,10 +12,8 @@ from groupwise_reference import assert_close, make
 from reference import poisoned
 from tile_products import EPILOGUES, only_its_own
 
-pytestmark = pytest.mark.gpu
-
 TILE = "256 tokens x 128 weights"
-# M, N, K on 132 SMs. Tiles in rows and columns: 1 x 127 of all tokens, 1 x 125 of some, 2 x 65, 4 x 31, 4 x 126, 9 x
+# M, N, K. Tiles in rows and columns: 1 x 127 of all tokens, 1 x 125 of some, 2 x 65, 4 x 31, 4 x 126, 9 x
 # 125 in two bands, the last tile alone, 10 x 65 in one band, 17 x 31 in one of 16 rows and a last.
 SIZES = [
     *[(256, 16136, 528), (200, 16000, 1040), (511, 8200, 2064), (1000, 3960, 4112), (1000, 16003, 2064)],
@@ -23,25 +21,35 @@ SIZES = [
 ]
 
 
-def has_132_sms() -> bool:
-    """As all choices here take for granted."""
-    return torch.cuda.get_device_properties(0).multi_processor_count == 132
+IN_A_ROW = [(1000, 3960, 528), (256, 16136, 1040), (2300, 16000, 528)]
+GROUPS, FLOAT8 = ("groupwise_mm", {}), ("scaled_mm", {"dtype": "float8_e4m3fn"})
+OF_EXPERTS = {"experts": 3, "m": 1500, "n": 8200, "k": 1040}
 
 
+def test_sizes_are_served_by_pairs() -> None:
+    """By 132 SMs, which all choices here take for granted."""
+    products = [(scheme, size) for scheme in (GROUPS, FLOAT8) for size in SIZES] + [(GROUPS, size) for size in IN_A_ROW]
+    for (operation, options), (m, n, k) in products:
+        assert TILE in epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=132, **options), (m, n, k)
+    for rows in (OF_EXPERTS["m"], OF_EXPERTS["m"] * OF_EXPERTS["experts"]):
+        assert TILE in epiloq.explain("grouped_mm", **{**OF_EXPERTS, "m": rows}, arch="sm90", sm_count=132)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["groups", "groups, scales in rows, bias", "float8", "float8, bias"])
 def test_pairs(seed: int, name: str, dtype: torch.dtype) -> None:
     if name.startswith("float8") and dtype == torch.float32:
         pytest.skip("scaled_mm has outputs of 16 bits on a GPU")
     for size in SIZES:
-        kernel = only_its_own(EPILOGUES[name], size, before=8, after=3, dtype=dtype)
-        assert not has_132_sms() or TILE in kernel, (size, kernel)
+        only_its_own(EPILOGUES[name], size, before=8, after=3, dtype=dtype)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
     """Their rows are known on the device alone; the same kernel serves. Where they are masked TMA copies scales."""
-    experts, m, n, k = 3, 1500, 8200, 1040
+    experts, m, n, k = OF_EXPERTS.values()
     p = make(experts * m if is_masked else m, n, k, device="cuda", experts=experts).in_columns(4)
     left, right = p.operands()
     for counts in ([500, 0, 1000], [1, 769, 513]):
@@ -57,7 +65,6 @@ def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
         else:
             operands, how = (p.a, p.b, p.scale_a, p.scale_b), {"offs": rows}
             epiloq.grouped_mm(*operands, **how, out=out)
-        assert not has_132_sms() or TILE in epiloq.explain("grouped_mm", *operands, **how)
         known = torch.zeros(len(wide), dtype=torch.bool, device="cuda")
         for first, count, weight in zip(firsts, counts, right, strict=True):
             own = slice(first, first + count)
@@ -66,14 +73,14 @@ def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
         assert wide[~known].isnan().all() and wide[:, :8].isnan().all() and wide[:, 8 + n :].isnan().all()
 
 
+@pytest.mark.gpu
 @pytest.mark.alone
 def test_the_same_bits_behind_one_another(seed: int) -> None:
     """A block that is done early neither leaves what its partner still writes to, nor takes the next call's for it."""
     calls = []
-    for m, n, k in [(1000, 3960, 528), (256, 16136, 1040), (2300, 16000, 528)]:
+    for m, n, k in IN_A_ROW:
         p = make(m, n, k, device="cuda").in_columns(4)
         operands = (p.a, p.b, p.scale_a, p.scale_b)
-        assert not has_132_sms() or TILE in epiloq.explain("groupwise_mm", *operands)
         first = epiloq.groupwise_mm(*operands)
         assert_close(first, *p.operands())
         calls.append((operands, first, [poisoned(first.shape, first.dtype, "cuda") for _ in range(20)]))
