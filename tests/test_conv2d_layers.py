@@ -63,7 +63,8 @@ def test_int8_conv2d(seed: int, device: str, options: dict[str, Any], clamp: tup
     conv = nn.Conv2d(8, 16, **options).to(device)
     x = torch.randn(2, 8, 14, 13, device=device)
     layer = Int8Conv2d.from_conv2d(conv, input_scale=0.03, input_zero_point=4, clamp=clamp)
-    q = (torch.round(x / 0.03) + 4).clamp(-128, 127)
+    # By a tensor on the device: by a number CUDA would multiply by what 1 / 0.03 rounds to, and round some ties away.
+    q = (torch.round(x / torch.full((), 0.03, device=device)) + 4).clamp(-128, 127)
     scale = conv.weight.detach().abs().amax((1, 2, 3), keepdim=True) / 127
     exact = copy.deepcopy(conv).double()
     exact.weight.data.copy_(torch.round(conv.weight / scale) * scale.double())

@@ -5,6 +5,8 @@
 #include <epiloq/scaled_mm.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <cstdio>
 #include <vector>
 
@@ -15,6 +17,9 @@
 namespace {
 
 constexpr std::int64_t kM = 4, kN = 8, kK = 16;
+
+// The higher 16 bits of a float32. A GPU writes outputs of 16 bits, a CPU float32 as well.
+using BFloat16 = std::uint16_t;
 
 bool has_gpu() {
 #ifdef HAS_CUDA_TOOLKIT
@@ -42,14 +47,16 @@ T* placed(std::vector<T>& values) {
   return values.data();
 }
 
-void print(float const* out) {
-  std::vector<float> values(kM * kN);
+void print(BFloat16 const* out) {
+  std::vector<BFloat16> values(kM * kN);
   if (!has_gpu()) std::copy_n(out, values.size(), values.begin());
 #ifdef HAS_CUDA_TOOLKIT
-  if (has_gpu()) cudaMemcpy(values.data(), out, values.size() * sizeof(float), cudaMemcpyDeviceToHost);
+  if (has_gpu()) cudaMemcpy(values.data(), out, values.size() * sizeof(BFloat16), cudaMemcpyDeviceToHost);
 #endif
   for (std::int64_t m = 0; m < kM; ++m) {
-    for (std::int64_t n = 0; n < kN; ++n) std::printf("%6g", values[m * kN + n]);
+    for (std::int64_t n = 0; n < kN; ++n) {
+      std::printf("%6g", std::bit_cast<float>(std::uint32_t{values[m * kN + n]} << 16));
+    }
     std::printf("\n");
   }
 }
@@ -61,11 +68,12 @@ int main() {
   std::vector<std::int8_t> a(kM * kK), weight(kN * kK);
   for (std::int64_t m = 0; m < kM; ++m) std::fill_n(a.begin() + m * kK, kK, m + 1);
   for (std::int64_t n = 0; n < kN; ++n) std::fill_n(weight.begin() + n * kK, kK, n + 1);
-  std::vector<float> scale_a{0.5F}, scale_b{0.25F}, out(kM * kN);
+  std::vector<float> scale_a{0.5F}, scale_b{0.25F};
+  std::vector<BFloat16> out(kM * kN);
 
   epiloq::Device const device{has_gpu() ? epiloq::Device::Type::kCuda : epiloq::Device::Type::kCpu, 0};
   try {
-    epiloq::ScaledMm const call{.out = {placed(out), DType::kFloat32, device, {kM, kN}},
+    epiloq::ScaledMm const call{.out = {placed(out), DType::kBFloat16, device, {kM, kN}},
                                 .a = {placed(a), DType::kInt8, device, {kM, kK}},
                                 .b = epiloq::transposed({placed(weight), DType::kInt8, device, {kN, kK}}),
                                 .scale_a = {placed(scale_a), DType::kFloat32, device, {1}},
@@ -76,7 +84,7 @@ int main() {
       epiloq::scaled_mm(call);
     }
     std::printf("D[m, n] = 2 (m + 1) (n + 1), by %s:\n", has_gpu() ? epiloq::explain(call).c_str() : "the CPU");
-    print(call.out.as<float>());
+    print(call.out.as<BFloat16>());
   } catch (epiloq::Unsupported const& error) {
     std::printf("Unsupported: %s\n", error.what());
   }
