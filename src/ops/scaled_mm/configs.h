@@ -21,8 +21,17 @@ struct Rule {
   int tile;
 };
 inline constexpr int kAny = INT_MAX;
-// No row by rule: of groupwise_mm's tiles for whole rows, and int8's kSm90ManyTokens, what is expected to take least.
+// No row by rule: of groupwise_mm's tiles for whole rows and the TileForMany below, what is expected to take least.
 inline constexpr int kWholeRows = -1;
+
+// A tile of CUTLASS's that serves more tokens than it has, where it is expected before any of groupwise_mm's: a step
+// and an end as in groupwise_mm's tables. CUTLASS's boxes are whole. Where tokens end within one, TMA fills the rest
+// slowly: as if there were so many more rows of tiles.
+struct TileForMany {
+  int tile;  // its row
+  int tokens, weights;
+  int step_ns, end_ns, more_rows;
+};
 
 // SM75: tile, warp, stages. Shapes that public Turing kernels use; seen right (on an H200), never timed on a Turing
 // card.
@@ -104,10 +113,10 @@ inline constexpr std::array kSm90Rules{
     Rule{127, kAny, kWholeRows}, Rule{128, 2560, kWholeRows},  Rule{128, 4608, 1},
     Rule{128, kAny, 2},          Rule{kAny, kAny, kWholeRows},
 };
-// Of those tiles the one for many tokens, where it is expected before any of groupwise_mm's: while one of its
-// warpgroups stores, the other multiplies, which counts where tiles are many or K is short (9 to 15 % at 28672 x 4096
-// and 24576 x 1536); two blocks share the tokens. A step and an end as in groupwise_mm's tables.
-inline constexpr int kSm90ManyTokens = 3, kSm90ManyTokensStepNs = 342, kSm90ManyTokensEndNs = 500;
+// While one of its warpgroups stores, the other multiplies, which counts where tiles are many or K is short (9 to 15 %
+// at 28672 x 4096 and 24576 x 1536); two blocks share the tokens. Where tokens end within one, such a tile takes about
+// three times as long (217 us at 1030 tokens of 28672 x 4096, 154 at 1024).
+inline constexpr std::array kSm90ForMany{TileForMany{3, 128, 128, 342, 500, 2}};
 
 inline constexpr std::array kSm90BatchRules{
     Rule{32, kAny, 0},  Rule{64, kAny, 1},  Rule{kAny, 64, 1},
@@ -115,26 +124,29 @@ inline constexpr std::array kSm90BatchRules{
 };
 
 // SM90, float8: as above. H200, 2026-11-20: the best of 49 tiles on seven layer shapes. Accurate sums of one product
-// are groupwise_mm's, which adds up while it multiplies: 7 to 22 % faster at 1024 and 4096 tokens (many-tokens-sweep);
-// so are fast ones of few tokens, which wait for weights.
+// are groupwise_mm's, which adds up while it multiplies: 7 to 22 % faster at 1024 and 4096 tokens (many-tokens-sweep).
+// Fast ones may be those, too.
 inline constexpr std::array kSm90Float8Tiles{
     WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},         // 0
     WgmmaConfig{{256, 128, 128}, 1, 2, kC, false, true},  // 1
     WgmmaConfig{{64, 32, 256}, 1, 1, kW, false},          // 2
     WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},          // 3
     WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},        // 4
-    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false, true},   // 5
-    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, true},   // 6
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, true},  // 7
+    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, true},   // 5
+    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, true},  // 6
 };
 inline constexpr std::array kSm90Float8BatchRules{
     Rule{32, kAny, 2},  Rule{64, kAny, 3},  Rule{kAny, 64, 3},
     Rule{kAny, 512, 0}, Rule{512, kAny, 0}, Rule{kAny, kAny, 4},
 };
-inline constexpr std::array kSm90FastRules{
-    Rule{127, kAny, kWholeRows}, Rule{128, 2560, kWholeRows}, Rule{128, 4608, 3},   Rule{128, kAny, 5},
-    Rule{256, 2560, 3},          Rule{256, 4608, 5},          Rule{256, kAny, 6},   Rule{kAny, 2560, 7},
-    Rule{kAny, 4608, 1},         Rule{kAny, 6656, 6},         Rule{kAny, 12288, 1}, Rule{kAny, kAny, 6},
+// Fast sums, H200, 2026-11-25 (fast-sums.json beside pairs.json): of accurate tiles and these, what is chosen took
+// half a percent more than the fastest in the mean, 4 at most. Tiles by rules, whatever their waves, had taken up
+// to 1.8 times as long as accurate ones (512 tokens of 2112 x 7168), and a tile of 64 x 128 brought 1 to 4 % by 128
+// tokens.
+inline constexpr std::array kSm90FastForMany{
+    TileForMany{1, 256, 128, 700, 4600, 1},
+    TileForMany{5, 128, 128, 400, 100, 1},
+    TileForMany{6, 128, 192, 537, 4700, 1},
 };
 
 }  // namespace epiloq::ops::scaled_mm

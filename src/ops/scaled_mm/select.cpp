@@ -20,7 +20,7 @@ constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
   for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
     bool named = false;
     auto const search = [&](auto const& rules) {
-      for (Rule const& rule : rules) named |= rule.tile == tile;
+      for (auto const& rule : rules) named |= rule.tile == tile;
     };
     (search(lists), ...);
     if (!named) return false;
@@ -33,9 +33,9 @@ static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules))
 static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
 static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
 static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
-static_assert(takes_everything(kSm90Rules) && takes_everything(kSm90FastRules));
-static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules));
-static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastRules));
+static_assert(takes_everything(kSm90Rules));
+static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules, kSm90ForMany));
+static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastForMany));
 
 // Sums that were asked to be accurate are.
 template <class Tiles, class... Rules>
@@ -97,22 +97,38 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
 
 constexpr auto kAlwaysFits = [](int) { return true; };
 
-// groupwise_mm's kernel for whole rows, or the tile for many tokens.
+template <class Tiles, class ForMany>
+constexpr bool all_as_their_rows(Tiles const& tiles, ForMany const& tiles_for_many) {
+  return std::ranges::all_of(tiles_for_many, [&](TileForMany const& many) {
+    WgmmaConfig const& c = tiles[many.tile];
+    return many.tokens == (c.swap ? c.tile.n : c.tile.m) && many.weights == (c.swap ? c.tile.m : c.tile.n);
+  });
+}
+static_assert(all_as_their_rows(kSm90Tiles, kSm90ForMany) && all_as_their_rows(kSm90Float8Tiles, kSm90FastForMany));
+
+// One of groupwise_mm's tiles for whole rows, or one for many tokens.
 Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
+  bool const is_int8 = p.a == DType::kInt8;
   GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
   auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
-  if (p.a != DType::kInt8) return {Family::kSm90Float8Rows, own.choice.row, own.choice.k_blocks};
-  constexpr groupwise_mm::Tile kMany{{2, 1, 128}, kSm90ManyTokensStepNs, kSm90ManyTokensEndNs};
-  static_assert(kMany.config.tokens() == kSm90Tiles[kSm90ManyTokens].tile.n &&
-                kMany.config.n == kSm90Tiles[kSm90ManyTokens].tile.m);
-  // CUTLASS's boxes are whole: where tokens end within one, TMA fills the rest so slowly that those tiles take about
-  // three times as long (217 us at 1030 tokens of 28672 x 4096, 154 at 1024). (Its tiles for fast float8 sums were not
-  // timed so.)
-  GroupwiseMmProblem in_boxes = product;
-  if (p.m % kMany.config.tokens() != 0) in_boxes.m += 2 * kMany.config.tokens();
-  bool const is_many = p.m > kMany.config.tokens() && groupwise_mm::expected_ns(kMany, in_boxes, t.sm_count) < own.ns;
-  if (is_many) return {Family::kSm90, kSm90ManyTokens};
-  return {Family::kSm90Int8Rows, own.choice.row, own.choice.k_blocks};
+  Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.k_blocks};
+  double best_ns = own.ns;
+  auto const consider = [&](Family family, auto const& tiles_for_many) {
+    for (TileForMany const& many : tiles_for_many) {
+      if (p.m <= many.tokens) continue;
+      GroupwiseMmProblem in_boxes = product;
+      if (p.m % many.tokens != 0) in_boxes.m += std::int64_t{many.more_rows} * many.tokens;
+      groupwise_mm::Tile const timed{{many.tokens / 64, 1, many.weights}, many.step_ns, many.end_ns};
+      double const ns = groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
+      if (ns < best_ns) best = {family, many.tile}, best_ns = ns;
+    }
+  };
+  if (is_int8) {
+    consider(Family::kSm90, kSm90ForMany);
+  } else if (p.fast_accum) {
+    consider(Family::kSm90Float8, kSm90FastForMany);
+  }
+  return best;
 }
 
 template <class Rules>
@@ -128,7 +144,7 @@ Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {
 
 Choice sm90_float8_choice(ScaledMmProblem const& p, Target const& t) {
   if (p.batches > 1) return sm90_choice(Family::kSm90Float8, kSm90Float8BatchRules, p, t);
-  return p.fast_accum ? sm90_choice(Family::kSm90Float8, kSm90FastRules, p, t) : whole_rows_choice(p, t);
+  return whole_rows_choice(p, t);
 }
 
 Choice sm89_choice(ScaledMmProblem const& p, Target const& t) {
