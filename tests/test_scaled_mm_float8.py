@@ -112,19 +112,21 @@ def test_zero_points_are_for_integers() -> None:
         epiloq.scaled_mm_azp(p.a, p.b, p.scale_a, p.scale_b, torch.zeros(32, dtype=torch.int32))
 
 
-# M, N that pick every row of the tile tables; odd ones leave ragged tiles.
+# M, N, K that pick every row of the tile tables; odd ones leave ragged tiles.
 SIZES = [
-    *itertools.product((1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050), (16, 2112, 4096, 6400, 8192, 12296)),
-    *[(79, 15400), (999, 8200)],
+    *itertools.product(
+        (1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050), (16, 2112, 4096, 6400, 8192, 12296), (1040,)
+    ),
+    *[(79, 15400, 1040), (999, 8200, 1040), (600, 4096, 8208), (1000, 6400, 8208)],
 ]
-KERNELS = {"sm89": (3, 5), "sm90": (11, 13)}  # without fast accumulation and with it
+KERNELS = {"sm89": (3, 5), "sm90": (11, 12)}  # without fast accumulation and with it
 
 
 @pytest.mark.parametrize("arch", KERNELS)
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_sizes_reach_every_kernel(arch: str, fast_accum: bool) -> None:
-    how = {"k": 1040, "arch": arch, "sm_count": 132, "fast_accum": fast_accum}
-    answers = (epiloq.explain("scaled_mm", m=m, n=n, dtype=kind, **how) for m, n in SIZES for kind in FLOAT8)
+    how = {"arch": arch, "sm_count": 132, "fast_accum": fast_accum}
+    answers = (epiloq.explain("scaled_mm", m=m, n=n, k=k, dtype=kind, **how) for m, n, k in SIZES for kind in FLOAT8)
     kernels = {answer.partition(", K over")[0] for answer in answers}
     assert len(kernels) == KERNELS[arch][fast_accum], kernels
 
@@ -135,14 +137,23 @@ def test_sizes_reach_every_kernel(arch: str, fast_accum: bool) -> None:
 def test_every_kernel_of_an_architecture(seed: int, arch: str, fast_accum: bool) -> None:
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")
-    bound = {"span_bound": fast_bound(1040)} if fast_accum else {}
     with epiloq.config(arch=arch):
-        for m, n in SIZES:
+        for m, n, k in SIZES:
+            bound = {"span_bound": fast_bound(k)} if fast_accum else {}
             for operands, dtype in ((PAIRS[0], torch.bfloat16), (PAIRS[1], torch.float16), (PAIRS[3], torch.bfloat16)):
-                p = make_float8_problem(m, n, 1040, device="cuda", operands=operands, dtype=dtype, bias=True)
+                p = make_float8_problem(m, n, k, device="cuda", operands=operands, dtype=dtype, bias=True)
                 out = poisoned((m, n), dtype, "cuda")
                 call(p, out=out, fast_accum=fast_accum)
                 assert_float8_close(out, p, **bound)
+
+
+@pytest.mark.gpu
+def test_fast_sums_of_long_rows(seed: int) -> None:
+    m, n = 512, 4096  # served by tiles for fast sums, whatever K
+    for k in (16384, 65536):
+        p = make_float8_problem(m, n, k, device="cuda")
+        assert "fast" in epiloq.explain("scaled_mm", m=m, n=n, k=k, dtype=FLOAT8[0], fast_accum=True, sm_count=132)
+        assert_float8_close(call(p, fast_accum=True), p, fast_bound(k))
 
 
 @pytest.mark.gpu

@@ -42,8 +42,9 @@ def scaled_mm(
         scale_b: float32, one element or one a column of ``b``.
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
-        fast_accum: float8 on a GPU: leave all of a sum to the tensor cores, whose accumulators keep about 14 bits on
-            Hopper. Faster from some 128 tokens on; without it sums are added up in fp32 every 128 of K.
+        fast_accum: float8 on a GPU: all of a sum may be left to the tensor cores, whose accumulators keep about 14 bits
+            on Hopper. It is where that is faster, by more than 128 tokens; else, and without ``fast_accum``, sums are
+            added up in fp32 every 128 of K.
         constant_b: ``b`` is a model's weight, written long before. A GPU may then read its first tiles while kernels
             before this one still run, which takes up to 5 % off few tokens on large weights. Not of a ``b`` that a
             kernel which lets the next one start early (programmatic dependent launch), as epiloq's do, has written
