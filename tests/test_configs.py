@@ -73,8 +73,11 @@ def test_every_row_of_weight_only_mm_is_reached() -> None:
 
 
 def test_ragged_rows_take_the_generic_kernel_and_say_so() -> None:
-    answer = epiloq.explain("scaled_mm", m=16, n=100, k=100, arch="sm90", aligned=False)
-    assert "generic" in answer and "slow" in answer
+    """By numbers alone too, where rows without gaps would begin off 16 bytes."""
+    for n, k, is_slow in ((96, 96, False), (100, 96, True), (96, 100, True)):
+        for aligned in (True, False):
+            answer = epiloq.explain("scaled_mm", m=16, n=n, k=k, arch="sm90", aligned=aligned)
+            assert ("generic" in answer and "slow" in answer) == (is_slow or not aligned), answer
 
 
 def test_explain_and_supports_take_the_calls_own_arguments() -> None:
