@@ -22,7 +22,7 @@ def chosen(n: int, k: int, m: int) -> str:
 def accurate_times() -> dict[Shape, float]:
     """Microseconds of accurate sums, from 1024 tokens on at their own clock."""
     found = {}
-    for name, is_settled in (("rows-fast", False), ("pairs-rows-settled", True)):
+    for name, is_settled in (("fast-rows-by-rules", False), ("pairs-rows-settled", True)):
         for row in json.loads((RESULTS / f"2026-11-25-{name}.json").read_text())["rows"]:
             if row["variant"] == "accurate" and is_settled == (row["m"] >= 1024):
                 found[row["n"], row["k"], row["m"]] = row["time_us"]
