@@ -245,7 +245,7 @@ def test_cases_reach_every_tile(kind: torch.dtype, arch: str, cases: list[Case],
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -> None:
-    check_tiles(kind, dtype, CASES)
+    assert len(check_tiles(kind, dtype, CASES)) == TILES[kind]
 
 
 @pytest.mark.gpu
@@ -272,16 +272,21 @@ def test_rows_that_end_within_16_bytes_on_a_gpu(seed: int, kind: torch.dtype, dt
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_older_kernels_on_a_gpu(seed: int, kind: torch.dtype, arch: str, dtype: torch.dtype) -> None:
     with epiloq.config(arch=arch):
-        check_tiles(kind, dtype, FEW_STEPS)
+        assert len(check_tiles(kind, dtype, FEW_STEPS)) == 2
 
 
-def check_tiles(kind: torch.dtype, dtype: torch.dtype, cases: Iterable[Case]) -> None:
+def check_tiles(kind: torch.dtype, dtype: torch.dtype, cases: Iterable[Case]) -> set[str]:
+    """The kernels that were checked."""
+    kernels = set()
     for counts, (n, k) in cases:
         p = make(sum(counts), n, k, len(counts), kind, "cuda")
         out = poisoned((sum(counts), n), dtype, "cuda")
         by_offsets(p, counts, out=out)
         for expert, rows in enumerate(rows_of(counts)):
             assert_rows(out[rows], p, rows, expert)
+        operands = (p.a, p.b, p.scale_a, p.scale_b)
+        kernels.add(epiloq.explain("grouped_mm", *operands, offs=ends_of(counts, "cuda"), recipe=RECIPE))
+    return kernels
 
 
 @pytest.mark.gpu

@@ -233,6 +233,7 @@ def test_sizes_reach_every_tile(tiles: int, column_scales: bool) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, columns: int) -> None:
+    kernels = set()
     for m, n, k in SIZES:
         p = make(m, n, k, device="cuda", recipe=recipe)  # an odd number of blocks
         if columns:
@@ -241,6 +242,8 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
         out = poisoned((m, n), dtype, "cuda")
         call(p, bias, out=out)
         assert_close(out, *p.operands(), bias)
+        kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
+    assert len(kernels) >= (tile_rows.COLUMNS if recipe[1] == 1 else tile_rows.GROUPS), kernels
 
 
 @pytest.mark.gpu

@@ -137,6 +137,7 @@ def test_sizes_reach_every_kernel(arch: str, fast_accum: bool) -> None:
 def test_every_kernel_of_an_architecture(seed: int, arch: str, fast_accum: bool) -> None:
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")
+    kernels = set()
     with epiloq.config(arch=arch):
         for m, n, k in SIZES:
             bound = {"span_bound": fast_bound(k)} if fast_accum else {}
@@ -145,6 +146,9 @@ def test_every_kernel_of_an_architecture(seed: int, arch: str, fast_accum: bool)
                 out = poisoned((m, n), dtype, "cuda")
                 call(p, out=out, fast_accum=fast_accum)
                 assert_float8_close(out, p, **bound)
+                kernel = epiloq.explain("scaled_mm", p.a, p.b, p.scale_a, p.scale_b, fast_accum=fast_accum)
+                kernels.add(kernel.partition(", K over")[0])
+    assert len(kernels) == KERNELS[arch][fast_accum], kernels
 
 
 @pytest.mark.gpu

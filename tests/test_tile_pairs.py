@@ -27,8 +27,12 @@ GROUPS, FLOAT8 = ("groupwise_mm", {}), ("scaled_mm", {"dtype": "float8_e4m3fn"})
 OF_EXPERTS = {"experts": 3, "m": 1500, "n": 8200, "k": 1040}
 
 
+def has_132_sms() -> bool:
+    """As all choices here take for granted."""
+    return torch.cuda.get_device_properties(0).multi_processor_count == 132
+
+
 def test_sizes_are_served_by_pairs() -> None:
-    """By 132 SMs, which all choices here take for granted."""
     products = [(GROUPS, size) for size in SIZES + ODD_COLUMNS + IN_A_ROW] + [(FLOAT8, size) for size in SIZES]
     for (operation, options), (m, n, k) in products:
         assert TILE in epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=132, **options), (m, n, k)
@@ -43,7 +47,8 @@ def test_pairs(seed: int, name: str, dtype: torch.dtype) -> None:
     if name.startswith("float8") and dtype == torch.float32:
         pytest.skip("scaled_mm has outputs of 16 bits on a GPU")
     for size in SIZES + ([] if name.startswith("float8") else ODD_COLUMNS):
-        only_its_own(EPILOGUES[name], size, before=8, after=3, dtype=dtype)
+        kernel = only_its_own(EPILOGUES[name], size, before=8, after=3, dtype=dtype)
+        assert not has_132_sms() or TILE in kernel, (size, kernel)
 
 
 @pytest.mark.gpu
@@ -66,6 +71,7 @@ def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
         else:
             operands, how = (p.a, p.b, p.scale_a, p.scale_b), {"offs": rows}
             epiloq.grouped_mm(*operands, **how, out=out)
+        assert not has_132_sms() or TILE in epiloq.explain("grouped_mm", *operands, **how)
         known = torch.zeros(len(wide), dtype=torch.bool, device="cuda")
         for first, count, weight in zip(firsts, counts, right, strict=True):
             own = slice(first, first + count)
@@ -82,6 +88,7 @@ def test_the_same_bits_behind_one_another(seed: int) -> None:
     for m, n, k in IN_A_ROW:
         p = make(m, n, k, device="cuda").in_columns(4)
         operands = (p.a, p.b, p.scale_a, p.scale_b)
+        assert not has_132_sms() or TILE in epiloq.explain("groupwise_mm", *operands)
         first = epiloq.groupwise_mm(*operands)
         assert_close(first, *p.operands())
         calls.append((operands, first, [poisoned(first.shape, first.dtype, "cuda") for _ in range(20)]))

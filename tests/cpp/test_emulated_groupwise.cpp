@@ -17,17 +17,6 @@
 #include "gemm/sm90_groupwise.cuh"
 #include "ops/groupwise_mm/configs.h"
 
-namespace epiloq {
-
-// Device n has n SMs.
-DeviceProperties const& device_properties(int device) {
-  static DeviceProperties properties;
-  properties.sm_count = device;
-  return properties;
-}
-
-}  // namespace epiloq
-
 using namespace epiloq;
 using gemm::GroupwiseProblem;
 using gemm::Scales;

@@ -7,16 +7,6 @@
 #include "check.h"
 #include "gemm/sm90_groupwise.cuh"
 
-namespace epiloq {
-
-DeviceProperties const& device_properties(int device) {
-  static DeviceProperties properties;
-  properties.sm_count = device;
-  return properties;
-}
-
-}  // namespace epiloq
-
 using namespace epiloq::gemm;
 
 namespace {
