@@ -14,7 +14,7 @@ SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 
 SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
 SIZES_K = [4096, 8192]
 # On SM90 without tiles that only batches have, and with groupwise_mm's for whole rows.
-ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 3 + tile_rows.INT8}
+ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 2 + tile_rows.INT8}
 FLOAT8_ROWS = {"sm89": 6, "sm90": 4 + tile_rows.FLOAT8}
 
 

@@ -67,7 +67,9 @@ def test_tests_are_counted_by_outcome(tmp_path: Path) -> None:
 
 
 def test_a_run_that_left_no_results_counts_as_an_error(tmp_path: Path) -> None:
-    assert gpu_record.count_tests(tmp_path / "absent.xml")["errors"] == 1
+    (tmp_path / "tests-alone.xml").touch()
+    started = gpu_record.started_tests(tmp_path)
+    assert list(started) == ["alone"] and started["alone"]["errors"] == 1
     assert gpu_record.benchmark(tmp_path / "absent.json") == {"rows": 0}
 
 

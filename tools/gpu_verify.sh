@@ -25,6 +25,7 @@ export PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 run_tests() {  # NAME PYTEST-OPTIONS..
   local name=$1
   shift
+  : > "$out/tests-$name.xml"  # which says that it was started
   "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/tests-$name.xml" "$@" || failed=1
 }
 jobs=${JOBS:-$((($(nproc) + 1) / 2))}

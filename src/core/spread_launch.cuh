@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/block_share.h"
 #include "core/cuda_check.h"
 #include "core/device_code.cuh"
 #include "epiloq/device.h"
@@ -17,15 +18,13 @@ namespace epiloq {
 // A kernel that may start before the one in front of it is done finds SMs as that one leaves them, and its blocks pile
 // up on the first few: quantising 256 x 4096 values to float8 before their product took 4.8 us more than the product,
 // with this 2.7 (H200, quantisers-behind-products.json).
-constexpr int kReservedOfBlock = 1024;  // of an SM's shared memory, for each block
 constexpr int spreading_bytes(std::int64_t blocks, int threads, DeviceProperties const& device) {
   constexpr int kFirstArch = 90;  // whose kernels start early
   constexpr int kMostBlocks = 8;  // of an SM, and threads: shares of more fill it
   constexpr int kMostThreads = 1024;
   std::int64_t const share = std::max<std::int64_t>(1, (blocks + device.sm_count - 1) / device.sm_count);
   if (device.compute_capability < kFirstArch || share > kMostBlocks || share * threads > kMostThreads) return 0;
-  int const all = device.shared_memory_per_block + kReservedOfBlock;
-  return all / static_cast<int>(share + 1) - kReservedOfBlock / 2;
+  return bytes_for_share(share, device.shared_memory_per_block);
 }
 
 // A share of blocks fits, with a little shared memory of their own, and one more does not.

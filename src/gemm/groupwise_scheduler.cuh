@@ -19,6 +19,7 @@ struct GroupwiseTile {
   bool is_shared;  // its K, by the two blocks of a cluster
   bool is_paired;  // with the other block's, of the same tokens
   bool is_alone;   // the other block has no tile now, or there is no other block
+  bool is_turned;  // from its last step of K to its first
 };
 
 // What of a problem's tiles the host can tell: those along N, of a whole band, and how many are not shared; of pairs
@@ -70,7 +71,9 @@ class GroupwiseScheduler {
             .expert = expert_,
             .is_shared = is_shared_,
             .is_paired = is_paired,
-            .is_alone = !tiles_.in_pairs || is_last};
+            .is_alone = !tiles_.in_pairs || is_last,
+            .is_turned = C::kTurns && is_turned_};
+    is_turned_ = !is_turned_;
     index_ += gridDim.x;  // past the last, if that one was shared
     return true;
   }
@@ -109,7 +112,7 @@ class GroupwiseScheduler {
   GroupwiseProblem const& p_;
   GroupwiseTiles const& tiles_;
   int index_;
-  bool is_shared_ = false;
+  bool is_shared_ = false, is_turned_ = false;
   int expert_ = 0, before_ = 0;
   int begin_ = 0, end_ = 0, rows_ = 0;
 };

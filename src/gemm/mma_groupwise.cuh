@@ -34,8 +34,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned const (&a)[
 // __global__ template.
 template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales kScales, class Element>
 struct MmaGroupwise {
-  static constexpr bool kMayShare = false;  // a tile's K, with another block
-  static constexpr bool kPairs = false;     // of tiles, one a block
+  static constexpr bool kMayShare = false;               // a tile's K, with another block
+  static constexpr bool kPairs = false, kTurns = false;  // of tiles, one a block
   static constexpr int kM = kWarpM * kWarpsM, kN = kWarpN * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all of its 255 registers
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;

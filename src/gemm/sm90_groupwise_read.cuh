@@ -111,7 +111,7 @@ struct TileReader {
       bool const halves_tokens = C::kPairs && tile.is_paired && !last_row;
       WeightScales<C> const of_columns(params.p, tile);
       for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
-        int const step = steps.first + i;
+        int const step = steps.at(i, tile);
         SharedAddress const barrier = full + ring.stage * 8;
         bool const has_weights = C::kFew && before + i < early;
         float2 of_weights{};  // on their way while the stage empties
@@ -175,7 +175,7 @@ struct TileReader {
         }
         if (before + i >= first) {
           expect_bytes(full + ring.stage * 8, expected);
-          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, (steps.first + i) * kGroupDepth,
+          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
                    row, full + ring.stage * 8);
         }
         ring.advance(C::kReaders);

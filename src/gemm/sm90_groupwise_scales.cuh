@@ -22,7 +22,7 @@ __device__ void copy_all_scales(TileReader<C> const& of, int reader) {
     Steps const steps = of.share.of(tile);
     int const row = tile.first_column / kGroupDepth;  // of the one expert there is
     for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
-      int const step = steps.first + i;
+      int const step = steps.at(i, tile);
       SharedAddress const barrier = of.full + ring.stage * 8, to = of.scales + ring.stage * (C::kStageScales * 4);
       wait_for_barrier(of.empty + ring.stage * 8, ring.parity ^ 1);
       expect_bytes(barrier, bytes);
@@ -65,16 +65,13 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       weight[t] = tile.expert * p.scale_b_expert + (column >> p.scale_b.shift) * p.scale_b.stride_row;
     }
     for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
-      int const step = steps.first + i;
+      int const step = steps.at(i, tile);
       wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
       SharedAddress const stage = ring.stage * (C::kStageScales * 4);
-      // They never are here. Kept until a GPU has run few tokens' kernels without it: their machine code would change.
-      if (!params.copies_scales) {
 #pragma unroll
-        for (int t = 0; t < kTokenTurns; ++t) {
-          if (own + kTogether * t >= C::kM) continue;
-          copy4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
-        }
+      for (int t = 0; t < kTokenTurns; ++t) {
+        if (own + kTogether * t >= C::kM) continue;
+        copy4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
       }
 #pragma unroll
       for (int t = 0; t < kWeightTurns; ++t) {

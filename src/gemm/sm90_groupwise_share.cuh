@@ -14,8 +14,11 @@
 
 namespace epiloq::gemm {
 
+// A tile's steps of K, as a block takes them.
 struct Steps {
-  int first, depth;  // of K
+  int first, depth;
+
+  __device__ int at(int i, GroupwiseTile const& tile) const { return first + (tile.is_turned ? depth - 1 - i : i); }
 };
 
 // What a block has of a tile's steps. Where all are shared it is known from the beginning, and built by whole warps;

@@ -54,6 +54,9 @@ struct Groupwise {
   // Warps that took turns along K share their 16 rows where a tile ends: each has so many, with so many sums a thread.
   static constexpr int kWarpRows = 16 / kKGroups, kRowSums = (kSums / kKGroups + 3) / 4 * 4;
   static constexpr bool kFew = kMGroups == 1;  // tokens, so that reading the weights is what takes time
+  // Every other tile of a block goes from its last step of K to its first, as do those beside it: where many blocks
+  // share tokens, L2 still has those that the tiles before ended with.
+  static constexpr bool kTurns = !kFew;
   static constexpr bool kMayBringScales = !kFew && !kColumnScales && !kWholeRows;  // whoever asks for tiles
   static constexpr int kMathGroups = kMGroups * kKGroups;
   static constexpr int kMathWarps = 4 * kMathGroups;

@@ -5,6 +5,7 @@
 
 #include "epiloq/error.h"
 #include "ops/scaled_mm/configs.h"
+#include "ops/scaled_mm/rules.h"
 
 namespace epiloq::ops::scaled_mm {
 namespace {
@@ -120,7 +121,9 @@ Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
       if (p.m % many.tokens != 0) in_boxes.m += std::int64_t{many.more_rows} * many.tokens;
       groupwise_mm::Tile const timed{{many.tokens / 64, 1, many.weights}, many.step_ns, many.end_ns};
       double const ns = groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
-      if (ns < best_ns) best = {family, many.tile}, best_ns = ns;
+      if (ns >= best_ns) continue;
+      best = {family, many.tile};
+      best_ns = ns;
     }
   };
   if (is_int8) {

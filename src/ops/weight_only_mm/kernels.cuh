@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/block_share.h"
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "ops/weight_only_mm/digits.cuh"
@@ -39,8 +40,14 @@ void launch_stream(Problem const& p, int split, int device, Stream stream) {
   StageLayout const weights = StageLayout::of(p.weight, kSlabs, kGroups);
   StreamRing const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m),
                         stream_received_bytes(p.m, S::kRows, split)};
-  int const shared_bytes = ring.received + std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
   dim3 const grid(ceil_div(p.weight.n, S::kRows), split);
+  int const own_bytes = ring.received + std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
+  // Blocks that begin while the previous kernel's still run would pile up on the SMs that are free first.
+  DeviceProperties const& properties = device_properties(device);
+  int const share = ceil_div(static_cast<int>(grid.x) * split, properties.sm_count);
+  int const shared_bytes = properties.compute_capability < 90
+                               ? own_bytes
+                               : std::max(own_bytes, bytes_for_share(share, properties.shared_memory_per_block));
   launch_kernel(stream_kernel<S, T>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
 }
 

@@ -7,39 +7,12 @@
 
 #include "epiloq/error.h"
 #include "ops/weight_only_mm/configs.h"
-#include "ops/weight_only_mm/pieces.h"
+#include "ops/weight_only_mm/sizes.h"
+#include "ops/weight_only_mm/streams.h"
 #include "ops/weight_only_mm/wgmma_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-std::int64_t padded(std::int64_t k) { return ceil_div(k, kPadding) * kPadding; }
-
-std::int64_t group_of(WeightOnlyMmProblem const& p) {
-  return p.group_size == -1 ? padded(p.k) : std::min(p.group_size, padded(p.k));
-}
-
-// Bytes of a step of so many weight rows, with their parameters.
-std::int64_t groups_in_step(WeightOnlyMmProblem const& p) { return std::max<std::int64_t>(1, kPadding / group_of(p)); }
-std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
-  int const parameter_bytes = p.scale_bytes * (p.offsets ? 2 : 1) + p.zero_bytes;
-  return rows * (kPadding * p.bits / 8 + groups_in_step(p) * parameter_bytes);
-}
-
-// The same in shared memory, of a warp.
-std::int64_t stage_bytes(WeightOnlyMmProblem const& p, int rows) {
-  return whole_lines(static_cast<int>(step_bytes(p, rows)));
-}
-
-// Of a block: sums of others that share K, its warps' rings of stages, then their sums.
-std::int64_t stream_bytes(StreamConfig const& c, WeightOnlyMmProblem const& p, int split) {
-  int const rows = c.slabs_of(p.bits) * kSlab;
-  int const received = stream_received_bytes(static_cast<int>(p.m), rows, split);
-  return received + c.warps * std::max<std::int64_t>(c.stages * (stage_bytes(p, rows) + p.m * kPadding * 2) +
-                                                         (c.digits ? p.m * kDigitBytes : 0),
-                                                     c.tokens() * (rows + 4) * 4);
-}
 
 bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return p.m <= c.tokens() && stream_bytes(c, p, 1) <= t.shared_bytes;
@@ -80,26 +53,6 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
   }
 }
 
-// Clusters of so many blocks that run at a time, each SM holding `resident` blocks.
-std::int64_t clusters(int split, int resident, Target const& t) {
-  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters) * resident;
-}
-
-double time_of(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  int const rows = c.slabs_of(p.bits) * kSlab;
-  std::int64_t const bytes = stream_bytes(c, p, split), blocks = ceil_div(p.n, rows);
-  int const resident = static_cast<int>(std::clamp<std::int64_t>(t.shared_bytes / bytes, 1, c.blocks));
-  // Blocks of a cluster are put side by side even where SMs are free.
-  std::int64_t const beside =
-      split > 1 ? resident : std::min<std::int64_t>(resident, ceil_div(blocks, clusters(split, 1, t)));
-  std::int64_t const turns = ceil_div(ceil_div(ceil_div(p.k, kPadding), split), c.warps);
-  StreamConfig::Time const& time = c.time(p.bits);
-  double const turn = std::max(time.alone, time.turn * static_cast<double>(beside) * (1 + time.token * p.m));
-  double const waves = static_cast<double>(ceil_div(blocks, clusters(split, resident, t)));
-  double const reading = static_cast<double>(ceil_div(p.k, kPadding) * step_bytes(p, 1) * p.n) / kReadRate.stream;
-  return std::hypot(waves * turns * turn, reading) + waves * time.block;
-}
-
 double time_of_dense(WeightOnlyMmProblem const& p) {
   double const weights = static_cast<double>(p.n) * p.k;
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
@@ -112,10 +65,19 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
-double cluster_time(StreamConfig const&, int) { return kStreamCluster; }
 double cluster_time(WgmmaConfig const& c, int split) {
+  if (split == 1) return 0;
   ClusterTime const& time = c.ways > 1 ? kSentSums : kReadSums;
   return time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
+}
+
+// A row's time, in whichever table.
+double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return stream_time(row, p, split, t);
+}
+double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
+                   Target const& t) {
+  return time_of(rows[row], p, split, t) + cluster_time(rows[row], split);
 }
 
 struct Timed {
@@ -133,8 +95,7 @@ struct Timed {
       if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
       for (int split = 1; split <= most; ++split) {
         if (!may_share(rows[row], p, split, t)) continue;
-        consider({family, row, split},
-                 time_of(rows[row], p, split, t) + (split > 1 ? cluster_time(rows[row], split) : 0));
+        consider({family, row, split}, time_of_row(rows, row, p, split, t));
       }
     }
   }
@@ -205,8 +166,9 @@ double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Ta
   // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
   std::int64_t const read = std::min(high, ceil_div(at_once, wide)) * split * c.rows() * kPadding * p.bits / 8;
   WgmmaConfig::Time const& time = c.time(p.bits);
-  double const step = std::max(time.step, static_cast<double>(read) / kReadRate.tile);
-  return ceil_div(high * wide, at_once) * (steps * step + time.block);
+  double const step = c.tokens <= kReadingTokens ? time.step + static_cast<double>(read) / kReadRate.few
+                                                 : std::max(time.step, static_cast<double>(read) / kReadRate.more);
+  return static_cast<double>(ceil_div(high * wide, at_once)) * (static_cast<double>(steps) * step + time.block);
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {

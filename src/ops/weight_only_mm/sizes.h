@@ -1,0 +1,41 @@
+#pragma once
+
+// Bytes of steps and blocks, and how many run at a time: what choices are made from.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/target.h"
+#include "epiloq/weight_only_mm.h"
+#include "ops/weight_only_mm/configs.h"
+#include "ops/weight_only_mm/layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+inline std::int64_t padded(std::int64_t k) { return ceil_div(k, kPadding) * kPadding; }
+
+inline std::int64_t group_of(WeightOnlyMmProblem const& p) {
+  return p.group_size == -1 ? padded(p.k) : std::min(p.group_size, padded(p.k));
+}
+
+// Bytes of a step of so many weight rows, with their parameters.
+inline std::int64_t groups_in_step(WeightOnlyMmProblem const& p) {
+  return std::max<std::int64_t>(1, kPadding / group_of(p));
+}
+inline std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
+  int const parameter_bytes = p.scale_bytes * (p.offsets ? 2 : 1) + p.zero_bytes;
+  return rows * (kPadding * p.bits / 8 + groups_in_step(p) * parameter_bytes);
+}
+
+// The same in shared memory, of a warp.
+inline std::int64_t stage_bytes(WeightOnlyMmProblem const& p, int rows) {
+  return whole_lines(static_cast<int>(step_bytes(p, rows)));
+}
+
+// Clusters of so many blocks that run at a time, each SM holding `resident` blocks.
+inline std::int64_t clusters(int split, int resident, Target const& t) {
+  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters) * resident;
+}
+
+}  // namespace epiloq::ops::weight_only_mm
