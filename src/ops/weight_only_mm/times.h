@@ -36,7 +36,7 @@ inline constexpr std::array<StreamTime, kStreamRows.size()> kStreamTimes{
     StreamTime{{1.17, 1.36}, 1.17, {1, 1}},   StreamTime{{1.14, 1.03}, 1.11, {2, 4}},
     StreamTime{{1.39, 1}, 0.996, {2, 4}},     StreamTime{{0.689, 0.614}, 1.73, {3, 6}},
     StreamTime{{0.942, 1.26}, 0.991, {1, 1}}, StreamTime{{0.588, 0.593}, 1.64, {2, 3}},
-    StreamTime{{0.746, 0.937}, 1.02, {4, 7}}, StreamTime{{1.32, 1.71}, 1.14, {2, 2}},
+    StreamTime{{0.85, 0.937}, 1.02, {4, 7}}, StreamTime{{1.32, 1.71}, 1.14, {2, 2}},
     StreamTime{{1.4, 1.35}, 0.675, {2, 2}},   StreamTime{{1.18, 1.4}, 0.575, {6, 7}},
 };
 
