@@ -18,7 +18,7 @@ import pytest
 import epiloq
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
-# And from how many tokens on.
+# Newest first, and from how many tokens on.
 SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 9, "2026-11-22-weight-only-ways": 65}
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
@@ -76,7 +76,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
         fastest = min(times.values())
         chosen = name_in_sweep(explained)
         behind[problem["bits"], problem["m"]].append(times[chosen] / fastest)
-        assert times[chosen] <= 1.17 * fastest, (problem, chosen)
+        assert times[chosen] <= (1.17 if row["m"] <= 8 else 1.1) * fastest, (problem, chosen)
     assert sum(len(ratios) for ratios in behind.values()) == 318
     for (bits, m), ratios in behind.items():
-        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.03 if m <= 64 else 1.04), (bits, m, ratios)
+        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.03 if m <= 8 else 1.015 if m <= 64 else 1.04), (bits, m, ratios)
