@@ -79,4 +79,8 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
         assert times[chosen] <= (1.17 if row["m"] <= 8 else 1.1) * fastest, (problem, chosen)
     assert sum(len(ratios) for ratios in behind.values()) == 318
     for (bits, m), ratios in behind.items():
-        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.03 if m <= 8 else 1.015 if m <= 64 else 1.04), (bits, m, ratios)
+        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.03 if m <= 8 else 1.015 if m <= 64 else 1.04), (
+            bits,
+            m,
+            ratios,
+        )
