@@ -78,11 +78,6 @@ class GroupwiseScheduler {
     return true;
   }
 
-  // Whether no tile follows. Nor may one if only experts without rows are left, which this does not see.
-  __device__ bool was_last() const {
-    return expert_ + 1 >= p_.experts && next_index() - before_ >= rows_ * tiles_.columns;
-  }
-
  private:
   // 8 rows of tiles or, of pairs of few bytes, 16: each band reads all weights, which costs power where L2 has not kept
   // them. By 4096 tokens in tiles of 256, 16 rows take up to 3 % less time where K is 1536, up to 3 more from 8192 on.

@@ -31,7 +31,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   StepShare<C> const share(params);
   typename Math::Place place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
-  int const first_row = group_m * C::kRounds * 64 + warp * 16 + group_k * C::kWarpRows;
+  int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // steps of the tiles that are done
   auto const finish = [&](auto& sums, GroupwiseTile const& tile, int depth, bool is_last) {
@@ -49,24 +49,33 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     }
     out.store(sums, tile, is_last || depth < C::kParts, exchange);
   };
+  // Which tile comes next takes some 200 cycles to find out, in which nobody would multiply: where there are many, that
+  // is done beside this one's last product.
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-  for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
+  GroupwiseTile tile, following;
+  for (bool more = scheduler.next(tile); uniform(more); tile = following) {
     int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
     int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
-    if constexpr (C::kPairs) place.tell(shared, lane, uniform(tile.is_alone));
+    if constexpr (C::kPairs) place.tell(uniform(tile.is_alone));
     out.expect(tile);
-    Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, [&] { out.send_one(); });
+    auto const send = [&] { out.send_one(); };
+    auto const look_ahead = [&] { more = scheduler.next(following); };
+    auto const fill = [&] {
+      if constexpr (C::kFillsEarly) out.fill_first_round(sums, tile);
+    };
+    Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, send, look_ahead, fill);
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
-      finish(sums, tile, depth, scheduler.was_last());
+      finish(sums, tile, depth, C::kSendsLater && !more);
     } else {
       typename C::Sum of_rows[1][C::kRowSums] = {};
       Math::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
                  uniform(before > 0));
-      finish(of_rows, tile, depth, scheduler.was_last());
+      finish(of_rows, tile, depth, false);
     }
     before += depth;
+    if constexpr (!C::kSendsLater) look_ahead();
   }
   out.finish();
 }
@@ -91,7 +100,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   TileReader<C> const reader(params, shared);
   int early = 0;  // steps that have their weights
   if (C::kFew && params.p.constant_b) {
-    if (group == C::kMathGroups && warp < C::kReaders && is_elected()) early = reader.ask_early(warp);
+    if (group == C::kMathGroups && warp < C::kReaders) early = reader.ask_early(warp);
   } else if (group == C::kMathGroups && warp == 0 && is_elected()) {
     reader.prefetch();
   }
@@ -104,14 +113,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   if (group == C::kMathGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
     if constexpr (C::kApart) {
-      if (is_elected()) reader.run_apart(warp >= C::kReaders, warp % C::kReaders, early);
+      reader.run_apart(warp >= C::kReaders, warp % C::kReaders, early);
     } else {
-      if (warp < C::kReaders && is_elected()) reader.run(warp, early);
+      if (warp < C::kReaders) reader.run(warp, early);
     }
     // Each reader's scales, unless it brings them itself, by kScaleWarps.
     int const turn = warp - C::kReaders, part = turn / C::kReaders;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
-      if (turn >= 0 && is_elected()) copy_all_scales<C>(reader, turn);
+      if (turn >= 0) copy_all_scales<C>(reader, turn);
     } else if (!C::kWholeRows && !C::brings_scales(params) && turn >= 0 && part < C::kScaleWarps) {
       read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
     }

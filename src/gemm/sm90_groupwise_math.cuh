@@ -16,7 +16,7 @@ template <class C>
 struct GroupwiseMath {
   static constexpr int kSums = C::kSums;
   static constexpr int kInstructionDepth = 32;
-  static constexpr int kRoundBytes = 64 * kGroupDepth;  // of tokens
+  static constexpr int kGroupBytes = 64 * kGroupDepth, kRoundBytes = C::kRoundRows * kGroupDepth;  // of tokens
   using Element = typename C::Element;
   using Sum = typename C::Sum;
   using Instruction =
@@ -26,7 +26,8 @@ struct GroupwiseMath {
   // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
   // barriers in uniform registers. Between two products there is no time to work them out.
   struct Place {
-    SharedAddress full, empty;        // the latter in the block that the lane tells, where two tell each other
+    SharedAddress full, empty;        // the latter in the block that the lane tells, where two tell each other:
+    SharedAddress own, told;          // this one's, or what the lane says to both
     std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
     SharedAddress of_row, of_column;  // scales of the thread's first row and columns
     bool releases;                    // stages
@@ -37,19 +38,23 @@ struct GroupwiseMath {
                      int warp, int lane, int first)
         : full(uniform(shared_address(shared.full()))),
           empty(uniform(shared_address(shared.empty()))),
-          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * C::kRounds * kRoundBytes))),
+          own(empty),
+          told(empty),
+          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kGroupBytes))),
           weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
-          of_row(kept(shared_address(shared.scales(0)) + (group_m * C::kRounds * 64 + warp * 16 + lane / 4) * 4)),
+          of_row(kept(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
           of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
           releases(lane < (C::kPairs ? 2 : 1)),
           first_step(first + group_k),
-          in_quads(params.copies_all_scales) {}
+          in_quads(params.copies_all_scales) {
+      if constexpr (C::kPairs) {
+        int const rank = static_cast<int>(cute::block_rank_in_cluster());
+        own = kept(address_in_block(empty, rank)), told = kept(address_in_block(empty, rank ^ (lane & 1)));
+      }
+    }
 
     // Two lanes say that a stage is empty, to a block each, or both to this one.
-    __device__ void tell(typename C::Shared const& shared, int lane, bool is_alone) {
-      int const rank = static_cast<int>(cute::block_rank_in_cluster());
-      empty = kept(address_in_block(shared_address(shared.empty()), is_alone ? rank : rank ^ (lane & 1)));
-    }
+    __device__ void tell(bool is_alone) { empty = is_alone ? own : told; }
   };
 
   // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
@@ -65,7 +70,7 @@ struct GroupwiseMath {
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
     for (int i = 0; i < 2 * C::kRounds; ++i) {
-      factors.row[i / 2][i % 2] = load_shared(of.of_row + stage + (i / 2 * 64 + i % 2 * 8) * 4);
+      factors.row[i / 2][i % 2] = load_shared(of.of_row + stage + (i / 2 * C::kRoundRows + i % 2 * 8) * 4);
     }
     if constexpr (C::kMayCopyAllScales) {
       SharedAddress const first = of.of_column + stage + (of.in_quads ? step % C::kQuad * 4 : 0);
@@ -144,69 +149,84 @@ struct GroupwiseMath {
     }
   }
 
-  // The next `steps` stages, every kKGroups-th of them. Where tiles leave late, `meanwhile` is called with wgmma under
-  // way, once for each of the first kParts at least.
-  template <class Meanwhile>
+  // The next `steps` stages, every kKGroups-th of them. Where tiles leave late, with wgmma under way `send` is called
+  // once for each of kParts at least if there are as many steps, `look_ahead` once, and `fill` once the sums of a first
+  // round are whole.
+  template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
-                                             int steps, int boundary, Meanwhile meanwhile) {
-    if (steps <= 0) return;
+                                             int steps, int boundary, Send send, LookAhead look_ahead, Fill fill) {
+    if (C::kKGroups > 1 && steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums[0], of, at, steps, meanwhile);
+      sum_in_place(sums[0], of, at, steps, send, look_ahead);
     } else if constexpr (C::kOverlaps) {
       sum_overlapped(sums[0], of, at, steps, boundary);
     } else {
-      sum_in_turn(sums, of, at, steps, boundary, meanwhile);
+      sum_in_turn(sums, of, at, steps, boundary, send, look_ahead, fill);
     }
   }
 
   // Of int8, onto the sums themselves: each stage is given back once the one after it is under way.
-  template <class Meanwhile>
+  template <class Send, class LookAhead>
   static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, RingPosition<C> at,
-                                                      int steps, Meanwhile meanwhile) {
+                                                      int steps, Send send, LookAhead look_ahead) {
     RingPosition<C> behind = at;
     for (int i = 0; i < steps; ++i) {
       wait(of, at);
       begin(sums, of, at, 0, true);
       at.advance(C::kKGroups);
-      meanwhile();
+      send();
       if (i == 0) continue;
       await<1>(sums);
       release(of, behind);
       behind.advance(C::kKGroups);
     }
+    if constexpr (C::kSendsLater) look_ahead();
     await<0>(sums);
     release(of, behind);
   }
 
   // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
-  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. What else
-  // there is to do has a loop of its own: beside all products, though a branch left it out of most, it took 3 % of the
-  // time in groups, 1 in whole rows (not int8's, in whose loop there is room; many-tokens-loop.json).
-  template <class Meanwhile>
+  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. One in four
+  // sends a part of the tile before; as a question beside all products that took 3 % of the time, in a loop of its own
+  // before the others 1 to 5 % more than here (turns.json).
+  template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
-                                                     RingPosition<C> at, int steps, int boundary, Meanwhile meanwhile) {
+                                                     RingPosition<C> at, int steps, int boundary, Send send,
+                                                     LookAhead look_ahead, Fill fill) {
     float product[kSums];
     Factors factors;
-    auto const turn = [&](int step, auto const& besides) {
+    auto const turn = [&](int step, auto beside_first, auto beside_last) {
       wait(of, at);
 #pragma unroll
       for (int round = 0; round < C::kRounds; ++round) {
+        bool const is_last = round == C::kRounds - 1;
         begin(product, of, at, round, false);
         if (round == 0) read(factors, of, at, of.first_step + step * C::kKGroups);
-        if (round == C::kRounds - 1) besides();
+        if (round == 0) beside_first();
+        if (is_last) beside_last();
         await<0>(product);
-        if (round == C::kRounds - 1) release(of, at);
+        if (is_last) release(of, at);
         add(sums[round], product, factors, round, boundary);
       }
       at.advance(C::kKGroups);
     };
+    auto const nothing = [] {};
+    constexpr int kTogether = 4;
     int step = 0;
-    if constexpr (C::kSendsLater) {
+    if constexpr (!C::kSendsLater) {
+#pragma unroll kTogether
+      for (; step < steps; ++step) turn(step, nothing, nothing);
+    } else {
 #pragma unroll 1
-      for (; step < min(C::kParts, steps); ++step) turn(step, meanwhile);
+      for (; step + kTogether < steps - 1; step += kTogether) {
+        turn(step, nothing, send);
+#pragma unroll
+        for (int i = 1; i < kTogether; ++i) turn(step + i, nothing, nothing);
+      }
+#pragma unroll 1
+      for (; step < steps - 1; ++step) turn(step, nothing, send);
+      turn(step, look_ahead, fill);
     }
-#pragma unroll 4
-    for (; step < steps; ++step) turn(step, [] {});
   }
 
   // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma

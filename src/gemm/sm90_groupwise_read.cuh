@@ -27,17 +27,22 @@ class WeightScales {
     int const last = min(tile.first_column + C::kN, p.n) - 1 >> scales.shift;
     first_ = scales.ptr + std::int64_t{tile.expert} * p.scale_b_expert + first * scales.stride_row;
     to_last_ = C::kOneWeightScale ? 0 : (last - first) * scales.stride_row;
+    stride_k_ = scales.stride_k;
   }
-  __device__ float2 at(int offset) const { return {first_[offset], first_[offset + to_last_]}; }
+  __device__ float2 at(int step) const { return {first_[step * stride_k_], first_[step * stride_k_ + to_last_]}; }
 
  private:
   float const* first_;
-  int to_last_;
+  int to_last_, stride_k_;
 };
 
-// A thread that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Then it
+// A warp that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Then it
 // brings weights' scales too: a warp that went around the ring for those beside the ones that multiply cost 1 to 3 % by
-// 4096 tokens. Its own way around takes as long as a short step: addresses are at hand. Built by whole warps.
+// 4096 tokens. All lanes go around, so that addresses stay in the uniform registers of which TMA's instructions are
+// made, and one asks. A lane that went around alone had to copy them there between a stage that is empty and the first
+// copy into it: 1.4 % of many tokens' cycles, where three stages are all there is room for. Loops are unrolled by hand:
+// of one with an elected lane in it, asked to take three steps at a time, nvcc 13.0 left out what is no multiple of
+// three.
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
@@ -71,7 +76,8 @@ struct TileReader {
     }
   }
 
-  // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many.
+  // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many. By
+  // the whole warp, as all that follow.
   __device__ int ask_early(int reader) const {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
@@ -80,6 +86,7 @@ struct TileReader {
     int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
     int const expected = C::kApart ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
+    if (!is_elected()) return early;
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
     for (int i = reader; i < early; i += C::kReaders) {
@@ -90,7 +97,7 @@ struct TileReader {
     return early;
   }
 
-  // What a stage gets by a thread that asks for both.
+  // What a stage gets by a warp that asks for both.
   __device__ int bytes_of(bool last_row, bool last_column) const {
     int const scale_bytes = params.copies_scales ? params.tokens.boxes[0] * 4 : 0;
     return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
@@ -98,45 +105,53 @@ struct TileReader {
 
   // Every kReaders-th step. The first `early` ones have their weights.
   __device__ void run(int reader, int early) const {
-    bool const copies_scales = params.copies_scales;
+    bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
+    int const half = C::kPairs ? uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
     int before = 0;  // steps of the tiles that are done
     RingPosition<C> ring(reader);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-    for (GroupwiseTile tile; scheduler.next(tile);) {
+    for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
       Steps const steps = share.of(tile);
-      int const weight_row = tile.expert * params.p.n + tile.first_column;
-      bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
+      int const weight_row = known(tile.expert * params.p.n + tile.first_column), token_row = known(tile.first_row);
+      bool const last_row = known(tile.first_row + C::kM > tile.end_row);
+      bool const last_column = known(tile.first_column + C::kN > params.p.n);
+      bool const halves_tokens = C::kPairs && known(tile.is_paired) && !last_row;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
-      int const expected = bytes_of(last_row, last_column);
-      bool const halves_tokens = C::kPairs && tile.is_paired && !last_row;
+      int const expected = known(bytes_of(last_row, last_column));
       WeightScales<C> const of_columns(params.p, tile);
-      for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
-        int const step = steps.at(i, tile);
-        SharedAddress const barrier = full + ring.stage * 8;
+      auto const ask = [&](int i) {
+        int const step = steps.at(i, tile), column = step * kGroupDepth;
+        SharedAddress const barrier = full + ring.stage * 8, to_tokens = tokens + ring.stage * C::kTokenBytes;
         bool const has_weights = C::kFew && before + i < early;
         float2 of_weights{};  // on their way while the stage empties
-        if (C::kMayBringScales && copies_scales) of_weights = of_columns.at(step * params.p.scale_b.stride_k);
-        if (!has_weights) {
-          wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
-          if (!C::kMayBringScales) expect_bytes(barrier, expected);
-        }
-        SharedAddress const to_tokens = tokens + ring.stage * C::kTokenBytes;
-        if (halves_tokens) {
-          copy_half_to_both(to_tokens, step, tile.first_row, barrier);
-        } else {
-          copy_box(to_tokens, token_map, step * kGroupDepth, tile.first_row, barrier);
-        }
-        if (!has_weights) {
-          copy_box(weights + ring.stage * C::kWeightBytes, weight_map, step * kGroupDepth, weight_row, barrier);
-        }
-        if (copies_scales) {
+        if (brings_scales) of_weights = of_columns.at(step);
+        if (!has_weights) wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+        if (is_elected()) {
+          if (!has_weights && !C::kMayBringScales) expect_bytes(barrier, expected);
+          if (halves_tokens) {
+            copy_half_to_both(to_tokens, half, column, token_row, barrier);
+          } else {
+            copy_box(to_tokens, token_map, column, token_row, barrier);
+          }
+          if (!has_weights) copy_box(weights + ring.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
           SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
-          copy_box(to_scales, params.scales, tile.first_row, step, barrier);
-          if (C::kMayBringScales) store_shared_pair(to_scales + C::kM * 4, of_weights);
+          if (copies_scales) copy_box(to_scales, params.scales, token_row, step, barrier);
+          if (brings_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
+          if (C::kMayBringScales) expect_bytes(barrier, expected);  // which says that they are stored
         }
-        if (C::kMayBringScales) expect_bytes(barrier, expected);  // which says that they are stored
         ring.advance(C::kReaders);
+      };
+      int i = first_step_of<C>(reader, before);
+      if constexpr (C::kPairs) {
+        constexpr int kTogether = 4;
+#pragma unroll 1
+        for (; i + kTogether <= steps.depth; i += kTogether) {
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) ask(i + j);
+        }
       }
+#pragma unroll 1
+      for (; i < steps.depth; i += C::kReaders) ask(i);
       before += steps.depth;
     }
     // The other block's warps still say that stages are empty: until they have, this block's memory has to stay.
@@ -146,10 +161,14 @@ struct TileReader {
     }
   }
 
+  // Of a tile, in a uniform register. Not where tokens are few: there it would be the first copies that wait for it.
+  static __device__ int known(int value) { return C::kPairs ? uniform(value) : value; }
+
   // This block's half of the tokens, for both.
-  __device__ void copy_half_to_both(SharedAddress to, int step, int first_row, SharedAddress barrier) const {
-    int const first = static_cast<int>(cute::block_rank_in_cluster()) * (C::kM / 2);
-    copy_box_to_both(to + first * kGroupDepth, params.half, step * kGroupDepth, first_row + first, barrier);
+  __device__ void copy_half_to_both(SharedAddress to, int half, int column, int first_row,
+                                    SharedAddress barrier) const {
+    int const first = half * (C::kM / 2);
+    copy_box_to_both(to + first * kGroupDepth, params.half, column, first_row + first, barrier);
   }
 
   // Every kReaders-th step of either tokens or weights, around a ring of their own. Weights begin behind those that
@@ -162,18 +181,19 @@ struct TileReader {
     int before = 0;
     RingPosition<C> ring(reader), behind(reader);  // this step's, and that of the step that has to make room for it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-    for (GroupwiseTile tile; scheduler.next(tile);) {
+    for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
       Steps const steps = share.of(tile);
       int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
       bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
       CUtensorMap const& map = from.maps[is_last];
       int const expected = from.boxes[is_last] * kGroupDepth;
+#pragma unroll 1
       for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
         if (before + i >= stages) {
           wait_for_barrier(empty + behind.stage * 8, behind.parity);
           behind.advance(C::kReaders);
         }
-        if (before + i >= first) {
+        if (before + i >= first && is_elected()) {
           expect_bytes(full + ring.stage * 8, expected);
           copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
                    row, full + ring.stage * 8);

@@ -7,9 +7,8 @@
 
 namespace epiloq::gemm {
 
-// A thread that asks TMA for all scales, where steps are short and the one that asks for tokens and weights has no time
-// for more. (Addresses are of.full and others, which whole warps have made uniform: one lane that did would wait for
-// the other 31.)
+// A warp that asks TMA for all scales, where steps are short and the one that asks for tokens and weights has no time
+// for more.
 template <class C>
 __device__ void copy_all_scales(TileReader<C> const& of, int reader) {
   constexpr int kWeightBytes = 2 * C::kQuad * 4;
@@ -18,16 +17,19 @@ __device__ void copy_all_scales(TileReader<C> const& of, int reader) {
   int before = 0;  // steps of the tiles that are done
   RingPosition<C> ring(reader);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-  for (GroupwiseTile tile; scheduler.next(tile);) {
+  for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
     Steps const steps = of.share.of(tile);
     int const row = tile.first_column / kGroupDepth;  // of the one expert there is
+#pragma unroll 1
     for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
       int const step = steps.at(i, tile);
       SharedAddress const barrier = of.full + ring.stage * 8, to = of.scales + ring.stage * (C::kStageScales * 4);
       wait_for_barrier(of.empty + ring.stage * 8, ring.parity ^ 1);
-      expect_bytes(barrier, bytes);
-      copy_box(to, params.scales, tile.first_row, step, barrier);
-      copy_box(to + C::kM * 4, params.weight_scales, step / C::kQuad * C::kQuad, row, barrier);
+      if (is_elected()) {
+        expect_bytes(barrier, bytes);
+        copy_box(to, params.scales, tile.first_row, step, barrier);
+        copy_box(to + C::kM * 4, params.weight_scales, step / C::kQuad * C::kQuad, row, barrier);
+      }
       ring.advance(C::kReaders);
     }
     before += steps.depth;

@@ -29,7 +29,7 @@ class GroupwiseStore {
     return C::kStoresBoxes && Slot::has_lines(p) && p.n % Slot::kUnit == 0;
   }
 
-  // `first_row` of the warp's in a tile; those of the next round are 64 further.
+  // `first_row` of the warp's in a tile; those of the next round are kRoundRows further.
   __device__ GroupwiseStore(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
                             int lane)
       : params_(params),
@@ -44,7 +44,7 @@ class GroupwiseStore {
   __device__ __forceinline__ void expect(GroupwiseTile const& tile) {
     if constexpr (C::kWholeRows) {
       auto const& p = params_.p;
-      int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * 64 + lane_ % C::kWarpRows;
+      int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * C::kRoundRows + lane_ % C::kWarpRows;
       int const known_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // those of the tile before have been read
       if constexpr (C::kSharesColumns) {
@@ -70,17 +70,31 @@ class GroupwiseStore {
     }
   }
 
+  // Those of a first round into their slots, from which all leave once the last round has filled its own.
+  __device__ __forceinline__ void fill_first_round(Sum const (&sums)[C::kRounds][C::kRowSums],
+                                                   GroupwiseTile const& tile) {
+    while (unsent_ > 0) send_one();
+    await_operands();
+    take_slots<0>();
+    fill_round<0>(sums, tile);
+  }
+
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
   // next tile's products, unless there are none, or too few. (A shared one has half as many: what has not left during
   // those leaves before that tile is stored.)
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short, Exchange const& exchange) {
-    while (unsent_ > 0) send_one();
-    // Said to be uniform, for the sake of products' addresses: a branch stands between them.
-    bool const later = C::kSendsLater && uniform(!is_last_or_short &&
-                                                 leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row));
-    params_.p.bias == nullptr ? store_tile<false>(sums, tile, later, exchange)
-                              : store_tile<true>(sums, tile, later, exchange);
+    if constexpr (C::kFillsEarly) {
+      fill_round<1>(sums, tile);
+      leave(tile, is_last_or_short);
+    } else {
+      while (unsent_ > 0) send_one();
+      // Said to be uniform, for the sake of products' addresses: a branch stands between them.
+      bool const by_box = leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
+      bool const later = C::kSendsLater && uniform(!is_last_or_short && by_box);
+      params_.p.bias == nullptr ? store_parts<false>(sums, tile, later, exchange)
+                                : store_parts<true>(sums, tile, later, exchange);
+    }
   }
 
   // Between two products: a slot of the tile before, if there is one left.
@@ -105,7 +119,7 @@ class GroupwiseStore {
  private:
   using Slot = GroupwiseSlot<C>;
   static constexpr int kEights = C::kChunk / 8;  // columns of a slot
-  static constexpr int kLastRound = (C::kRounds - 1) * 64;
+  static constexpr int kLastRound = (C::kRounds - 1) * C::kRoundRows;
   static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
   static constexpr int kTogether = 2 * kEightRows;     // sums of eight columns
   static constexpr bool is_there(int chunk, int eight) { return chunk * kEights + eight < C::kN / 8; }
@@ -134,8 +148,8 @@ class GroupwiseStore {
 
   // A slot leaves at once, or all are kept for send_one.
   template <bool kHasBias>
-  __device__ __forceinline__ void store_tile(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
-                                             bool later, Exchange const& exchange) {
+  __device__ __forceinline__ void store_parts(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
+                                              bool later, Exchange const& exchange) {
     int const tile_row = tile.first_row + first_row_;
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
@@ -155,8 +169,7 @@ class GroupwiseStore {
       if (part >= C::kSlots) take_slots<C::kSlots - 1>();
       fill_slot<kHasBias>(slot_at(slot), sums[round], round, chunk, tile, exchange);
       if (later) continue;
-      int const row = tile_row + round * 64, column = chunk * C::kChunk;
-      bool const by_box = leaves_by_box(row, tile.end_row);
+      bool const by_box = leaves_by_box(tile_row + round * C::kRoundRows, tile.end_row);
       if constexpr (C::kStoresBoxes) fence_stored();
       __syncwarp();
       if constexpr (C::kStoresBoxes) {
@@ -165,14 +178,54 @@ class GroupwiseStore {
           commit_stores();  // a slot is a group, if an empty one
         }
       }
-      if (by_box) continue;
-      Slot::copy(slot_at(slot), params_.p, row, tile.end_row, tile.first_column + column,
-                 min(C::kChunk, C::kN - column), lane_);
+      if (!by_box) copy_part(slot, part, tile);
     }
     if (!later) return;
     fence_stored();
     __syncwarp();
-    unsent_ = C::kParts, unsent_row_ = tile_row, unsent_column_ = tile.first_column;
+    keep(tile);
+  }
+
+  // Of two rounds, whose parts have a slot each.
+  template <int kRound>
+  __device__ __forceinline__ void fill_round(Sum const (&sums)[C::kRounds][C::kRowSums],
+                                             GroupwiseTile const& tile) const {
+    static_assert(C::kRounds == 2 && C::kParts <= C::kSlots);
+    params_.p.bias == nullptr ? fill_parts<kRound, false>(sums[kRound], tile)
+                              : fill_parts<kRound, true>(sums[kRound], tile);
+  }
+  template <int kRound, bool kHasBias>
+  __device__ __forceinline__ void fill_parts(Sum const (&sums)[C::kRowSums], GroupwiseTile const& tile) const {
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+      fill_slot<kHasBias>(slot_at(kRound * C::kChunks + chunk), sums, kRound, chunk, tile, {});
+    }
+  }
+
+  // All slots, once they are filled. In few instructions, whatever the way: what stands between the end of one tile and
+  // the beginning of the next has to be fetched.
+  __device__ __forceinline__ void leave(GroupwiseTile const& tile, bool is_last_or_short) {
+    int const tile_row = tile.first_row + first_row_;
+    // Said to be uniform, as in `store`.
+    bool const by_box = uniform(leaves_by_box(tile_row + kLastRound, tile.end_row));
+    bool const later = uniform(!is_last_or_short);
+    fence_stored();
+    __syncwarp();
+    if (!by_box) {
+#pragma unroll 1
+      for (int part = 0; part < C::kParts; ++part) copy_part(part, part, tile);
+    } else if (later) {
+      keep(tile);
+    } else if (is_elected()) {
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) send(part, part, tile_row, tile.first_column);
+      commit_stores();
+    }
+  }
+
+  // For send_one.
+  __device__ __forceinline__ void keep(GroupwiseTile const& tile) {
+    unsent_ = C::kParts, unsent_row_ = tile.first_row + first_row_, unsent_column_ = tile.first_column;
   }
 
   // What the epilogue takes besides sums: of a slot's columns, two neighbours of each eight, and of two rows.
@@ -277,7 +330,15 @@ class GroupwiseStore {
   // By one lane, which then commits.
   __device__ __forceinline__ void send(int slot, int part, int tile_row, int tile_column) const {
     int const column = (tile_column + part % C::kChunks * C::kChunk) * static_cast<int>(sizeof(Out));
-    store_box(params_.output, column, tile_row + part / C::kChunks * 64, shared_address(slot_at(slot)));
+    store_box(params_.output, column, tile_row + part / C::kChunks * C::kRoundRows, shared_address(slot_at(slot)));
+  }
+
+  // By the warp, where TMA cannot.
+  __device__ __forceinline__ void copy_part(int slot, int part, GroupwiseTile const& tile) const {
+    int const row = tile.first_row + first_row_ + part / C::kChunks * C::kRoundRows;
+    int const column = part % C::kChunks * C::kChunk;
+    Slot::copy(slot_at(slot), params_.p, row, tile.end_row, tile.first_column + column, min(C::kChunk, C::kN - column),
+               lane_);
   }
 
   // TMA leaves out what is past D's own last row and column; an expert's rows may end before.

@@ -39,7 +39,8 @@ struct Groupwise {
   using Out = Out_;
   using Epilogue = Epilogue_;  // of whole rows; groups have their scales in the sums, and a bias
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kN = kN_;
-  static constexpr int kRounds = kRounds_;  // of 64 tokens, a warpgroup: the weights of a stage serve each in turn
+  // Of 64 tokens a warpgroup: the weights of a stage serve each in turn.
+  static constexpr int kRounds = kRounds_, kRoundRows = 64 * kMGroups;
   static constexpr bool kColumnScales = kScales_ == Scales::kColumns;  // of B, one a column; else one for 128 columns
   static constexpr bool kWholeRows = kScales_ == Scales::kWholeRows;   // scales of all of K, for the end
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
@@ -50,7 +51,7 @@ struct Groupwise {
   // nobody.
   static constexpr int kColumns = kExact && kN > 32 ? (kN + 15) / 16 * 16 : kN;
   static constexpr int kSums = kColumns / 2;  // of a thread: rows r and r + 8, two neighbours of each 8 columns
-  static constexpr int kM = 64 * kMGroups * kRounds;
+  static constexpr int kM = kRoundRows * kRounds;
   // Warps that took turns along K share their 16 rows where a tile ends: each has so many, with so many sums a thread.
   static constexpr int kWarpRows = 16 / kKGroups, kRowSums = (kSums / kKGroups + 3) / 4 * 4;
   static constexpr bool kFew = kMGroups == 1;  // tokens, so that reading the weights is what takes time
@@ -62,12 +63,11 @@ struct Groupwise {
   static constexpr int kMathWarps = 4 * kMathGroups;
   static constexpr int kThreads = 128 * (kMathGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part. A block has what
-  // it was launched with: warps that want more than is left of it wait for ever. In groups one thread that reads brings
-  // scales, and of 40 registers ptxas kept fewer for it at the expense of the loop of products (1.2 %).
+  // it was launched with: warps that want more than is left of it wait for ever.
   static constexpr bool kMovesRegisters = kMathGroups > 1;
   static constexpr bool kWantsRegisters = kMathGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
   static constexpr int kAllRegisters = 65536 / kThreads / 8 * 8 * (kMathGroups + 1);  // of a thread of each warpgroup
-  static constexpr int kReadRegisters = !kWantsRegisters ? 72 : kMayBringScales ? 56 : 40;
+  static constexpr int kReadRegisters = kWantsRegisters ? 40 : 72;
   static constexpr int kMathRegisters = (kAllRegisters - kReadRegisters) / kMathGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
@@ -189,6 +189,8 @@ struct Groupwise {
   // A tile may leave between the next one's products if each of its parts has a slot; not where two products are under
   // way at a time, which took 1 to 11 % longer.
   static constexpr bool kSendsLater = kStoresBoxes && kParts <= kSlots && !kOverlaps;
+  // And then the parts of a first round fill theirs while the last one is multiplied for the last time.
+  static constexpr bool kFillsEarly = kSendsLater && kRounds > 1;
 };
 
 // Where a role stands in the ring of stages, and in that of tokens, if it is another one.
