@@ -49,8 +49,8 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     }
     out.store(sums, tile, is_last || depth < C::kParts, exchange);
   };
-  // Which tile comes next takes some 200 cycles to find out, in which nobody would multiply: where there are many, that
-  // is done beside this one's last product.
+  // Which tile comes next takes some 200 cycles to find out, in which nobody would multiply: where tokens are many,
+  // that is done beside this one's last products.
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   GroupwiseTile tile, following;
   for (bool more = scheduler.next(tile); uniform(more); tile = following) {

@@ -187,8 +187,8 @@ struct GroupwiseMath {
 
   // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
   // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. One in four
-  // sends a part of the tile before; as a question beside all products that took 3 % of the time, in a loop of its own
-  // before the others 1 to 5 % more than here (turns.json).
+  // sends a part of the tile before: asked beside every product that took 3 % of the time, in a loop of its own before
+  // the others 1 to 9 % more than here by three warpgroups, 1 less to 3 more by pairs (warps-read.json).
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
                                                      RingPosition<C> at, int steps, int boundary, Send send,

@@ -40,9 +40,9 @@ class WeightScales {
 // brings weights' scales too: a warp that went around the ring for those beside the ones that multiply cost 1 to 3 % by
 // 4096 tokens. All lanes go around, so that addresses stay in the uniform registers of which TMA's instructions are
 // made, and one asks. A lane that went around alone had to copy them there between a stage that is empty and the first
-// copy into it: 1.4 % of many tokens' cycles, where three stages are all there is room for. Loops are unrolled by hand:
-// of one with an elected lane in it, asked to take three steps at a time, nvcc 13.0 left out what is no multiple of
-// three.
+// copy into it: 1.3 to 2.2 % of many tokens' cycles, where three stages are all there is room for (warps-read.json).
+// Loops are unrolled by hand: of one with an elected lane in it, asked to take three steps at a time, nvcc 13.0 left
+// out the steps that are no multiple of three.
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
