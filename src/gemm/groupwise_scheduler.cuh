@@ -49,8 +49,10 @@ class GroupwiseScheduler {
   }
 
   __device__ bool next(GroupwiseTile& tile) {
-    index_ = next_index();
-    if (C::kMayShare) is_shared_ = index_ >= tiles_.whole;
+    if (C::kMayShare && index_ >= tiles_.whole) {
+      if (!is_shared_) index_ = tiles_.whole + blockIdx.x / 2;
+      is_shared_ = true;
+    }
     while (index_ - before_ >= rows_ * tiles_.columns) {
       if (expert_ + 1 >= p_.experts) return false;
       before_ += rows_ * tiles_.columns;
@@ -85,10 +87,6 @@ class GroupwiseScheduler {
   static int band_shift(GroupwiseProblem const& p) {
     constexpr std::int64_t kFewBytes = 6 << 20;
     return C::kPairs && std::int64_t{2 * kBand} * C::kM * p.k <= kFewBytes ? kBandShift + 1 : kBandShift;
-  }
-  __device__ int next_index() const {
-    bool const begins_to_share = C::kMayShare && !is_shared_ && index_ >= tiles_.whole;
-    return begins_to_share ? tiles_.whole + blockIdx.x / 2 : index_;
   }
   static __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
   __device__ void enter(int expert) {

@@ -47,12 +47,12 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
         }
       }
     }
-    out.store(sums, tile, is_last || depth < C::kParts, exchange);
+    out.store(sums, tile, is_last || depth <= C::kParts, exchange);
   };
-  // Which tile comes next takes some 200 cycles to find out, in which nobody would multiply: where tokens are many,
-  // that is done beside this one's last products.
+  // Which tile comes next takes some 200 cycles to find out, in which nobody would multiply: where tiles leave during
+  // the next one's products, that is done beside this one's last.
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-  GroupwiseTile tile, following;
+  GroupwiseTile tile, following{};
   for (bool more = scheduler.next(tile); uniform(more); tile = following) {
     int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Math::kSums] = {};
@@ -171,7 +171,7 @@ struct GroupwiseGemm {
 
   // Scales of tokens in columns, of which every column and every tile's part begins at a multiple of 16 bytes: TMA
   // stops the kernel with an illegal instruction where a box does not. Experts' rows may begin anywhere. Where steps
-  // are short the thread that asks for them has no time for more.
+  // are short the warp that asks for them has no time for more.
   static bool can_copy_scales(GroupwiseProblem const& p) {
     GroupScales const& scales = p.scale_a;
     bool const on_lines =

@@ -16,7 +16,7 @@ template <class C>
 struct GroupwiseMath {
   static constexpr int kSums = C::kSums;
   static constexpr int kInstructionDepth = 32;
-  static constexpr int kGroupBytes = 64 * kGroupDepth, kRoundBytes = C::kRoundRows * kGroupDepth;  // of tokens
+  static constexpr int kWarpgroupBytes = 64 * kGroupDepth, kRoundBytes = C::kRoundRows * kGroupDepth;  // of tokens
   using Element = typename C::Element;
   using Sum = typename C::Sum;
   using Instruction =
@@ -26,8 +26,8 @@ struct GroupwiseMath {
   // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
   // barriers in uniform registers. Between two products there is no time to work them out.
   struct Place {
-    SharedAddress full, empty;        // the latter in the block that the lane tells, where two tell each other:
-    SharedAddress own, told;          // this one's, or what the lane says to both
+    SharedAddress full, empty;        // the latter in the block that the lane tells
+    SharedAddress own, told;          // which is this one, or where two tell each other one of both
     std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
     SharedAddress of_row, of_column;  // scales of the thread's first row and columns
     bool releases;                    // stages
@@ -40,14 +40,14 @@ struct GroupwiseMath {
           empty(uniform(shared_address(shared.empty()))),
           own(empty),
           told(empty),
-          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kGroupBytes))),
+          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
           weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
           of_row(kept(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
           of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
           releases(lane < (C::kPairs ? 2 : 1)),
           first_step(first + group_k),
           in_quads(params.copies_all_scales) {
-      if constexpr (C::kPairs) {
+      if (C::kPairs && params.tiles.in_pairs) {
         int const rank = static_cast<int>(cute::block_rank_in_cluster());
         own = kept(address_in_block(empty, rank)), told = kept(address_in_block(empty, rank ^ (lane & 1)));
       }
@@ -150,7 +150,7 @@ struct GroupwiseMath {
   }
 
   // The next `steps` stages, every kKGroups-th of them. Where tiles leave late, with wgmma under way `send` is called
-  // once for each of kParts at least if there are as many steps, `look_ahead` once, and `fill` once the sums of a first
+  // kParts times at least if there are more steps than that, `look_ahead` once, and `fill` once the sums of a first
   // round are whole.
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
@@ -187,8 +187,10 @@ struct GroupwiseMath {
 
   // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
   // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. One in four
-  // sends a part of the tile before: asked beside every product that took 3 % of the time, in a loop of its own before
-  // the others 1 to 9 % more than here by three warpgroups, 1 less to 3 more by pairs (warps-read.json).
+  // sends a part of the tile before. Asked beside every product that took 3 % of the time in groups and 1 in whole
+  // rows, though a branch left it out of most (many-tokens-loop.json; int8, in whose loop there is room, asks so); in a
+  // loop of its own before one of eight steps a turn 1 to 9 % more cycles than here by three warpgroups, by pairs 1
+  // less, but 3 more where K is 1536 (warps-read.json).
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
                                                      RingPosition<C> at, int steps, int boundary, Send send,
@@ -218,7 +220,7 @@ struct GroupwiseMath {
       for (; step < steps; ++step) turn(step, nothing, nothing);
     } else {
 #pragma unroll 1
-      for (; step + kTogether < steps - 1; step += kTogether) {
+      for (; step + kTogether + C::kParts <= steps; step += kTogether) {
         turn(step, nothing, send);
 #pragma unroll
         for (int i = 1; i < kTogether; ++i) turn(step + i, nothing, nothing);

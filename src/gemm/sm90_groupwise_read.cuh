@@ -41,8 +41,8 @@ class WeightScales {
 // 4096 tokens. All lanes go around, so that addresses stay in the uniform registers of which TMA's instructions are
 // made, and one asks. A lane that went around alone had to copy them there between a stage that is empty and the first
 // copy into it: 1.3 to 2.2 % of many tokens' cycles, where three stages are all there is room for (warps-read.json).
-// Loops are unrolled by hand: of one with an elected lane in it, asked to take three steps at a time, nvcc 13.0 left
-// out the steps that are no multiple of three.
+// Four steps to a turn are worth as much by pairs, and are written out: of a loop with an elected lane in it, asked for
+// three, nvcc 13.0 left out the steps that are no multiple of three.
 template <class C>
 struct TileReader {
   GroupwiseParams const& params;
@@ -77,7 +77,7 @@ struct TileReader {
   }
 
   // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many. By
-  // the whole warp, as all that follow.
+  // a whole warp, as `run` and `run_apart`.
   __device__ int ask_early(int reader) const {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Scales on their way to the group-wise kernel's stages, where the thread that asks for tokens does not bring them.
+// Scales on their way to the group-wise kernel's stages, where the warp that asks for tokens does not bring them.
 
 #include "core/async_copy.cuh"
 #include "gemm/sm90_groupwise_read.cuh"

@@ -23,8 +23,8 @@ struct Steps {
 
 // What a block has of a tile's steps. Where all are shared it is known from the beginning, and built by whole warps;
 // said to be uniform, as all that a branch around products depends on: else their addresses would not be in uniform
-// registers, which took 25 cycles a step. Of one tile of many it is worked out when that comes, perhaps by one lane:
-// products leave no registers to keep it in.
+// registers, which took 25 cycles a step. Of one tile of many it is worked out when that comes: products leave no
+// registers to keep it in.
 template <class C>
 class StepShare {
  public:

@@ -73,22 +73,22 @@ class GroupwiseStore {
   // Those of a first round into their slots, from which all leave once the last round has filled its own.
   __device__ __forceinline__ void fill_first_round(Sum const (&sums)[C::kRounds][C::kRowSums],
                                                    GroupwiseTile const& tile) {
-    while (unsent_ > 0) send_one();
+    send_rest();
     await_operands();
     take_slots<0>();
     fill_round<0>(sums, tile);
   }
 
   // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
-  // next tile's products, unless there are none, or too few. (A shared one has half as many: what has not left during
-  // those leaves before that tile is stored.)
+  // next tile's products, unless there are none, or too few. (A tile whose K is shared has half as many: what has not
+  // left during those leaves before it is stored.)
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short, Exchange const& exchange) {
     if constexpr (C::kFillsEarly) {
       fill_round<1>(sums, tile);
       leave(tile, is_last_or_short);
     } else {
-      while (unsent_ > 0) send_one();
+      send_rest();
       // Said to be uniform, for the sake of products' addresses: a branch stands between them.
       bool const by_box = leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
       bool const later = C::kSendsLater && uniform(!is_last_or_short && by_box);
@@ -108,9 +108,14 @@ class GroupwiseStore {
     }
   }
 
+  __device__ __forceinline__ void send_rest() {
+#pragma unroll 1
+    while (unsent_ > 0) send_one();
+  }
+
   // Before shared memory goes.
   __device__ void finish() {
-    while (unsent_ > 0) send_one();
+    send_rest();
     if constexpr (C::kStoresBoxes) {
       if (is_elected()) wait_for_stores<0>();
     }
