@@ -60,7 +60,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     if (WHOLE_ROWS) p.depth = k;
     problems.push_back(p);
   }
-  auto const times = steady_times_us(problems, kTiles, stream);
+  auto const costs = steady_costs(problems, kTiles, stream);
   std::vector<Result> results;
   for (Tile const& tile : kTiles) {
     int host_wrong = 0;
@@ -71,7 +71,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     count_wrong<<<dim3((n + 127) / 128, std::min(m, 64)), 128>>>(problems[0], wrong);
     cuda_check(cudaMemcpy(&host_wrong, wrong, 4, cudaMemcpyDeviceToHost), "checking");
     std::string const verdict = host_wrong ? " WRONG:" + std::to_string(host_wrong) : "";
-    results.push_back({times[results.size()], tile.name + verdict});
+    results.push_back({costs[results.size()], tile.name + verdict});
   }
   print_best(n, k, m, results);
   for (void* pointer : {static_cast<void*>(weights), static_cast<void*>(a), static_cast<void*>(d),

@@ -46,6 +46,20 @@ T* allocate(std::size_t count) {
   return static_cast<T*>(pointer);
 }
 
+// What a call takes: a time, which at the power limit depends on the clock that was left, and thousands of cycles of an
+// SM, which do not.
+struct Cost {
+  float us = 0, kilocycles = 0;
+};
+
+// Of every SM that runs one of its blocks.
+__global__ void read_clocks(long long* clocks) {
+  if (threadIdx.x != 0) return;
+  unsigned sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(clocks[sm]));
+}
+
 // A graph of one call for each problem, whose inputs are cold when it comes round to them again.
 class Replay {
  public:
@@ -60,12 +74,14 @@ class Replay {
     cudaGraphDestroy(graph);
     cudaEventCreate(&begin_);
     cudaEventCreate(&end_);
+    clocks_ = allocate<long long>(2 * kMaxSms);
     run(1);
-    once_us_ = run(1);
+    once_us_ = run(1).us;
   }
   Replay(Replay const&) = delete;
   ~Replay() {
     cudaGraphExecDestroy(executable_);
+    cudaFree(clocks_);
     cudaEventDestroy(begin_);
     cudaEventDestroy(end_);
   }
@@ -73,21 +89,31 @@ class Replay {
   float once_us() const { return once_us_; }  // a call, in a short burst
 
   // A call, at the clock that the power limit leaves: mean of so long a run, after one that is not counted.
-  float steady_us(float warm_ms, float measured_ms) {
+  Cost steady(float warm_ms, float measured_ms) {
     auto const replays = [&](float ms) { return std::max(1, static_cast<int>(1e3f * ms / (once_us_ * calls_))); };
     run(replays(warm_ms));
     return run(std::max(2, replays(measured_ms)));
   }
 
  private:
-  float run(int replays) {
+  static constexpr int kMaxSms = 512;
+
+  // The clocks are read by several blocks for each SM, so that the first has one.
+  Cost run(int replays) {
+    auto const read = [&](long long* clocks) { read_clocks<<<4 * kMaxSms, 32, 0, stream_>>>(clocks); };
+    read(clocks_);
     cudaEventRecord(begin_, stream_);
     for (int i = 0; i < replays; ++i) cuda_check(cudaGraphLaunch(executable_, stream_), "replaying");
     cudaEventRecord(end_, stream_);
+    read(clocks_ + kMaxSms);
     cuda_check(cudaStreamSynchronize(stream_), name_);
     float ms = 0;
     cudaEventElapsedTime(&ms, begin_, end_);
-    return 1e3f * ms / (static_cast<float>(replays) * calls_);
+    long long before = 0, after = 0;
+    cuda_check(cudaMemcpy(&before, clocks_, sizeof before, cudaMemcpyDeviceToHost), "reading clocks");
+    cuda_check(cudaMemcpy(&after, clocks_ + kMaxSms, sizeof after, cudaMemcpyDeviceToHost), "reading clocks");
+    float const calls = static_cast<float>(replays) * calls_;
+    return {1e3f * ms / calls, static_cast<float>(after - before) / (1e3f * calls)};
   }
 
   cudaStream_t stream_;
@@ -95,6 +121,7 @@ class Replay {
   std::size_t calls_;
   cudaGraphExec_t executable_{};
   cudaEvent_t begin_{}, end_{};
+  long long* clocks_ = nullptr;  // before a run, and after
   float once_us_ = 0;
 };
 
@@ -102,10 +129,10 @@ class Replay {
 // of some 300 ms each at its own, so that what saves power shows.
 inline float settle_ms = 6;
 
-// Times of all tiles, in turns of random order: clocks fall while the first ones run, and each runs at the clock that
-// the one before it leaves. (Always first, a tile seemed up to a fifth slower.) Tiles far behind are timed once.
+// What all tiles take, in turns of random order: clocks fall while the first ones run, and each runs at the clock that
+// the one before it leaves. (Always first, a tile seemed up to a fifth slower.) Tiles far behind run for a moment only.
 template <class Problem, class Tiles>
-std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles const& tiles, cudaStream_t stream) {
+std::vector<Cost> steady_costs(std::vector<Problem> const& problems, Tiles const& tiles, cudaStream_t stream) {
   constexpr float kFarBehind = 1.3f, kHeatMs = 60, kMeasuredMs = 14;
   constexpr int kTurns = 4;
   std::vector<std::unique_ptr<Replay>> replays;
@@ -114,32 +141,33 @@ std::vector<float> steady_times_us(std::vector<Problem> const& problems, Tiles c
     replays.push_back(std::make_unique<Replay>(problems, tile, stream));
     best = std::min(best, replays.back()->once_us());
   }
-  replays.front()->steady_us(kHeatMs, kMeasuredMs);
-  std::vector<float> times(replays.size());
+  replays.front()->steady(kHeatMs, kMeasuredMs);
+  std::vector<Cost> costs(replays.size());
   std::vector<std::size_t> order(replays.size());
   std::iota(order.begin(), order.end(), 0);
   static std::mt19937 random(42);  // other orders for every problem
   for (int turn = 0; turn < kTurns; ++turn) {
     std::shuffle(order.begin(), order.end(), random);
     for (std::size_t const i : order) {
-      float const once = replays[i]->once_us();
-      times[i] += (once > kFarBehind * best ? once : replays[i]->steady_us(settle_ms, kMeasuredMs)) / kTurns;
+      bool const is_far = replays[i]->once_us() > kFarBehind * best;
+      Cost const cost = replays[i]->steady(is_far ? 0 : settle_ms, is_far ? 0 : kMeasuredMs);
+      costs[i].us += cost.us / kTurns, costs[i].kilocycles += cost.kilocycles / kTurns;
     }
   }
-  return times;
+  return costs;
 }
 
 struct Result {
-  float us;
+  Cost cost;
   std::string text;
 };
 
 inline void print_best(int n, int k, int m, std::vector<Result>& results) {
-  std::sort(results.begin(), results.end(), [](Result const& x, Result const& y) { return x.us < y.us; });
+  std::sort(results.begin(), results.end(), [](Result const& x, Result const& y) { return x.cost.us < y.cost.us; });
   std::printf("%dx%d M=%d:", n, k, m);
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (i < 16 || results[i].text.find("WRONG") != std::string::npos) {
-      std::printf("  %s %.2f", results[i].text.c_str(), results[i].us);
+      std::printf("  %s %.2f (%.1fk)", results[i].text.c_str(), results[i].cost.us, results[i].cost.kilocycles);
     }
   }
   std::printf("\n");

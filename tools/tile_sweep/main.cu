@@ -1,5 +1,6 @@
 // Checks and times every tile on every shape: kernels in a CUDA graph, weights cold in L2, each tile's output compared
-// with a plain kernel's first. Usage: sweep NxK[,NxK...] M[,M...]; prints the best tiles of each problem.
+// with a plain kernel's first. Usage: sweep NxK[,NxK...] M[,M...]; prints the best tiles of each problem,
+// in us and thousands of cycles.
 
 #include "gemm/problem.h"
 #include "harness.h"
@@ -57,7 +58,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     problems.push_back({m, n, k, k, k, n, a, weights + i * weight_bytes, d + i * std::size_t(m) * n, operands});
   }
 
-  auto const times = steady_times_us(problems, kTiles, stream);
+  auto const costs = steady_costs(problems, kTiles, stream);
   std::vector<Result> results;
   for (Tile const& tile : kTiles) {
     int host_wrong = 0;
@@ -67,7 +68,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream), "running a tile");
     count_wrong<<<dim3((n + 127) / 128, std::min(m, 64)), 128>>>(problems[0], wrong);
     cuda_check(cudaMemcpy(&host_wrong, wrong, 4, cudaMemcpyDeviceToHost), "checking");
-    results.push_back({times[results.size()], tile.name + std::string(host_wrong ? " WRONG" : "")});
+    results.push_back({costs[results.size()], tile.name + std::string(host_wrong ? " WRONG" : "")});
   }
   print_best(n, k, m, results);
   for (void* pointer : {static_cast<void*>(weights), static_cast<void*>(a), static_cast<void*>(d),

@@ -2,11 +2,14 @@
 
     python tools/tile_sweep/sweep.py --cutlass DIR "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
         [--kind int8|float8|groupwise|float8-rows|int8-rows] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
+        [--before CHECKOUT: its tiles beside these] [--deep-gemm DIR: with --kind groupwise, DeepGEMM's kernel too]
 
 A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C.
 A group-wise one, or one by the same kernel with scales of whole rows: mM nN [k2: warpgroups along K] [shared: K
 of what is left of waves, where that may be]; m64 to m192 are one to three warpgroups, m256 two rounds of two.
-Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out.
+Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out. What a call
+takes is printed in microseconds and, in brackets, thousands of cycles: at the power limit only those agree from one
+run to the next.
 """
 
 from __future__ import annotations
@@ -89,40 +92,70 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
     }
 
 
-def nvcc(cutlass: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    includes = [ROOT / "include", ROOT / "src", HERE, folder, cutlass / "include"]
-    flags = ["-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-DCUTLASS_ENABLE_GDC_FOR_SM90=1"]
+@dataclass(frozen=True)
+class Contender:
+    """A tile as it is printed, what its source is told, and where that and the folders of its headers are."""
+
+    text: str
+    values: dict[str, str]
+    source: Path
+    includes: list[Path]
+
+    @property
+    def name(self) -> str:
+        return self.values["NAME"]
+
+
+def of_checkout(root: Path, tile: str, kind: Kind, prefix: str = "") -> Contender:
+    values = macros(tile, kind)
+    values["NAME"] = re.sub(r"\W", "_", prefix) + values["NAME"]
+    source = root / "tools" / "tile_sweep" / kind.tile
+    return Contender(prefix + tile, values, source, [root / "include", root / "src", source.parent])
+
+
+def deep_gemm(headers: Path, shapes: str, folder: Path) -> Contender:
+    """DeepGEMM's kernel, whose headers bring their own CUTLASS; sizes go by a file, as nvcc parts -D at commas."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = [f"SHAPE({shape.replace('x', ', ')})\n" for shape in shapes.split(",")]
+    (folder / "shapes.inc").write_text("".join(sizes))
+    includes = [headers, ROOT / "include", ROOT / "src", folder]
+    return Contender("DeepGEMM", {"NAME": "tile_deep_gemm"}, HERE / "deep_gemm.cu", includes)
+
+
+def nvcc(includes: list[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
+    flags = ["-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "--expt-extended-lambda", "-w"]
+    flags += ["-DCUTLASS_ENABLE_GDC_FOR_SM90=1"]
     flags += ["-DEPILOQ_HAS_CUDA=1", *(f"-DEPILOQ_HAS_SM{arch}=0" for arch in (75, 80, 89, 90))]
     target = ["-gencode", "arch=compute_90a,code=sm_90a"]
     command = ["nvcc", *flags, *target, *(f"-I{path}" for path in includes), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def build(tiles: list[str], kind: Kind, cutlass: Path, folder: Path) -> Path:
+def build(contenders: list[Contender], kind: Kind, cutlass: Path, folder: Path) -> Path:
     """Compile every tile and link the program; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"-D{name}={value}" for name, value in kind.defines.items()]
 
-    def compile_tile(tile: str) -> str | None:
-        values = macros(tile, kind)
-        defines = [f"-D{name}={value}" for name, value in values.items()]
-        target = folder / f"{values['NAME']}.o"
-        result = nvcc(cutlass, folder, *defines, "-c", str(HERE / kind.tile), "-o", str(target))
+    def compile_tile(tile: Contender) -> Contender | None:
+        defines = [f"-D{name}={value}" for name, value in tile.values.items()]
+        target = folder / f"{tile.name}.o"
+        includes = [*tile.includes, cutlass / "include"]
+        result = nvcc(includes, *defines, "-c", str(tile.source), "-o", str(target))
         if result.returncode:
-            print(f"sweep: {tile} does not build:\n{result.stderr[-400:]}", file=sys.stderr)
+            print(f"sweep: {tile.text} does not build:\n{result.stderr[-400:]}", file=sys.stderr)
             return None
         return tile
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = [tile for tile in pool.map(compile_tile, tiles) if tile]
-    names = {tile: macros(tile, kind)["NAME"] for tile in built}
-    lines = [f"void {name}({kind.problem} const&, int, epiloq::Stream);" for name in names.values()]
-    lines += ["static Tile const kTiles[] = {", *(f'    {{"{tile}", {name}}},' for tile, name in names.items()), "};"]
+        built = [tile for tile in pool.map(compile_tile, contenders) if tile]
+    lines = [f"void {tile.name}({kind.problem} const&, int, epiloq::Stream);" for tile in built]
+    lines += ["static Tile const kTiles[] = {", *(f'    {{"{tile.text}", {tile.name}}},' for tile in built), "};"]
     (folder / "tiles.inc").write_text("\n".join(lines) + "\n")
-    objects = [str(folder / f"{name}.o") for name in names.values()]
+    objects = [str(folder / f"{tile.name}.o") for tile in built]
     program = folder / "sweep"
     sources = [str(HERE / kind.main), str(ROOT / "src/core/device.cpp")]
-    result = nvcc(cutlass, folder, *flags, *sources, *objects, "-o", str(program))
+    includes = [ROOT / "include", ROOT / "src", HERE, folder, cutlass / "include"]
+    result = nvcc(includes, *flags, *sources, *objects, "-o", str(program))
     if result.returncode:
         raise SystemExit(f"sweep: the program does not link:\n{result.stderr[-2000:]}")
     return program
@@ -136,9 +169,19 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,16,32,64,128,256,1024,4096")
     parser.add_argument("--settle", type=float, default=6, help="ms that a tile runs before its turn counts")
+    parser.add_argument("--before", type=Path, help="another checkout, whose tiles are compiled beside these")
+    parser.add_argument("--deep-gemm", type=Path, help="sgl-deep-gemm's headers, the folder that holds deep_gemm/")
     parser.add_argument("--build-only", action="store_true")
     options = parser.parse_args()
-    program = build(options.tiles, KINDS[options.kind], options.cutlass, ROOT / "build" / "tile-sweep" / options.kind)
+    kind, folder = KINDS[options.kind], ROOT / "build" / "tile-sweep" / options.kind
+    contenders = [of_checkout(ROOT, tile, kind) for tile in options.tiles]
+    if options.before:
+        contenders += [of_checkout(options.before, tile, kind, "before: ") for tile in options.tiles]
+    if options.deep_gemm:
+        if options.kind != "groupwise":
+            raise SystemExit(f"sweep: --deep-gemm: expected --kind groupwise, got {options.kind}")
+        contenders.append(deep_gemm(options.deep_gemm, options.shapes, folder))
+    program = build(contenders, kind, options.cutlass, folder)
     if not options.build_only:
         subprocess.run([str(program), options.shapes, options.tokens, str(options.settle)], check=True)
 
