@@ -191,8 +191,9 @@ struct Groupwise {
   // A tile may leave between the next one's products if each of its parts has a slot; not where two products are under
   // way at a time, which took 1 to 11 % longer.
   static constexpr bool kSendsLater = kStoresBoxes && kParts <= kSlots && !kOverlaps;
-  // And then the parts of a first round fill theirs while the last one is multiplied for the last time.
-  static constexpr bool kFillsEarly = kSendsLater && kRounds > 1;
+  // And then the parts of a first round fill theirs while the last one is multiplied for the last time. With scales of
+  // whole rows there are not the registers: ptxas spilled.
+  static constexpr bool kFillsEarly = kSendsLater && kRounds > 1 && !kWholeRows;
 };
 
 // Where a role stands in the ring of stages, and in that of tokens, if it is another one.
