@@ -59,8 +59,8 @@ wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, 
 cuda-check: $(TOOLS)  ## compile every kernel and check the machine code and the wheel
 	$(BIN)/python tools/cuda_check.py
 
-gpu-bundle: $(TOOLS)  ## everything that a GPU machine without a network needs, into build/gpu-bundle/
-	$(BIN)/python tools/gpu_bundle.py
+gpu-bundle: $(TOOLS)  ## all that a GPU machine without a network needs, into build/gpu-bundle/; BUNDLE=--peers
+	$(BIN)/python tools/gpu_bundle.py $(BUNDLE)
 
 gpu-status:  ## what ran on a GPU, and what is owed
 	@$(PYTHON) tools/gpu_status.py

@@ -1,11 +1,13 @@
 """make gpu-bundle: a folder for a GPU machine without a network; there, `bash tools/gpu_verify.sh` does the rest.
 
 It holds a wheel for Python 3.12 whose SM75 and SM80 kernels are also compiled for SM90, so that all of them run on a
-Hopper GPU, the wheels that the tests need beside torch, the tests and these tools.
+Hopper GPU, the wheels that the tests need beside torch, the tests and these tools. With `--peers` also the benchmark's
+peers that are small and load with the torch that such a machine has.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -20,6 +22,7 @@ FOLDER = wheels.ROOT / "build" / "gpu-bundle"
 PYTHON_MINOR = 12
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "ON"}
 TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "typer", "rich")
+PEERS = ("sgl-deep-gemm==0.1.5", "apache-tvm-ffi", "humming-kernels")
 LIMIT = 60 * 2**20  # bytes
 
 
@@ -29,14 +32,17 @@ def commit() -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
-def fetch_test_packages(out: Path) -> None:
-    """Wheels for Python 3.12 on Linux of what the tests import, with their dependencies; none of them wants torch."""
-    platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "_2_17", "_2_28", "_2_34")]
-    options = ["--only-binary=:all:", f"--python-version=3.{PYTHON_MINOR}", *platforms, f"--dest={out}"]
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, *TEST_PACKAGES], check=True)
+def fetch(packages: tuple[str, ...], out: Path, *more: str) -> None:
+    """Wheels for Python 3.12 on Linux, with their dependencies unless `more` says otherwise."""
+    platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "_2_17", "_2_24", "_2_28", "_2_34")]
+    options = ["--only-binary=:all:", f"--python-version=3.{PYTHON_MINOR}", *platforms, f"--dest={out}", *more]
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, *packages], check=True)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true", help="the benchmark's peers too")
+    options = parser.parse_args()
     python = next(wheels.interpreters((PYTHON_MINOR,)), None)
     if python is None:
         sys.exit(f"gpu-bundle: no CPython 3.{PYTHON_MINOR} was found, on the PATH or in pyenv")
@@ -46,7 +52,9 @@ def main() -> None:
     environment = os.environ | ENVIRONMENT
     inside = wheels.build_environment(python, environment)
     wheel = wheels.build(inside, FOLDER / "wheels", wheels.ROOT / "build" / "gpu-bundle-build", environment)
-    fetch_test_packages(FOLDER / "wheels")
+    fetch(TEST_PACKAGES, FOLDER / "wheels")  # none of which wants torch
+    if options.peers:
+        fetch(PEERS, FOLDER / "wheels", "--no-deps")
     for name in ("tests", "tools"):
         shutil.copytree(wheels.ROOT / name, FOLDER / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(wheels.ROOT / "pyproject.toml", FOLDER)
