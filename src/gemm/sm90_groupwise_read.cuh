@@ -161,7 +161,7 @@ struct TileReader {
     }
   }
 
-  // Of a tile, in a uniform register. Not where tokens are few: there it would be the first copies that wait for it.
+  // Of a tile, in a uniform register. Only by pairs, which have many tiles: the first copies wait for it.
   static __device__ int known(int value) { return C::kPairs ? uniform(value) : value; }
 
   // This block's half of the tokens, for both.
