@@ -134,9 +134,9 @@ def main() -> None:
         times = sweep(case, kernels, timer, floor, generator)
         found[case.m].append(times)
         measured += [(case.m, n, k, *kernel, us) for kernel, us in times.items()]
+        if arguments.json:  # anew after each problem, so that a run that is cut short keeps what it had
+            arguments.json.write_text(json.dumps(measured))
     summarise(found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -65,10 +65,16 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
-double cluster_time(WgmmaConfig const& c, int split) {
+std::int64_t waves_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return ceil_div(ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens), clusters(split, 1, t));
+}
+
+// Each wave's: a block that shares K has one tile, and ends with it.
+double cluster_time(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   if (split == 1) return 0;
   ClusterTime const& time = c.ways > 1 ? kSentSums : kReadSums;
-  return time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
+  double const once = time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
+  return static_cast<double>(waves_of(c, p, split, t)) * once;
 }
 
 // A row's time, in whichever table.
@@ -77,7 +83,7 @@ double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem co
 }
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
-  return time_of(rows[row], p, split, t) + cluster_time(rows[row], split);
+  return time_of(rows[row], p, split, t) + cluster_time(rows[row], p, split, t);
 }
 
 struct Timed {
@@ -168,7 +174,7 @@ double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Ta
   WgmmaConfig::Time const& time = c.time(p.bits);
   double const step = c.tokens <= kReadingTokens ? time.step + static_cast<double>(read) / kReadRate.few
                                                  : std::max(time.step, static_cast<double>(read) / kReadRate.more);
-  return static_cast<double>(ceil_div(high * wide, at_once)) * (static_cast<double>(steps) * step + time.block);
+  return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
