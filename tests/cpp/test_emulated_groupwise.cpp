@@ -106,16 +106,19 @@ class Trial {
         random_(seed),
         sm_count_(maybe(random_) ? 2 : between(random_, 3, 6)),
         experts_(below(random_, 3) == 0 ? 3 : 1) {
-    // Half of the time enough of K to go around the ring of stages in one tile, or, of many tokens, in two.
-    bool const is_few = kernel.tile.tokens() == 64, is_small = below(random_, is_few ? 2 : 4) == 0;
+    // Half of the time enough of K to go around the ring of stages in one tile, or, of many tokens, in two. Of pairs
+    // sometimes so much that many steps follow one another.
+    bool const is_few = kernel.tile.tokens() == 64, is_deep = kernel.tile.rounds > 1 && below(random_, 4) == 0;
+    bool const is_small = is_deep || below(random_, is_few ? 2 : 4) == 0;
     int const most = kernel.tile.n * (is_small ? 1 : 3);
     p_.m = between(random_, 1, is_small ? kernel.tile.tokens() : kernel.tile.tokens() * (experts_ == 1 ? 5 : 3) / 2);
     p_.n = below(random_, 4) > 0 ? 8 * between(random_, 1, most / 8) : between(random_, 1, most);
     if (below(random_, 4) == 0) p_.n = (p_.n + kernel.tile.n - 1) / kernel.tile.n * kernel.tile.n;
     if (below(random_, 4) == 0) p_.m = (p_.m + kernel.tile.tokens() - 1) / kernel.tile.tokens() * kernel.tile.tokens();
-    p_.k = 16 * (maybe(random_) ? between(random_, 1, 50)
-                 : is_few       ? between(random_, 150, 250)
-                                : between(random_, 40, 80));
+    p_.k = 16 * (is_deep          ? between(random_, 200, 400)
+                 : maybe(random_) ? between(random_, 1, 50)
+                 : is_few         ? between(random_, 150, 250)
+                                  : between(random_, 40, 80));
     p_.experts = experts_;
     choose_rows();
     a_ = std::make_unique<Operand>(random_, kernel.element, token_rows_, p_.k);
