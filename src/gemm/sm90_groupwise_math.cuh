@@ -190,7 +190,7 @@ struct GroupwiseMath {
   // sends a part of the tile before. Asked beside every product that took 3 % of the time in groups and 1 in whole
   // rows, though a branch left it out of most (many-tokens-loop.json; int8, in whose loop there is room, asks so); in a
   // loop of its own before one of eight steps a turn 1 to 9 % more cycles than here by three warpgroups, by pairs 1
-  // less, but 3 more where K is 1536 (warps-read.json). So pairs take many steps a turn once all parts have left.
+  // less, but 3 more where K is 1536 (warps-read.json).
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
                                                      RingPosition<C> at, int steps, int boundary, Send send,
@@ -213,24 +213,17 @@ struct GroupwiseMath {
       at.advance(C::kKGroups);
     };
     auto const nothing = [] {};
-    constexpr int kTogether = 4, kMany = 12;
+    constexpr int kTogether = 4;
     int step = 0;
     if constexpr (!C::kSendsLater) {
 #pragma unroll kTogether
       for (; step < steps; ++step) turn(step, nothing, nothing);
     } else {
 #pragma unroll 1
-      while (step + kTogether + C::kParts <= steps) {
-        if (C::kPairs && step >= kTogether * C::kParts && step + kMany < steps) {
+      for (; step + kTogether + C::kParts <= steps; step += kTogether) {
+        turn(step, nothing, send);
 #pragma unroll
-          for (int i = 0; i < kMany; ++i) turn(step + i, nothing, nothing);
-          step += kMany;
-        } else {
-          turn(step, nothing, send);
-#pragma unroll
-          for (int i = 1; i < kTogether; ++i) turn(step + i, nothing, nothing);
-          step += kTogether;
-        }
+        for (int i = 1; i < kTogether; ++i) turn(step + i, nothing, nothing);
       }
 #pragma unroll 1
       for (; step < steps - 1; ++step) turn(step, nothing, send);
