@@ -14,7 +14,10 @@ namespace epiloq {
 //
 // With experts (b of three dimensions), rows of A belong to one expert each: to e where offs[e - 1] <= row < offs[e],
 // or, with masked_m, the first masked_m[e] rows of a[e]. Of a GPU's tensors neither is looked at on the host. There the
-// scales may also be of whole rows, and the values int8 then: scale_a[m] (scale_b[n] (A B)[m, n]).
+// scales may also be of whole rows, and the values int8 then: scale_a[m] (scale_b[n] (A B)[m, n]), K at most 131,071.
+//
+// Of rows, columns and depth a scale there are (1, 128, 128), (128, 128, 128) and (1, 1, 128), with experts (1, 128,
+// 128), (1, 1, 128) and (1, 1, -1). Messages call the three `recipe`, as Python does.
 struct GroupwiseMm {
   TensorView out;      // [.., M, N] float16, bfloat16 or float32, rows dense
   TensorView a;        // [.., M, K] float8 E4M3, or int8 with scales of whole rows; rows dense

@@ -24,6 +24,7 @@ struct QuantizeBlockwiseInt8 {
 };
 
 EPILOQ_API void check(QuantizeBlockwiseInt8 const& call);
+// On the CPU too, whatever the stream.
 EPILOQ_API void quantize_blockwise_int8(QuantizeBlockwiseInt8 const& call, Stream stream);
 
 }  // namespace epiloq

@@ -25,6 +25,7 @@ struct QuantizeInt8 {
 };
 
 EPILOQ_API void check(QuantizeInt8 const& call);
+// On the CPU too, whatever the stream.
 EPILOQ_API void quantize_int8(QuantizeInt8 const& call, Stream stream);
 
 }  // namespace epiloq

@@ -10,7 +10,8 @@
 namespace epiloq {
 
 // D = scale_a * scale_b * (A B - azp * azp_adj) + bias. A B is exact in int32 for int8 operands and summed in fp32 for
-// float8 ones, which have no zero point; the rest is in fp32.
+// float8 ones, which have no zero point; the rest is in fp32. Of int8 K is at most 131,071, with azp_adj 65,793: what
+// int32 holds.
 //
 // Four epilogues, by what is given:
 //   ScaledEpilogue              neither bias nor zero point

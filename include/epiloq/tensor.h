@@ -15,7 +15,8 @@ namespace epiloq {
 // A CUDA stream, spelt without CUDA's headers: cudaStream_t and CUstream are this very type.
 using Stream = CUstream_st*;
 
-// From kBool on, what no operation takes yet: a view can hold it, so that the check that refuses it can name it.
+// kUInt8 is packed weights'. kBool, and from kInt16 on, is what no operation takes yet: a view can hold it, so that the
+// check that refuses it can name it.
 enum class DType : std::uint8_t {
   kInt8,
   kInt32,
@@ -46,8 +47,9 @@ struct Device {
   friend bool operator==(Device, Device) = default;
 };
 
-// A strided window on memory that somebody else owns. Sizes and strides count elements. A rank above kMaxRank can be
-// stated, with the first kMaxRank sizes, to be refused.
+// A strided window on memory that somebody else owns. Sizes and strides count elements. The matrices of int8 and float8
+// that are multiplied, what becomes of them, packed weights and workspaces have to begin on 16 bytes, on a CPU too:
+// they are read and written so. A rank above kMaxRank can be stated, with the first kMaxRank sizes, to be refused.
 struct TensorView {
   static constexpr int kMaxRank = 6;
 

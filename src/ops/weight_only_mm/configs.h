@@ -103,14 +103,14 @@ inline constexpr int kReadingTokens = 16;
 
 // Beside those times: what the blocks of a cluster take to add up sums of their tile's size, longer for each block
 // beyond kCrowd; with one way along K they read one another's sums. And bytes of weights that memory gives in a
-// microsecond, beside those tiles and beside wider ones.
+// microsecond, beside those tiles and beside wider ones, and to one block, however few there are.
 inline constexpr int kCrowd = 4;
 struct ClusterTime {
   double tile, sum, crowd;
 };
 inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
 inline constexpr struct {
-  double few = 5.2e6, more = 4.0e6;
+  double few = 5.2e6, more = 4.0e6, block = 5.0e4;
 } kReadRate;
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.

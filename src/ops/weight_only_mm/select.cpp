@@ -170,10 +170,12 @@ double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Ta
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
   std::int64_t const at_once = clusters(split, 1, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
   // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
-  std::int64_t const read = std::min(high, ceil_div(at_once, wide)) * split * c.rows() * kPadding * p.bits / 8;
+  double const of_block = c.rows() * kPadding * p.bits / 8;
+  double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
   WgmmaConfig::Time const& time = c.time(p.bits);
-  double const step = c.tokens <= kReadingTokens ? time.step + static_cast<double>(read) / kReadRate.few
-                                                 : std::max(time.step, static_cast<double>(read) / kReadRate.more);
+  bool const is_few = c.tokens <= kReadingTokens;
+  double const reading = std::max(of_all / (is_few ? kReadRate.few : kReadRate.more), of_block / kReadRate.block);
+  double const step = is_few ? time.step + reading : std::max(time.step, reading);
   return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
 }
 
