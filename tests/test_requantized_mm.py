@@ -110,7 +110,7 @@ def test_no_tokens_are_checked_all_the_same() -> None:
     x = torch.zeros(0, 2, 4, dtype=torch.int8)
     assert epiloq.requantized_mm(x, weight, output_scale=0.1, **call).shape == (0, 2, 3)
     assert epiloq.requantized_mm(x, weight, out_dtype=torch.float16, **call).dtype == torch.float16
-    with pytest.raises(ValueError, match="x: expected int8"):
+    with pytest.raises(ValueError, match="x_q: expected int8"):
         epiloq.requantized_mm(x.float(), weight, output_scale=0.1, **call)
     with pytest.raises(ValueError, match="out_dtype: expected"):
         epiloq.requantized_mm(x, weight, out_dtype=torch.int64, **call)

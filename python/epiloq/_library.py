@@ -117,6 +117,18 @@ def refuse_backward(operation: str, output: Tensor) -> Tensor:
     return output
 
 
+def refuse_backward_to(x: Tensor, operation: str, output: Tensor) -> Tensor:
+    """``output``, made of nothing but integers of ``x``, so that torch knows of no gradient that could be missing."""
+    if (
+        x.requires_grad
+        and _grad_enabled()
+        and not (output.requires_grad or is_dynamo_compiling() or _transform() is not None)
+        and output.is_floating_point()
+    ):
+        refuse_backward(operation, output.requires_grad_())
+    return output
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """For products in the dtype that an operation chose. Entering autocast costs microseconds: only where it is on."""
     if torch.is_autocast_enabled(device_type):

@@ -45,6 +45,8 @@ class _Arguments(NamedTuple):
             self._refuse(ValueError, "weight_scale", expected, f"{list(weight_scale.shape)}")
         if bias is not None and (not isinstance(bias, Tensor) or bias.dtype != torch.float32):
             self._refuse(ValueError, "bias", "a float32 tensor", getattr(bias, "dtype", type(bias).__name__))
+        if bias is not None and bias.numel() != q.shape[0]:
+            self._refuse(ValueError, "bias", f"{q.shape[0]} elements (one an output channel)", f"{list(bias.shape)}")
 
     def quantizer(self, name: str, value: Quantizer) -> Quantizer:
         scale, zero = value
@@ -57,6 +59,11 @@ class _Arguments(NamedTuple):
 
     def _refuse(self, kind: type[Exception], argument: str, expected: str, got: object) -> NoReturn:
         raise kind(f"epiloq.{self.operation}: {argument}: expected {expected}, got {got}")
+
+
+def expect_quantizer(operation: str, name: str, value: Quantizer) -> None:
+    """Raise ValueError unless `value` is a scale and a zero point of int8."""
+    _Arguments(operation, "weight").quantizer(name, value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

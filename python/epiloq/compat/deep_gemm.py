@@ -29,6 +29,7 @@ Recipe = tuple[int, int, int]
 
 _DEFAULT: Recipe = (1, 128, 128)
 _LEAST_AMAX = 1e-4
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _TMA_FLOATS = 4  # of a float32 in the 16 bytes that TMA's strides are multiples of
 
 
@@ -53,6 +54,9 @@ def fp8_gemm_nt(
     if c is None:
         epiloq.groupwise_mm(*operands, recipe=recipe or _DEFAULT, out=d)
     else:
+        if d.dtype not in _OUTPUTS or d.shape != (x.shape[0], weight.shape[0]):
+            expected = f"bfloat16, float16 or float32 {[x.shape[0], weight.shape[0]]}"
+            raise ValueError(f"fp8_gemm_nt: d: expected {expected}, got {d.dtype} {list(d.shape)}")
         if c.shape != d.shape or c.dtype != d.dtype:
             raise ValueError(
                 f"fp8_gemm_nt: c: expected {d.dtype} {list(d.shape)} like d, got {c.dtype} {list(c.shape)}"
@@ -76,20 +80,27 @@ def m_grouped_fp8_gemm_nt_contiguous(
     [E, ceil(N / 128), ceil(K / 128)]. `grouped_layout` is int32: [M], each row's expert, -1 for rows of padding; or,
     with `use_psum_layout`, [E], the ends of the experts' rows. Rows of padding may hold anything afterwards.
     Experts need not start at multiples of 128, as DeepGEMM has it. On CUDA nothing is read back to the host, so that
-    rows which are not sorted go unnoticed.
+    rows which are not sorted, or of an expert that is not there, go unnoticed.
     """
     (x, scale_x), (weight, scale_weight) = a, b
-    offs = grouped_layout if use_psum_layout else _ends(grouped_layout, weight.shape[0])
+    offs = grouped_layout if use_psum_layout else _ends(grouped_layout, x.shape[0], weight.shape[0])
     epiloq.grouped_mm(x, weight.mT, scale_x, scale_weight.mT, offs=offs, recipe=recipe or _DEFAULT, out=d)
 
 
-def _ends(experts: Tensor, count: int) -> Tensor:
+def _ends(experts: Tensor, rows: int, count: int) -> Tensor:
     """Ends of the experts' rows from each row's expert; rows of padding go to the next expert, or to none."""
-    if not experts.is_cuda and (experts[experts >= 0].diff() < 0).any():
-        raise ValueError("m_grouped_fp8_gemm_nt_contiguous: grouped_layout: expected rows sorted by expert")
+    name = "m_grouped_fp8_gemm_nt_contiguous: grouped_layout"
+    if experts.dtype != torch.int32 or experts.shape != (rows,):
+        raise ValueError(f"{name}: expected torch.int32 [{rows}], got {experts.dtype} {list(experts.shape)}")
+    if not experts.is_cuda:
+        if (experts[experts >= 0].diff() < 0).any():
+            raise ValueError(f"{name}: expected rows sorted by expert")
+        if rows and int(experts.max()) >= count:
+            raise ValueError(f"{name}: expected experts below {count}, got {int(experts.max())}")
     ends = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
-    after = torch.arange(1, experts.numel() + 1, dtype=torch.int32, device=experts.device)
-    ends.scatter_reduce_(0, (experts + 1).long(), after, "amax")
+    after = torch.arange(1, rows + 1, dtype=torch.int32, device=experts.device)
+    # On CUDA an expert that is not there must not become a write beside the ends.
+    ends.scatter_reduce_(0, (experts + 1).clamp(0, count).long(), after, "amax")
     return ends[1:].cummax(0).values
 
 

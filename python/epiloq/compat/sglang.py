@@ -137,6 +137,13 @@ def sgl_per_token_group_quant_8bit(
 
 def _quantize_int8_groups(operation: str, x: Tensor, q: Tensor, scale: Tensor, group_size: int) -> None:
     groups = groups_of(operation, "input", x, group_size)
+    if q.shape != x.shape:
+        raise ValueError(f"{operation}: output_q: expected {list(x.shape)} like input, got {list(q.shape)}")
+    wanted = [*x.shape[:-1], x.shape[-1] // group_size]
+    if scale.dtype != torch.float32 or list(scale.shape) != wanted:
+        raise ValueError(
+            f"{operation}: output_s: expected torch.float32 {wanted}, got {scale.dtype} {list(scale.shape)}"
+        )
     rows = groups_of(operation, "output_q", q, group_size)
     measured = groups.new_empty((groups.shape[0], 1), dtype=torch.float32)
     epiloq.quantize_int8(groups, out=(rows, measured, None))

@@ -207,6 +207,8 @@ def _shape(found: dict[str, Tensor], weight_shape: Tensor | None, bits: int) -> 
         return sizes("weight", found["weight"])
     rows, words = sizes("weight_packed", found["weight_packed"])
     if weight_shape is None:
+        if words * 32 % bits:
+            raise FormatError(f"weight_shape: expected one, as {words} words of {bits} bits are not full, got None")
         return rows, words * 32 // bits
     if weight_shape.dtype != torch.int64 or weight_shape.shape != (2,):
         got = f"{weight_shape.dtype} {list(weight_shape.shape)}"

@@ -146,8 +146,10 @@ def check_order(name: str, order: Tensor) -> None:
         raise FormatError(f"{name}: expected a permutation: each of 0 to {len(order) - 1} once")
 
 
-def sizes(name: str, tensor: Tensor) -> tuple[int, int]:
+def sizes(name: str, tensor: Tensor | None) -> tuple[int, int]:
     """The sizes of a matrix. Raises FormatError, with its name, where it is none."""
+    if tensor is None:
+        raise FormatError(f"{name}: expected a tensor, found none")
     if tensor.ndim != 2:
         raise FormatError(f"{name}: expected 2 dimensions, got {list(tensor.shape)}")
     return tensor.shape[0], tensor.shape[1]

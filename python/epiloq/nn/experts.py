@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear
 
 _Layer = TypeVar("_Layer", bound="Experts")
@@ -87,7 +88,7 @@ class Experts(PreparedLinear):
 
     def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
         self._check_width(x)
-        q, scale = self.quantise(x if x.stride(-1) == 1 else x.contiguous())
+        q, scale = self.quantise(dense_rows(x))
         y = self.multiply(q, scale, x.dtype, offs=offs, masked_m=masked_m)
         return y[..., : self.out_features].contiguous()
 

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq._library import refuse_backward_to
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.ops.conv2d import Padding, Pair
 from epiloq.ops.conv2d_int8 import convolve
-from epiloq.prepared_int8_weight import Int8Parameters, PreparedInt8Weight, Quantizer, nearest_int8
+from epiloq.prepared_int8_weight import (
+    Int8Parameters,
+    PreparedInt8Weight,
+    Quantizer,
+    expect_quantizer,
+    nearest_int8,
+)
 
 # Products of a sum that int32 surely holds, as include/epiloq/conv2d_int8.h says.
 _MAX_TERMS = (2**31 - 1) // (255 * 128)
@@ -147,6 +154,9 @@ class Int8Conv2d(QuantizedConv2d):
     @torch.no_grad()
     def set_quantizers(self, input: Quantizer | None = None, output: Quantizer | None = None) -> None:
         """Change the scale and zero point of x, of y, or of both. Raises ValueError for ones out of range."""
+        for name, given in (("input", input), ("output", output)):
+            if given is not None:
+                expect_quantizer("Int8Conv2d", name, given)
         if input is not None:
             self.input_scale.fill_(input[0])
             self.input_zero_point.fill_(input[1])
@@ -157,6 +167,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_image(x)
+        image = x
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
         if x.dtype != torch.int8:
             # In the order of x's memory: a quarter as many bytes are left to be put in another.
@@ -168,7 +179,8 @@ class Int8Conv2d(QuantizedConv2d):
         if self.output_scale is not None:
             out_dtype = torch.int8
         parameters = Int8Parameters(self.scale, self.shift, self.correction, *self._numbers)
-        return convolve("conv2d_int8", pixels, self.weight, parameters, self.geometry, out_dtype).permute(0, 3, 1, 2)
+        y = convolve("conv2d_int8", pixels, self.weight, parameters, self.geometry, out_dtype)
+        return refuse_backward_to(image, "nn.Int8Conv2d", y.permute(0, 3, 1, 2))
 
     @property
     def weight_bytes(self) -> int:
@@ -194,10 +206,11 @@ class Int8Conv2d(QuantizedConv2d):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
     ) -> None:
-        # A layer learns from what it loads whether it hands on int8.
+        # A layer learns from what it loads whether it hands on int8; not from a part of one.
         for name, like in (("output_scale", self.input_scale), ("output_zero_point", self.input_zero_point)):
-            given = state_dict.get(prefix + name)
-            self._buffers[name] = None if given is None else torch.empty_like(like)
+            if prefix + name in state_dict or prefix + "weight" in state_dict:
+                given = state_dict.get(prefix + name)
+                self._buffers[name] = None if given is None else torch.empty_like(like)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         self._derive()
 

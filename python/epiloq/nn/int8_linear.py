@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._library import refuse_backward_to
 from epiloq._threads import threads_for
 from epiloq.nn.prepared_linear import (
     FLOAT32,
@@ -176,7 +177,8 @@ class Int8Linear(PreparedLinear):
             y = epiloq.scaled_mm_azp(
                 q, weight, scale, self.weight_scale, self.azp_adj, token_azp, bias, out_dtype=out_dtype, constant_b=True
             )
-        return self._result(y, x)
+        # A static quantiser's integers have no gradient to lose, so that torch would go on without one.
+        return refuse_backward_to(x, "nn.Int8Linear", self._result(y, x))
 
     def extra_repr(self) -> str:
         return (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
+from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
@@ -165,9 +166,8 @@ class OnlineQuantLinear(KeptDtypes):
             return run(x, values, parameters, bias, *numbers, -inf, inf, False)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-        tokens = x.reshape(-1, self.in_features)
         y = epiloq.online_quant_mm(
-            tokens if tokens.stride(1) == 1 else tokens.contiguous(),
+            dense_rows(x.reshape(-1, self.in_features)),
             self.prepared,
             bias=None if self.bias is None else self.bias.to(x.dtype),
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 
@@ -130,8 +131,7 @@ class PreparedLinear(KeptDtypes):
     def _tokens(self, x: Tensor) -> Tensor:
         """`x` as a matrix with dense rows."""
         self._check_width(x)
-        tokens = x.reshape(-1, self.in_features)
-        return tokens if tokens.stride(1) == 1 else tokens.contiguous()
+        return dense_rows(x.reshape(-1, self.in_features))
 
     def _result(self, y: Tensor, x: Tensor) -> Tensor:
         """The product `y`, padded along N, in the form that belongs to the input `x`."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
-from epiloq.nn.prepared_linear import check_linear
+from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.ops.weight_only_mm import run
 from epiloq.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
 
@@ -137,9 +138,8 @@ class WeightOnlyLinear(KeptDtypes):
             return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"WeightOnlyLinear: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-        tokens = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = epiloq.weight_only_mm(tokens if tokens.stride(1) == 1 else tokens.contiguous(), self.weight, bias)
+        y = epiloq.weight_only_mm(dense_rows(x.reshape(-1, self.in_features)), self.weight, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -168,7 +168,7 @@ class WeightOnlyLinear(KeptDtypes):
             given = state_dict.get(prefix + name)
             if buffer is None or given is None:
                 continue
-            both_float = given.is_floating_point() and buffer.is_floating_point()
+            both_float = given.dtype in FLOAT_DTYPES and buffer.is_floating_point()
             if given.shape != buffer.shape or not (both_float or given.dtype == buffer.dtype):
                 error_msgs.append(
                     f"WeightOnlyLinear: {prefix}{name}: expected {buffer.dtype} {list(buffer.shape)}, "

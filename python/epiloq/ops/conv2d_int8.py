@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -109,7 +110,11 @@ def requantized_mm(
         raise TypeError(f"epiloq.{name}: x_q: expected a tensor, got {type(x_q).__name__}")
     if x_q.ndim < 1 or x_q.shape[-1] != k:
         raise ValueError(f"epiloq.{name}: x_q: expected [.., {k}], got {list(x_q.shape)}")
-    tokens = x_q.reshape(1, -1, 1, k)
+    if x_q.dtype != torch.int8:
+        raise ValueError(
+            f"epiloq.{name}: x_q: expected int8, got {str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}"
+        )
+    tokens = x_q.reshape(1, math.prod(x_q.shape[:-1]), 1, k)
     is_empty = tokens.shape[1] == 0  # which no convolution takes: one token that nobody sees, for its checks
     if is_empty:
         tokens = x_q.new_zeros((1, 1, 1, k))
@@ -271,6 +276,7 @@ def _bound(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Geometry, Int8Parameters, Tensor]:
     w = prepared(name, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
+    expect_tensors(name, {"x_q": x_q}, {"out": out}, writes=False)
     x = x_q.reshape(1, -1, 1, x_q.shape[-1]) if name == "requantized_mm" else x_q
     where = geometry(name, w.q.shape[1:3], stride, padding, dilation, groups)
     dtype = out_dtype if out is None else out.dtype

@@ -35,7 +35,7 @@ def grouped_mm(
 
     Args:
         a: float8_e4m3fn, or int8 with scales of whole rows: with ``offs`` ``[M, K]``, rows sorted by expert; with
-            ``masked_m`` ``[E, M, K]``.
+            ``masked_m`` ``[E, M, K]``. It begins on 16 bytes, as ``b`` and ``out`` do.
         b: ``[E, K, N]`` of ``a``'s kind, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
         scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides that let rows stay evenly
             spaced; with recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.

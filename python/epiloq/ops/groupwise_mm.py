@@ -41,7 +41,8 @@ def groupwise_mm(
     (section 3.3.2); partial blocks at the ends of K and N are blocks like the others.
 
     Args:
-        a: float8_e4m3fn ``[.., M, K]``, rows dense; leading dimensions must collapse into one.
+        a: float8_e4m3fn ``[.., M, K]``, rows dense and apart, the first on 16 bytes, as ``b`` and ``out`` are; leading
+            dimensions must collapse into one.
         b: float8_e4m3fn ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
         scale_a: float32 ``[.., M, ceil(K / 128)]``, any strides (`quantize_fp8` with granularity "group" gives it in
             either layout, and neither is copied; in columns it is faster for many tokens on SM90); with recipe

@@ -102,7 +102,8 @@ def _expect(
         raise ValueError("epiloq.quantize_int8: azp: expected a zero point beside scale with symmetric=False, got None")
     if out is not None:
         _expect_out(out, scale, azp, symmetric, granularity)
-    elif scale is None and granularity == "tensor" and isinstance(x, Tensor):
+    elif scale is None and granularity == "tensor":
+        expect_tensors("quantize_int8", {"x": x}, {}, writes=False)
         if x.dtype not in _FLOATS:
             raise ValueError(f"epiloq.quantize_int8: x: expected float32 or float16 or bfloat16, got {x.dtype}")
         if x.numel() == 0:
@@ -116,8 +117,9 @@ def _expect_out(
     symmetric: bool,
     granularity: str,
 ) -> None:
-    if len(out) != 3:
-        raise ValueError(f"epiloq.quantize_int8: out: expected (q, scale, azp), got {len(out)} elements")
+    if not isinstance(out, tuple) or len(out) != 3:
+        got = f"{len(out)} elements" if isinstance(out, tuple) else type(out).__name__
+        raise ValueError(f"epiloq.quantize_int8: out: expected (q, scale, azp), got {got}")
     if scale is not None and (out[1] is not scale or out[2] is not azp):
         raise ValueError("epiloq.quantize_int8: out: expected the given scale and azp as its last two, got others")
     if scale is None and granularity == "tensor":

@@ -36,7 +36,8 @@ def scaled_mm(
     This is ScaledEpilogue, and with ``bias`` ScaledEpilogueBias, of CUTLASS's visitor trees.
 
     Args:
-        a: int8 or float8 (e4m3fn, e5m2) ``[.., M, K]``, rows dense; leading dimensions must collapse into one.
+        a: int8 or float8 (e4m3fn, e5m2) ``[.., M, K]``, rows dense and apart, the first on 16 bytes, as ``b`` and
+            ``out`` are; leading dimensions must collapse into one.
         b: ``[K, N]`` of ``a``'s kind, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
         scale_a: float32, one element or one a row of ``a`` (``[M]`` or ``[M, 1]``).
         scale_b: float32, one element or one a column of ``b``.

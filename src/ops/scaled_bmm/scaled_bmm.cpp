@@ -82,7 +82,7 @@ void check_out(ScaledBmm const& call, Checker const& check, Sizes& sizes) {
 Scales check_scale(Checker const& check, char const* argument, TensorView const& scale, std::int64_t batches, int along,
                    std::int64_t count, char const* expected) {
   check.tensor(argument, scale, {DType::kFloat32});
-  if (scale.numel() == 1 && batches != 0) return {};
+  if (scale.numel() == 1) return {};
   bool const has_shape = scale.rank == 3 && scale.size(0) == batches && scale.size(3 - along) == 1 &&
                          (scale.size(along) == count || scale.size(along) == 1);
   if (!has_shape) check.fail(argument, "expected one element, [B, 1, 1] or ", expected, ", got ", describe(scale));
