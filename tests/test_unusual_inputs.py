@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.compat import deep_gemm, sglang, vllm
-from epiloq.formats import awq, compressed_tensors
+from epiloq.formats import awq, compressed_tensors, gptq
 from epiloq.formats.layouts import FormatError
 
 K, N = 64, 24
@@ -219,3 +219,13 @@ def test_layouts_name_what_is_not_there() -> None:
         compressed_tensors.to_packed(weight_packed=words, weight_scale=torch.rand(8, 1), bits=3)
     with pytest.raises(FormatError, match="qweight: expected a tensor"):
         awq.to_packed(wrong, wrong, wrong, group_size=64)
+
+
+def test_a_zero_point_without_a_word_is_a_format_error() -> None:
+    """gptq's first version says 16 as 15; no other layout of 4 bits can."""
+    q, scale, zero = torch.zeros(64, 64, dtype=torch.int32), torch.ones(64, 2).half(), torch.full((64, 2), 16)
+    weight = epiloq.pack_weight(q, scale, zero, bits=4, group_size=32)
+    for layout in (awq, compressed_tensors):
+        with pytest.raises(FormatError, match="zero points below 16, got 16"):
+            layout.from_packed(weight)
+    assert gptq.from_packed(weight)["qzeros"].unique().tolist() == [-1]

@@ -10,6 +10,10 @@ from torch import Tensor
 BITS = (2, 3, 4, 8)
 
 
+class FormatError(ValueError):
+    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
+
+
 def period(bits: int) -> int:
     """After how many fields a new one begins a word: 32 / bits, and 32 for 3 bits. Raises ValueError for others."""
     if bits not in BITS:
@@ -25,11 +29,11 @@ def words_of(length: int, bits: int) -> int:
 def pack(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """Unsigned ``[.., n]`` fields as int32 ``[.., words_of(n, bits)]``; field i of a period holds its value order[i].
 
-    Raises ValueError for a value that does not fit.
+    Raises FormatError for a value that does not fit, such as a zero point of 2^bits.
     """
     count = period(bits)
     if values.numel() and (largest := int(values.max())) >= 1 << bits:
-        raise ValueError(f"words: expected values below {1 << bits}, got {largest}")
+        raise FormatError(f"words: expected integers and zero points below {1 << bits}, got {largest}")
     length = values.shape[-1]
     padded = torch.nn.functional.pad(values, (0, -length % count))
     stride = count * bits // 32
