@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -104,28 +104,46 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
             raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
 
 
+def _no_gradient(operation: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"epiloq.{operation} has no gradient; call it under torch.no_grad() or detach its output"
+    )
+
+
 def refuse_backward(operation: str, output: Tensor) -> Tensor:
     """``output``, which raises when a gradient reaches it: torch by itself warns and goes on without the gradient."""
 
     def refuse(_: Tensor) -> None:
-        raise NotImplementedError(
-            f"epiloq.{operation} has no gradient; call it under torch.no_grad() or detach its output"
-        )
+        raise _no_gradient(operation)
 
     if isinstance(output, Tensor) and not is_dynamo_compiling() and output.requires_grad:
         output.register_hook(refuse)
     return output
 
 
+class _Refused(torch.autograd.Function):
+    """The one tensor of a list, which autograd does not look into, as if it came of ``x``: no leaf and no view, so that
+    what follows may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operation: str, output: list[Tensor]) -> Tensor:
+        ctx.operation = operation
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        raise _no_gradient(ctx.operation)
+
+
 def refuse_backward_to(x: Tensor, operation: str, output: Tensor) -> Tensor:
-    """``output``, made of nothing but integers of ``x``, so that torch knows of no gradient that could be missing."""
+    """``output``, a tensor of its own made of integers of ``x`` alone: torch knows of no gradient that is missing."""
     if (
         x.requires_grad
         and _grad_enabled()
         and not (output.requires_grad or is_dynamo_compiling() or _transform() is not None)
         and output.is_floating_point()
     ):
-        refuse_backward(operation, output.requires_grad_())
+        return cast(Tensor, _Refused.apply(x, operation, [output]))  # type: ignore[no-untyped-call]
     return output
 
 

@@ -180,7 +180,7 @@ class Int8Conv2d(QuantizedConv2d):
             out_dtype = torch.int8
         parameters = Int8Parameters(self.scale, self.shift, self.correction, *self._numbers)
         y = convolve("conv2d_int8", pixels, self.weight, parameters, self.geometry, out_dtype)
-        return refuse_backward_to(image, "nn.Int8Conv2d", y.permute(0, 3, 1, 2))
+        return refuse_backward_to(image, "nn.Int8Conv2d", y).permute(0, 3, 1, 2)
 
     @property
     def weight_bytes(self) -> int:

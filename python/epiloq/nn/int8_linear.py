@@ -178,7 +178,7 @@ class Int8Linear(PreparedLinear):
                 q, weight, scale, self.weight_scale, self.azp_adj, token_azp, bias, out_dtype=out_dtype, constant_b=True
             )
         # A static quantiser's integers have no gradient to lose, so that torch would go on without one.
-        return refuse_backward_to(x, "nn.Int8Linear", self._result(y, x))
+        return self._result(refuse_backward_to(x, "nn.Int8Linear", y), x)
 
     def extra_repr(self) -> str:
         return (
