@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,10 +51,20 @@ def test_layers_take_rows_that_repeat_or_overlap(layer: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_take_rows_that_repeat(kind: type[nn.Module]) -> None:
+def test_experts_take_rows_that_repeat_or_alternate(kind: type[nn.Module]) -> None:
     experts = kind.from_weight(torch.randn(2, N, K))  # type: ignore[attr-defined]
     x, ends = torch.randn(1, K).expand(6, K), torch.tensor([2, 6], dtype=torch.int32)
     assert torch.equal(experts(x, offs=ends), experts(x.contiguous(), offs=ends))
+    counts = torch.tensor([6, 6], dtype=torch.int32)
+    overlapping = torch.randn(8 * K).as_strided((2, 6, K), (K, K, 1))
+    for x in (torch.randn(6, 2, K).transpose(0, 1), torch.randn(1, 6, K).expand(2, 6, K), overlapping):
+        assert torch.equal(experts(x, masked_m=counts), experts(x.contiguous(), masked_m=counts))
+
+
+def test_quantisers_may_be_numbers_of_any_kind(convolution: epiloq.nn.Int8Conv2d) -> None:
+    for scale, zero in ((torch.tensor(0.25), torch.tensor(3)), (0.25, 3.0), (torch.tensor([0.25]), True + 2)):
+        convolution.set_quantizers(output=(scale, zero))
+        assert convolution.output == (0.25, 3)
 
 
 def test_a_part_of_a_convolution_leaves_its_quantiser(convolution: epiloq.nn.Int8Conv2d) -> None:
@@ -74,6 +85,10 @@ def test_a_part_of_a_convolution_leaves_its_quantiser(convolution: epiloq.nn.Int
         {"output": (0.1, 500)},
         {"input": (float("nan"), 0)},
         {"input": (0.1, 3), "output": (float("inf"), 0)},
+        {"input": (1e-50, 3)},  # none is left of it in float32
+        {"input": (0.5, 9), "output": (1e-46, 3)},
+        {"input": (0.5, 9), "output": (1e39, 3)},
+        {"output": (0.1, 2.5)},
     ],
 )
 def test_quantisers_out_of_range_change_nothing(convolution: epiloq.nn.Int8Conv2d, wrong: dict[str, Any]) -> None:
@@ -98,13 +113,26 @@ def test_static_layers_refuse_gradients() -> None:
         assert not layer(x.detach()).requires_grad
 
 
+def test_static_layers_are_traced(tmp_path: Path) -> None:
+    image, rows = torch.randn(2, 8, 6, 7), torch.randn(3, K)
+    convolution = epiloq.nn.Int8Conv2d.from_conv2d(nn.Conv2d(8, 16, 3), input_scale=0.03, input_zero_point=2)
+    for first, layer, x in (
+        (nn.Linear(K, K), LAYERS["int8 static"](nn.Linear(K, N)), rows),
+        (nn.Conv2d(8, 8, 1), convolution, image),
+    ):
+        model = nn.Sequential(first, layer)  # whose first layer asks for gradients of what the second one takes
+        torch.jit.trace(model, x).save(str(tmp_path / "traced.pt"))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            assert torch.equal(torch.jit.load(str(tmp_path / "traced.pt"))(x), model(x))  # type: ignore[no-untyped-call]
+
+
 def test_scales_of_a_type_that_no_kernel_takes_are_not_loaded() -> None:
     layer = epiloq.nn.WeightOnlyLinear.from_linear(nn.Linear(K, N), bits=4, group_size=32)
     state = layer.state_dict()
     for dtype in (torch.float64, torch.float8_e4m3fn):
         with pytest.raises(RuntimeError, match=r"weight_scale: expected torch\.float32"):
             layer.load_state_dict({**state, "weight_scale": state["weight_scale"].to(dtype)})
-    layer.load_state_dict({**state, "weight_scale": state["weight_scale"].half()})
+    layer.load_state_dict({**state, "weight_scale": state["weight_scale"].half(), "bias": state["bias"].double()})
 
 
 def test_a_bias_of_other_channels_is_not_prepared() -> None:

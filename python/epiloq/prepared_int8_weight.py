@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,9 +61,11 @@ class _Arguments(NamedTuple):
         raise kind(f"epiloq.{self.operation}: {argument}: expected {expected}, got {got}")
 
 
-def expect_quantizer(operation: str, name: str, value: Quantizer) -> None:
-    """Raise ValueError unless `value` is a scale and a zero point of int8."""
-    _Arguments(operation, "weight").quantizer(name, value)
+def quantizer_of(operation: str, name: str, scale: Any, zero: Any) -> Quantizer:
+    """Numbers of any kind as a scale, rounded to float32, and a zero point. Raises ValueError for ones out of range."""
+    number = float(zero)
+    whole = int(number) if number.is_integer() else zero
+    return _Arguments(operation, "weight").quantizer(name, (float(torch.tensor(float(scale)).float()), whole))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

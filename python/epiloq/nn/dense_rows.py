@@ -6,6 +6,8 @@ from torch import Tensor
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """`x` with rows that are dense and apart: itself, or a copy of a transpose, or of what repeats or overlaps."""
-    columns = x.shape[-1]
-    return x if x.stride(-1) == 1 and all(stride >= columns for stride in x.stride()[:-1]) else x.contiguous()
+    """`x` ``[.., R, K]`` with rows that are dense, apart and evenly spaced: itself, or a copy, of a transpose and of
+    rows that repeat or overlap."""
+    strides, sizes = x.stride(), x.shape
+    evenly = all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(x.dim() - 2))
+    return x if strides[-1] == 1 and strides[-2] >= sizes[-1] and evenly else x.contiguous()

@@ -17,8 +17,8 @@ from epiloq.prepared_int8_weight import (
     Int8Parameters,
     PreparedInt8Weight,
     Quantizer,
-    expect_quantizer,
     nearest_int8,
+    quantizer_of,
 )
 
 # Products of a sum that int32 surely holds, as include/epiloq/conv2d_int8.h says.
@@ -154,15 +154,14 @@ class Int8Conv2d(QuantizedConv2d):
     @torch.no_grad()
     def set_quantizers(self, input: Quantizer | None = None, output: Quantizer | None = None) -> None:
         """Change the scale and zero point of x, of y, or of both. Raises ValueError for ones out of range."""
-        for name, given in (("input", input), ("output", output)):
-            if given is not None:
-                expect_quantizer("Int8Conv2d", name, given)
-        if input is not None:
-            self.input_scale.fill_(input[0])
-            self.input_zero_point.fill_(input[1])
-        if output is not None:
-            self.output_scale = torch.full_like(self.input_scale, output[0])
-            self.output_zero_point = torch.full_like(self.input_zero_point, output[1])
+        into = None if input is None else quantizer_of("Int8Conv2d", "input", *input)
+        onto = None if output is None else quantizer_of("Int8Conv2d", "output", *output)
+        if into is not None:
+            self.input_scale.fill_(into[0])
+            self.input_zero_point.fill_(into[1])
+        if onto is not None:
+            self.output_scale = torch.full_like(self.input_scale, onto[0])
+            self.output_zero_point = torch.full_like(self.input_zero_point, onto[1])
         self._derive()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -168,7 +168,8 @@ class WeightOnlyLinear(KeptDtypes):
             given = state_dict.get(prefix + name)
             if buffer is None or given is None:
                 continue
-            both_float = given.dtype in FLOAT_DTYPES and buffer.is_floating_point()
+            known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES
+            both_float = known and buffer.is_floating_point()
             if given.shape != buffer.shape or not (both_float or given.dtype == buffer.dtype):
                 error_msgs.append(
                     f"WeightOnlyLinear: {prefix}{name}: expected {buffer.dtype} {list(buffer.shape)}, "

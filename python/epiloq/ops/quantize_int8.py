@@ -117,8 +117,8 @@ def _expect_out(
     symmetric: bool,
     granularity: str,
 ) -> None:
-    if not isinstance(out, tuple) or len(out) != 3:
-        got = f"{len(out)} elements" if isinstance(out, tuple) else type(out).__name__
+    if not isinstance(out, (tuple, list)) or len(out) != 3:
+        got = f"{len(out)} elements" if isinstance(out, (tuple, list)) else type(out).__name__
         raise ValueError(f"epiloq.quantize_int8: out: expected (q, scale, azp), got {got}")
     if scale is not None and (out[1] is not scale or out[2] is not azp):
         raise ValueError("epiloq.quantize_int8: out: expected the given scale and azp as its last two, got others")
