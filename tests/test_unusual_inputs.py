@@ -61,6 +61,14 @@ def test_experts_take_rows_that_repeat_or_alternate(kind: type[nn.Module]) -> No
         assert torch.equal(experts(x, masked_m=counts), experts(x.contiguous(), masked_m=counts))
 
 
+def test_convolutions_are_mapped_and_compiled(convolution: epiloq.nn.Int8Conv2d) -> None:
+    images = torch.randn(3, 1, 8, 6, 7)
+    one_by_one = torch.stack([convolution(image) for image in images])
+    assert torch.equal(torch.func.vmap(convolution)(images), one_by_one)
+    compiled = torch.compile(convolution, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(images[0]), one_by_one[0])
+
+
 def test_quantisers_may_be_numbers_of_any_kind(convolution: epiloq.nn.Int8Conv2d) -> None:
     for scale, zero in ((torch.tensor(0.25), torch.tensor(3)), (0.25, 3.0), (torch.tensor([0.25]), True + 2)):
         convolution.set_quantizers(output=(scale, zero))

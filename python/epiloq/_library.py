@@ -84,6 +84,11 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     return not (_dispatch_modes() or _function_modes() or _transform() is not None or _tracing_state() is not None)
 
 
+def is_transformed() -> bool:
+    """Whether torch.func's transforms are at work, which do not say how a tensor's memory is ordered."""
+    return not is_dynamo_compiling() and _transform() is not None
+
+
 def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], *, writes: bool) -> None:
     """For calls that take the dispatcher, whose own messages do not name the operation and the argument.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq._library import refuse_backward_to
+from epiloq._library import is_transformed, refuse_backward_to
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.ops.conv2d import Padding, Pair
 from epiloq.ops.conv2d_int8 import convolve
@@ -170,7 +170,7 @@ class Int8Conv2d(QuantizedConv2d):
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
         if x.dtype != torch.int8:
             # In the order of x's memory: a quarter as many bytes are left to be put in another.
-            by_pixels = x.is_contiguous(memory_format=torch.channels_last)
+            by_pixels = not is_transformed() and x.is_contiguous(memory_format=torch.channels_last)
             rows = x.permute(0, 2, 3, 1) if by_pixels else x.contiguous()
             x, *_ = epiloq.quantize_int8(rows, scale=self.input_scale, azp=self.input_zero_point)
             x = x.permute(0, 3, 1, 2) if by_pixels else x
