@@ -146,8 +146,7 @@ def refuse_backward_to(x: Tensor, operation: str, output: Tensor) -> Tensor:
         x.requires_grad
         and _grad_enabled()
         and output.is_floating_point()
-        and not (output.requires_grad or is_dynamo_compiling())
-        and _transform() is None
+        and not (output.requires_grad or is_dynamo_compiling() or is_transformed())
         and _tracing_state() is None
     ):
         return cast(Tensor, _Refused.apply(x, operation, [output]))  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from epiloq.formats.words import FormatError as FormatError
 from epiloq.packed_weight import PackedWeight, pack_weight
 from epiloq.quantize.grid import Grid, QuantizedWeight
 
@@ -40,6 +39,10 @@ class Quantization:
             if (dynamic.activations, static.activations) == ("int8-azp", "int8-static") and dynamic.grid == static.grid:
                 return replace(static, dynamic=tuple(sorted(name for name, one in layers.items() if one == dynamic)))
         return found.pop() if len(found) == 1 else None
+
+
+class FormatError(ValueError):
+    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
 
 
 Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"

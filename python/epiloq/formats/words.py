@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epiloq.formats.layouts import FormatError
+
 BITS = (2, 3, 4, 8)
-
-
-class FormatError(ValueError):
-    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
 
 
 def period(bits: int) -> int:

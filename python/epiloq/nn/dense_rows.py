@@ -10,4 +10,5 @@ def dense_rows(x: Tensor) -> Tensor:
     rows that repeat or overlap."""
     strides, sizes = x.stride(), x.shape
     evenly = all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(x.dim() - 2))
-    return x if strides[-1] == 1 and strides[-2] >= sizes[-1] and evenly else x.contiguous()
+    apart = x.dim() < 2 or strides[-2] >= sizes[-1]
+    return x if strides[-1] == 1 and apart and evenly else x.contiguous()

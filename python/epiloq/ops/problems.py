@@ -14,30 +14,19 @@ _SIZES = ("m", "n", "k")
 
 
 @dataclass(frozen=True)
-class _Values:
-    """Integers that an option may be, and in words."""
-
-    fit: Callable[[int], bool]
-    expected: str
-
-
-@dataclass(frozen=True)
 class _Question:
-    """Whom to ask, what may be said beside ``m, n, k``, what is said in any case, which values some options have, and
-    the largest K of int8."""
+    """Whom to ask, what may be said beside ``m, n, k``, what is said in any case, and the largest K of int8, of which
+    a problem does not say whether there are zero points."""
 
     ask: Callable[..., str]
     options: tuple[str, ...]
     given: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, _Values] = field(default_factory=dict)
     most_k: int = 2**31 - 1
 
 
 _MM = ("dtype", "aligned", "arch", "sm_count")
 # What int32 holds (src/ops/scaled_mm/scaled_mm.cpp).
 _MOST_K, _MOST_K_AZP = 131071, 65793
-_AT_LEAST_1 = _Values(lambda value: value >= 1, "at least 1")
-_GROUP = _Values(lambda value: value == -1 or value >= 1, "-1 or at least 1")
 _GROUPWISE = ("column_scales", "whole_rows", *_MM)
 _QUESTIONS = {
     "scaled_mm": _Question(_core.explain_scaled_mm_problem, ("fast_accum", *_MM), most_k=_MOST_K),
@@ -50,16 +39,8 @@ _QUESTIONS = {
         {"dtype": torch.float8_e4m3fn, "has_experts": True},
         most_k=_MOST_K,
     ),
-    "online_quant_mm": _Question(
-        _core.explain_online_quant_mm_problem,
-        ("bits", "group_size", "arch", "sm_count"),
-        values={"bits": _Values((4, 8).__contains__, "4 or 8"), "group_size": _AT_LEAST_1},
-    ),
-    "weight_only_mm": _Question(
-        _core.explain_weight_only_mm_problem,
-        ("bits", "group_size", "arch", "sm_count"),
-        values={"bits": _Values((2, 3, 4, 8).__contains__, "2, 3, 4 or 8"), "group_size": _GROUP},
-    ),
+    "online_quant_mm": _Question(_core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count")),
+    "weight_only_mm": _Question(_core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count")),
 }
 
 
@@ -78,9 +59,6 @@ def explain_problem(operation: str, said: Mapping[str, Any]) -> str:
     for name in _SIZES:
         if type(said[name]) is not int or not 0 <= said[name] < 2**31:
             raise ValueError(f"epiloq.{operation}: {name}: expected an integer from 0 to 2^31 - 1, got {said[name]!r}")
-    for name, values in question.values.items():
-        if isinstance(said.get(name), int) and not values.fit(said[name]):
-            raise ValueError(f"epiloq.{operation}: {name}: expected {values.expected}, got {said[name]!r}")
     call = {**question.given, **said}
     if "dtype" in call:
         call["dtype"] = str(call["dtype"]).removeprefix("torch.")

@@ -43,10 +43,14 @@ void shaped(Checker const& check, char const* name, TensorView const& view, DTyp
   check.aligned16(name, view);
 }
 
+void check_format(Checker const& check, int bits, std::int64_t group) {
+  if (group < 1 || group > kMaxGroup) check.fail("group_size", "expected 1 to ", kMaxGroup, ", got ", group);
+  if (bits != 4 && bits != 8) check.fail("bits", "expected 4 or 8, got ", bits);
+}
+
 void check_weight(OnlineQuantMm const& call, Checker const& check, std::int64_t n) {
   std::int64_t const k = call.in_features, group = call.group_size;
-  if (group < 1 || group > kMaxGroup) check.fail("group_size", "expected 1 to ", kMaxGroup, ", got ", group);
-  if (call.bits != 4 && call.bits != 8) check.fail("bits", "expected 4 or 8, got ", call.bits);
+  check_format(check, call.bits, group);
   if (k < 1 || k > kMaxFeatures) check.fail("in_features", "expected 1 to ", kMaxFeatures, ", got ", k);
   if (n > kMaxColumns) check.fail("w_q", "expected at most ", kMaxColumns, " rows, got ", n);
   shaped(check, "w_q", call.values, DType::kInt8, {n, padded_k(k) * call.bits / 8});
@@ -188,6 +192,7 @@ void online_quant_mm(OnlineQuantMm const& call) {
 }
 
 std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count) {
+  check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
   Target target = online::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return online::describe(online::choose(problem, target), problem);

@@ -58,12 +58,15 @@ void expect_shape(Checker const& check, char const* argument, TensorView const& 
   check.vector(argument, view, view.numel());
 }
 
+void check_format(Checker const& check, int bits, std::int64_t group_size) {
+  if (bits != 2 && bits != 3 && bits != 4 && bits != 8) check.fail("bits", "expected 2, 3, 4 or 8, got ", bits);
+  if (group_size < 1 && group_size != -1) check.fail("group_size", "expected -1 or at least 1, got ", group_size);
+}
+
 Weight checked_weight(Checker const& check, PackedWeight const& w) {
-  if (w.bits != 2 && w.bits != 3 && w.bits != 4 && w.bits != 8)
-    check.fail("bits", "expected 2, 3, 4 or 8, got ", w.bits);
+  check_format(check, w.bits, w.group_size);
   if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
   if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
-  if (w.group_size < 1 && w.group_size != -1) check.fail("group_size", "expected -1 or at least 1, got ", w.group_size);
   if (w.zero && w.offset) check.fail("offset", "expected none beside zero, got ", describe(*w.offset));
   std::int64_t const slabs = ceil_div(w.n, kSlab), padded_k = ceil_div(w.k, kPadding) * kPadding;
   std::int64_t const group = w.group_size == -1 ? padded_k : std::min(w.group_size, padded_k);

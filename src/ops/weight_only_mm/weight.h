@@ -13,6 +13,7 @@ inline constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - kPadding;
 void expect_shape(Checker const& check, char const* argument, TensorView const& view,
                   std::initializer_list<std::int64_t> shape);
 
+void check_format(Checker const& check, int bits, std::int64_t group_size);
 Weight checked_weight(Checker const& check, PackedWeight const& weight);
 void check_apart(Checker const& check, TensorView const& out, PackedWeight const& weight);
 

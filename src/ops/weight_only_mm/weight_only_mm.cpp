@@ -123,6 +123,7 @@ void dequantize_weight(DequantizeWeight const& call, Stream stream) {
 }
 
 std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count) {
+  wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
   Target target = wo::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return wo::describe(wo::choose(problem, target));
