@@ -169,7 +169,7 @@ void pieces_have_one_owner_and_slots_apart() {
 // What blocks send one another fits behind the ring, and what a block's ways do in it.
 void exchanges_fit() {
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
-    if (config.ways == 1) continue;
+    if (!wo::sends_sums(config)) continue;
     int const pieces = config.rows() / wo::kSlab * (config.tokens / 8);
     for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
       CHECK(wo::slots_of(pieces, split) * wo::kSlab * 8 * 4 <= wo::wgmma_exchange_bytes(config));

@@ -72,7 +72,7 @@ void launch_wgmma(Patches const& problem, int split, int device, Stream stream) 
   wo::Problem const& p = problem.product;
   ImageReads const reads{wo::WeightReads::of(p.weight, C::kRows, kGroups), p.x, problem.shape,
                          wo::TokenBoxes::of(p.m, C::kTokens)};
-  ImageParams const params{wo::params_of<C>(kConfig, p, wo::cached_maps(reads, device), device), problem.shape,
+  ImageParams const params{wo::params_of<C>(kConfig, p, split, wo::cached_maps(reads, device), device), problem.shape,
                            problem.padded_channels};
   wo::launch_tiles<C>(kConfig, params, split, device, stream, "launching epiloq.conv2d_weight_only");
 }

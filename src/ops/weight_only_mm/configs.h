@@ -83,7 +83,7 @@ inline constexpr std::array kWgmmaRows{
     WgmmaConfig{4, 1, 1, 32, false, {0.585, 2.11}, {0.696, 4.87}},
     WgmmaConfig{3, 2, 1, 32, false, {0.438, 2.88}, {0.393, 3.88}},
     WgmmaConfig{2, 2, 1, 32, false, {0.325, 1.94}, {0.459, 1.69}},
-    WgmmaConfig{1, 3, 1, 32, false, {0.228, 3.09}, {0.154, 2.45}},
+    WgmmaConfig{1, 2, 1, 32, false, {0.228, 3.09}, {0.154, 2.45}},
     WgmmaConfig{4, 1, 1, 64, false, {0.781, 4.6}, {0.94, 5.6}},
     WgmmaConfig{3, 1, 1, 64, false, {0.648, 2.71}, {0.757, 4.69}},
     WgmmaConfig{2, 2, 1, 64, false, {0.377, 4.34}, {0.554, 2.95}},

@@ -88,18 +88,29 @@ WgmmaMaps const& cached_maps(Reads const& reads, int device) {
 inline int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
 
 template <class C>
-WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, WgmmaMaps const& maps, int device) {
-  WgmmaStage const stage(config, C::kBits, C::kGroups, size_of(p.weight.scale_dtype), p.weight.zero != nullptr ? 1 : 0);
+WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, int split, WgmmaMaps const& maps, int device) {
+  Weight const& w = p.weight;
+  int const scale_bytes = size_of(w.scale_dtype), zero_bytes = w.zero != nullptr ? 1 : 0;
+  WgmmaStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes);
   TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
-  int const token_tiles = tiles_of(p.m, C::kTokens), shared_bytes = device_properties(device).shared_memory_per_block;
-  return {maps,
-          p,
-          stage,
-          wgmma_stages(config, stage, shared_bytes),
-          {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
-          token_tiles * tiles_of(p.weight.n, C::kRows),
-          token_tiles,
-          wgmma_exchange_at(config, stage, shared_bytes)};
+  int const shared_bytes = device_properties(device).shared_memory_per_block;
+  int const steps = w.padded_k / kPadding, token_tiles = tiles_of(p.m, C::kTokens);
+  int const stages = wgmma_stages(config, stage, shared_bytes);
+  return {.maps = maps,
+          .steps = steps / split,
+          .longer = steps % split,
+          .token_tiles = token_tiles,
+          .tokens = p.m,
+          .early = std::min(stages, C::kEarly),
+          .stages = stages,
+          .group_shift = w.group_shift,
+          .scale_bytes = scale_bytes,
+          .zero_bytes = zero_bytes,
+          .stage = stage,
+          .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
+          .p = p,
+          .tiles = token_tiles * tiles_of(w.n, C::kRows),
+          .exchange_at = wgmma_exchange_at(config, stage, shared_bytes)};
 }
 
 template <class C>
@@ -127,7 +138,7 @@ void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
   MatrixReads const reads{
       WeightReads::of(p.weight, C::kRows, kGroups), p.x, stride_x, p.weight.k, p.m, TokenBoxes::of(p.m, C::kTokens)};
-  launch_tiles<C>(kConfig, params_of<C>(kConfig, p, cached_maps(reads, device), device), split, device, stream,
+  launch_tiles<C>(kConfig, params_of<C>(kConfig, p, split, cached_maps(reads, device), device), split, device, stream,
                   "launching epiloq.weight_only_mm");
 }
 

@@ -72,7 +72,7 @@ std::int64_t waves_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int sp
 // Each wave's: a block that shares K has one tile, and ends with it.
 double cluster_time(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   if (split == 1) return 0;
-  ClusterTime const& time = c.ways > 1 ? kSentSums : kReadSums;
+  ClusterTime const& time = sends_sums(c) ? kSentSums : kReadSums;
   double const once = time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
   return static_cast<double>(waves_of(c, p, split, t)) * once;
 }
@@ -162,7 +162,7 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 
 bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  return wgmma_stages(c, stage, t.shared_bytes) >= kEarlySteps &&
+  return wgmma_stages(c, stage, t.shared_bytes) >= 2 &&
          wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
 }
 

@@ -48,7 +48,7 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
                                int group, int warp) {
   int const way = group / C::kTeams;
   WgmmaMath<C> const math(params, group % C::kTeams, warp);
-  if (C::kWays > 1 && gridDim.y > 1) wait_for_ready();
+  if (C::kSendsSums && gridDim.y > 1) wait_for_ready();
   wait_for_previous_kernel();
   SharedAddress const full = uniform(shared_address(shared.full)), empty = uniform(shared_address(shared.empty));
   SharedAddress const first_stage = uniform(shared_address(stages));
@@ -61,7 +61,7 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
     typename WgmmaMath<C>::Sums sums = {};
     math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
     if (gridDim.y > 1) {
-      if constexpr (C::kWays > 1) {
+      if constexpr (C::kSendsSums) {
         // What stores stands here again, or ptxas would keep the ring's place in vector registers.
         ClusterEnd<C> const end(params, math, shared_address(shared.received), first_stage);
         unsigned const whole = end.meet(sums[0], place);
@@ -76,17 +76,66 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
   }
 }
 
+// By one thread; the first tile's first weights have been asked for.
 template <class C>
-__device__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared, unsigned char* stages) {
-  prefetch(params.maps, params.p.weight.zero != nullptr);
+__device__ __forceinline__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared,
+                                           unsigned char* stages, typename C::Copies& first) {
+  wait_for_previous_kernel();
+  first.ask_for_early_tokens(stages, shared);
   RingPlace ring{0, 1};  // the first wait for each stage passes
-  typename C::Copies first(params, blockIdx.x);
-  int const early = first.ask_early(stages, shared);
-  ring.advance(params.stages, early);
-  first.ask_for_all(stages, shared, ring, early);
+  ring.advance(params.stages, first.early());
+  first.ask_for_all(stages, shared, ring, first.early());
 #pragma unroll 1
   for (int tile = blockIdx.x + gridDim.x; tile < params.tiles; tile += gridDim.x) {
     typename C::Copies(params, tile).ask_for_all(stages, shared, ring);
+  }
+}
+
+// That the barriers are there the first copying warp says, which goes on, and the warps that multiply wait for.
+template <class C>
+__device__ __forceinline__ void say_started() {
+  asm volatile("bar.arrive 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
+}
+template <class C>
+__device__ __forceinline__ void wait_for_start() {
+  asm volatile("bar.sync 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
+}
+
+// What waits behind the start of a block's copies: the next kernel, and registers.
+template <class C>
+__device__ __forceinline__ void have_started() {
+  if (C::kSendsSums && gridDim.y > 1) say_ready();
+  let_next_kernel_start();
+  if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
+}
+
+// All blocks of a GPU start together, and memory does nothing until they ask: weights come before all else that there
+// is to do. The elected lane's branches have no other condition, or nvcc would put a loop around each of TMA's copies.
+template <class C>
+__device__ __forceinline__ void start_and_copy(typename C::Params const& params, typename C::Shared const& shared,
+                                               unsigned char* stages, int warp) {
+  if (warp == 0) {
+    bool const is_elected = gemm::is_elected();
+    if (is_elected) shared.init_early();
+    typename C::Copies first(params, blockIdx.x);
+    if (is_elected) {
+      first.ask_for_early_weights(stages, shared);
+      shared.init_others();
+    }
+    __syncwarp();
+    say_started<C>();
+    have_started<C>();
+    if (is_elected) copy_tiles<C>(params, shared, stages, first);
+  } else {
+    have_started<C>();
+  }
+  __syncwarp();
+  if (gridDim.y == 1) return;
+  if constexpr (C::kSendsSums) {  // where the others wait
+    wait_for_ready();
+  } else {
+    wait_for_cluster();
+    wait_for_cluster();
   }
 }
 
@@ -97,38 +146,22 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   __shared__ std::uint64_t barriers[kBarrierBytes / 8];
   typename C::Shared const shared(barriers);
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
-  bool const shares = gridDim.y > 1;
-  if (threadIdx.x == 0) {
-    shared.init();
-    if constexpr (C::kWays > 1) {
-      using End = ClusterEnd<C>;
-      if (shares) {
-        End::share_of(params, shared_address(shared.received), shared_address(stages))
-            .expect(End::pieces_of(typename C::Place(params, blockIdx.x), params.p.m));
-      }
-    }
-  }
-  __syncthreads();
-  let_next_kernel_start();
   int const group = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
-  bool const is_copying = group == C::kMathTeams;
-  if (shares && C::kWays > 1) say_ready();
-  if (is_copying) {
-    if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
-    if (warp == 0 && gemm::is_elected()) copy_tiles<C>(params, shared, stages);
-    __syncwarp();
-    if (shares) {  // where the others wait
-      if constexpr (C::kWays > 1) {
-        wait_for_ready();
-      } else {
-        wait_for_cluster();
-        wait_for_cluster();
-      }
+  if (group == C::kMathTeams) return start_and_copy<C>(params, shared, stages, warp);
+  if (threadIdx.x < 32 && gemm::is_elected()) prefetch_maps(params);
+  bool const sends = C::kSendsSums && gridDim.y > 1;
+  if constexpr (C::kSendsSums) {
+    using End = ClusterEnd<C>;
+    if (sends && threadIdx.x == 0) {
+      End::share_of(params, shared_address(shared.received), shared_address(stages))
+          .expect(End::pieces_of(typename C::Place(params, blockIdx.x), params.tokens));
     }
-  } else {
-    if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
-    multiply_tiles<C>(params, shared, stages, group, warp);
   }
+  wait_for_start<C>();
+  if (sends) say_ready();
+  let_next_kernel_start();
+  if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
+  multiply_tiles<C>(params, shared, stages, group, warp);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -20,7 +20,6 @@ inline constexpr int kMapWord = 8;   // bytes that TMA counts a slab's integers 
 inline constexpr int kAtom = 1024;   // where swizzled data begins
 inline constexpr int kColumns = 64;  // of the tokens that a line holds
 inline constexpr int kInstruction = 16;  // columns of a wgmma
-inline constexpr int kEarlySteps = 2;    // whose weights a block asks for before the previous kernel has finished
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBarrierBytes = (2 * kMaxStages + 2) * 8;  // whole 16 bytes
 
@@ -38,6 +37,9 @@ EPILOQ_HD constexpr int tokens_at(int tokens, int column) {
   return column / kColumns * tokens * kLine + column % kColumns * 2;
 }
 
+// Steps whose weights a block asks for before the previous kernel has finished: its first tokens stand behind them.
+constexpr int early_steps(int tokens) { return tokens <= 32 ? 4 : 2; }
+
 // A stage: integers, tokens, scales [slab][group][16], zero points likewise.
 struct WgmmaStage {
   int tokens_at, scales_at, zeros_at, end;
@@ -54,6 +56,11 @@ struct WgmmaStage {
   constexpr int loaded_bytes(int missing) const { return end - missing * kPadding * 2; }
 };
 
+// Blocks that share K send each other sums (wgmma_share.cuh), which takes code of its own for each; or, of many with
+// one way along K, read them.
+constexpr bool sends_sums(int ways, int tokens) { return ways > 1 || tokens <= 32; }
+constexpr bool sends_sums(WgmmaConfig const& c) { return sends_sums(c.ways, c.tokens); }
+
 constexpr int wgmma_sum_bytes(WgmmaConfig const& c) { return c.tokens * (c.rows() + 4) * 4; }
 
 // Ways along K give one another sums, and so do the blocks of a cluster, by 16 rows and 8 tokens.
@@ -66,9 +73,9 @@ constexpr int wgmma_received_bytes(WgmmaConfig const& c) {
   return most * kSlab * 8 * 4;
 }
 // Behind the ring is a place for the one or the other: where blocks share K, each has one tile, and its ways meet in
-// the ring. With one way blocks meet there.
+// the ring. Those that read sums do so there.
 constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) {
-  return c.ways > 1 ? std::max(wgmma_ways_bytes(c), wgmma_received_bytes(c)) : 0;
+  return sends_sums(c) ? std::max(wgmma_ways_bytes(c), wgmma_received_bytes(c)) : 0;
 }
 
 // As many stages as fit, beside barriers, the place for sums, and what it takes to begin at a multiple of kAtom.

@@ -61,7 +61,7 @@ class ClusterEnd {
 
  private:
   static constexpr int kEights = C::kTokens / 8, kBarrier = 2;
-  static_assert(C::kWays > 1 && C::kBlocks == 1 && kEights <= 32 && kBarrier + C::kSlabs <= 16);
+  static_assert(C::kBlocks == 1 && kEights <= 32 && (C::kWays == 1 || kBarrier + C::kSlabs <= 16));
 
   static __device__ __forceinline__ int eights_of(Place const& place, int tokens) {
     return min(kEights, (tokens - place.first_token + 7) / 8);
@@ -95,6 +95,7 @@ class ClusterEnd {
   }
 
   __device__ __forceinline__ void meet_ways(Sums& sums, int eights) const {
+    if constexpr (C::kWays == 1) return;
     wait_for_math_warps<C>();  // have read the ring
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {

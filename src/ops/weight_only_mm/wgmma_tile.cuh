@@ -20,20 +20,28 @@ struct WgmmaMaps {
   CUtensorMap weights, tokens[2], scales, zeros;
 };
 
-__device__ __forceinline__ void prefetch(WgmmaMaps const& maps, bool has_zeros) {
-  cute::prefetch_tma_descriptor(&maps.scales);
-  if (has_zeros) cute::prefetch_tma_descriptor(&maps.zeros);
-}
-
 struct WgmmaParams {
   WgmmaMaps maps;
-  Problem p;
+  // What a block's first copies need, side by side: whoever reads a line of constant memory first waits for it.
+  int steps, longer;  // of K, that a block has; of those that share it so many have one more
+  int token_tiles, tokens;
+  int early, stages;
+  int group_shift, scale_bytes, zero_bytes;
   WgmmaStage stage;
-  int stages;
   int loaded_bytes[2];  // by TMA, a stage: of a whole tile, of the last
-  int tiles, token_tiles;
+  Problem p;
+  int tiles;
   int exchange_at;  // in shared memory, behind the ring
 };
+
+// A copy waits for its map, which memory may have to give.
+__device__ __forceinline__ void prefetch_maps(WgmmaParams const& params) {
+  cute::prefetch_tma_descriptor(&params.maps.weights);
+  cute::prefetch_tma_descriptor(&params.maps.scales);
+  cute::prefetch_tma_descriptor(&params.maps.tokens[0]);
+  cute::prefetch_tma_descriptor(&params.maps.tokens[1]);
+  if (params.zero_bytes > 0) cute::prefetch_tma_descriptor(&params.maps.zeros);
+}
 
 // A stage of the ring, and the parity of the turn that it is waited for in.
 struct RingPlace {
@@ -79,14 +87,18 @@ struct Wgmma {
   static constexpr int kTokens = kTokens_;
   static constexpr bool kRounds = kRounds_;
   static constexpr int kTeamThreads = 128, kWayThreads = kTeams * kTeamThreads, kMathTeams = kTeams * kWays;
-  static constexpr int kMathThreads = kMathTeams * kTeamThreads, kThreads = kMathThreads + kTeamThreads;
+  static constexpr int kMathThreads = kMathTeams * kTeamThreads;
   static constexpr int kRows = 64 * kTeams * kBlocks;
   static constexpr int kSlabs = kRows / kSlab, kStepWords = slab_bytes(kBits) / kMapWord;
-  // The registers that the block starts with are shared out anew: the copying thread needs few. One team alone has as
-  // many as an instruction can name.
-  static constexpr bool kSharesRegisters = kMathTeams > 1;
+  // Beside them one warp copies; or four, as many as can give registers away. One team alone has as many as an
+  // instruction can name, and for few tokens any has enough: sharing out anew takes 300 cycles of a block's start.
+  static constexpr bool kSharesRegisters = kMathTeams > 1 && kTokens > 16;
+  static constexpr int kCopyThreads = kSharesRegisters ? kTeamThreads : 32, kThreads = kMathThreads + kCopyThreads;
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = Tokens::kCopyRegisters;
   static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kMathTeams) / 8 * 8;
+
+  static constexpr bool kSendsSums = sends_sums(kWays, kTokens);  // where blocks share K
+  static constexpr int kEarly = early_steps(kTokens);
 
   // Barriers of the stages; CUTLASS's may not be variables.
   struct Shared {
@@ -99,11 +111,17 @@ struct Wgmma {
           empty(reinterpret_cast<cutlass::arch::ClusterBarrier*>(barriers + kMaxStages)),
           received(barriers + 2 * kMaxStages) {}
 
-    __device__ void init() const {
-      for (int stage = 0; stage < kMaxStages; ++stage) {
-        full[stage].init(1);
-        empty[stage].init(kWayThreads / 32);
-      }
+    // Those that a block's first copies report to, before all others.
+    __device__ __forceinline__ void init_early() const {
+#pragma unroll
+      for (int stage = 0; stage < kEarly; ++stage) full[stage].init(1);
+      cutlass::arch::fence_barrier_init();
+    }
+    __device__ __forceinline__ void init_others() const {
+#pragma unroll
+      for (int stage = kEarly; stage < kMaxStages; ++stage) full[stage].init(1);
+#pragma unroll
+      for (int stage = 0; stage < kMaxStages; ++stage) empty[stage].init(kWayThreads / 32);
       cutlass::arch::fence_barrier_init();
     }
   };
@@ -113,11 +131,13 @@ struct Wgmma {
     int first_token, first_slab;
     int first_step, steps;
 
-    __device__ Place(WgmmaParams const& params, int tile)
-        : first_token(tile % params.token_tiles * kTokens), first_slab(tile / params.token_tiles * kSlabs) {
-      int const all = params.p.weight.padded_k / kPadding, rank = blockIdx.y, split = gridDim.y;
-      first_step = rank * all / split;
-      steps = (rank + 1) * all / split - first_step;
+    __device__ __forceinline__ Place(WgmmaParams const& params, int tile) {
+      // A division takes as long as the rest of a block's start; few tokens are one tile.
+      int const high = params.token_tiles == 1 ? tile : tile / params.token_tiles, rank = blockIdx.y;
+      first_token = (tile - high * params.token_tiles) * kTokens;
+      first_slab = high * kSlabs;
+      first_step = rank * params.steps + min(rank, params.longer);
+      steps = params.steps + (rank < params.longer);
     }
   };
 
@@ -130,7 +150,7 @@ struct Wgmma {
     __device__ Copies(Params const& params_, int tile)
         : params(params_),
           place(params, tile),
-          is_last(place.first_token + kTokens > params.p.m),
+          is_last(place.first_token + kTokens > params.tokens),
           tokens(params, params.maps.tokens[is_last], place.first_token, place.first_step) {}
 
     __device__ void ask_for_tokens(unsigned char* stage, std::uint64_t* barrier) {
@@ -141,13 +161,12 @@ struct Wgmma {
     }
 
     __device__ void ask_for_weights(unsigned char* stage, std::uint64_t* barrier, int step) const {
-      Weight const& w = params.p.weight;
       cute::SM90_TMA_LOAD_2D::copy(&params.maps.weights, barrier, kCopyHint, stage, step * kStepWords,
                                    place.first_slab);
-      int const group = step * kGroups >> w.group_shift;
+      int const group = step * kGroups >> params.group_shift;
       cute::SM90_TMA_LOAD_2D::copy(&params.maps.scales, barrier, kCopyHint, stage + params.stage.scales_at,
-                                   group * kSlab * size_of_scale(w), place.first_slab);
-      if (w.zero != nullptr) {
+                                   group * kSlab * params.scale_bytes, place.first_slab);
+      if (params.zero_bytes > 0) {
         cute::SM90_TMA_LOAD_2D::copy(&params.maps.zeros, barrier, kCopyHint, stage + params.stage.zeros_at,
                                      group * kSlab, place.first_slab);
       }
@@ -158,21 +177,21 @@ struct Wgmma {
     }
 
     // A block's first steps: weights before the previous kernel has finished, tokens after. Few steps, as tokens wait
-    // until TMA has been through with the weights. Returns how many.
-    __device__ int ask_early(unsigned char* stages, Shared const& shared) {
-      cute::prefetch_tma_descriptor(&params.maps.tokens[is_last]);
-      int const early = min(place.steps, kEarlySteps);
-#pragma unroll 1
-      for (int step = 0; step < early; ++step) {
+    // until TMA has been through with the weights.
+    __device__ __forceinline__ int early() const { return min(place.steps, params.early); }
+    __device__ __forceinline__ void ask_for_early_weights(unsigned char* stages, Shared const& shared) const {
+#pragma unroll
+      for (int step = 0; step < kEarly; ++step) {
+        if (step >= early()) break;
         shared.full[step].arrive_and_expect_tx(params.loaded_bytes[is_last]);
         ask_for_weights(stages + step * params.stage.bytes, barrier_of(shared, step), place.first_step + step);
       }
-      wait_for_previous_kernel();
+    }
+    __device__ __forceinline__ void ask_for_early_tokens(unsigned char* stages, Shared const& shared) {
 #pragma unroll 1
-      for (int step = 0; step < early; ++step) {
+      for (int step = 0; step < early(); ++step) {
         ask_for_tokens(stages + step * params.stage.bytes, barrier_of(shared, step));
       }
-      return early;
     }
 
     __device__ void ask_for_all(unsigned char* stages, Shared const& shared, RingPlace& ring, int from = 0) {
@@ -186,10 +205,6 @@ struct Wgmma {
       }
     }
   };
-
-  static __device__ __forceinline__ int size_of_scale(Weight const& w) {
-    return w.scale_dtype == DType::kFloat32 ? 4 : 2;
-  }
 };
 
 }  // namespace epiloq::ops::weight_only_mm
