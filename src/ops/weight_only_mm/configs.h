@@ -74,6 +74,9 @@ struct WgmmaConfig {
   constexpr Time const& time(int bits) const { return bits == 8 ? time8 : time4; }
 };
 
+// Blocks that an SM's registers and shared memory hold.
+constexpr int resident_blocks(int warpgroups, int tokens) { return warpgroups <= 2 && tokens <= 16 ? 2 : 1; }
+
 // Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
     WgmmaConfig{4, 1, 1, 16, false, {0.16, 2.382}, {0.15, 2.052}},
@@ -100,6 +103,9 @@ inline constexpr int kWideTokens = 64;
 
 // A tile that takes all tokens up to so many reads and multiplies, as far as its time goes, one after the other.
 inline constexpr int kReadingTokens = 16;
+
+// A step of a block that has an SM to itself, where two would fit.
+inline constexpr double kAloneTime = 0.7;
 
 // Beside those times: what the blocks of a cluster take to add up sums of their tile's size, longer for each block
 // beyond kCrowd; with one way along K they read one another's sums. And bytes of weights that memory gives in a

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 
+#include "core/block_share.h"
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "gemm/params_cache.h"
 #include "gemm/tensor_map.h"
 #include "ops/weight_only_mm/rows.h"
+#include "ops/weight_only_mm/sizes.h"
 #include "ops/weight_only_mm/wgmma.cuh"
 
 namespace epiloq::ops::weight_only_mm {
@@ -123,8 +125,10 @@ void launch_tiles(WgmmaConfig const& config, typename C::Params const& params, i
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kBarrierBytes),
                "asking for shared memory");
   });
-  int const bytes = wgmma_shared_bytes(config, params.stage, shared_bytes);
-  int const blocks = split > 1 ? params.tiles : std::min(params.tiles, device_properties(device).sm_count);
+  int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
+  int const bytes =
+      std::max(wgmma_shared_bytes(config, params.stage, shared_bytes), bytes_for_share(share, shared_bytes));
+  int const blocks = split > 1 ? params.tiles : std::min(params.tiles, share * sm_count);
   cuda_check(launch_dependent_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
              launching);
 }

@@ -66,7 +66,8 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
 std::int64_t waves_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  return ceil_div(ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens), clusters(split, 1, t));
+  std::int64_t const tiles = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+  return ceil_div(tiles, clusters(split, blocks_of_sm(c, tiles, split, t.sm_count), t));
 }
 
 // Each wave's: a block that shares K has one tile, and ends with it.
@@ -168,14 +169,16 @@ bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
 
 double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
-  std::int64_t const at_once = clusters(split, 1, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
+  int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
+  std::int64_t const at_once = clusters(split, of_sm, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
   // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
   double const of_block = c.rows() * kPadding * p.bits / 8;
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
   WgmmaConfig::Time const& time = c.time(p.bits);
   bool const is_few = c.tokens <= kReadingTokens;
   double const reading = std::max(of_all / (is_few ? kReadRate.few : kReadRate.more), of_block / kReadRate.block);
-  double const step = is_few ? time.step + reading : std::max(time.step, reading);
+  double const alone = of_sm < resident_blocks(c.warpgroups(), c.tokens) ? kAloneTime : 1;
+  double const step = is_few ? time.step * alone + reading : std::max(time.step, reading);
   return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
 }
 

@@ -97,6 +97,7 @@ struct Wgmma {
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8, kCopyRegisters = Tokens::kCopyRegisters;
   static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kMathTeams) / 8 * 8;
 
+  static constexpr int kResident = resident_blocks(kMathTeams, kTokens);
   static constexpr bool kSendsSums = sends_sums(kWays, kTokens);  // where blocks share K
   static constexpr int kEarly = early_steps(kTokens);
 
