@@ -230,8 +230,7 @@ struct WgmmaMath {
   // is free for the next copies.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
                                int& next, RingPlace& ring) const {
-#pragma unroll 1
-    for (; next < steps; next += C::kWays) {
+    auto const one = [&] {
       gemm::wait_for_barrier(full + ring.at * 8, ring.phase);
       Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
       if constexpr (C::kRounds) {
@@ -242,7 +241,16 @@ struct WgmmaMath {
       __syncwarp();
       if (lane == 0) gemm::arrive_at_barrier(empty + ring.at * 8);
       ring.advance(params.stages, C::kWays);
+    };
+    if constexpr (C::kTogether > 1) {
+#pragma unroll 1
+      for (; next + (C::kTogether - 1) * C::kWays < steps; next += C::kTogether * C::kWays) {
+#pragma unroll
+        for (int i = 0; i < C::kTogether; ++i) one();
+      }
     }
+#pragma unroll 1
+    for (; next < steps; next += C::kWays) one();
     next -= steps;
   }
 

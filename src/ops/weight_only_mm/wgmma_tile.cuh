@@ -100,6 +100,9 @@ struct Wgmma {
   static constexpr int kResident = resident_blocks(kMathTeams, kTokens);
   static constexpr bool kSendsSums = sends_sums(kWays, kTokens);  // where blocks share K
   static constexpr int kEarly = early_steps(kTokens);
+  // Steps to a turn of the loop that multiplies: ptxas looks ahead within one, which few tokens want where L2 has the
+  // weights (1.5 % by 16 of them; from memory they take as long).
+  static constexpr int kTogether = kTokens <= 16 ? 4 : 1;
 
   // Barriers of the stages; CUTLASS's may not be variables.
   struct Shared {
