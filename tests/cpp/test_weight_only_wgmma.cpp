@@ -104,7 +104,7 @@ void tokens_are_read_where_they_are_written() {
 }
 
 void stages_are_aligned_and_fit() {
-  constexpr int kSharedOfSm90 = 232448;
+  constexpr int kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
     for (int bits : {4, 8}) {
       for (int groups : {1, 2, 4}) {
@@ -122,7 +122,10 @@ void stages_are_aligned_and_fit() {
             int const stages = wo::wgmma_stages(config, stage, kSharedOfSm90);
             CHECK(stage.end <= stage.bytes && stages >= 2);
             CHECK_EQUAL(stages % config.ways, 0);
-            CHECK(wo::wgmma_shared_bytes(config, stage, kSharedOfSm90) + wo::kBarrierBytes <= kSharedOfSm90);
+            int const bytes = wo::wgmma_shared_bytes(config, stage, kSharedOfSm90) + wo::kBarrierBytes;
+            CHECK(bytes <= kSharedOfSm90);
+            int const resident = wo::resident_blocks(config.warpgroups(), config.tokens);
+            CHECK((bytes + kReserved) * resident <= kSharedOfSm90 + kReserved);
           }
         }
       }

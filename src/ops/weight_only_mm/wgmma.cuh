@@ -141,7 +141,8 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
 
 // Blocks along x take tiles, and the next ones while the last is stored; along y they share K.
 template <class C>
-__global__ __launch_bounds__(C::kThreads, C::kResident) void wgmma_kernel(__grid_constant__ typename C::Params const params) {
+__global__ __launch_bounds__(C::kThreads,
+                             C::kResident) void wgmma_kernel(__grid_constant__ typename C::Params const params) {
   extern __shared__ unsigned char memory[];
   __shared__ std::uint64_t barriers[kBarrierBytes / 8];
   typename C::Shared const shared(barriers);

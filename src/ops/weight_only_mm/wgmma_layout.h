@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/block_share.h"
 #include "core/target.h"
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/layout.h"
@@ -78,11 +79,12 @@ constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) {
   return sends_sums(c) ? std::max(wgmma_ways_bytes(c), wgmma_received_bytes(c)) : 0;
 }
 
-// As many stages as fit, beside barriers, the place for sums, and what it takes to begin at a multiple of kAtom.
-// A stage is always the same way's: one that came to another's before that one's copies had, a turn early, would take
-// the parity of the turn before for its own.
+// As many stages as an SM has room for, of all its blocks, beside barriers, the place for sums, and what it takes to
+// begin at a multiple of kAtom. A stage is always the same way's: one that came to another's before that one's copies
+// had, a turn early, would take the parity of the turn before for its own.
 constexpr int wgmma_stages(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  int const fit = (shared_bytes - kAtom - kBarrierBytes - wgmma_exchange_bytes(c)) / stage.bytes;
+  int const room = (shared_bytes + kReservedOfBlock) / resident_blocks(c.warpgroups(), c.tokens) - kReservedOfBlock;
+  int const fit = (room - kAtom - kBarrierBytes - wgmma_exchange_bytes(c)) / stage.bytes;
   return std::min(kMaxStages, fit) / c.ways * c.ways;
 }
 
