@@ -2,10 +2,12 @@
 
 // Every kernel that weight_only_mm is compiled for; of streams times.h has what they take. Data: a new one is a row.
 //
-// The times of tiles are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps: by 4
-// and 8 tokens those of 16 (weight-only-streams-sweep.json, 2026-11-25), by up to 128 tokens of eight layers
-// (weight-only-clusters-sweep.json, 2026-11-23), beyond of ten (weight-only-ways-sweep.json, the day before). The rows
-// are what sweeps of more left. On other GPUs only their ratios count.
+// The times of tiles are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps: of
+// more than 64 tokens of eight layers (weight-only-clusters-sweep.json, 2026-11-23), beyond 128 of ten
+// (weight-only-ways-sweep.json, the day before). By up to 64 tokens they are those of the kernels before 2026-11-26,
+// moved as little as what came after took on an H100 would have it, at either card's rate of reading
+// (nvidia-h100/2026-11-26-weight-only-starts-sweep.json: sixteen layers). The rows are what sweeps of more left. On
+// other GPUs only their ratios count.
 
 #include <array>
 
@@ -79,18 +81,18 @@ constexpr int resident_blocks(int warpgroups, int tokens) { return warpgroups <=
 
 // Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 1, 16, false, {0.16, 2.382}, {0.15, 2.052}},
-    WgmmaConfig{3, 2, 1, 16, false, {0.134, 2.33}, {0.112, 2.239}},
-    WgmmaConfig{2, 2, 1, 16, false, {0.093, 2.083}, {0.084, 1.766}},
-    WgmmaConfig{1, 2, 1, 16, false, {0.078, 1.877}, {0.043, 1.528}},
-    WgmmaConfig{4, 1, 1, 32, false, {0.585, 2.11}, {0.696, 4.87}},
-    WgmmaConfig{3, 2, 1, 32, false, {0.438, 2.88}, {0.393, 3.88}},
-    WgmmaConfig{2, 2, 1, 32, false, {0.325, 1.94}, {0.459, 1.69}},
-    WgmmaConfig{1, 2, 1, 32, false, {0.228, 3.09}, {0.154, 2.45}},
-    WgmmaConfig{4, 1, 1, 64, false, {0.781, 4.6}, {0.94, 5.6}},
-    WgmmaConfig{3, 1, 1, 64, false, {0.648, 2.71}, {0.757, 4.69}},
-    WgmmaConfig{2, 2, 1, 64, false, {0.377, 4.34}, {0.554, 2.95}},
-    WgmmaConfig{1, 2, 1, 64, false, {0.239, 2.99}, {0.339, 1.48}},
+    WgmmaConfig{4, 1, 1, 16, false, {0.174, 1.608}, {0.152, 1.363}},
+    WgmmaConfig{3, 2, 1, 16, false, {0.138, 1.914}, {0.11, 1.655}},
+    WgmmaConfig{2, 2, 1, 16, false, {0.09, 1.612}, {0.084, 1.257}},
+    WgmmaConfig{1, 2, 1, 16, false, {0.106, 1.313}, {0.089, 1.15}},
+    WgmmaConfig{4, 1, 1, 32, false, {0.625, 2.252}, {0.706, 2.96}},
+    WgmmaConfig{3, 2, 1, 32, false, {0.452, 2.495}, {0.39, 3.148}},
+    WgmmaConfig{2, 2, 1, 32, false, {0.331, 1.753}, {0.424, 1.62}},
+    WgmmaConfig{1, 2, 1, 32, false, {0.205, 1.515}, {0.232, 1.643}},
+    WgmmaConfig{4, 1, 1, 64, false, {0.759, 3.557}, {0.978, 4.407}},
+    WgmmaConfig{3, 1, 1, 64, false, {0.619, 2.711}, {0.774, 4.281}},
+    WgmmaConfig{2, 2, 1, 64, false, {0.393, 2.936}, {0.548, 2.469}},
+    WgmmaConfig{1, 2, 1, 64, false, {0.237, 2.329}, {0.323, 1.544}},
     WgmmaConfig{2, 1, 2, 128, false, {1.5, 8.41}, {1.89, 7.94}},
     WgmmaConfig{1, 2, 1, 128, false, {0.392, 3.99}, {0.444, 7.87}},
     WgmmaConfig{2, 1, 1, 128, true, {0.667, 5.24}, {0.829, 6.18}},
@@ -104,19 +106,16 @@ inline constexpr int kWideTokens = 64;
 // A tile that takes all tokens up to so many reads and multiplies, as far as its time goes, one after the other.
 inline constexpr int kReadingTokens = 16;
 
-// A step of a block that has an SM to itself, where two would fit.
-inline constexpr double kAloneTime = 0.7;
-
 // Beside those times: what the blocks of a cluster take to add up sums of their tile's size, longer for each block
-// beyond kCrowd; with one way along K they read one another's sums. And bytes of weights that memory gives in a
-// microsecond, beside those tiles and beside wider ones, and to one block, however few there are.
+// beyond kCrowd; some read one another's sums (`sends_sums`). And bytes of weights that memory gives in a
+// microsecond, beside those tiles and beside wider ones, and to one SM, however few there are.
 inline constexpr int kCrowd = 4;
 struct ClusterTime {
   double tile, sum, crowd;
 };
 inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
 inline constexpr struct {
-  double few = 5.2e6, more = 4.0e6, block = 5.0e4;
+  double few = 5.2e6, more = 4.0e6, sm = 5.0e4;
 } kReadRate;
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.

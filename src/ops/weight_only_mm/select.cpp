@@ -176,9 +176,8 @@ double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Ta
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
   WgmmaConfig::Time const& time = c.time(p.bits);
   bool const is_few = c.tokens <= kReadingTokens;
-  double const reading = std::max(of_all / (is_few ? kReadRate.few : kReadRate.more), of_block / kReadRate.block);
-  double const alone = of_sm < resident_blocks(c.warpgroups(), c.tokens) ? kAloneTime : 1;
-  double const step = is_few ? time.step * alone + reading : std::max(time.step, reading);
+  double const reading = std::max(of_all / (is_few ? kReadRate.few : kReadRate.more), of_block * of_sm / kReadRate.sm);
+  double const step = is_few ? time.step + reading : std::max(time.step, reading);
   return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
 }
 
