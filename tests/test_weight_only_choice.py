@@ -1,6 +1,8 @@
-"""What weight_only_mm chooses against the sweeps on an H200 that its times are fitted to.
+"""What weight_only_mm chooses against the sweeps that its times are fitted to.
 
 The bounds are what the fit left: they say when a row or a time that is changed no longer fits, not how good it is.
+Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 64 tokens have changed since, and have only
+been timed on an H100.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import epiloq
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
 # Another card, with two thirds of the memory rate, and mostly layers that nothing was fitted to.
 OTHER = RESULTS.parent / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json"
+NEW = RESULTS.parent / "nvidia-h100/2026-11-26-weight-only-starts-sweep.json"
+CHANGED = range(3, 65)
 # Newest first, and from how many tokens on.
 SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 9, "2026-11-22-weight-only-ways": 65}
 
@@ -32,6 +36,10 @@ BLOCKS = {
 
 STREAM = re.compile(r"stream (\d+) slabs of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
 WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
+
+
+def mean(ratios: list[float]) -> float:
+    return math.prod(ratios) ** (1 / len(ratios))
 
 
 def name_in_sweep(explained: str) -> str:
@@ -55,7 +63,7 @@ def measured() -> Iterator[dict[str, Any]]:
     for sweep, fewest in SWEEPS.items():
         for row in json.loads((RESULTS / f"{sweep}-sweep.json").read_text())["sweep"]:
             problem = tuple(row[key] for key in ("bits", "n", "k", "m"))
-            if row["m"] >= fewest and problem not in known:
+            if row["m"] >= fewest and row["m"] not in CHANGED and problem not in known:
                 known.add(problem)
                 yield row
 
@@ -82,14 +90,25 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
         if found := chosen_and_fastest(row):
             chosen, fastest = found
             behind[row["bits"], row["m"]].append(chosen / fastest)
-            assert chosen <= (1.17 if row["m"] <= 8 else 1.1) * fastest, row
-    assert sum(len(ratios) for ratios in behind.values()) == 318
+            assert chosen <= 1.1 * fastest, row
+    assert sum(len(ratios) for ratios in behind.values()) == 202
     for (bits, m), ratios in behind.items():
-        assert math.prod(ratios) ** (1 / len(ratios)) <= (1.03 if m <= 8 else 1.015 if m <= 64 else 1.04), (
-            bits,
-            m,
-            ratios,
-        )
+        assert mean(ratios) <= (1.03 if m <= 2 else 1.04), (bits, m, ratios)
+
+
+def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those_kernels() -> None:
+    if not NEW.exists():
+        pytest.skip("results of benchmarks are in the checkout only")
+    behind = defaultdict(list)
+    for row in json.loads(NEW.read_text())["sweep"]:
+        found = chosen_and_fastest(row)
+        assert found is not None
+        chosen, fastest = found
+        behind[row["bits"], row["m"]].append(chosen / fastest)
+        assert chosen <= 1.11 * fastest, row
+    assert sum(len(ratios) for ratios in behind.values()) == 231
+    for (bits, m), ratios in behind.items():
+        assert mean(ratios) <= (1.025 if bits == 4 else 1.03), (bits, m, ratios)
 
 
 def test_on_another_card_it_is_too() -> None:
@@ -97,9 +116,11 @@ def test_on_another_card_it_is_too() -> None:
         pytest.skip("results of benchmarks are in the checkout only")
     behind = []
     for row in json.loads(OTHER.read_text())["sweep"]:
+        if row["m"] in CHANGED:
+            continue
         if found := chosen_and_fastest(row):
             chosen, fastest = found
             behind.append(chosen / fastest)
             assert chosen <= 1.1 * fastest, row
-    assert len(behind) == 94
-    assert math.prod(behind) ** (1 / len(behind)) <= 1.015
+    assert len(behind) == 47
+    assert mean(behind) <= 1.02

@@ -3,9 +3,9 @@
 // Every kernel that weight_only_mm is compiled for; of streams times.h has what they take. Data: a new one is a row.
 //
 // The times of tiles are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps: of
-// more than 64 tokens of eight layers (weight-only-clusters-sweep.json, 2026-11-23), beyond 128 of ten
-// (weight-only-ways-sweep.json, the day before). By up to 64 tokens they are those of the kernels before 2026-11-26,
-// moved as little as what came after took on an H100 would have it, at either card's rate of reading
+// 64 and 128 tokens of eight layers (weight-only-clusters-sweep.json, 2026-11-23), beyond of ten
+// (weight-only-ways-sweep.json, the day before). Those of 16 and 32 tokens are of the kernels before 2026-11-26, moved
+// as little as what came after took on an H100 would have it, at either card's rate of reading
 // (nvidia-h100/2026-11-26-weight-only-starts-sweep.json: sixteen layers). The rows are what sweeps of more left. On
 // other GPUs only their ratios count.
 
@@ -89,10 +89,10 @@ inline constexpr std::array kWgmmaRows{
     WgmmaConfig{3, 2, 1, 32, false, {0.452, 2.495}, {0.39, 3.148}},
     WgmmaConfig{2, 2, 1, 32, false, {0.331, 1.753}, {0.424, 1.62}},
     WgmmaConfig{1, 2, 1, 32, false, {0.205, 1.515}, {0.232, 1.643}},
-    WgmmaConfig{4, 1, 1, 64, false, {0.759, 3.557}, {0.978, 4.407}},
-    WgmmaConfig{3, 1, 1, 64, false, {0.619, 2.711}, {0.774, 4.281}},
-    WgmmaConfig{2, 2, 1, 64, false, {0.393, 2.936}, {0.548, 2.469}},
-    WgmmaConfig{1, 2, 1, 64, false, {0.237, 2.329}, {0.323, 1.544}},
+    WgmmaConfig{4, 1, 1, 64, false, {0.781, 4.6}, {0.94, 5.6}},
+    WgmmaConfig{3, 1, 1, 64, false, {0.648, 2.71}, {0.757, 4.69}},
+    WgmmaConfig{2, 2, 1, 64, false, {0.377, 4.34}, {0.554, 2.95}},
+    WgmmaConfig{1, 2, 1, 64, false, {0.239, 2.99}, {0.339, 1.48}},
     WgmmaConfig{2, 1, 2, 128, false, {1.5, 8.41}, {1.89, 7.94}},
     WgmmaConfig{1, 2, 1, 128, false, {0.392, 3.99}, {0.444, 7.87}},
     WgmmaConfig{2, 1, 1, 128, true, {0.667, 5.24}, {0.829, 6.18}},
