@@ -16,29 +16,45 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn import WeightOnlyLinear
+from epiloq.quantize.targets import TARGETS
 from toy_language_model import LanguageModel
 from weight_reference import KINDS, assert_close, make_weight
 
-SCHEMES = {"w8a16": (8, -1), "w4a16-g128": (4, 128), "w4a16-g64": (4, 64), "w4a16-g32": (4, 32)}
+# Bits, group size, zeros.
+SCHEMES = {
+    "w8a16": (8, -1, "none"),
+    "w4a16-g128": (4, 128, "zero"),
+    "w4a16-g64": (4, 64, "zero"),
+    "w4a16-g32": (4, 32, "zero"),
+}
 
 
-def nearest(weight: Tensor, bits: int, group_size: int) -> Tensor:
-    """Each group rounded to its symmetric grid, group by group, as documented."""
-    parts = []
-    for part in weight.detach().split(weight.shape[1] if group_size == -1 else group_size, dim=1):
-        scale = (2 * part.float().abs().amax(1, keepdim=True) / (2**bits - 1)).to(weight.dtype).float()
-        q = torch.round(part.float() / scale).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        parts.append((q * scale).double())
+def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> Tensor:
+    """Each group rounded to its grid, group by group, as documented."""
+    parts, steps = [], 2**bits - 1
+    for part in weight.detach().float().split(weight.shape[1] if group_size == -1 else group_size, dim=1):
+        low, high = part.amin(1, keepdim=True).clamp(max=0), part.amax(1, keepdim=True).clamp(min=0)
+        span = 2 * torch.maximum(-low, high) if symmetric else high - low
+        scale = (span / torch.full_like(span, steps)).to(weight.dtype).float()
+        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else torch.round(-low / scale).clamp(0, steps)
+        q = (torch.round(part / scale) + zero).clamp(0, steps)
+        parts.append(((q - zero) * scale).double())
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [*SCHEMES.values(), (2, 32), (3, 48)])
+@pytest.mark.parametrize("zeros", ["none", "zero"])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, -1), (4, 128), (4, 64), (4, 32), (2, 32), (3, 48)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_from_linear_rounds_to_nearest(seed: int, device: str, dtype: torch.dtype, bits: int, group_size: int) -> None:
+def test_from_linear_rounds_to_nearest(
+    seed: int, device: str, dtype: torch.dtype, bits: int, group_size: int, zeros: str
+) -> None:
     for k, n, bias in ((100, 17, True), (576, 96, False), (4095, 9, True)):
         linear = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)
-        layer = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size)
-        expected = nearest(linear.weight, bits, group_size)
+        with torch.no_grad():
+            linear.weight[: n // 3] = linear.weight[: n // 3].abs() + 0.01  # 0 at an end of the range
+        layer = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)
+        assert layer.zeros == zeros
+        expected = nearest(linear.weight, bits, group_size, zeros == "none")
         assert ((layer.weight.dequantize().double() - expected).abs() <= 2.0**-23 * expected.abs()).all()
         x = torch.randn(3, 2, k, dtype=dtype, device=device)
         y = layer(x)
@@ -152,7 +168,10 @@ def test_meta_and_back(seed: int) -> None:
     layer.to_empty(device="cpu").load_state_dict(state)
     assert torch.equal(layer(x), expected)
     linear = nn.Linear(100, 17, device="meta", dtype=torch.bfloat16)
-    assert all(buffer.is_meta for buffer in WeightOnlyLinear.from_linear(linear).buffers())
+    for zeros in ("none", "zero"):
+        layer = WeightOnlyLinear.from_linear(linear, zeros=zeros)
+        assert all(buffer.is_meta for buffer in layer.buffers())
+        assert layer.zeros == zeros
 
 
 @pytest.mark.gpu
@@ -171,12 +190,26 @@ def test_compiles_into_one_graph(seed: int, device: str, kind: str) -> None:
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
-def test_a_group_that_is_not_finite_is_nan(seed: int) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantising_a_file_to_nearest_gives_the_same_weights(seed: int, scheme: str) -> None:
+    bits, group_size, zeros = SCHEMES[scheme]
+    linear = nn.Linear(100, 17)
+    grid = TARGETS[scheme].grid()
+    parts = []
+    for group in linear.weight.detach().split(100 if group_size == -1 else group_size, dim=1):
+        found = grid.parameters(group.amin(1, keepdim=True), group.amax(1, keepdim=True))
+        parts.append(grid.restore(grid.round(group, found), found))
+    layer = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)
+    assert torch.equal(layer.weight.dequantize(), torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("zeros", ["none", "zero"])
+def test_a_group_that_is_not_finite_is_nan(seed: int, zeros: str) -> None:
     linear = nn.Linear(100, 8)
     with torch.no_grad():
         linear.weight[3, 40] = float("nan")
         linear.weight[5, 90] = float("inf")
-    y = WeightOnlyLinear.from_linear(linear, group_size=32)(torch.randn(4, 100))
+    y = WeightOnlyLinear.from_linear(linear, group_size=32, zeros=zeros)(torch.randn(4, 100))
     assert y[:, [3, 5]].isnan().all() and y[:, [0, 1, 2, 4, 6, 7]].isfinite().all()
 
 
@@ -204,6 +237,8 @@ def test_other_arguments_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=f"WeightOnlyLinear: .*{message}"):
             WeightOnlyLinear.from_linear(wrong)
+    with pytest.raises(ValueError, match="zeros: expected none or zero, got 'offset'"):
+        WeightOnlyLinear.from_linear(nn.Linear(4, 4), zeros="offset")
     with pytest.raises(ValueError, match=r"bias: expected \[33\]"):
         WeightOnlyLinear.from_packed(make_weight(33, 10).packed, torch.zeros(32))
     for shape in ((), (9,), (4, 20)):
@@ -221,6 +256,7 @@ def test_schemes(seed: int, scheme: str) -> None:
     model = LanguageModel().eval()
     linear = copy.deepcopy(model.blocks[1].up)
     epiloq.quantize_(model, scheme, calibrate=lambda m: pytest.fail("calibrated"))
-    bits, group_size = SCHEMES[scheme]
+    bits, group_size, zeros = SCHEMES[scheme]
+    alone = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)
     x = torch.randn(5, 20)
-    assert torch.equal(model.blocks[1].up(x), WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size)(x))
+    assert torch.equal(model.blocks[1].up(x), alone(x))

@@ -122,10 +122,6 @@ def _weight_only_described(options: Options) -> Quantization | None:
     return Quantization(Grid(options["bits"], options["group_size"], options["zeros"] == "none"))
 
 
-def _zeros(module: modules.WeightOnlyLinear) -> str:
-    return "zero" if module.weight_zero is not None else "offset" if module.weight_offset is not None else "none"
-
-
 _TABLE = (
     Kind(modules.Int8Linear, _attributes("activation", "symmetric"), _int8, _int8_described),
     Kind(
@@ -141,7 +137,7 @@ _TABLE = (
     ),
     Kind(
         modules.WeightOnlyLinear,
-        _attributes("bits", "group_size") | {"zeros": _zeros},
+        _attributes("bits", "group_size", "zeros"),
         _weight_only,
         _weight_only_described,
     ),
@@ -164,9 +160,10 @@ class Group:
 
     @property
     def scheme(self) -> str | None:
-        """The scheme whose layers these are."""
+        """The scheme whose layers these are, with zero points or without."""
         for scheme in SCHEMES.values():
-            if scheme.module is self.kind.module and scheme.options.items() <= self.options.items():
+            same = all(self.options.get(name) == value for name, value in scheme.options.items() if name != "zeros")
+            if scheme.module is self.kind.module and same:
                 return scheme.name
         return None
 

@@ -136,7 +136,7 @@ def nearest_blocks(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, 
     n, kh, kw, channels = weight.shape
     shape = parameter_shape(group_size, (n, kh, kw, channels))
     if len(shape) == 1:
-        q, scale = nearest(weight.reshape(n, -1), bits, -1)
+        q, scale, _ = nearest(weight.reshape(n, -1), bits, -1, True)
     else:
-        q, scale = nearest(weight.reshape(-1, channels), bits, group_size)
+        q, scale, _ = nearest(weight.reshape(-1, channels), bits, group_size, True)
     return q.view(weight.shape), scale.view(shape)

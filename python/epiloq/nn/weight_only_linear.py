@@ -92,28 +92,39 @@ class WeightOnlyLinear(KeptDtypes):
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear, *, bits: int = 4, group_size: int = 128) -> WeightOnlyLinear:
-        """Round `linear` (left as it is) to the nearest symmetric grid of each group, on its device.
+    def from_linear(
+        cls, linear: nn.Linear, *, bits: int = 4, group_size: int = 128, zeros: str = "none"
+    ) -> WeightOnlyLinear:
+        """Round `linear` (left as it is) to the nearest grid of each group, on its device.
 
-        ``scale = 2 amax / (2^bits - 1)``, rounded to the weight's dtype and at least its smallest normal number;
-        ``q = clamp(round(W / scale))``, half to even. A group with a NaN or an infinity gives NaN. "meta" gives "meta".
+        With zeros "none", ``scale = 2 amax / (2^bits - 1)``; with "zero" ``scale = (hi - lo) / (2^bits - 1)`` and
+        ``zero = round(-lo / scale)``, where [lo, hi] is the range of the group and 0. Scales are rounded to the
+        weight's dtype and at least its smallest normal number; ``q = clamp(round(W / scale) + zero)``, half to even. A
+        group with a NaN or an infinity gives NaN. "meta" gives "meta".
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called.
+        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other zeros.
         """
         cls.check_convertible(linear)
-        weight = linear.weight
+        if zeros not in ("none", "zero"):
+            raise ValueError(f"WeightOnlyLinear: zeros: expected none or zero, got {zeros!r}")
+        weight, symmetric = linear.weight, zeros == "none"
         if weight.is_meta:
             sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-            layer = cls(*sizes, bits=bits, group_size=group_size, device="meta", dtype=weight.dtype)
+            layer = cls(*sizes, bits=bits, group_size=group_size, zeros=zeros, device="meta", dtype=weight.dtype)
         else:
-            q, scale = nearest(weight, bits, group_size)
-            layer = cls.from_packed(pack_weight(q, scale, bits=bits, group_size=group_size), linear.bias)
+            packed = pack_weight(*nearest(weight, bits, group_size, symmetric), bits=bits, group_size=group_size)
+            layer = cls.from_packed(packed, linear.bias)
         return layer.train(linear.training)
 
     @staticmethod
     def check_convertible(linear: nn.Module, **options: Any) -> None:
         """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
         check_linear("WeightOnlyLinear", linear)
+
+    @property
+    def zeros(self) -> str:
+        """"none", "zero" or "offset", as the constructor has it."""
+        return "zero" if self.weight_zero is not None else "offset" if self.weight_offset is not None else "none"
 
     @property
     def weight(self) -> PackedWeight:
@@ -192,16 +203,23 @@ class WeightOnlyLinear(KeptDtypes):
         )
 
 
-def nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """q int8 ``[N, K]`` and scale ``[N, groups]`` of the symmetric grids nearest to a weight."""
+def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of the grids nearest to a weight, q ``[N, K]`` and scale ``[N, groups]``, and zero points unless symmetric."""
     check_sizes(bits, group_size, "WeightOnlyLinear")
     n, k = weight.shape
     length = k if group_size == -1 else group_size
     groups = -(-k // length)
     padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)
-    # One point more lies below zero than above: half a step on either side splits the difference.
-    limits = 2 * padded.abs().amax(-1) / ((1 << bits) - 1)
-    scale = limits.to(weight.dtype).clamp_(min=torch.finfo(weight.dtype).tiny)
-    half = 1 << (bits - 1)
-    q = torch.round(padded / scale.float().unsqueeze(-1)).nan_to_num_(0).clamp_(-half, half - 1)
-    return q.view(n, -1)[:, :k].to(torch.int8), scale
+    # Padding is zeros, as ranges have zero. Of a symmetric grid one point more lies below zero than above: half a step
+    # on either side splits the difference.
+    low, high = padded.amin(-1), padded.amax(-1)
+    span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
+    # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+    scale = (span / span.new_tensor((1 << bits) - 1)).to(weight.dtype).clamp_(min=torch.finfo(weight.dtype).tiny)
+    step, lowest, most = scale.float(), -(1 << (bits - 1)) if symmetric else 0, (1 << bits) - 1
+    zero = None if symmetric else torch.round(-low.clamp(max=0) / step).nan_to_num_(0).clamp_(0, most)
+    q = torch.round(padded / step.unsqueeze(-1)).nan_to_num_(0)
+    if zero is not None:
+        q += zero.unsqueeze(-1)
+    q = q.clamp_(lowest, lowest + most).view(n, -1)[:, :k].to(torch.int8 if symmetric else torch.uint8)
+    return q, scale, None if zero is None else zero.to(torch.uint8)
