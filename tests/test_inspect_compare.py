@@ -85,7 +85,7 @@ def test_bytes_before_are_the_teachers(teacher: Path, quantised: Path, tmp_path:
     assert after["bytes"]["before"] == before["bytes"]["before"] == before["bytes"]["after"] > after["bytes"]["after"]
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-int8-azp", "w4a8-block", "fp8", "fp8-token", "fp8-block", "w8a16"])
+@pytest.mark.parametrize("scheme", ["w8a8-int8-azp", "w4a8-block", "fp8", "fp8-token", "fp8-block", "w8a16", "w4a16-g64"])
 def test_inspect_knows_schemes(tmp_path: Path, scheme: str) -> None:
     epiloq_modules.save(epiloq.quantize_(tiny_model(), scheme), tmp_path / "out")
     found, result = facts(tmp_path / "out", tmp_path)
@@ -93,6 +93,19 @@ def test_inspect_knows_schemes(tmp_path: Path, scheme: str) -> None:
     assert (found["format"], found["version"], found["scheme"]) == ("epiloq", epiloq_modules.VERSION, scheme)
     assert {row["weights"][:3] for row in found["kinds"]} == {"fp8" if "fp8" in scheme else "int"}
     assert found["formats"]["epiloq"] is None
+
+
+def test_inspect_knows_a_scheme_without_zero_points(tmp_path: Path) -> None:
+    def symmetric(linear: nn.Module) -> nn.Module:
+        assert isinstance(linear, nn.Linear)
+        return epiloq.nn.WeightOnlyLinear.from_linear(linear, group_size=64)
+
+    model = epiloq.quantize_(tiny_model(), "w4a16-g64")
+    for name, layer in tiny_model().named_modules():
+        if isinstance(layer, nn.Linear) and isinstance(model.get_submodule(name), epiloq.nn.WeightOnlyLinear):
+            model.set_submodule(name, symmetric(layer))
+    epiloq_modules.save(model, tmp_path / "out")
+    assert facts(tmp_path / "out", tmp_path)[0]["scheme"] == "w4a16-g64"
 
 
 def test_check_names_what_is_not_finite(quantised: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
             assert chosen <= 1.1 * fastest, row
     assert sum(len(ratios) for ratios in behind.values()) == 202
     for (bits, m), ratios in behind.items():
-        assert mean(ratios) <= (1.03 if m <= 2 else 1.04), (bits, m, ratios)
+        assert mean(ratios) <= (1.03 if m <= 2 or m > 1000 else 1.015), (bits, m, ratios)
 
 
 def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those_kernels() -> None:
@@ -108,7 +108,7 @@ def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those
         assert chosen <= 1.11 * fastest, row
     assert sum(len(ratios) for ratios in behind.values()) == 231
     for (bits, m), ratios in behind.items():
-        assert mean(ratios) <= (1.025 if bits == 4 else 1.03), (bits, m, ratios)
+        assert mean(ratios) <= (1.03 if bits == 8 else 1.025 if m <= 16 else 1.01), (bits, m, ratios)
 
 
 def test_on_another_card_it_is_too() -> None:

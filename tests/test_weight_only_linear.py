@@ -190,13 +190,19 @@ def test_compiles_into_one_graph(seed: int, device: str, kind: str) -> None:
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantising_a_file_to_nearest_gives_the_same_weights(seed: int, scheme: str) -> None:
+def test_quantising_a_file_to_nearest_gives_the_same_weights(
+    seed: int, device: str, scheme: str, dtype: torch.dtype
+) -> None:
     bits, group_size, zeros = SCHEMES[scheme]
-    linear = nn.Linear(100, 17)
-    grid = TARGETS[scheme].grid()
+    linear = nn.Linear(100, 17, dtype=dtype, device=device)
+    with torch.no_grad():
+        linear.weight[3] = 0
+        linear.weight[4] = linear.weight[4].abs()
+    grid = TARGETS[scheme].grid(scale_dtype=dtype)
     parts = []
-    for group in linear.weight.detach().split(100 if group_size == -1 else group_size, dim=1):
+    for group in linear.weight.detach().float().split(100 if group_size == -1 else group_size, dim=1):
         found = grid.parameters(group.amin(1, keepdim=True), group.amax(1, keepdim=True))
         parts.append(grid.restore(grid.round(group, found), found))
     layer = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)

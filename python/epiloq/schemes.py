@@ -60,8 +60,8 @@ class Scheme:
 
 
 def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
-    # What 4 bits cost is half as much again without zero points (SmolLM2-135M in groups of 32: 38 and 21 % more
-    # perplexity); 8 bits lose little either way.
+    # 4 bits cost nearly twice as much without zero points (SmolLM2-135M in groups of 32: 38 and 21 % more perplexity);
+    # 8 bits lose little either way.
     zeros, said = ("none", "") if bits == 8 else ("zero", ", with zero points")
     grid = "output channel" if group_size == -1 else f"group of {group_size} input features"
     description = f"int{bits} weights per {grid}{said}, rounded to nearest; floating-point activations"

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "ops/weight_only_mm/sizes.h"
 #include "ops/weight_only_mm/wgmma_layout.h"
 
 namespace wo = epiloq::ops::weight_only_mm;
@@ -126,9 +127,28 @@ void stages_are_aligned_and_fit() {
             CHECK(bytes <= kSharedOfSm90);
             int const resident = wo::resident_blocks(config.warpgroups(), config.tokens);
             CHECK((bytes + kReserved) * resident <= kSharedOfSm90 + kReserved);
+            CHECK(wo::early_steps(config.tokens) <= stages);
           }
         }
       }
+    }
+  }
+}
+
+// Blocks are apart as long as there are SMs for all of them; asked for so much memory, no more fit an SM.
+void blocks_of_an_sm() {
+  constexpr int kSms = 132, kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
+    int const resident = wo::resident_blocks(config.warpgroups(), config.tokens);
+    for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
+      std::int64_t const apart = wo::clusters(split, 1, kSms);
+      CHECK_EQUAL(wo::blocks_of_sm(config, 1, split, kSms), 1);
+      CHECK_EQUAL(wo::blocks_of_sm(config, apart, split, kSms), 1);
+      CHECK_EQUAL(wo::blocks_of_sm(config, apart + 1, split, kSms), resident);
+    }
+    for (int share = 1; share <= resident; ++share) {
+      int const bytes = epiloq::bytes_for_share(share, kSharedOfSm90) + kReserved;
+      CHECK(bytes * share <= kSharedOfSm90 + kReserved && bytes * (share + 1) > kSharedOfSm90 + kReserved);
     }
   }
 }
@@ -191,5 +211,6 @@ int main() {
   banks_do_not_conflict();
   tokens_are_read_where_they_are_written();
   stages_are_aligned_and_fit();
+  blocks_of_an_sm();
   return test::failures != 0;
 }

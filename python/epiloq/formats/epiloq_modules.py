@@ -160,7 +160,7 @@ class Group:
 
     @property
     def scheme(self) -> str | None:
-        """The scheme whose layers these are, with zero points or without."""
+        """The scheme whose layers these are, whatever their zero points or offsets."""
         for scheme in SCHEMES.values():
             same = all(self.options.get(name) == value for name, value in scheme.options.items() if name != "zeros")
             if scheme.module is self.kind.module and same:

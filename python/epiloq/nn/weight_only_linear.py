@@ -100,7 +100,7 @@ class WeightOnlyLinear(KeptDtypes):
         With zeros "none", ``scale = 2 amax / (2^bits - 1)``; with "zero" ``scale = (hi - lo) / (2^bits - 1)`` and
         ``zero = round(-lo / scale)``, where [lo, hi] is the range of the group and 0. Scales are rounded to the
         weight's dtype and at least its smallest normal number; ``q = clamp(round(W / scale) + zero)``, half to even. A
-        group with a NaN or an infinity gives NaN. "meta" gives "meta".
+        group with a NaN or an infinity, or whose range is one in the weight's dtype, gives NaN. "meta" gives "meta".
 
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other zeros.
         """
@@ -159,10 +159,10 @@ class WeightOnlyLinear(KeptDtypes):
         return self.weight.nbytes
 
     def extra_repr(self) -> str:
-        zeros = "zero" if self.weight_zero is not None else "offset" if self.weight_offset is not None else "none"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}, group_size={self.group_size}, zeros={zeros}, act_order={self.weight_perm is not None}"
+            f"bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}, "
+            f"act_order={self.weight_perm is not None}"
         )
 
     def _load_from_state_dict(
