@@ -85,7 +85,10 @@ def test_bytes_before_are_the_teachers(teacher: Path, quantised: Path, tmp_path:
     assert after["bytes"]["before"] == before["bytes"]["before"] == before["bytes"]["after"] > after["bytes"]["after"]
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-int8-azp", "w4a8-block", "fp8", "fp8-token", "fp8-block", "w8a16", "w4a16-g64"])
+SCHEMES = ("w8a8-int8-azp", "w4a8-block", "fp8", "fp8-token", "fp8-block", "w8a16", "w4a16-g64")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_inspect_knows_schemes(tmp_path: Path, scheme: str) -> None:
     epiloq_modules.save(epiloq.quantize_(tiny_model(), scheme), tmp_path / "out")
     found, result = facts(tmp_path / "out", tmp_path)

@@ -123,7 +123,7 @@ class WeightOnlyLinear(KeptDtypes):
 
     @property
     def zeros(self) -> str:
-        """"none", "zero" or "offset", as the constructor has it."""
+        """ "none", "zero" or "offset", as the constructor has it."""
         return "zero" if self.weight_zero is not None else "offset" if self.weight_offset is not None else "none"
 
     @property
