@@ -96,21 +96,25 @@ def test_dtypes(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("zeros", ["none", "zero"])
 @pytest.mark.parametrize(("bits", "group_size"), [(8, -1), (4, 8), (4, -1)])
-def test_weight_only_conv2d(seed: int, device: str, options: dict[str, Any], bits: int, group_size: int) -> None:
+def test_weight_only_conv2d(
+    seed: int, device: str, options: dict[str, Any], bits: int, group_size: int, zeros: str
+) -> None:
     conv, x = nn.Conv2d(8, 16, **options).to(device), torch.randn(2, 8, 14, 13, device=device)
-    layer = WeightOnlyConv2d.from_conv2d(conv, bits=bits, group_size=group_size, clamp=(0.0, math.inf))
+    how = {"bits": bits, "group_size": group_size, "zeros": zeros, "clamp": (0.0, math.inf)}
+    layer = WeightOnlyConv2d.from_conv2d(conv, **how)
+    assert layer.zeros == zeros and f"zeros={zeros}" in repr(layer)
     restored = layer.weight.dequantize()
-    half_step = layer.weight_scale.max() / 2
-    assert (restored - conv.weight).abs().max() <= half_step * 1.001
+    # A zero point is rounded too, by which an end of the range may lose half a step more.
+    steps = 0.5 if zeros == "none" else 1
+    assert (restored - conv.weight).abs().max() <= steps * layer.weight_scale.max() * 1.001
     exact = copy.deepcopy(conv).double()
     exact.weight.data.copy_(restored)
     expected = exact(x.double()).relu()
     assert (layer(x) - expected).abs().max() <= 2.0**-19 * expected.abs().max().clamp(min=1)
     assert layer.weight_bytes == layer.weight.nbytes
-    again = WeightOnlyConv2d.from_conv2d(
-        nn.Conv2d(8, 16, **options).to(device), bits=bits, group_size=group_size, clamp=(0.0, math.inf)
-    )
+    again = WeightOnlyConv2d.from_conv2d(nn.Conv2d(8, 16, **options).to(device), **how)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x), layer(x))
 
@@ -173,6 +177,18 @@ def test_leaves_norms_whose_convolution_has_other_readers(seed: int) -> None:
 
     with pytest.raises(ValueError, match=r"that torch\.fx can trace"):
         fold_batch_norm_(Branches().eval())
+
+
+def test_zero_points_lose_less(seed: int) -> None:
+    conv = nn.Conv2d(64, 48, 3)
+
+    def lost(zeros: str) -> float:
+        layer = WeightOnlyConv2d.from_conv2d(conv, group_size=32, zeros=zeros)
+        return float((layer.weight.dequantize() - conv.weight.detach()).norm())
+
+    assert 0 < lost("zero") < lost("none")
+    with pytest.raises(ValueError, match="WeightOnlyConv2d: zeros: expected none or zero, got 'offset'"):
+        WeightOnlyConv2d.from_conv2d(conv, zeros="offset")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -135,9 +135,10 @@ _TABLE = (
     ),
     Scheme(
         "conv-w4a16",
-        "convolutions: int4 weights per block of 32 input channels, rounded to nearest; floating-point activations",
+        "convolutions: int4 weights per block of 32 input channels, with zero points, rounded to nearest; "
+        "floating-point activations",
         WeightOnlyConv2d,
-        {"bits": 4, "group_size": 32},
+        {"bits": 4, "group_size": 32, "zeros": "zero"},
     ),
 )
 SCHEMES = {scheme.name: scheme for scheme in _TABLE}

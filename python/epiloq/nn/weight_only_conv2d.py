@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.nn.kept_dtypes import KeptDtypes
-from epiloq.nn.weight_only_linear import nearest
+from epiloq.nn.weight_only_linear import check_zeros, kind_of_zeros, nearest
 from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")
@@ -64,19 +64,21 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
     @classmethod
     @torch.no_grad()
     def from_conv2d(
-        cls, conv: nn.Conv2d, *, bits: int = 4, group_size: int = -1, clamp: Clamp | None = None
+        cls, conv: nn.Conv2d, *, bits: int = 4, group_size: int = -1, zeros: str = "none", clamp: Clamp | None = None
     ) -> WeightOnlyConv2d:
-        """Round `conv` (left as it is) to the nearest symmetric grid of each block of input channels, on its device.
+        """Round `conv` (left as it is) to the nearest grid of each block of input channels, on its device.
 
         As `WeightOnlyLinear.from_linear` does; with group_size -1, and where a group of channels has one alone
         (depthwise convolutions), there is a scale an output channel.
 
-        Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros.
+        Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros, and other zeros than "none" and
+        "zero".
         """
         cls.check_convertible(conv)
-        q, scale = nearest_blocks(conv.weight.permute(0, 2, 3, 1), bits, group_size)
+        check_zeros("WeightOnlyConv2d", zeros)
+        rounded = nearest_blocks(conv.weight.permute(0, 2, 3, 1), bits, group_size, zeros == "none")
         return cls.from_packed(
-            pack_conv2d_weight(q, scale, bits=bits, group_size=group_size),
+            pack_conv2d_weight(*rounded, bits=bits, group_size=group_size),
             conv.bias,
             stride=conv.stride,  # type: ignore[arg-type]
             padding=padding_of(conv),
@@ -89,6 +91,11 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
     def check_convertible(conv: nn.Module, **options: Any) -> None:
         """Raise ValueError unless ``from_conv2d`` can take `conv` as it is."""
         check_conv2d("WeightOnlyConv2d", conv)
+
+    @property
+    def zeros(self) -> str:
+        """ "none", "zero" or "offset": what the weight has beside scales."""
+        return kind_of_zeros(self)
 
     @property
     def weight(self) -> PackedConv2dWeight:
@@ -127,16 +134,16 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
         return self.weight.nbytes
 
     def extra_repr(self) -> str:
-        own = f"bias={self.bias is not None}, bits={self.bits}, group_size={self.group_size}"
+        own = f"bias={self.bias is not None}, bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}"
         return f"{super().extra_repr()}, {own}"
 
 
-def nearest_blocks(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """q int8 ``[Co, Kh, Kw, C]`` and scale, as `pack_conv2d_weight` takes them, of the symmetric grids nearest."""
+def nearest_blocks(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q ``[Co, Kh, Kw, C]``, scale and zero points, as `pack_conv2d_weight` takes them, of the grids nearest."""
     n, kh, kw, channels = weight.shape
     shape = parameter_shape(group_size, (n, kh, kw, channels))
     if len(shape) == 1:
-        q, scale, _ = nearest(weight.reshape(n, -1), bits, -1, True)
+        q, scale, zero = nearest(weight.reshape(n, -1), bits, -1, symmetric)
     else:
-        q, scale, _ = nearest(weight.reshape(-1, channels), bits, group_size, True)
-    return q.view(weight.shape), scale.view(shape)
+        q, scale, zero = nearest(weight.reshape(-1, channels), bits, group_size, symmetric)
+    return q.view(weight.shape), scale.view(shape), None if zero is None else zero.view(shape)

@@ -105,8 +105,7 @@ class WeightOnlyLinear(KeptDtypes):
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other zeros.
         """
         cls.check_convertible(linear)
-        if zeros not in ("none", "zero"):
-            raise ValueError(f"WeightOnlyLinear: zeros: expected none or zero, got {zeros!r}")
+        check_zeros("WeightOnlyLinear", zeros)
         weight, symmetric = linear.weight, zeros == "none"
         if weight.is_meta:
             sizes = (linear.in_features, linear.out_features, linear.bias is not None)
@@ -124,7 +123,7 @@ class WeightOnlyLinear(KeptDtypes):
     @property
     def zeros(self) -> str:
         """ "none", "zero" or "offset", as the constructor has it."""
-        return "zero" if self.weight_zero is not None else "offset" if self.weight_offset is not None else "none"
+        return kind_of_zeros(self)
 
     @property
     def weight(self) -> PackedWeight:
@@ -201,6 +200,17 @@ class WeightOnlyLinear(KeptDtypes):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def kind_of_zeros(layer: nn.Module) -> str:
+    """What a layer's weight has beside scales."""
+    return "zero" if layer.weight_zero is not None else "offset" if layer.weight_offset is not None else "none"
+
+
+def check_zeros(where: str, zeros: str) -> None:
+    """Raise ValueError for what `nearest` does not round to."""
+    if zeros not in ("none", "zero"):
+        raise ValueError(f"{where}: zeros: expected none or zero, got {zeros!r}")
 
 
 def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
