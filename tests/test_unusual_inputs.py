@@ -267,3 +267,15 @@ def test_a_zero_point_without_a_word_is_a_format_error() -> None:
         with pytest.raises(FormatError, match="zero points below 16, got 16"):
             layout.from_packed(weight)
     assert gptq.from_packed(weight)["qzeros"].unique().tolist() == [-1]
+
+
+@pytest.mark.parametrize("point", [-129, 128, 2**31 - 1])
+def test_a_static_zero_point_that_int8_does_not_have_is_not_loaded(point: int) -> None:
+    layer = LAYERS["int8 static"](nn.Linear(K, N))
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    state = before | {"input_zero_point": torch.tensor([point], dtype=torch.int32)}
+    with pytest.raises(RuntimeError, match=rf"Int8Linear: input_zero_point: expected -128 to 127, got {point}"):
+        layer.load_state_dict(state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    layer.load_state_dict(before | {"input_zero_point": torch.tensor([-128], dtype=torch.int32)})
+    assert layer.get_buffer("input_zero_point").item() == -128

@@ -169,6 +169,9 @@ class PreparedLinear(KeptDtypes):
                     f"got {given.dtype} {list(given.shape)}"
                 )
                 return
+            if name == "input_zero_point" and not given.is_meta and not -128 <= (point := given.item()) <= 127:
+                error_msgs.append(f"{self._class()}: {prefix}{name}: expected -128 to 127, got {point}")
+                return
             kept = given if name == "bias" else given.to(buffer.dtype)
             state_dict[prefix + name] = padded(kept, buffer.shape)  # load_state_dict's own copy of the dict.
         super()._load_from_state_dict(
