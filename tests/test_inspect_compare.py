@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,14 +99,11 @@ def test_inspect_knows_schemes(tmp_path: Path, scheme: str) -> None:
 
 
 def test_inspect_knows_a_scheme_without_zero_points(tmp_path: Path) -> None:
-    def symmetric(linear: nn.Module) -> nn.Module:
-        assert isinstance(linear, nn.Linear)
-        return epiloq.nn.WeightOnlyLinear.from_linear(linear, group_size=64)
-
-    model = epiloq.quantize_(tiny_model(), "w4a16-g64")
-    for name, layer in tiny_model().named_modules():
-        if isinstance(layer, nn.Linear) and isinstance(model.get_submodule(name), epiloq.nn.WeightOnlyLinear):
-            model.set_submodule(name, symmetric(layer))
+    model, plain = epiloq.quantize_(tiny_model(), "w4a16-g64"), dict(tiny_model().named_modules())
+    chosen = [name for name, layer in model.named_modules() if isinstance(layer, epiloq.nn.WeightOnlyLinear)]
+    for name in chosen:
+        linear = cast(nn.Linear, plain[name])
+        model.set_submodule(name, epiloq.nn.WeightOnlyLinear.from_linear(linear, group_size=64))
     epiloq_modules.save(model, tmp_path / "out")
     assert facts(tmp_path / "out", tmp_path)[0]["scheme"] == "w4a16-g64"
 

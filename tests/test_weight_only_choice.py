@@ -25,7 +25,7 @@ OTHER = RESULTS.parent / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json"
 NEW = RESULTS.parent / "nvidia-h100/2026-11-26-weight-only-starts-sweep.json"
 CHANGED = range(3, 65)
 # Newest first, and from how many tokens on.
-SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 9, "2026-11-22-weight-only-ways": 65}
+SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 65, "2026-11-22-weight-only-ways": 65}
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
 # src/ops/weight_only_mm/configs.h.
@@ -105,7 +105,7 @@ def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those
         assert found is not None
         chosen, fastest = found
         behind[row["bits"], row["m"]].append(chosen / fastest)
-        assert chosen <= 1.11 * fastest, row
+        assert chosen <= (1.1 if row["bits"] == 4 else 1.11) * fastest, row
     assert sum(len(ratios) for ratios in behind.values()) == 231
     for (bits, m), ratios in behind.items():
         assert mean(ratios) <= (1.03 if bits == 8 else 1.025 if m <= 16 else 1.01), (bits, m, ratios)
@@ -114,13 +114,12 @@ def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those
 def test_on_another_card_it_is_too() -> None:
     if not OTHER.exists():
         pytest.skip("results of benchmarks are in the checkout only")
+    older = [row for row in json.loads(OTHER.read_text())["sweep"] if row["m"] not in CHANGED]
     behind = []
-    for row in json.loads(OTHER.read_text())["sweep"]:
-        if row["m"] in CHANGED:
-            continue
+    for row in older + json.loads(NEW.read_text())["sweep"]:
         if found := chosen_and_fastest(row):
             chosen, fastest = found
             behind.append(chosen / fastest)
-            assert chosen <= 1.1 * fastest, row
-    assert len(behind) == 47
-    assert mean(behind) <= 1.02
+            assert row not in older or chosen <= 1.1 * fastest, row
+    assert len(behind) == 47 + 231
+    assert mean(behind) <= 1.015
