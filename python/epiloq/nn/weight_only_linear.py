@@ -16,7 +16,6 @@ from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.ops.weight_only_mm import run
 from epiloq.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
-from epiloq.quantize.grid import Grid
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
 _BUFFERS = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
@@ -215,15 +214,25 @@ def check_zeros(where: str, zeros: str) -> None:
 
 
 def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of the grids nearest to a weight, q ``[N, K]`` and scale ``[N, groups]``, and zero points unless symmetric."""
+    """Of the grids nearest to a weight, q ``[N, K]`` and scale ``[N, groups]``, and zero points unless symmetric.
+
+    Bit for bit ``epiloq.quantize.Grid``'s, which stands on these layers and cannot be asked here.
+    """
     check_sizes(bits, group_size, "WeightOnlyLinear")
-    grid, (n, k) = Grid(bits, group_size, symmetric, weight.dtype), weight.shape
-    length = grid.length(k)
+    n, k = weight.shape
+    length = k if group_size == -1 else group_size
     groups = -(-k // length)
-    # Padding is zeros, as ranges have zero.
     padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)
-    found = grid.parameters(padded.amin(-1), padded.amax(-1))
-    # What is not finite has such a scale, and integers that say nothing.
-    q = grid.round(padded, found.map(lambda values: values.unsqueeze(-1))).nan_to_num_(0)
-    zero = None if found.shift is None else found.shift.nan_to_num_(0).to(torch.uint8)
-    return q.view(n, -1)[:, :k].to(grid.dtype), found.scale.to(weight.dtype), zero
+    # Padding is zeros, as ranges have zero. Of a symmetric grid one point more lies below zero than above: half a step
+    # on either side splits the difference.
+    low, high = padded.amin(-1), padded.amax(-1)
+    span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
+    # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+    scale = (span / span.new_tensor((1 << bits) - 1)).to(weight.dtype).clamp_(min=torch.finfo(weight.dtype).tiny)
+    step, lowest, most = scale.float(), -(1 << (bits - 1)) if symmetric else 0, (1 << bits) - 1
+    zero = None if symmetric else torch.round(-low.clamp(max=0) / step).nan_to_num_(0).clamp_(0, most)
+    q = torch.round(padded / step.unsqueeze(-1)).nan_to_num_(0)
+    if zero is not None:
+        q += zero.unsqueeze(-1)
+    q = q.clamp_(lowest, lowest + most).view(n, -1)[:, :k].to(torch.int8 if symmetric else torch.uint8)
+    return q, scale, None if zero is None else zero.to(torch.uint8)
