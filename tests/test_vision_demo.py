@@ -78,14 +78,14 @@ def test_material_keeps_calibration_apart() -> None:
 
 
 class Small(nn.Module):
-    """A convolution whose weights but one a block are on the 4-bit grid, one whose are not, and a linear layer."""
+    """A convolution whose weights are on the 4-bit grid, one whose are not, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.easy, self.hard, self.linear = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 16, 3), nn.Linear(16, 32)
         with torch.no_grad():
             self.easy.weight.copy_(torch.randint(-7, 8, self.easy.weight.shape).float())
-            self.easy.weight[:, 0] = 7.5  # a step is 2 / 15 of the largest
+            self.easy.weight[:, 0], self.easy.weight[:, 1] = 7, -8  # a step is a 15th of the range
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.linear(self.hard(self.easy(x).relu()).mean((2, 3)))
