@@ -61,7 +61,7 @@ def test_every_row_is_reached(arch: str) -> None:
 
 
 def test_every_row_of_weight_only_mm_is_reached() -> None:
-    shapes = itertools.product(SIZES_M, SIZES_N, (1536, 4096, 14336), (4, 8), (32, 128), ROWS)
+    shapes = itertools.product(SIZES_M, SIZES_N, (512, 1536, 3584, 4096, 14336), (4, 8), (32, 128), ROWS)
     answers = {
         epiloq.explain("weight_only_mm", m=m, n=n, k=k, bits=bits, group_size=group_size, arch=arch)
         for m, n, k, bits, group_size, arch in shapes

@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import epiloq
+from epiloq import _core
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
-# Another card, with two thirds of the memory rate, and mostly layers that nothing was fitted to.
+# What memory's clock and width amount to.
+H200, H100 = 4917, 3352
+# Another card, and mostly layers that nothing was fitted to.
 OTHER = RESULTS.parent / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json"
 NEW = RESULTS.parent / "nvidia-h100/2026-11-26-weight-only-starts-sweep.json"
 CHANGED = range(3, 65)
@@ -68,11 +72,12 @@ def measured() -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def chosen_and_fastest(row: dict[str, Any]) -> tuple[float, float] | None:
+def chosen_and_fastest(row: dict[str, Any], memory_gb_s: int) -> tuple[float, float] | None:
     """Microseconds of the kernel that serves a problem, and of the fastest; None where that is a dense product, which
     is in no sweep."""
     problem = {key: row[key] for key in ("bits", "n", "k", "m")}
-    explained = epiloq.explain("weight_only_mm", **problem, group_size=128, arch="sm90")
+    how = {"group_size": 128, "arch": "sm90", "memory_gb_s": memory_gb_s}
+    explained = epiloq.explain("weight_only_mm", **problem, **how)
     if explained.startswith("de-quantise"):
         return None
     # Up to 128 tokens no weight is rounded.
@@ -87,13 +92,13 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
         pytest.skip("results of benchmarks are in the checkout only")
     behind = defaultdict(list)
     for row in measured():
-        if found := chosen_and_fastest(row):
+        if found := chosen_and_fastest(row, H200):
             chosen, fastest = found
             behind[row["bits"], row["m"]].append(chosen / fastest)
             assert chosen <= 1.1 * fastest, row
     assert sum(len(ratios) for ratios in behind.values()) == 202
     for (bits, m), ratios in behind.items():
-        assert mean(ratios) <= (1.03 if m <= 2 or m > 1000 else 1.015), (bits, m, ratios)
+        assert mean(ratios) <= (1.03 if m <= 2 or m > 1000 else 1.006), (bits, m, ratios)
 
 
 def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those_kernels() -> None:
@@ -101,14 +106,14 @@ def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those
         pytest.skip("results of benchmarks are in the checkout only")
     behind = defaultdict(list)
     for row in json.loads(NEW.read_text())["sweep"]:
-        found = chosen_and_fastest(row)
+        found = chosen_and_fastest(row, H100)
         assert found is not None
         chosen, fastest = found
         behind[row["bits"], row["m"]].append(chosen / fastest)
-        assert chosen <= (1.1 if row["bits"] == 4 else 1.11) * fastest, row
+        assert chosen <= 1.1 * fastest, row
     assert sum(len(ratios) for ratios in behind.values()) == 231
     for (bits, m), ratios in behind.items():
-        assert mean(ratios) <= (1.03 if bits == 8 else 1.025 if m <= 16 else 1.01), (bits, m, ratios)
+        assert mean(ratios) <= (1.03 if m <= 8 else 1.012), (bits, m, ratios)
 
 
 def test_on_another_card_it_is_too() -> None:
@@ -117,9 +122,38 @@ def test_on_another_card_it_is_too() -> None:
     older = [row for row in json.loads(OTHER.read_text())["sweep"] if row["m"] not in CHANGED]
     behind = []
     for row in older + json.loads(NEW.read_text())["sweep"]:
-        if found := chosen_and_fastest(row):
+        if found := chosen_and_fastest(row, H100):
             chosen, fastest = found
             behind.append(chosen / fastest)
             assert row not in older or chosen <= 1.1 * fastest, row
     assert len(behind) == 47 + 231
-    assert mean(behind) <= 1.015
+    assert mean(behind) <= 1.012
+
+
+def test_the_rate_of_memory_counts() -> None:
+    problems = [{"m": m, "n": n, "k": k} for m in (3, 8, 16, 32) for n in (2112, 4096, 8192) for k in (4096, 14336)]
+
+    def choices(memory_gb_s: int) -> list[str]:
+        return [epiloq.explain("weight_only_mm", **problem, memory_gb_s=memory_gb_s) for problem in problems]
+
+    assert choices(H200) != choices(H100) == choices(0)
+
+
+def packed_zeros(n: int, k: int) -> epiloq.PackedWeight:
+    scale = torch.ones(n, k // 128, dtype=torch.bfloat16)
+    return epiloq.pack_weight(torch.zeros(n, k, dtype=torch.int8), scale, bits=4, group_size=128)
+
+
+@pytest.mark.gpu
+def test_a_call_is_answered_by_what_its_device_has() -> None:
+    properties = _core.device_properties(0)
+    assert 100 < properties["memory_gb_s"] < 20000
+    if properties["compute_capability"] != 90:
+        pytest.skip("one architecture's kernels, on itself")
+    device = {"arch": "sm90", **{name: properties[name] for name in ("sm_count", "memory_gb_s")}}
+    for n, k in ((2112, 7168), (4096, 14336)):
+        weight = packed_zeros(n, k).to("cuda")
+        for m in (1, 3, 8, 16, 32, 64):
+            x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
+            expected = epiloq.explain("weight_only_mm", m=m, n=n, k=k, group_size=128, **device)
+            assert epiloq.explain("weight_only_mm", x, weight) == expected

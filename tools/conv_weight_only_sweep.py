@@ -5,7 +5,7 @@
 
 Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every
 result is compared with torch's convolution of the de-quantised weight, which the "dense" time de-quantises for each
-time; cuDNN's convolution alone, of the same type, stands beside. The times in configs.h are to be fitted to what --json
+time; cuDNN's convolution alone, of the same type, stands beside. The times in times.h are to be fitted to what --json
 writes.
 """
 

@@ -566,5 +566,12 @@ def dequantize_weight(
     group_size: int,
 ) -> None: ...
 def explain_weight_only_mm_problem(
-    m: int, n: int, k: int, bits: int = 4, group_size: int = 128, arch: str = "sm90", sm_count: int = 0
+    m: int,
+    n: int,
+    k: int,
+    bits: int = 4,
+    group_size: int = 128,
+    arch: str = "sm90",
+    sm_count: int = 0,
+    memory_gb_s: int = 0,
 ) -> str: ...

@@ -19,6 +19,7 @@ py::dict properties_of(int device_index) {
   result["compute_capability"] = properties.compute_capability;
   result["sm_count"] = properties.sm_count;
   result["shared_memory_per_block"] = properties.shared_memory_per_block;
+  result["memory_gb_s"] = properties.memory_gb_s;
   result["l2_bytes"] = properties.l2_bytes;
   return result;
 }

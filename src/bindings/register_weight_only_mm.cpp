@@ -66,17 +66,17 @@ void register_weight_only_mm(py::module_& module) {
   module.def(
       "explain_weight_only_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, int bits, std::int64_t group_size, std::string const& arch,
-         int sm_count) {
+         int sm_count, int memory_gb_s) {
         WeightOnlyMmProblem problem;
         problem.m = m;
         problem.n = n;
         problem.k = k;
         problem.bits = bits;
         problem.group_size = group_size;
-        return explain_weight_only_mm(problem, parse_arch(arch), sm_count);
+        return explain_weight_only_mm(problem, parse_arch(arch), sm_count, memory_gb_s);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("bits") = 4, py::arg("group_size") = 128,
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("memory_gb_s") = 0);
 }
 
 }  // namespace epiloq::bindings

@@ -14,6 +14,7 @@ struct Target {
   int sm_count;
   int shared_bytes;        // that a block may have
   bool has_wgmma = false;  // SM90 itself: what came after runs other kernels of kSm90, but lacks the instruction
+  int memory_gb_s = 0;     // by its clock and width
 };
 
 // Clusters of 1 to 8 blocks that the SMs of an H200 hold, with one block an SM and with two

@@ -40,7 +40,9 @@ _QUESTIONS = {
         most_k=_MOST_K,
     ),
     "online_quant_mm": _Question(_core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count")),
-    "weight_only_mm": _Question(_core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count")),
+    "weight_only_mm": _Question(
+        _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s")
+    ),
 }
 
 

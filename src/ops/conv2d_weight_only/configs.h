@@ -18,20 +18,13 @@ inline constexpr std::array kRows{
 inline constexpr int kSm75Row = static_cast<int>(kRows.size()) - 1;
 
 // SM90: weight_only_mm's wgmma kernel, lower than there, as a layer has few output channels and blocks are to fill the
-// SMs. Times by fourteen layers at batch 1 (2026-11-22, conv2d-weight-only-sweep.json), with what the blocks of a
-// cluster take to add up within: what they name took 4 % more than the fastest in geometric mean, 10 % at most.
+// SMs.
 inline constexpr std::array kWgmmaRows{
-    weight_only_mm::WgmmaConfig{2, 1, 1, 64, false, {0.44, 4.34}},
-    weight_only_mm::WgmmaConfig{1, 2, 1, 64, false, {0.21, 4.06}},
-    weight_only_mm::WgmmaConfig{1, 1, 1, 64, false, {0.33, 3.8}},
+    weight_only_mm::WgmmaConfig{2, 1, 1, 64, false},
+    weight_only_mm::WgmmaConfig{1, 2, 1, 64, false},
+    weight_only_mm::WgmmaConfig{1, 1, 1, 64, false},
 };
 inline constexpr int kElementBytes = 2;  // of x
-
-// De-quantising into memory, then cuDNN: a call, a weight, a product. The first from layers of ResNet-50 at batch 1 on
-// an H200, 2026-11-21: 7.9 to 10.3 us where there is little to multiply; the others are weight_only_mm's.
-inline constexpr struct {
-  double call = 8, weight = 0.95e-6, product = 3.125e-9;
-} kDenseTime;
 
 // Without wgmma, from so many output pixels on a dense convolution should be faster: interpolated from weight_only_mm's
 // measurements, as a convolution has more columns to de-quantise. Not yet measured.

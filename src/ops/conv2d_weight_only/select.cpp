@@ -6,6 +6,7 @@
 #include "epiloq/error.h"
 #include "ops/conv2d/image_boxes.h"
 #include "ops/conv2d_weight_only/configs.h"
+#include "ops/conv2d_weight_only/times.h"
 #include "ops/weight_only_mm/select.h"
 #include "ops/weight_only_mm/wgmma_layout.h"
 
@@ -86,7 +87,7 @@ Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target cons
   for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
     if (!is_there(Family::kWgmma, row, p, product, t)) continue;
     for (int split = 1; split <= most_splits(product, t); ++split) {
-      double const time = wo::time_of(kWgmmaRows[row], product, split, t);
+      double const time = wo::time_of(kWgmmaRows[row], kWgmmaTimes[row], product, split, t);
       if (time < least) best = {Family::kWgmma, row, split}, least = time;
     }
   }

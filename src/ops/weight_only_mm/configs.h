@@ -1,13 +1,7 @@
 #pragma once
 
-// Every kernel that weight_only_mm is compiled for; of streams times.h has what they take. Data: a new one is a row.
-//
-// The times of tiles are microseconds on an H200, bfloat16 in groups of 128, of 4 bits and of 8, fitted to sweeps: of
-// 64 and 128 tokens of eight layers (weight-only-clusters-sweep.json, 2026-11-23), beyond of ten
-// (weight-only-ways-sweep.json, the day before). Those of 16 and 32 tokens are of the kernels before 2026-11-26, moved
-// as little as what came after took on an H100 would have it, at either card's rate of reading
-// (nvidia-h100/2026-11-26-weight-only-starts-sweep.json: sixteen layers). The rows are what sweeps of more left. On
-// other GPUs only their ratios count.
+// Every kernel that weight_only_mm is compiled for, as sweeps of more left them; times.h has what they take. Data: a
+// new one is a row.
 
 #include <array>
 
@@ -67,13 +61,9 @@ inline constexpr std::array kTiledRows{
 struct WgmmaConfig {
   int teams, ways, blocks, tokens;
   bool rounds;
-  struct Time {
-    double step, block;  // 128 columns, with what memory takes for them or whichever is longer; to begin and to end
-  } time4, time8 = time4;
 
   constexpr int warpgroups() const { return teams * ways; }
   constexpr int rows() const { return 64 * teams * blocks; }
-  constexpr Time const& time(int bits) const { return bits == 8 ? time8 : time4; }
 };
 
 // Blocks that an SM's registers and shared memory hold.
@@ -81,47 +71,17 @@ constexpr int resident_blocks(int warpgroups, int tokens) { return warpgroups <=
 
 // Those that multiply exact integers by tokens, fewest first, and by rows; then those that round.
 inline constexpr std::array kWgmmaRows{
-    WgmmaConfig{4, 1, 1, 16, false, {0.174, 1.608}, {0.152, 1.363}},
-    WgmmaConfig{3, 2, 1, 16, false, {0.138, 1.914}, {0.11, 1.655}},
-    WgmmaConfig{2, 2, 1, 16, false, {0.09, 1.612}, {0.084, 1.257}},
-    WgmmaConfig{1, 2, 1, 16, false, {0.106, 1.313}, {0.089, 1.15}},
-    WgmmaConfig{4, 1, 1, 32, false, {0.625, 2.252}, {0.706, 2.96}},
-    WgmmaConfig{3, 2, 1, 32, false, {0.452, 2.495}, {0.39, 3.148}},
-    WgmmaConfig{2, 2, 1, 32, false, {0.331, 1.753}, {0.424, 1.62}},
-    WgmmaConfig{1, 2, 1, 32, false, {0.205, 1.515}, {0.232, 1.643}},
-    WgmmaConfig{4, 1, 1, 64, false, {0.781, 4.6}, {0.94, 5.6}},
-    WgmmaConfig{3, 1, 1, 64, false, {0.648, 2.71}, {0.757, 4.69}},
-    WgmmaConfig{2, 2, 1, 64, false, {0.377, 4.34}, {0.554, 2.95}},
-    WgmmaConfig{1, 2, 1, 64, false, {0.239, 2.99}, {0.339, 1.48}},
-    WgmmaConfig{2, 1, 2, 128, false, {1.5, 8.41}, {1.89, 7.94}},
-    WgmmaConfig{1, 2, 1, 128, false, {0.392, 3.99}, {0.444, 7.87}},
-    WgmmaConfig{2, 1, 1, 128, true, {0.667, 5.24}, {0.829, 6.18}},
-    WgmmaConfig{2, 1, 1, 256, true, {1.17, 7.42}, {2.03, 4.82}},
+    WgmmaConfig{4, 1, 1, 16, false},  WgmmaConfig{3, 2, 1, 16, false},  WgmmaConfig{2, 2, 1, 16, false},
+    WgmmaConfig{1, 2, 1, 16, false},  WgmmaConfig{4, 1, 1, 32, false},  WgmmaConfig{3, 2, 1, 32, false},
+    WgmmaConfig{2, 2, 1, 32, false},  WgmmaConfig{1, 2, 1, 32, false},  WgmmaConfig{4, 1, 1, 64, false},
+    WgmmaConfig{3, 1, 1, 64, false},  WgmmaConfig{2, 2, 1, 64, false},  WgmmaConfig{1, 2, 1, 64, false},
+    WgmmaConfig{2, 1, 2, 128, false}, WgmmaConfig{1, 2, 1, 128, false}, WgmmaConfig{2, 1, 1, 128, true},
+    WgmmaConfig{2, 1, 1, 256, true},
 };
 // On SM90, up to so many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
 // A tile takes all tokens up to so many; of more, none is narrower.
 inline constexpr int kWideTokens = 64;
-
-// A tile that takes all tokens up to so many reads and multiplies, as far as its time goes, one after the other.
-inline constexpr int kReadingTokens = 16;
-
-// Beside those times: what the blocks of a cluster take to add up sums of their tile's size, longer for each block
-// beyond kCrowd; some read one another's sums (`sends_sums`). And bytes of weights that memory gives in a
-// microsecond, beside those tiles and beside wider ones, and to one SM, however few there are.
-inline constexpr int kCrowd = 4;
-struct ClusterTime {
-  double tile, sum, crowd;
-};
-inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
-inline constexpr struct {
-  double few = 5.2e6, more = 4.0e6, sm = 5.0e4;
-} kReadRate;
-
-// De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
-inline constexpr struct {
-  double call = 6, weight = 0.95e-6, product = 3.125e-9;
-} kDenseTime;
 
 // Without wgmma, from here on a dense product, of the weight de-quantised into memory first, is faster. H200,
 // 2026-11-20: at 256 tokens the tiled kernel takes 2.4 to 5 times a bf16 product, on seven layer shapes, where

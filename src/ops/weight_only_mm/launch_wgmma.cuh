@@ -87,8 +87,6 @@ WgmmaMaps const& cached_maps(Reads const& reads, int device) {
                    [&] { return maps_of(reads); });
 }
 
-inline int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
-
 template <class C>
 WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, int split, WgmmaMaps const& maps, int device) {
   Weight const& w = p.weight;
@@ -96,7 +94,7 @@ WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, int split, Wg
   WgmmaStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes);
   TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
   int const shared_bytes = device_properties(device).shared_memory_per_block;
-  int const steps = w.padded_k / kPadding, token_tiles = tiles_of(p.m, C::kTokens);
+  int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens));
   int const stages = wgmma_stages(config, stage, shared_bytes);
   return {.maps = maps,
           .steps = steps / split,
@@ -111,7 +109,7 @@ WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, int split, Wg
           .stage = stage,
           .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
           .p = p,
-          .tiles = token_tiles * tiles_of(w.n, C::kRows),
+          .tiles = token_tiles * static_cast<int>(ceil_div(w.n, C::kRows)),
           .exchange_at = wgmma_exchange_at(config, stage, shared_bytes)};
 }
 

@@ -9,6 +9,7 @@
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/sizes.h"
 #include "ops/weight_only_mm/streams.h"
+#include "ops/weight_only_mm/times.h"
 #include "ops/weight_only_mm/wgmma_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -18,11 +19,19 @@ bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) 
   return p.m <= c.tokens() && stream_bytes(c, p, 1) <= t.shared_bytes;
 }
 
-// Whether so many blocks may share K; tiles have a place for any number's sums.
+std::int64_t tiles_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
+  return ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+}
+
+// Whether so many blocks may share K. Streams may where their sums have a place. Tiles' always have; but where all
+// blocks could have an SM each and the SMs hold too few such clusters, they would go side by side and leave half idle.
 bool may_share(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   return stream_bytes(c, p, split) <= t.shared_bytes;
 }
-bool may_share(WgmmaConfig const&, WeightOnlyMmProblem const&, int, Target const&) { return true; }
+bool may_share(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  std::int64_t const tiles = tiles_of(c, p);
+  return tiles * split > t.sm_count || tiles <= clusters(split, 1, t);
+}
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return shared_bytes(c, p) <= t.shared_bytes;
@@ -58,15 +67,17 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
-// One token and two are a stream's: no tile was more than 3 % faster.
+// One token and two are a stream's: no tile was more than 3 % faster. Nor was one of twice as many tokens as there are
+// ever the fastest.
 bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
-  return p.m > kDigitTokens && c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) &&
+  bool const is_narrow = c.tokens == kWgmmaRows.front().tokens || c.tokens < 2 * p.m;
+  return p.m > kDigitTokens && is_narrow && c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) &&
          (!c.rounds || p.m > kExactTokens);
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
 std::int64_t waves_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  std::int64_t const tiles = ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+  std::int64_t const tiles = tiles_of(c, p);
   return ceil_div(tiles, clusters(split, blocks_of_sm(c, tiles, split, t.sm_count), t));
 }
 
@@ -84,7 +95,7 @@ double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem co
 }
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
-  return time_of(rows[row], p, split, t) + cluster_time(rows[row], p, split, t);
+  return time_of(rows[row], kWgmmaTimes[row], p, split, t) + cluster_time(rows[row], p, split, t);
 }
 
 struct Timed {
@@ -163,21 +174,22 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 
 bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  return wgmma_stages(c, stage, t.shared_bytes) >= 2 &&
+  return wgmma_stages(c, stage, t.shared_bytes) >= kFewestStages &&
          wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
 }
 
-double time_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+double time_of(WgmmaConfig const& c, WgmmaTimes const& times, WeightOnlyMmProblem const& p, int split,
+               Target const& t) {
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
   int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
   std::int64_t const at_once = clusters(split, of_sm, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
   // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
   double const of_block = c.rows() * kPadding * p.bits / 8;
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
-  WgmmaConfig::Time const& time = c.time(p.bits);
-  bool const is_few = c.tokens <= kReadingTokens;
-  double const reading = std::max(of_all / (is_few ? kReadRate.few : kReadRate.more), of_block * of_sm / kReadRate.sm);
-  double const step = is_few ? time.step + reading : std::max(time.step, reading);
+  WgmmaTimes::Time const& time = times.of(p.bits);
+  double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
+  double const power = static_cast<double>(c.tokens) / kReading.whole;
+  double const step = std::pow(std::pow(time.step, power) + std::pow(reading, power), 1 / power);
   return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
 }
 

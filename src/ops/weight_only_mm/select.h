@@ -7,6 +7,7 @@
 #include "core/target.h"
 #include "epiloq/weight_only_mm.h"
 #include "ops/weight_only_mm/configs.h"
+#include "ops/weight_only_mm/times.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -29,7 +30,8 @@ char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);
 
 // A row of a table of the wgmma kernel: whether a block's shared memory holds it, and microseconds.
 bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
-double time_of(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, int split, Target const& target);
+double time_of(WgmmaConfig const& config, WgmmaTimes const& times, WeightOnlyMmProblem const& problem, int split,
+               Target const& target);
 
 // That a tile asks for: its ring of stages, then its sums.
 std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);

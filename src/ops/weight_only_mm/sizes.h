@@ -33,6 +33,9 @@ inline std::int64_t stage_bytes(WeightOnlyMmProblem const& p, int rows) {
   return whole_lines(static_cast<int>(step_bytes(p, rows)));
 }
 
+// Bytes a microsecond.
+inline double memory_rate(Target const& t) { return t.memory_gb_s * 1e3; }
+
 // Clusters of so many blocks that run at a time, each SM holding `resident` blocks.
 inline std::int64_t clusters(int split, int resident, int sm_count) {
   return std::max<std::int64_t>(1, kClusters[0][split - 1] * sm_count / kSmsOfClusters) * resident;

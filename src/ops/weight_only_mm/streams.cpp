@@ -52,8 +52,8 @@ double stream_time(int row, WeightOnlyMmProblem const& p, int split, Target cons
     std::int64_t const even = ceil_div(blocks, t.sm_count), beside_own = std::min(resident, split);
     std::int64_t const beside = std::min<std::int64_t>(resident, split > 1 ? std::max(even, beside_own) : even);
     double const multiplying = static_cast<double>(beside) * steps * step / 4 * time.work[p.bits == 8];
-    double const reading =
-        static_cast<double>(blocks) * steps * static_cast<double>(step_bytes(p, rows)) / kStreamTime.read_rate;
+    double const reading = static_cast<double>(blocks) * steps * static_cast<double>(step_bytes(p, rows)) /
+                           (kStreamTime.read_rate * memory_rate(t));
     auto const raised = [](double value) { return std::pow(value, kStreamTime.power); };
     return std::pow(raised(multiplying) + raised(waiting) + raised(reading), 1 / kStreamTime.power);
   };

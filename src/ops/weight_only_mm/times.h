@@ -1,14 +1,16 @@
 #pragma once
 
-// What streams take on an H200, for select.cpp: apart from configs.h, as a change there compiles every kernel anew.
+// What kernels take, for select.cpp, in microseconds: apart from configs.h, as a change there compiles every kernel
+// anew. All at a Hopper card's clock of SMs; memory gives shares of what a card's clock and width amount to (device.h).
 //
-// Blocks run in waves. Of what a wave takes to read, to multiply and to wait for what is on its way the longest counts
-// most, and the others with it (`power`). Fitted on 2026-11-25 to 19 layers by 1 to 8 tokens of bfloat16 in groups of
-// 128 (weight-only-streams-sweep.json): what it names took 1.7 % more there than the fastest in the mean, 17 at most;
-// fitted to three quarters of those layers, 4 % more on the others. (Before, each row had four numbers of its own for
-// each width, fitted to eight layers, on which it was 1 % behind; on the other eleven 8 % with 4 bits and 12 with 8,
-// 42 at most.) Two numbers were moved by hand after: of {2, 4, 3, 4} by 4 bits, which the benchmark showed slower than
-// the sweep where clocks had settled, and of {1, 16, 3, 2}, which would not have served where it is the fastest.
+// Streams, on an H200. Blocks run in waves. Of what a wave takes to read, to multiply and to wait for what is on its
+// way the longest counts most, and the others with it (`power`). Fitted on 2026-11-25 to 19 layers by 1 to 8 tokens of
+// bfloat16 in groups of 128 (weight-only-streams-sweep.json): what it names took 1.7 % more there than the fastest in
+// the mean, 17 at most; fitted to three quarters of those layers, 4 % more on the others. (Before, each row had four
+// numbers of its own for each width, fitted to eight layers, on which it was 1 % behind; on the other eleven 8 % with 4
+// bits and 12 with 8, 42 at most.) Two numbers were moved by hand after: of {2, 4, 3, 4} by 4 bits, which the benchmark
+// showed slower than the sweep where clocks had settled, and of {1, 16, 3, 2}, which would not have served where it is
+// the fastest.
 
 #include <array>
 
@@ -16,7 +18,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Microseconds of a quarter of an SM for a warp's step of 128 columns, for each of its slabs, for each token, for both.
+// Of a quarter of an SM for a warp's step of 128 columns, for each of its slabs, for each token, for both.
 struct StreamStep {
   double step, slab, token, slab_token;
 };
@@ -45,8 +47,52 @@ inline constexpr std::array<StreamTime, kStreamRows.size()> kStreamTimes{
 // A step waits `latency` over how many a warp has on their way, its own one counting `own`; a kernel begins and ends,
 // and the blocks of a cluster, and more of them, add up once a wave.
 inline constexpr struct {
-  double latency = 0.659, own = 0.893, read_rate = 6.29e6, power = 1.22;
+  double latency = 0.659, own = 0.893, read_rate = 1.28, power = 1.22;
   double kernel = 1.27, cluster = 0.964, cluster_block = 0.1;
 } kStreamTime;
+
+// Tiles of wgmma, by tokens of bfloat16 in groups of 128, of 4 bits and of 8, a row of kWgmmaRows each, fitted to
+// sweeps: of 16 and 32 tokens to sixteen layers on an H100 (nvidia-h100/2026-11-26-weight-only-starts-sweep.json), of
+// more to those by 48 and 64 tokens and to ten layers by 96 and more on an H200 (weight-only-clusters-sweep.json,
+// 2026-11-23, and weight-only-ways-sweep.json, the day before). Layers that were left out of the fit were 0.7 % behind
+// their fastest by up to 16 tokens of 4 bits and 2.6 of 8, by 32 tokens of 4 bits 0.8.
+struct WgmmaTimes {
+  struct Time {
+    double step, block;  // to multiply by 128 columns; to begin and to end
+  } of4, of8 = of4;
+
+  constexpr Time const& of(int bits) const { return bits == 8 ? of8 : of4; }
+};
+inline constexpr std::array<WgmmaTimes, kWgmmaRows.size()> kWgmmaTimes{
+    WgmmaTimes{{0.174, 1.593}, {0.131, 1.312}}, WgmmaTimes{{0.128, 1.753}, {0.11, 1.67}},
+    WgmmaTimes{{0.089, 1.622}, {0.084, 1.385}}, WgmmaTimes{{0.097, 1.327}, {0.08, 1.523}},
+    WgmmaTimes{{0.492, 2.15}, {0.471, 2.937}},  WgmmaTimes{{0.383, 2.293}, {0.323, 2.764}},
+    WgmmaTimes{{0.24, 1.778}, {0.353, 1.631}},  WgmmaTimes{{0.176, 1.522}, {0.175, 1.618}},
+    WgmmaTimes{{0.738, 4.47}, {0.809, 5.62}},   WgmmaTimes{{0.64, 2.65}, {0.621, 4.42}},
+    WgmmaTimes{{0.381, 4.01}, {0.52, 2.97}},    WgmmaTimes{{0.233, 2.9}, {0.324, 1.5}},
+    WgmmaTimes{{1.42, 8.38}, {1.88, 7.68}},     WgmmaTimes{{0.383, 4.1}, {0.445, 7.96}},
+    WgmmaTimes{{0.67, 5.32}, {0.704, 6.08}},    WgmmaTimes{{1.14, 7.18}, {1.65, 4.67}},
+};
+
+// What memory gives to all SMs, and bytes a microsecond to one SM, however few there are. Of a step's reading and its
+// products the longer one counts most, and the more so the more tokens there are: of 16 both count whole, of twice as
+// many their squares are added up, then their fourth powers and so on.
+inline constexpr struct {
+  double rate = 1.03, sm = 5.0e4;
+  int whole = 16;  // tokens
+} kReading;
+
+// What the blocks of a cluster take to add up sums of their tile's size, longer for each block beyond kCrowd; some read
+// one another's sums (`sends_sums`).
+inline constexpr int kCrowd = 4;
+struct ClusterTime {
+  double tile, sum, crowd;
+};
+inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
+
+// De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
+inline constexpr struct {
+  double call = 6, weight = 0.95e-6, product = 3.125e-9;
+} kDenseTime;
 
 }  // namespace epiloq::ops::weight_only_mm

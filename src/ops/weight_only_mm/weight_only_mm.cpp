@@ -122,10 +122,11 @@ void dequantize_weight(DequantizeWeight const& call, Stream stream) {
   wo::launch_dequantize(problem, call.out.device.index, stream);
 }
 
-std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count) {
+std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
   wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
   Target target = wo::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
+  if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
   return wo::describe(wo::choose(problem, target));
 }
 

@@ -101,36 +101,37 @@ __device__ __forceinline__ void wait_for_start() {
   asm volatile("bar.sync 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
 }
 
-// What waits behind the start of a block's copies: the next kernel, and registers.
+// What waits behind the start of a block's copies, where there is one: the next kernel, and registers.
 template <class C>
-__device__ __forceinline__ void have_started() {
-  if (C::kSendsSums && gridDim.y > 1) say_ready();
+__device__ __forceinline__ void have_started(bool is_shared) {
+  if (C::kSendsSums && is_shared) say_ready();
   let_next_kernel_start();
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
 }
 
 // All blocks of a GPU start together, and memory does nothing until they ask: weights come before all else that there
-// is to do. The elected lane's branches have no other condition, or nvcc would put a loop around each of TMA's copies.
+// is to do. The elected lane's branches have no other condition, or nvcc would put a loop around each of TMA's copies;
+// and registers are given back in one place, as all four warps must do it together.
 template <class C>
 __device__ __forceinline__ void start_and_copy(typename C::Params const& params, typename C::Shared const& shared,
                                                unsigned char* stages, int warp) {
+  bool const is_shared = gridDim.y > 1, is_elected = gemm::is_elected();
+  typename C::Copies first(params, blockIdx.x);
   if (warp == 0) {
-    bool const is_elected = gemm::is_elected();
-    if (is_elected) shared.init_early();
-    typename C::Copies first(params, blockIdx.x);
     if (is_elected) {
+      shared.init_early();
       first.ask_for_early_weights(stages, shared);
       shared.init_others();
     }
     __syncwarp();
     say_started<C>();
-    have_started<C>();
+  }
+  have_started<C>(is_shared);
+  if (warp == 0) {
     if (is_elected) copy_tiles<C>(params, shared, stages, first);
-  } else {
-    have_started<C>();
   }
   __syncwarp();
-  if (gridDim.y == 1) return;
+  if (!is_shared) return;
   if constexpr (C::kSendsSums) {  // where the others wait
     wait_for_ready();
   } else {

@@ -20,8 +20,9 @@ inline constexpr int kLine = 128;    // bytes, of tokens; TMA's widest swizzle p
 inline constexpr int kMapWord = 8;   // bytes that TMA counts a slab's integers by: a box has at most 256
 inline constexpr int kAtom = 1024;   // where swizzled data begins
 inline constexpr int kColumns = 64;  // of the tokens that a line holds
-inline constexpr int kInstruction = 16;  // columns of a wgmma
-inline constexpr int kMaxStages = 8;
+inline constexpr int kInstruction = 16;                         // columns of a wgmma
+inline constexpr int kMaxStages = 8;                            // of a ring
+inline constexpr int kFewestStages = 2;                         // one is read while the other is filled
 inline constexpr int kBarrierBytes = (2 * kMaxStages + 2) * 8;  // whole 16 bytes
 
 // Of a slab's integers in a stage, which lie as in memory: a lane reads 16 bytes of a tile at a time, and those of a
@@ -57,8 +58,8 @@ struct WgmmaStage {
   constexpr int loaded_bytes(int missing) const { return end - missing * kPadding * 2; }
 };
 
-// Blocks that share K send each other sums (wgmma_share.cuh), which takes code of its own for each; or, of many with
-// one way along K, read them.
+// Blocks that share K send each other sums (wgmma_share.cuh), in code of its own for each of a thread's; where one way
+// along K has all tokens, and they are many, they read them.
 constexpr bool sends_sums(int ways, int tokens) { return ways > 1 || tokens <= 32; }
 constexpr bool sends_sums(WgmmaConfig const& c) { return sends_sums(c.ways, c.tokens); }
 

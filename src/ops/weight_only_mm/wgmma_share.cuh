@@ -1,7 +1,7 @@
 #pragma once
 
-// SM90: a tile's K shared by the blocks of a cluster, each of which has ways along K too, so that many warps have sums
-// of the same rows. What is left to do they share by eights of tokens, of which a lane has four sums: first a block's
+// SM90: a tile's K shared by the blocks of a cluster, which may have ways along K too, so that many warps have sums of
+// the same rows. What is left to do they share by eights of tokens, of which a lane has four sums: first a block's
 // ways, in the ring, which a block with a single tile no longer needs; then the blocks.
 
 #include "ops/weight_only_mm/piece_share.cuh"
@@ -32,7 +32,7 @@ class ClusterEnd {
         slab_(math.slab),
         way_(uniform(threadIdx.x / C::kWayThreads)),
         exchange_(stages + math.lane * PieceShare::kPartBytes),
-        tokens_(params.p.m) {}
+        tokens_(params.tokens) {}
 
   // Pieces of a tile that blocks share: eights that have tokens, of each slab.
   static __device__ __forceinline__ int pieces_of(Place const& place, int tokens) {
