@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,15 @@ def test_a_static_zero_point_that_int8_does_not_have_is_not_loaded(point: int) -
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
     layer.load_state_dict(before | {"input_zero_point": torch.tensor([-128], dtype=torch.int32)})
     assert layer.get_buffer("input_zero_point").item() == -128
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 2.0**-127, math.inf, math.nan])
+@pytest.mark.parametrize("kind", [epiloq.nn.Int8Linear, epiloq.nn.Fp8Linear])
+def test_a_static_scale_that_divides_nothing_is_not_loaded(kind: Any, scale: float) -> None:
+    layer = kind.from_linear(nn.Linear(K, N), **STATIC)
+    before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"input_scale: expected 1\.17549e-38 to 3\.40282e\+38, got"):
+        layer.load_state_dict(before | {"input_scale": torch.tensor([scale])})
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
+    layer.load_state_dict(before | {"input_scale": torch.tensor([2.0**-126])})
+    assert layer.get_buffer("input_scale").item() == 2.0**-126

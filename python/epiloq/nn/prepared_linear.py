@@ -21,6 +21,9 @@ FLOAT32 = torch.finfo(torch.float32)
 K_MULTIPLE = 16
 N_MULTIPLE = 8
 
+# What quantises static activations.
+_STATIC_RANGES = {"input_scale": (FLOAT32.tiny, FLOAT32.max), "input_zero_point": (-128, 127)}
+
 # Rows and columns of a weight that share a scale in DeepSeek-V3's manner.
 FP8_BLOCK = 128
 
@@ -169,9 +172,11 @@ class PreparedLinear(KeptDtypes):
                     f"got {given.dtype} {list(given.shape)}"
                 )
                 return
-            if name == "input_zero_point" and not given.is_meta and not -128 <= (point := given.item()) <= 127:
-                error_msgs.append(f"{self._class()}: {prefix}{name}: expected -128 to 127, got {point}")
-                return
+            if name in _STATIC_RANGES and not given.is_meta:
+                low, high = _STATIC_RANGES[name]
+                if not low <= (value := given.item()) <= high:
+                    error_msgs.append(f"{self._class()}: {prefix}{name}: expected {low:g} to {high:g}, got {value}")
+                    return
             kept = given if name == "bias" else given.to(buffer.dtype)
             state_dict[prefix + name] = padded(kept, buffer.shape)  # load_state_dict's own copy of the dict.
         super()._load_from_state_dict(
