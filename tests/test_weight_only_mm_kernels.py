@@ -13,6 +13,7 @@ import epiloq
 from reference import ulp
 from weight_reference import (
     KINDS,
+    RING_TOKENS,
     WGMMA_TOKENS,
     assert_close,
     make_weight,
@@ -37,7 +38,12 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
 
 
 DIGIT_ROWS = 6  # of the streams
-ROWS = {"stream": 16, "tiled": 5, "wgmma": len(WGMMA_TOKENS)}  # of the tables in src/ops/weight_only_mm/configs.h
+ROWS = {
+    "stream": 16,
+    "tiled": 5,
+    "ring": len(RING_TOKENS),
+    "wgmma": len(WGMMA_TOKENS),
+}  # of the tables in src/ops/weight_only_mm/configs.h
 
 
 @pytest.mark.gpu

@@ -34,7 +34,8 @@ Kernel = tuple[str, int, int]
 TILES = {
     "stream": (2,) * 6 + (8,) * 10,
     "tiled": (16, 32, 64, 128, 32),
-    "wgmma": (16,) * 4 + (32,) * 4 + (64,) * 4 + (128,) * 3 + (256,),
+    "ring": (8,) * 3 + (16,) * 4,
+    "wgmma": (32,) * 4 + (64,) * 4 + (128,) * 3 + (256,),
 }
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
 DENSE = "dense"

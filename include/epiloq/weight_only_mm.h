@@ -28,7 +28,7 @@ struct PackedWeight {
 };
 
 // kDense: no kernel; the weight is de-quantised, then multiplied with a dense product.
-enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kWgmma };
+enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kRing, kWgmma };
 
 // A kernel by name, for tests and for finding out which is best: a row of a family's table in
 // src/ops/weight_only_mm/configs.h, and how many blocks of a cluster share K.

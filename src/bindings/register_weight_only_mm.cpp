@@ -17,6 +17,7 @@ using KernelArg = std::tuple<std::string, int, int>;
 WeightOnlyMmKernel kernel_of(KernelArg const& kernel) {
   constexpr std::pair<char const*, WeightOnlyMmFamily> kFamilies[] = {{"stream", WeightOnlyMmFamily::kStream},
                                                                       {"tiled", WeightOnlyMmFamily::kTiled},
+                                                                      {"ring", WeightOnlyMmFamily::kRing},
                                                                       {"wgmma", WeightOnlyMmFamily::kWgmma}};
   auto const& [name, row, split] = kernel;
   for (auto const& [known, family] : kFamilies) {

@@ -142,18 +142,19 @@ void kernels_that_cannot_serve_are_refused() {
   force_arch(Arch::kSm90);
   WeightOnlyMm call = operands.call();
   call.x.dtype = call.out.dtype = DType::kFloat16;
-  CHECK(explain(call).find("stream") == 0 || explain(call).find("wgmma") == 0);
+  CHECK(explain(call).find("stream") == 0 || explain(call).find("ring") == 0);
   using enum WeightOnlyMmFamily;
   int const past_streams = static_cast<int>(wo::kStreamRows.size());
   for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{kStream, past_streams, 1},
                                            {kTiled, -1, 1},
                                            {kTiled, 0, 9},
                                            {kStream, 0, 2},
+                                           {kRing, 7, 1},
                                            {kDense, 0, 1}}) {
     call.kernel = kernel;
     CHECK_THROWS(InvalidArgument, explain(call), "kernel: expected one that fits");
   }
-  call.kernel = {kWgmma, 10, 1};
+  call.kernel = {kWgmma, 6, 1};
   CHECK_EQUAL(explain(call), "wgmma 128 weight rows x 64 tokens, 4 warpgroups, 2 along K");
   call.weight.offset = call.weight.scale;
   call.weight.zero.reset();

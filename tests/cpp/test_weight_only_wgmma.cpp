@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "ops/weight_only_mm/sizes.h"
-#include "ops/weight_only_mm/wgmma_layout.h"
+#include "ops/weight_only_mm/tile_layout.h"
 
 namespace wo = epiloq::ops::weight_only_mm;
 
@@ -104,53 +104,61 @@ void tokens_are_read_where_they_are_written() {
   }
 }
 
-void stages_are_aligned_and_fit() {
+template <class Config>
+void stages_of_a_row(Config const& config, bool rounds) {
   constexpr int kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
-  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
-    for (int bits : {4, 8}) {
-      for (int groups : {1, 2, 4}) {
-        for (int scale_bytes : {2, 4}) {
-          if (config.rounds && scale_bytes != 2) continue;  // of the tokens' type
-          for (int zero_bytes : {0, 1}) {
-            wo::WgmmaStage const stage(config, bits, groups, scale_bytes, zero_bytes);
-            CHECK_EQUAL(wo::slab_bytes(bits) % 128, 0);
-            CHECK(wo::slab_bytes(bits) / wo::kMapWord <= 256);
-            CHECK_EQUAL(stage.tokens_at % wo::kAtom, 0);
-            CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns) % wo::kAtom, 0);
-            CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
-            CHECK_EQUAL(stage.scales_at % 128, 0);
-            CHECK_EQUAL(stage.zeros_at % 128, 0);
-            int const stages = wo::wgmma_stages(config, stage, kSharedOfSm90);
-            CHECK(stage.end <= stage.bytes && stages >= 2);
-            CHECK_EQUAL(stages % config.ways, 0);
-            int const bytes = wo::wgmma_shared_bytes(config, stage, kSharedOfSm90) + wo::kBarrierBytes;
-            CHECK(bytes <= kSharedOfSm90);
-            int const resident = wo::resident_blocks(config.warpgroups(), config.tokens);
-            CHECK((bytes + kReserved) * resident <= kSharedOfSm90 + kReserved);
-            CHECK(wo::early_steps(config.tokens) <= stages);
-          }
+  for (int bits : {4, 8}) {
+    for (int groups : {1, 2, 4}) {
+      for (int scale_bytes : {2, 4}) {
+        if (rounds && scale_bytes != 2) continue;  // of the tokens' type
+        for (int zero_bytes : {0, 1}) {
+          wo::TileStage const stage(config, bits, groups, scale_bytes, zero_bytes);
+          CHECK_EQUAL(wo::slab_bytes(bits) % 128, 0);
+          CHECK(wo::slab_bytes(bits) / wo::kMapWord <= 256);
+          CHECK_EQUAL(stage.tokens_at % wo::kAtom, 0);
+          CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns) % wo::kAtom, 0);
+          CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
+          CHECK_EQUAL(stage.scales_at % 128, 0);
+          CHECK_EQUAL(stage.zeros_at % 128, 0);
+          int const stages = wo::ring_stages(config, stage, kSharedOfSm90);
+          CHECK(stage.end <= stage.bytes && stages >= 2);
+          CHECK_EQUAL(stages % config.ways, 0);
+          int const bytes =
+              wo::ring_shared_bytes(config, stage, kSharedOfSm90) + wo::barrier_bytes(wo::most_stages(config));
+          CHECK(bytes <= kSharedOfSm90);
+          CHECK((bytes + kReserved) * wo::resident_blocks(config) <= kSharedOfSm90 + kReserved);
+          CHECK(wo::early_steps(config.tokens) <= stages);
         }
       }
     }
   }
 }
 
+void stages_are_aligned_and_fit() {
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) stages_of_a_row(config, config.rounds);
+  for (wo::RingConfig const& config : wo::kRingRows) stages_of_a_row(config, false);
+}
+
 // Blocks are apart as long as there are SMs for all of them; asked for so much memory, no more fit an SM.
-void blocks_of_an_sm() {
+template <class Config>
+void blocks_of_a_row(Config const& config) {
   constexpr int kSms = 132, kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
-  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
-    int const resident = wo::resident_blocks(config.warpgroups(), config.tokens);
-    for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
-      std::int64_t const apart = wo::clusters(split, 1, kSms);
-      CHECK_EQUAL(wo::blocks_of_sm(config, 1, split, kSms), 1);
-      CHECK_EQUAL(wo::blocks_of_sm(config, apart, split, kSms), 1);
-      CHECK_EQUAL(wo::blocks_of_sm(config, apart + 1, split, kSms), resident);
-    }
-    for (int share = 1; share <= resident; ++share) {
-      int const bytes = epiloq::bytes_for_share(share, kSharedOfSm90) + kReserved;
-      CHECK(bytes * share <= kSharedOfSm90 + kReserved && bytes * (share + 1) > kSharedOfSm90 + kReserved);
-    }
+  int const resident = wo::resident_blocks(config);
+  for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
+    std::int64_t const apart = wo::clusters(split, 1, kSms);
+    CHECK_EQUAL(wo::blocks_of_sm(config, 1, split, kSms), 1);
+    CHECK_EQUAL(wo::blocks_of_sm(config, apart, split, kSms), 1);
+    CHECK_EQUAL(wo::blocks_of_sm(config, apart + 1, split, kSms), resident);
   }
+  for (int share = 1; share <= resident; ++share) {
+    int const bytes = epiloq::bytes_for_share(share, kSharedOfSm90) + kReserved;
+    CHECK(bytes * share <= kSharedOfSm90 + kReserved && bytes * (share + 1) > kSharedOfSm90 + kReserved);
+  }
+}
+
+void blocks_of_an_sm() {
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) blocks_of_a_row(config);
+  for (wo::RingConfig const& config : wo::kRingRows) blocks_of_a_row(config);
 }
 
 // Blocks that share K: each piece is one block's, and every other one's sums of it have a slot there of their own.
@@ -191,14 +199,24 @@ void pieces_have_one_owner_and_slots_apart() {
 
 // What blocks send one another fits behind the ring, and what a block's ways do in it.
 void exchanges_fit() {
+  constexpr int kPieceBytes = wo::kSlab * 8 * 4;
+  auto const pieces_of = [](auto const& config) { return config.rows() / wo::kSlab * (config.tokens / 8); };
+  auto const received_fit = [&](auto const& config) {
+    for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+      CHECK(wo::slots_of(pieces_of(config), split) * kPieceBytes <= wo::exchange_bytes(config));
+    }
+  };
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
     if (!wo::sends_sums(config)) continue;
-    int const pieces = config.rows() / wo::kSlab * (config.tokens / 8);
-    for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
-      CHECK(wo::slots_of(pieces, split) * wo::kSlab * 8 * 4 <= wo::wgmma_exchange_bytes(config));
-    }
-    wo::WgmmaStage const stage(config, 4, 1, 2, 0);
-    CHECK((config.ways - 1) * pieces * wo::kSlab * 8 * 4 <= wo::wgmma_exchange_at(config, stage, 232448));
+    received_fit(config);
+    wo::TileStage const stage(config, 4, 1, 2, 0);
+    CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= wo::exchange_at(config, stage, 232448));
+  }
+  for (wo::RingConfig const& config : wo::kRingRows) {
+    received_fit(config);
+    CHECK_EQUAL(wo::stream_pieces(config.tokens, config.rows()), pieces_of(config));
+    wo::TileStage const stage(config, 4, 1, 2, 0);
+    CHECK(config.ways * config.tokens * config.rows() * 4 <= wo::exchange_at(config, stage, 232448));
   }
 }
 

@@ -8,7 +8,7 @@
 #include "ops/conv2d_weight_only/configs.h"
 #include "ops/conv2d_weight_only/times.h"
 #include "ops/weight_only_mm/select.h"
-#include "ops/weight_only_mm/wgmma_layout.h"
+#include "ops/weight_only_mm/tile_layout.h"
 
 namespace epiloq::ops::conv2d_weight_only {
 namespace {

@@ -12,7 +12,7 @@ namespace epiloq::ops::conv2d_weight_only {
 
 // By fourteen layers at batch 1 (2026-11-22, conv2d-weight-only-sweep.json), with what the blocks of a cluster take to
 // add up within: what they name took 4 % more than the fastest in geometric mean, 10 % at most.
-inline constexpr std::array<weight_only_mm::WgmmaTimes, kWgmmaRows.size()> kWgmmaTimes{{
+inline constexpr std::array<weight_only_mm::TileTimes, kWgmmaRows.size()> kWgmmaTimes{{
     {{0.44, 4.34}},
     {{0.21, 4.06}},
     {{0.33, 3.8}},

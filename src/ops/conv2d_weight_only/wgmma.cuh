@@ -3,17 +3,19 @@
 // SM90: weight_only_mm's wgmma kernel with tokens that TMA copies out of an image (image_boxes.h).
 
 #include <cstdint>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "gemm/tensor_map.h"
 #include "ops/conv2d/image_boxes.h"
 #include "ops/conv2d_weight_only/rows.h"
-#include "ops/weight_only_mm/launch_wgmma.cuh"
+#include "ops/weight_only_mm/launch_tiles.cuh"
+#include "ops/weight_only_mm/wgmma.cuh"
 
 namespace epiloq::ops::conv2d_weight_only {
 
 namespace wo = weight_only_mm;
 
-struct ImageParams : wo::WgmmaParams {
+struct ImageParams : wo::TileParams {
   conv2d::Shape shape;
   int padded_channels;  // columns of a tap
 };
@@ -34,9 +36,11 @@ struct ImageTokens {
         first(conv2d::first_tap_of(params.shape, static_cast<unsigned>(first_pixel))),
         column(conv2d::Column::of(params.shape, params.padded_channels, first_step * wo::kPadding)) {}
 
-  __device__ __forceinline__ void ask(unsigned char* to, std::uint64_t* barrier) {
+  __device__ __forceinline__ void ask(SharedAddress to, SharedAddress barrier) {
     conv2d::Box const box = box_of(params.shape, column);
-    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, barrier, to, box.channel, first.x, first.y, first.image, box.x, box.y);
+    auto* const generic_barrier = static_cast<std::uint64_t*>(__cvta_shared_to_generic(barrier));
+    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, generic_barrier, __cvta_shared_to_generic(to), box.channel, first.x,
+                                        first.y, first.image, box.x, box.y);
     column.advance(params.shape, params.padded_channels, {0, 0, wo::kColumns});
   }
 };
@@ -74,7 +78,8 @@ void launch_wgmma(Patches const& problem, int split, int device, Stream stream) 
                          wo::TokenBoxes::of(p.m, C::kTokens)};
   ImageParams const params{wo::params_of<C>(kConfig, p, split, wo::cached_maps(reads, device), device), problem.shape,
                            problem.padded_channels};
-  wo::launch_tiles<C>(kConfig, params, split, device, stream, "launching epiloq.conv2d_weight_only");
+  wo::launch_tiles<C>(&wo::wgmma_kernel<C>, kConfig, params, split, device, stream,
+                      "launching epiloq.conv2d_weight_only");
 }
 
 }  // namespace epiloq::ops::conv2d_weight_only

@@ -35,6 +35,15 @@ struct TiledFamily {
     return nullptr;
   }
 };
+struct RingFamily {
+  using Launch = weight_only_mm::Launch;
+  static constexpr int kRows = static_cast<int>(kRingRows.size());
+  template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+  static constexpr Launch launch() {
+    if constexpr (EPILOQ_HAS_SM90 && !kOffsets) return &launch_ring<kRow, kX, kBits, kGroups>;
+    return nullptr;
+  }
+};
 struct WgmmaFamily {
   using Launch = weight_only_mm::Launch;
   static constexpr int kRows = static_cast<int>(kWgmmaRows.size());
@@ -51,6 +60,8 @@ Launch kernel_of(Choice const& choice, DType x, Weight const& weight) {
       return variant_of<StreamFamily>(choice.row, x, weight);
     case Family::kTiled:
       return variant_of<TiledFamily>(choice.row, x, weight);
+    case Family::kRing:
+      return variant_of<RingFamily>(choice.row, x, weight);
     default:
       return variant_of<WgmmaFamily>(choice.row, x, weight);
   }

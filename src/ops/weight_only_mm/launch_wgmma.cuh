@@ -2,146 +2,17 @@
 
 // A row of the wgmma table, for one type, width and group size, from the problem to the launch.
 
-#include <algorithm>
-
-#include "core/block_share.h"
-#include "core/cuda_check.h"
-#include "epiloq/device.h"
-#include "gemm/params_cache.h"
-#include "gemm/tensor_map.h"
-#include "ops/weight_only_mm/rows.h"
-#include "ops/weight_only_mm/sizes.h"
+#include "ops/weight_only_mm/launch_tiles.cuh"
 #include "ops/weight_only_mm/wgmma.cuh"
 
 namespace epiloq::ops::weight_only_mm {
-
-// All that the maps of weights are made from.
-struct WeightReads {
-  std::uint8_t const* q;
-  void const* scale;
-  std::uint8_t const* zero;
-  int n, padded_k, bits, groups, scale_bytes;
-  int rows, step_groups;
-
-  static WeightReads of(Weight const& w, int rows, int step_groups) {
-    return {w.q, w.scale, w.zero, w.n, w.padded_k, w.bits, w.groups, size_of(w.scale_dtype), rows, step_groups};
-  }
-  bool operator==(WeightReads const&) const = default;
-};
-
-// Tokens that are copied at a time, of a whole tile and of the last: whole eights, which the swizzle's pattern has.
-struct TokenBoxes {
-  int whole, last;
-
-  static TokenBoxes of(int tokens, int tile) {
-    auto const box = [](int there) { return (there + kEight - 1) / kEight * kEight; };
-    int const rest = tokens % tile;
-    return {std::min(tile, box(tokens)), rest == 0 ? tile : box(rest)};
-  }
-  bool operator==(TokenBoxes const&) const = default;
-
-  static constexpr int kEight = 8;
-};
-
-// And of tokens that are rows of a matrix.
-struct MatrixReads {
-  WeightReads weight;
-  void const* x;
-  std::int64_t stride_x;
-  int k, m;
-  TokenBoxes boxes;
-
-  CUtensorMap token_map(int box) const { return gemm::tensor_map_of(x, m, std::int64_t{k} * 2, stride_x * 2, box); }
-  bool operator==(MatrixReads const&) const = default;
-};
-
-template <class Reads>
-WgmmaMaps maps_of(Reads const& reads) {
-  using gemm::encode_tensor_map;
-  WeightReads const& r = reads.weight;
-  auto const u64 = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
-  auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
-  std::uint64_t const slabs = u64((r.n + kSlab - 1) / kSlab), of_slab = u64(r.padded_k / kPadding) * slab_bytes(r.bits);
-  std::uint32_t const box_slabs = u32(r.rows / kSlab);
-  auto const parameters = [&](void const* values, int bytes) {  // of a step, by slab
-    std::uint64_t const all = u64(r.groups) * kSlab * bytes;
-    return encode_tensor_map(values, {all, slabs}, {all}, {u32(r.step_groups * kSlab * bytes), box_slabs},
-                             CU_TENSOR_MAP_SWIZZLE_NONE);
-  };
-  WgmmaMaps maps{};
-  maps.weights =
-      encode_tensor_map(r.q, {of_slab / kMapWord, slabs}, {of_slab}, {u32(slab_bytes(r.bits) / kMapWord), box_slabs},
-                        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_UINT64);
-  maps.tokens[0] = reads.token_map(reads.boxes.whole);
-  maps.tokens[1] = reads.token_map(reads.boxes.last);
-  maps.scales = parameters(r.scale, r.scale_bytes);
-  if (r.zero != nullptr) maps.zeros = parameters(r.zero, 1);
-  return maps;
-}
-
-// A model comes back with the same tensors.
-template <class Reads>
-WgmmaMaps const& cached_maps(Reads const& reads, int device) {
-  thread_local gemm::ParamsCache<Reads, WgmmaMaps> cache;
-  return cache.get(gemm::cache_key(reads.x, reads.weight.q, reads.weight.scale), reads, device,
-                   [&] { return maps_of(reads); });
-}
-
-template <class C>
-WgmmaParams params_of(WgmmaConfig const& config, Problem const& p, int split, WgmmaMaps const& maps, int device) {
-  Weight const& w = p.weight;
-  int const scale_bytes = size_of(w.scale_dtype), zero_bytes = w.zero != nullptr ? 1 : 0;
-  WgmmaStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes);
-  TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
-  int const shared_bytes = device_properties(device).shared_memory_per_block;
-  int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens));
-  int const stages = wgmma_stages(config, stage, shared_bytes);
-  return {.maps = maps,
-          .steps = steps / split,
-          .longer = steps % split,
-          .token_tiles = token_tiles,
-          .tokens = p.m,
-          .early = std::min(stages, C::kEarly),
-          .stages = stages,
-          .group_shift = w.group_shift,
-          .scale_bytes = scale_bytes,
-          .zero_bytes = zero_bytes,
-          .stage = stage,
-          .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
-          .p = p,
-          .tiles = token_tiles * static_cast<int>(ceil_div(w.n, C::kRows)),
-          .exchange_at = wgmma_exchange_at(config, stage, shared_bytes)};
-}
-
-template <class C>
-void launch_tiles(WgmmaConfig const& config, typename C::Params const& params, int split, int device, Stream stream,
-                  char const* launching) {
-  auto* const kernel = wgmma_kernel<C>;
-  static PerDevice prepared;
-  int const shared_bytes = device_properties(device).shared_memory_per_block;
-  prepared.once(device, [kernel, shared_bytes] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kBarrierBytes),
-               "asking for shared memory");
-  });
-  int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
-  int const bytes =
-      std::max(wgmma_shared_bytes(config, params.stage, shared_bytes), bytes_for_share(share, shared_bytes));
-  int const blocks = split > 1 ? params.tiles : std::min(params.tiles, share * sm_count);
-  cuda_check(launch_dependent_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
-             launching);
-}
 
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
   using C =
       Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
-  // A single row may lie in rows of any length.
-  std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
-  MatrixReads const reads{
-      WeightReads::of(p.weight, C::kRows, kGroups), p.x, stride_x, p.weight.k, p.m, TokenBoxes::of(p.m, C::kTokens)};
-  launch_tiles<C>(kConfig, params_of<C>(kConfig, p, split, cached_maps(reads, device), device), split, device, stream,
-                  "launching epiloq.weight_only_mm");
+  launch_matrix_tiles<C>(&wgmma_kernel<C>, kConfig, p, split, device, stream);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

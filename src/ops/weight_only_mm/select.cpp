@@ -9,8 +9,8 @@
 #include "ops/weight_only_mm/configs.h"
 #include "ops/weight_only_mm/sizes.h"
 #include "ops/weight_only_mm/streams.h"
+#include "ops/weight_only_mm/tile_layout.h"
 #include "ops/weight_only_mm/times.h"
-#include "ops/weight_only_mm/wgmma_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
@@ -19,27 +19,38 @@ bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) 
   return p.m <= c.tokens() && stream_bytes(c, p, 1) <= t.shared_bytes;
 }
 
-std::int64_t tiles_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
+template <class Config>
+std::int64_t tiles_of(Config const& c, WeightOnlyMmProblem const& p) {
   return ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
 }
 
-// Whether so many blocks may share K. Streams may where their sums have a place. Tiles' always have; but where all
-// blocks could have an SM each and the SMs hold too few such clusters, they would go side by side and leave half idle.
+// Whether so many blocks may share K; tiles have a place for any number's sums.
 bool may_share(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   return stream_bytes(c, p, split) <= t.shared_bytes;
 }
-bool may_share(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  std::int64_t const tiles = tiles_of(c, p);
-  return tiles * split > t.sm_count || tiles <= clusters(split, 1, t);
+template <class Config>
+bool may_share(Config const&, WeightOnlyMmProblem const&, int, Target const&) {
+  return true;
 }
 
 bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return shared_bytes(c, p) <= t.shared_bytes;
 }
 
+// A ring has a stage for each way, and two at least.
+template <class Config>
+bool ring_fits(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
+  return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
+         ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
+}
+bool fits(RingConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens && ring_fits(c, p, t);
+}
+
 // Of the family's table, for this target.
 bool is_built(Family family, int row, Target const& t) {
-  if (family == Family::kWgmma) return t.has_wgmma;
+  if (family == Family::kRing || family == Family::kWgmma) return t.has_wgmma;
   std::size_t const rows = family == Family::kStream ? kStreamRows.size() : kTiledRows.size();
   return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
 }
@@ -55,6 +66,8 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
       return is_there(kStreamRows, family, row, p, t);
     case Family::kTiled:
       return is_there(kTiledRows, family, row, p, t);
+    case Family::kRing:
+      return !p.offsets && is_there(kRingRows, family, row, p, t);
     case Family::kWgmma:
       return !p.offsets && is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
     default:
@@ -67,26 +80,45 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
-// One token and two are a stream's: no tile was more than 3 % faster. Nor was one of twice as many tokens as there are
-// ever the fastest.
+// No tile of twice as many tokens as there are, or more, was ever the fastest.
 bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
-  bool const is_narrow = c.tokens == kWgmmaRows.front().tokens || c.tokens < 2 * p.m;
-  return p.m > kDigitTokens && is_narrow && c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) &&
+  return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) &&
          (!c.rounds || p.m > kExactTokens);
+}
+// One token and two are a stream's: no tile was more than 3 % faster.
+bool suits(RingConfig const& c, WeightOnlyMmProblem const& p) {
+  return p.m > kDigitTokens && (c.tokens == kRingRows.front().tokens || c.tokens < 2 * p.m);
 }
 bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
 
-std::int64_t waves_of(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+template <class Config>
+std::int64_t waves_of(Config const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   std::int64_t const tiles = tiles_of(c, p);
   return ceil_div(tiles, clusters(split, blocks_of_sm(c, tiles, split, t.sm_count), t));
 }
 
 // Each wave's: a block that shares K has one tile, and ends with it.
-double cluster_time(WgmmaConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+template <class Config>
+double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProblem const& p, int split,
+                    Target const& t) {
   if (split == 1) return 0;
-  ClusterTime const& time = sends_sums(c) ? kSentSums : kReadSums;
   double const once = time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
   return static_cast<double>(waves_of(c, p, split, t)) * once;
+}
+
+template <class Config>
+double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
+  int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
+  std::int64_t const at_once = clusters(split, of_sm, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
+  // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
+  double const of_block = c.rows() * kPadding * p.bits / 8;
+  double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
+  TileTimes::Time const& time = times.of(p.bits);
+  double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
+  double const power = std::max(1.0, static_cast<double>(c.tokens) / kReading.whole);
+  double const step = std::pow(std::pow(time.step, power) + std::pow(reading, power), 1 / power);
+  return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
 }
 
 // A row's time, in whichever table.
@@ -95,7 +127,11 @@ double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem co
 }
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
-  return time_of(rows[row], kWgmmaTimes[row], p, split, t) + cluster_time(rows[row], p, split, t);
+  ClusterTime const& time = sends_sums(rows[row]) ? kSentSums : kReadSums;
+  return time_of(rows[row], kWgmmaTimes[row], p, split, t) + cluster_time(time, rows[row], p, split, t);
+}
+double time_of_row(decltype(kRingRows) const& rows, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return tile_time(rows[row], kRingTimes[row], p, split, t) + cluster_time(kRingSums, rows[row], p, split, t);
 }
 
 struct Timed {
@@ -130,6 +166,7 @@ Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
   Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
   if (p.m > kExactTokens) best = {{Family::kDense, 0, 1, "many tokens"}, time_of_dense(p)};
   best.consider(Family::kStream, kStreamRows, p, t);
+  best.consider(Family::kRing, kRingRows, p, t);
   best.consider(Family::kWgmma, kWgmmaRows, p, t);
   return best.choice;
 }
@@ -172,25 +209,10 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
   return nullptr;
 }
 
-bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  WgmmaStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  return wgmma_stages(c, stage, t.shared_bytes) >= kFewestStages &&
-         wgmma_shared_bytes(c, stage, t.shared_bytes) + kBarrierBytes <= t.shared_bytes;
-}
+bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) { return ring_fits(c, p, t); }
 
-double time_of(WgmmaConfig const& c, WgmmaTimes const& times, WeightOnlyMmProblem const& p, int split,
-               Target const& t) {
-  std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
-  int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
-  std::int64_t const at_once = clusters(split, of_sm, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
-  // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
-  double const of_block = c.rows() * kPadding * p.bits / 8;
-  double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
-  WgmmaTimes::Time const& time = times.of(p.bits);
-  double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
-  double const power = static_cast<double>(c.tokens) / kReading.whole;
-  double const step = std::pow(std::pow(time.step, power) + std::pow(reading, power), 1 / power);
-  return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
+double time_of(WgmmaConfig const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return tile_time(c, times, p, split, t);
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
@@ -247,6 +269,10 @@ std::string describe(Choice const& choice) {
     StreamConfig const& c = kStreamRows[choice.row];
     text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
          << (c.digits ? ", tokens as digits" : "");
+  } else if (choice.family == Family::kRing) {
+    RingConfig const& c = kRingRows[choice.row];
+    text << "ring " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, " << c.ways
+         << " along K";
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warpgroups() << " warpgroups"

@@ -30,7 +30,7 @@ char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);
 
 // A row of a table of the wgmma kernel: whether a block's shared memory holds it, and microseconds.
 bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
-double time_of(WgmmaConfig const& config, WgmmaTimes const& times, WeightOnlyMmProblem const& problem, int split,
+double time_of(WgmmaConfig const& config, TileTimes const& times, WeightOnlyMmProblem const& problem, int split,
                Target const& target);
 
 // That a tile asks for: its ring of stages, then its sums.

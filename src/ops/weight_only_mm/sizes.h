@@ -42,10 +42,11 @@ inline std::int64_t clusters(int split, int resident, int sm_count) {
 }
 inline std::int64_t clusters(int split, int resident, Target const& t) { return clusters(split, resident, t.sm_count); }
 
-// Blocks of a row of the wgmma table that an SM has beside each other. As two of a cluster would begin side by side
-// with half of the SMs idle, those that fit one to an SM are kept apart.
-inline int blocks_of_sm(WgmmaConfig const& c, std::int64_t tiles, int split, int sm_count) {
-  return tiles <= clusters(split, 1, sm_count) ? 1 : resident_blocks(c.warpgroups(), c.tokens);
+// Blocks of a row of the ring or the wgmma table that an SM has beside each other. As two of a cluster would begin side
+// by side with half of the SMs idle, those that fit one to an SM are kept apart.
+template <class Config>
+int blocks_of_sm(Config const& c, std::int64_t tiles, int split, int sm_count) {
+  return tiles <= clusters(split, 1, sm_count) ? 1 : resident_blocks(c);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

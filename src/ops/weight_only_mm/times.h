@@ -38,7 +38,7 @@ inline constexpr std::array<StreamTime, kStreamRows.size()> kStreamTimes{
     StreamTime{{0.876, 0.907}, 1.01, {4, 5}}, StreamTime{{0.994, 1.17}, 0.939, {4, 5}},
     StreamTime{{1.39, 1.4}, 0.867, {1, 1}},   StreamTime{{0.997, 1.15}, 1.57, {3, 4}},
     StreamTime{{1.17, 1.36}, 1.17, {1, 1}},   StreamTime{{1.14, 1.03}, 1.11, {2, 4}},
-    StreamTime{{1.39, 1}, 0.996, {2, 4}},     StreamTime{{0.689, 0.614}, 1.73, {3, 6}},
+    StreamTime{{1.39, 1}, 0.996, {2, 4}},     StreamTime{{0.9, 0.614}, 1.73, {3, 6}},
     StreamTime{{0.942, 1.26}, 0.991, {1, 1}}, StreamTime{{0.588, 0.593}, 1.64, {2, 3}},
     StreamTime{{0.85, 0.937}, 1.02, {4, 7}},  StreamTime{{1.32, 1.71}, 1.14, {2, 2}},
     StreamTime{{1.4, 1.35}, 0.675, {2, 2}},   StreamTime{{1.18, 1.4}, 0.575, {6, 7}},
@@ -56,27 +56,34 @@ inline constexpr struct {
 // more to those by 48 and 64 tokens and to ten layers by 96 and more on an H200 (weight-only-clusters-sweep.json,
 // 2026-11-23, and weight-only-ways-sweep.json, the day before). Layers that were left out of the fit were 0.7 % behind
 // their fastest by up to 16 tokens of 4 bits and 2.6 of 8, by 32 tokens of 4 bits 0.8.
-struct WgmmaTimes {
+struct TileTimes {
   struct Time {
     double step, block;  // to multiply by 128 columns; to begin and to end
   } of4, of8 = of4;
 
   constexpr Time const& of(int bits) const { return bits == 8 ? of8 : of4; }
 };
-inline constexpr std::array<WgmmaTimes, kWgmmaRows.size()> kWgmmaTimes{
-    WgmmaTimes{{0.174, 1.593}, {0.131, 1.312}}, WgmmaTimes{{0.128, 1.753}, {0.11, 1.67}},
-    WgmmaTimes{{0.089, 1.622}, {0.084, 1.385}}, WgmmaTimes{{0.097, 1.327}, {0.08, 1.523}},
-    WgmmaTimes{{0.492, 2.15}, {0.471, 2.937}},  WgmmaTimes{{0.383, 2.293}, {0.323, 2.764}},
-    WgmmaTimes{{0.24, 1.778}, {0.353, 1.631}},  WgmmaTimes{{0.176, 1.522}, {0.175, 1.618}},
-    WgmmaTimes{{0.738, 4.47}, {0.809, 5.62}},   WgmmaTimes{{0.64, 2.65}, {0.621, 4.42}},
-    WgmmaTimes{{0.381, 4.01}, {0.52, 2.97}},    WgmmaTimes{{0.233, 2.9}, {0.324, 1.5}},
-    WgmmaTimes{{1.42, 8.38}, {1.88, 7.68}},     WgmmaTimes{{0.383, 4.1}, {0.445, 7.96}},
-    WgmmaTimes{{0.67, 5.32}, {0.704, 6.08}},    WgmmaTimes{{1.14, 7.18}, {1.65, 4.67}},
+inline constexpr std::array<TileTimes, kWgmmaRows.size()> kWgmmaTimes{
+    TileTimes{{0.492, 2.15}, {0.471, 2.937}}, TileTimes{{0.383, 2.293}, {0.323, 2.764}},
+    TileTimes{{0.24, 1.778}, {0.353, 1.631}}, TileTimes{{0.176, 1.522}, {0.175, 1.618}},
+    TileTimes{{0.738, 4.47}, {0.809, 5.62}},  TileTimes{{0.64, 2.65}, {0.621, 4.42}},
+    TileTimes{{0.381, 4.01}, {0.52, 2.97}},   TileTimes{{0.233, 2.9}, {0.324, 1.5}},
+    TileTimes{{1.42, 8.38}, {1.88, 7.68}},    TileTimes{{0.383, 4.1}, {0.445, 7.96}},
+    TileTimes{{0.67, 5.32}, {0.704, 6.08}},   TileTimes{{1.14, 7.18}, {1.65, 4.67}},
+};
+
+// The ring's, fitted to sixteen layers by 3 to 16 tokens on an H100
+// (nvidia-h100/2026-11-26-weight-only-ring-sweep.json).
+inline constexpr std::array<TileTimes, kRingRows.size()> kRingTimes{
+    TileTimes{{0.0647, 1.38}, {0.1, 0.5}},     TileTimes{{0.102, 1.21}, {0.105, 1.07}},
+    TileTimes{{0.0929, 1.2}, {0.0864, 1.29}},  TileTimes{{0.055, 1.55}, {0.06, 1.5}},
+    TileTimes{{0.0775, 1.45}, {0.0929, 1.13}}, TileTimes{{0.134, 1.63}, {0.164, 1.51}},
+    TileTimes{{0.133, 1.55}, {0.101, 1.5}},
 };
 
 // What memory gives to all SMs, and bytes a microsecond to one SM, however few there are. Of a step's reading and its
-// products the longer one counts most, and the more so the more tokens there are: of 16 both count whole, of twice as
-// many their squares are added up, then their fourth powers and so on.
+// products the longer one counts most, and the more so the more tokens there are: of up to 16 both count whole, of
+// twice as many their squares are added up, then their fourth powers and so on.
 inline constexpr struct {
   double rate = 1.03, sm = 5.0e4;
   int whole = 16;  // tokens
@@ -89,6 +96,7 @@ struct ClusterTime {
   double tile, sum, crowd;
 };
 inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
+inline constexpr ClusterTime kRingSums{0.309, 5.12e-05, 0.0864};
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
 inline constexpr struct {

@@ -6,14 +6,33 @@
 // makes fragments or adds up, others keep the tensor cores busy. A block takes tile after tile; or the blocks of a
 // cluster share the K of one.
 
-#include <cutlass/arch/reg_reconfig.h>
-
-#include "gemm/tma.cuh"
 #include "ops/weight_only_mm/finish.cuh"
+#include "ops/weight_only_mm/tile_start.cuh"
 #include "ops/weight_only_mm/wgmma_math.cuh"
 #include "ops/weight_only_mm/wgmma_share.cuh"
 
 namespace epiloq::ops::weight_only_mm {
+
+template <class T_, int kBits_, int kGroups_, int kTeams_, int kWays_, int kBlocks_, int kTokens_, bool kRounds_,
+          class Tokens_ = MatrixTokens>
+struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kTeams_ * kBlocks_, kTokens_, most_stages(WgmmaConfig{}), 4 * kTeams_,
+                          Tokens_> {
+  using T = T_;
+  static constexpr int kTeams = kTeams_, kWays = kWays_, kBlocks = kBlocks_;
+  static constexpr bool kRounds = kRounds_, kTakesMore = true;
+  static constexpr int kTeamThreads = 128, kWayThreads = kTeams * kTeamThreads, kMathTeams = kTeams * kWays;
+  static constexpr int kMathThreads = kMathTeams * kTeamThreads;
+  // Beside them one warp copies; or four, as many as can give registers away, which takes 300 cycles of a block's
+  // start. One team alone has as many as an instruction can name.
+  static constexpr bool kSharesRegisters = kMathTeams > 1;
+  static constexpr int kCopyThreads = kSharesRegisters ? kTeamThreads : 32, kThreads = kMathThreads + kCopyThreads;
+  // Of those that copy at least 32 where that costs the others none.
+  static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kCopyRegisters = kMathTeams < 6 && Tokens_::kCopyRegisters < 32 ? 32 : Tokens_::kCopyRegisters;
+  static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kMathTeams) / 8 * 8;
+
+  static constexpr bool kSendsSums = sends_sums(kWays, kTokens_);  // where blocks share K
+};
 
 // The sums of a block, to the first of its ways along K.
 template <class C>
@@ -32,7 +51,7 @@ __device__ void add_ways(typename WgmmaMath<C>::Sums& sums, float* exchange, int
 // many sums that what wgmma_share.cuh does, for each by its own code, would leave ptxas no registers for the loop.
 template <class C>
 __device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>::Sums const& sums,
-                                WgmmaParams const& params, unsigned char* stages, typename C::Place const& place) {
+                                TileParams const& params, unsigned char* stages, typename C::Place const& place) {
   wait_for_math_warps<C>();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(stages);
   math.store(all_sums, sums);
@@ -44,13 +63,13 @@ __device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>:
 }
 
 template <class C>
-__device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared const& shared, unsigned char* stages,
+__device__ void multiply_tiles(TileParams const& params, typename C::Shared const& shared, unsigned char* stages,
                                int group, int warp) {
   int const way = group / C::kTeams;
   WgmmaMath<C> const math(params, group % C::kTeams, warp);
   if (C::kSendsSums && gridDim.y > 1) wait_for_ready();
   wait_for_previous_kernel();
-  SharedAddress const full = uniform(shared_address(shared.full)), empty = uniform(shared_address(shared.empty));
+  SharedAddress const full = uniform(shared.full), empty = uniform(shared.empty);
   SharedAddress const first_stage = uniform(shared_address(stages));
   RingPlace ring{0, 0};
   ring.advance(params.stages, way);
@@ -63,7 +82,7 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
     if (gridDim.y > 1) {
       if constexpr (C::kSendsSums) {
         // What stores stands here again, or ptxas would keep the ring's place in vector registers.
-        ClusterEnd<C> const end(params, math, shared_address(shared.received), first_stage);
+        ClusterEnd<C> const end(params, math, shared.received, first_stage);
         unsigned const whole = end.meet(sums[0], place);
         math.store_directly(place, sums, [&](int eight) { return whole >> eight & 1; });
       } else {
@@ -76,86 +95,21 @@ __device__ void multiply_tiles(WgmmaParams const& params, typename C::Shared con
   }
 }
 
-// By one thread; the first tile's first weights have been asked for.
-template <class C>
-__device__ __forceinline__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared,
-                                           unsigned char* stages, typename C::Copies& first) {
-  wait_for_previous_kernel();
-  first.ask_for_early_tokens(stages, shared);
-  RingPlace ring{0, 1};  // the first wait for each stage passes
-  ring.advance(params.stages, first.early());
-  first.ask_for_all(stages, shared, ring, first.early());
-#pragma unroll 1
-  for (int tile = blockIdx.x + gridDim.x; tile < params.tiles; tile += gridDim.x) {
-    typename C::Copies(params, tile).ask_for_all(stages, shared, ring);
-  }
-}
-
-// That the barriers are there the first copying warp says, which goes on, and the warps that multiply wait for.
-template <class C>
-__device__ __forceinline__ void say_started() {
-  asm volatile("bar.arrive 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
-}
-template <class C>
-__device__ __forceinline__ void wait_for_start() {
-  asm volatile("bar.sync 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
-}
-
-// What waits behind the start of a block's copies, where there is one: the next kernel, and registers.
-template <class C>
-__device__ __forceinline__ void have_started(bool is_shared) {
-  if (C::kSendsSums && is_shared) say_ready();
-  let_next_kernel_start();
-  if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
-}
-
-// All blocks of a GPU start together, and memory does nothing until they ask: weights come before all else that there
-// is to do. The elected lane's branches have no other condition, or nvcc would put a loop around each of TMA's copies;
-// and registers are given back in one place, as all four warps must do it together.
-template <class C>
-__device__ __forceinline__ void start_and_copy(typename C::Params const& params, typename C::Shared const& shared,
-                                               unsigned char* stages, int warp) {
-  bool const is_shared = gridDim.y > 1, is_elected = gemm::is_elected();
-  typename C::Copies first(params, blockIdx.x);
-  if (warp == 0) {
-    if (is_elected) {
-      shared.init_early();
-      first.ask_for_early_weights(stages, shared);
-      shared.init_others();
-    }
-    __syncwarp();
-    say_started<C>();
-  }
-  have_started<C>(is_shared);
-  if (warp == 0) {
-    if (is_elected) copy_tiles<C>(params, shared, stages, first);
-  }
-  __syncwarp();
-  if (!is_shared) return;
-  if constexpr (C::kSendsSums) {  // where the others wait
-    wait_for_ready();
-  } else {
-    wait_for_cluster();
-    wait_for_cluster();
-  }
-}
-
 // Blocks along x take tiles, and the next ones while the last is stored; along y they share K.
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             C::kResident) void wgmma_kernel(__grid_constant__ typename C::Params const params) {
+__global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__ typename C::Params const params) {
   extern __shared__ unsigned char memory[];
-  __shared__ std::uint64_t barriers[kBarrierBytes / 8];
+  __shared__ std::uint64_t barriers[barrier_bytes(C::kMostStages) / 8];
   typename C::Shared const shared(barriers);
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
   int const group = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
-  if (group == C::kMathTeams) return start_and_copy<C>(params, shared, stages, warp);
+  if (group == C::kMathTeams) return start_and_copy<C>(params, shared, shared_address(stages), warp);
   if (threadIdx.x < 32 && gemm::is_elected()) prefetch_maps(params);
   bool const sends = C::kSendsSums && gridDim.y > 1;
   if constexpr (C::kSendsSums) {
     using End = ClusterEnd<C>;
     if (sends && threadIdx.x == 0) {
-      End::share_of(params, shared_address(shared.received), shared_address(stages))
+      End::share_of(params, shared.received, shared_address(stages))
           .expect(End::pieces_of(typename C::Place(params, blockIdx.x), params.tokens));
     }
   }

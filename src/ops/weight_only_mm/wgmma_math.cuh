@@ -12,7 +12,8 @@
 #include "gemm/wgmma.cuh"
 #include "ops/weight_only_mm/finish.cuh"
 #include "ops/weight_only_mm/fragments.cuh"
-#include "ops/weight_only_mm/wgmma_tile.cuh"
+#include "ops/weight_only_mm/stage_parameters.cuh"
+#include "ops/weight_only_mm/tile_copies.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -43,13 +44,13 @@ struct WgmmaMath {
     std::uint64_t tokens;
   };
 
-  WgmmaParams const& params;
+  TileParams const& params;
   int lane, slab;
   int first;      // bytes into a slab from which the lane reads
   int parameter;  // of a group of the slab, row g's
   typename F::Zero symmetric;
 
-  __device__ WgmmaMath(WgmmaParams const& params_, int team, int warp)
+  __device__ WgmmaMath(TileParams const& params_, int team, int warp)
       : params(params_),
         lane(threadIdx.x % 32),
         slab(team * C::kBlocks * 4 + warp),
@@ -63,11 +64,6 @@ struct WgmmaMath {
   }
 
   // Volatile, as the barriers are, which do not tell the compiler that they guard memory.
-  static __device__ __forceinline__ Word load_word(SharedAddress at) {
-    Word word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
-    return word;
-  }
   static __device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -82,11 +78,6 @@ struct WgmmaMath {
       asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     }
     return result;
-  }
-  static __device__ __forceinline__ Word load_bytes(SharedAddress at) {
-    std::uint16_t both;
-    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
-    return both;
   }
 
   // The tile that a piece of a block is made from, unless the piece before it had it: pieces are counted through the
@@ -112,16 +103,11 @@ struct WgmmaMath {
   }
   __device__ __forceinline__ typename F::Zero zero_of(Stage const& stage, int piece) const {
     if (params.p.weight.zero == nullptr) return symmetric;
-    Word const both = load_bytes(stage.zeros + parameters_at(piece));
+    Word const both = load_byte_pair(stage.zeros + parameters_at(piece));
     return F::zero(both & 0xff, both >> 8);
   }
   __device__ __forceinline__ float2 scale_of(Stage const& stage, int piece) const {
-    int const at = parameters_at(piece);
-    DType const dtype = params.p.weight.scale_dtype;
-    if (dtype == DType::kFloat32) return gemm::load_shared_pair(stage.scales + at * 4);
-    Word const both = load_word(stage.scales + at * 2);
-    if (dtype == DType::kBFloat16) return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
-    return __half22float2(*reinterpret_cast<__half2 const*>(&both));
+    return load_scale_pair(stage.scales, parameters_at(piece), params.p.weight.scale_dtype);
   }
 
   // The same as T, rows g and g + 8, each twice.
@@ -230,7 +216,8 @@ struct WgmmaMath {
   // is free for the next copies.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
                                int& next, RingPlace& ring) const {
-    auto const one = [&] {
+#pragma unroll 1
+    for (; next < steps; next += C::kWays) {
       gemm::wait_for_barrier(full + ring.at * 8, ring.phase);
       Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
       if constexpr (C::kRounds) {
@@ -241,16 +228,7 @@ struct WgmmaMath {
       __syncwarp();
       if (lane == 0) gemm::arrive_at_barrier(empty + ring.at * 8);
       ring.advance(params.stages, C::kWays);
-    };
-    if constexpr (C::kTogether > 1) {
-#pragma unroll 1
-      for (; next + (C::kTogether - 1) * C::kWays < steps; next += C::kTogether * C::kWays) {
-#pragma unroll
-        for (int i = 0; i < C::kTogether; ++i) one();
-      }
     }
-#pragma unroll 1
-    for (; next < steps; next += C::kWays) one();
     next -= steps;
   }
 

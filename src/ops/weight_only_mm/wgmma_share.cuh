@@ -5,14 +5,10 @@
 // ways, in the ring, which a block with a single tile no longer needs; then the blocks.
 
 #include "ops/weight_only_mm/piece_share.cuh"
+#include "ops/weight_only_mm/tile_start.cuh"
 #include "ops/weight_only_mm/wgmma_math.cuh"
 
 namespace epiloq::ops::weight_only_mm {
-
-template <class C>
-__device__ __forceinline__ void wait_for_math_warps() {
-  asm volatile("bar.sync 1, %0;" ::"n"(C::kMathThreads) : "memory");
-}
 
 template <class C>
 class ClusterEnd {
@@ -21,12 +17,12 @@ class ClusterEnd {
   using Sums = float[Math::kSums];
   using Place = typename C::Place;
 
-  static __device__ __forceinline__ PieceShare share_of(WgmmaParams const& params, SharedAddress received,
+  static __device__ __forceinline__ PieceShare share_of(TileParams const& params, SharedAddress received,
                                                         SharedAddress stages) {
     return {static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y), received, stages + params.exchange_at};
   }
 
-  __device__ __forceinline__ ClusterEnd(WgmmaParams const& params, Math const& math, SharedAddress received,
+  __device__ __forceinline__ ClusterEnd(TileParams const& params, Math const& math, SharedAddress received,
                                         SharedAddress stages)
       : share_(share_of(params, received, stages)),
         slab_(math.slab),

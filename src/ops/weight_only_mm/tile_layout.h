@@ -1,9 +1,9 @@
 #pragma once
 
-// Shapes and addresses of the wgmma kernel, so that host code can count and test them.
+// Shapes and addresses of kernels whose steps TMA copies into a ring, so that host code can count and test them.
 //
-// A wgmma takes the tokens in their natural order from shared memory: slots 2 t and 2 t + 1 of each 8 of K are lane
-// t's, and those it has in a packed weight (layout.h).
+// The tensor cores take the tokens in their natural order from shared memory: slots 2 t and 2 t + 1 of each 8 of K are
+// lane t's, and those it has in a packed weight (layout.h).
 
 #include <algorithm>
 #include <cstdint>
@@ -20,10 +20,12 @@ inline constexpr int kLine = 128;    // bytes, of tokens; TMA's widest swizzle p
 inline constexpr int kMapWord = 8;   // bytes that TMA counts a slab's integers by: a box has at most 256
 inline constexpr int kAtom = 1024;   // where swizzled data begins
 inline constexpr int kColumns = 64;  // of the tokens that a line holds
-inline constexpr int kInstruction = 16;                         // columns of a wgmma
-inline constexpr int kMaxStages = 8;                            // of a ring
-inline constexpr int kFewestStages = 2;                         // one is read while the other is filled
-inline constexpr int kBarrierBytes = (2 * kMaxStages + 2) * 8;  // whole 16 bytes
+inline constexpr int kInstruction = 16;  // columns of a wgmma
+// Stages of a ring: one is read while the other is filled; and a warp that has a step to itself holds it for longer.
+inline constexpr int kFewestStages = 2;
+constexpr int most_stages(WgmmaConfig const&) { return 8; }
+constexpr int most_stages(RingConfig const&) { return 16; }
+constexpr int barrier_bytes(int stages) { return (2 * stages + 2) * 8; }  // whole 16 bytes
 
 // Of a slab's integers in a stage, which lie as in memory: a lane reads 16 bytes of a tile at a time, and those of a
 // warp are neighbours. The fragment of 16 columns from `column` on begins at a word of them.
@@ -43,11 +45,12 @@ EPILOQ_HD constexpr int tokens_at(int tokens, int column) {
 constexpr int early_steps(int tokens) { return tokens <= 32 ? 4 : 2; }
 
 // A stage: integers, tokens, scales [slab][group][16], zero points likewise.
-struct WgmmaStage {
+struct TileStage {
   int tokens_at, scales_at, zeros_at, end;
   int bytes;
 
-  constexpr WgmmaStage(WgmmaConfig const& c, int bits, int groups, int scale_bytes, int zero_bytes)
+  template <class Config>
+  constexpr TileStage(Config const& c, int bits, int groups, int scale_bytes, int zero_bytes)
       : tokens_at(c.rows() / kSlab * slab_bytes(bits)),
         scales_at(tokens_at + c.tokens * kPadding * 2),
         zeros_at(scales_at + c.rows() * groups * scale_bytes),
@@ -63,11 +66,18 @@ struct WgmmaStage {
 constexpr bool sends_sums(int ways, int tokens) { return ways > 1 || tokens <= 32; }
 constexpr bool sends_sums(WgmmaConfig const& c) { return sends_sums(c.ways, c.tokens); }
 
-constexpr int wgmma_sum_bytes(WgmmaConfig const& c) { return c.tokens * (c.rows() + 4) * 4; }
+// A way's sums, [token][row], when they lie where the ring was.
+template <class Config>
+constexpr int sum_stride(Config const& c) {
+  return c.rows() + 4;
+}
+constexpr int sum_bytes(WgmmaConfig const& c) { return c.tokens * sum_stride(c) * 4; }
+constexpr int sum_bytes(RingConfig const& c) { return c.ways * c.tokens * sum_stride(c) * 4; }
 
 // Ways along K give one another sums, and so do the blocks of a cluster, by 16 rows and 8 tokens.
 constexpr int wgmma_ways_bytes(WgmmaConfig const& c) { return (c.ways - 1) * c.tokens * c.rows() * 4; }
-constexpr int wgmma_received_bytes(WgmmaConfig const& c) {
+template <class Config>
+constexpr int received_bytes(Config const& c) {
   int most = 0;
   for (int split = 2; split <= kMaxCluster; ++split) {
     most = std::max(most, slots_of(c.rows() / kSlab * (c.tokens / 8), split));
@@ -76,27 +86,31 @@ constexpr int wgmma_received_bytes(WgmmaConfig const& c) {
 }
 // Behind the ring is a place for the one or the other: where blocks share K, each has one tile, and its ways meet in
 // the ring. Those that read sums do so there.
-constexpr int wgmma_exchange_bytes(WgmmaConfig const& c) {
-  return sends_sums(c) ? std::max(wgmma_ways_bytes(c), wgmma_received_bytes(c)) : 0;
+constexpr int exchange_bytes(WgmmaConfig const& c) {
+  return sends_sums(c) ? std::max(wgmma_ways_bytes(c), received_bytes(c)) : 0;
 }
+constexpr int exchange_bytes(RingConfig const& c) { return received_bytes(c); }
 
 // As many stages as an SM has room for, of all its blocks, beside barriers, the place for sums, and what it takes to
 // begin at a multiple of kAtom. A stage is always the same way's: one that came to another's before that one's copies
 // had, a turn early, would take the parity of the turn before for its own.
-constexpr int wgmma_stages(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  int const room = (shared_bytes + kReservedOfBlock) / resident_blocks(c.warpgroups(), c.tokens) - kReservedOfBlock;
-  int const fit = (room - kAtom - kBarrierBytes - wgmma_exchange_bytes(c)) / stage.bytes;
-  return std::min(kMaxStages, fit) / c.ways * c.ways;
+template <class Config>
+constexpr int ring_stages(Config const& c, TileStage const& stage, int shared_bytes) {
+  int const room = (shared_bytes + kReservedOfBlock) / resident_blocks(c) - kReservedOfBlock;
+  int const fit = (room - kAtom - barrier_bytes(most_stages(c)) - exchange_bytes(c)) / stage.bytes;
+  return std::min(most_stages(c), fit) / c.ways * c.ways;
 }
 
 // From the first stage on.
-constexpr int wgmma_exchange_at(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  return std::max(wgmma_stages(c, stage, shared_bytes) * stage.bytes, wgmma_sum_bytes(c));
+template <class Config>
+constexpr int exchange_at(Config const& c, TileStage const& stage, int shared_bytes) {
+  return std::max(ring_stages(c, stage, shared_bytes) * stage.bytes, sum_bytes(c));
 }
 
 // Of a block, beside its barriers.
-constexpr int wgmma_shared_bytes(WgmmaConfig const& c, WgmmaStage const& stage, int shared_bytes) {
-  return kAtom + wgmma_exchange_at(c, stage, shared_bytes) + wgmma_exchange_bytes(c);
+template <class Config>
+constexpr int ring_shared_bytes(Config const& c, TileStage const& stage, int shared_bytes) {
+  return kAtom + exchange_at(c, stage, shared_bytes) + exchange_bytes(c);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -1,4 +1,4 @@
-"""The wgmma kernel of weight_only_mm on a Hopper GPU, one mechanism a test: what fails names what is wrong."""
+"""Kernels of weight_only_mm that TMA feeds, on a Hopper GPU, one mechanism a test: what fails names what is wrong."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ import torch
 from torch import Tensor
 
 import epiloq
-from weight_reference import WGMMA_ROUNDS, assert_close, make_weight, rounds_weights, run_kernel
-from weight_reference import WGMMA_TOKENS as TOKENS
+from weight_reference import RING_TOKENS, WGMMA_TOKENS, assert_close, make_weight, rounds_weights, run_kernel
 
 HALVES = [torch.float16, torch.bfloat16]
+# Tokens of a tile, by family and row.
+TILES = {
+    (family, row): tile
+    for family, tiles in (("ring", RING_TOKENS), ("wgmma", WGMMA_TOKENS))
+    for row, tile in enumerate(tiles)
+}
+each_kernel = pytest.mark.parametrize("kernel", TILES, ids=lambda kernel: f"{kernel[0]} {kernel[1]}")
+Kernel = tuple[str, int]
+
+
+def served(kernel: Kernel, sizes: tuple[int, ...]) -> list[int]:
+    """Numbers of tokens; a ring has one tile of them."""
+    return [m for m in sizes if kernel[0] != "ring" or m <= TILES[kernel]]
+
 
 pytestmark = pytest.mark.gpu
 
@@ -49,8 +62,8 @@ def unit_weight(n: int, k: int, columns: Tensor, dtype: torch.dtype) -> epiloq.P
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_integers_reach_their_places(row: int, bits: int, dtype: torch.dtype) -> None:
+@each_kernel
+def test_integers_reach_their_places(kernel: Kernel, bits: int, dtype: torch.dtype) -> None:
     """Fragments: rows of the unit matrix read q - zero back, without scales, splits or ragged edges."""
     values, n, k = 1 << bits, 512, 256
     q = (torch.arange(n * k).view(n, k) * 3 + torch.arange(n)[:, None]) % values
@@ -59,20 +72,20 @@ def test_integers_reach_their_places(row: int, bits: int, dtype: torch.dtype) ->
         packed = epiloq.pack_weight(codes, torch.ones(n, 1, dtype=dtype), zero, bits=bits, group_size=-1).to("cuda")
         expected = (q - (values // 2 if zero is None else zero)).to(dtype).t().cuda()
         x = torch.eye(k, device="cuda", dtype=dtype)
-        for first in range(0, k, TOKENS[row]):
-            some = slice(first, first + TOKENS[row])
-            assert_equal(run_kernel(("wgmma", row, 1), x[some], packed), expected[some])
+        for first in range(0, k, TILES[kernel]):
+            some = slice(first, first + TILES[kernel])
+            assert_equal(run_kernel((*kernel, 1), x[some], packed), expected[some])
 
 
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_tokens_reach_their_places(seed: int, row: int) -> None:
+@each_kernel
+def test_tokens_reach_their_places(seed: int, kernel: Kernel) -> None:
     """Tokens' swizzle and boxes: each weight row reads one column of them back. Full, short and several tiles."""
-    n, k, tile = 300, 384, TOKENS[row]
+    n, k, tile = 300, 384, TILES[kernel]
     columns = torch.randint(k, (n,), device="cuda")
     packed = unit_weight(n, k, columns, torch.bfloat16)
-    for m in (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9):
+    for m in served(kernel, (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9)):
         x = torch.randn(m, k, device="cuda").bfloat16()
-        assert_equal(run_kernel(("wgmma", row, 1), x, packed), x[:, columns])
+        assert_equal(run_kernel((*kernel, 1), x, packed), x[:, columns])
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -87,61 +100,62 @@ def test_groups_have_their_parameters(seed: int, bits: int, group_size: int, sca
     zero = torch.randint(1 << bits, scale.shape, device="cuda")
     packed = epiloq.pack_weight(q, scale, zero, bits=bits, group_size=group_size)
     expected = (scale.float()[:, group] * (q - zero[:, group])).t()
-    for row, tile in enumerate(TOKENS):
-        if row in WGMMA_ROUNDS and scale_dtype != torch.float16:
+    for kernel, tile in TILES.items():
+        if rounds_weights((*kernel, 1)) and scale_dtype != torch.float16:
             continue
         column = torch.randperm(k, device="cuda")[:tile]
         x = torch.zeros(tile, k, device="cuda", dtype=torch.float16)
         x[torch.arange(tile, device="cuda"), column] = 1
-        assert_equal(run_kernel(("wgmma", row, 1), x, packed), expected[column].half())
+        assert_equal(run_kernel((*kernel, 1), x, packed), expected[column].half())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_a_ring_of_stages_goes_round(seed: int, row: int, bits: int) -> None:
+@each_kernel
+def test_a_ring_of_stages_goes_round(seed: int, kernel: Kernel, bits: int) -> None:
     """Barriers and phases: more steps than stages, which are fewer by 8 bits; the last of them short, or fewer than
     share K within a block; sums of integers, exact in any order."""
     for k in (128, 256, 1152, 2056, 8192):
         weight = make_weight(300, k, bits, -1, "zero", device="cuda")
         packed = epiloq.pack_weight(weight.q, ones(300, torch.bfloat16), weight.zero, bits=bits, group_size=-1)
-        x = torch.randint(-2, 3, (TOKENS[row] + 1, k), device="cuda")
+        x = torch.randint(-2, 3, (served(kernel, (TILES[kernel], TILES[kernel] + 1))[-1], k), device="cuda")
         assert weight.zero is not None
         expected = (x.double() @ (weight.q - weight.zero).double().t()).bfloat16()
         for _ in range(3):
-            assert_equal(run_kernel(("wgmma", row, 1), x.bfloat16(), packed), expected)
+            assert_equal(run_kernel((*kernel, 1), x.bfloat16(), packed), expected)
 
 
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_a_block_takes_several_tiles(seed: int, row: int) -> None:
+@each_kernel
+def test_a_block_takes_several_tiles(seed: int, kernel: Kernel) -> None:
     """The ring goes on from tile to tile, while the last one is stored: more tiles than an SM each, again exact."""
     n, k = 20_001, 640
     q = torch.randint(-8, 8, (n, k), device="cuda")
     packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)
-    for m in (TOKENS[row], TOKENS[row] + 1, 2 * TOKENS[row] + 5):
+    for m in served(kernel, (TILES[kernel], TILES[kernel] + 1, 2 * TILES[kernel] + 5)):
         x = torch.randint(-2, 3, (m, k), device="cuda")
         expected = (x.double() @ q.double().t()).bfloat16()
         for _ in range(3):
-            assert_equal(run_kernel(("wgmma", row, 1), x.bfloat16(), packed), expected)
+            assert_equal(run_kernel((*kernel, 1), x.bfloat16(), packed), expected)
 
 
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_blocks_of_a_cluster_share_k(seed: int, row: int) -> None:
+@each_kernel
+def test_blocks_of_a_cluster_share_k(seed: int, kernel: Kernel) -> None:
     """The sum through distributed shared memory: as above, by splits that divide the steps and that do not."""
     n, k = 700, 1280
     q = torch.randint(-8, 8, (n, k), device="cuda")
     packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)
-    for m in (5, TOKENS[row], TOKENS[row] + 9):
+    for m in served(kernel, (5, TILES[kernel], TILES[kernel] + 9)):
         x = torch.randint(-2, 3, (m, k), device="cuda")
         expected = (x.double() @ q.double().t()).bfloat16()
         for split in range(1, 9):
-            assert_equal(run_kernel(("wgmma", row, split), x.bfloat16(), packed), expected)
+            assert_equal(run_kernel((*kernel, split), x.bfloat16(), packed), expected)
 
 
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_ragged_edges(seed: int, row: int, split: int) -> None:
+@each_kernel
+def test_ragged_edges(seed: int, kernel: Kernel, split: int) -> None:
     """N, M and K off every tile; NaN around what is read; outputs whose rows are off 8 bytes; bias and clamp."""
-    for (n, k), m, shift in itertools.product(((17, 385), (100, 400), (259, 1096)), (9, 30, 131), (0, 1, 4)):
+    sizes = served(kernel, (5, 9, 30, 131))
+    for (n, k), m, shift in itertools.product(((17, 385), (100, 400), (259, 1096)), sizes, (0, 1, 4)):
         dtype = HALVES[(n + m) % 2]
         weight = make_weight(n, k, 4, 32, "zero", scale_dtype=dtype, device="cuda")
         memory = torch.full((m + 2, -(-k // 8) * 8 + 8), math.nan, dtype=dtype, device="cuda")
@@ -149,32 +163,33 @@ def test_ragged_edges(seed: int, row: int, split: int) -> None:
         wide = torch.full((m + 2, n + 9), math.nan, dtype=dtype, device="cuda")
         out = wide[1:-1, shift : shift + n]
         bias = torch.randn(n, device="cuda").to(dtype)
-        kernel = ("wgmma", row, split)
-        run_kernel(kernel, x, weight.packed, bias, (-1.5, 2.0), out)
-        assert_close(out, x, weight, bias, (-1.5, 2.0), rounded_weights=rounds_weights(kernel))
+        run_kernel((*kernel, split), x, weight.packed, bias, (-1.5, 2.0), out)
+        rounded = rounds_weights((*kernel, split))
+        assert_close(out, x, weight, bias, (-1.5, 2.0), rounded_weights=rounded)
         out.fill_(math.nan)
         assert wide.isnan().all(), "something was written outside of the output"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, -1)])
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_layers(seed: int, row: int, bits: int, group_size: int, dtype: torch.dtype) -> None:
+@each_kernel
+def test_layers(seed: int, kernel: Kernel, bits: int, group_size: int, dtype: torch.dtype) -> None:
     """Sizes of real layers, in the documented bound, the same bits each time."""
     for n, k in ((4096, 4096), (2112, 7168)):
         kind = "zero" if bits == 4 else "symmetric"
         weight = make_weight(n, k, bits, group_size, kind, scale_dtype=dtype, device="cuda")
-        for m, split in ((TOKENS[row], 4), (300, 1)):
-            x, kernel = torch.randn(m, k, device="cuda").to(dtype), ("wgmma", row, split)
-            y = run_kernel(kernel, x, weight.packed)
-            assert_close(y, x, weight, rounded_weights=rounds_weights(kernel))
-            assert all(torch.equal(run_kernel(kernel, x, weight.packed), y) for _ in range(3))
+        for m in served(kernel, (TILES[kernel], 300)):
+            split = 4 if m == TILES[kernel] else 1
+            x = torch.randn(m, k, device="cuda").to(dtype)
+            y = run_kernel((*kernel, split), x, weight.packed)
+            assert_close(y, x, weight, rounded_weights=rounds_weights((*kernel, split)))
+            assert all(torch.equal(run_kernel((*kernel, split), x, weight.packed), y) for _ in range(3))
 
 
-@pytest.mark.parametrize("row", range(len(TOKENS)))
-def test_what_the_previous_kernel_wrote(seed: int, row: int) -> None:
+@each_kernel
+def test_what_the_previous_kernel_wrote(seed: int, kernel: Kernel) -> None:
     """Overlapping launches: tokens, weights and the output's old readers belong to the kernel just before."""
-    n, k, m = 1024, 2048, TOKENS[row]
+    n, k, m = 1024, 2048, TILES[kernel]
     columns = [torch.randint(k, (n,), device="cuda") for _ in range(4)]
     weights = [unit_weight(n, k, c, torch.float16) for c in columns]
     tokens = [torch.randn(m, k, device="cuda").half() for _ in range(4)]
@@ -184,7 +199,7 @@ def test_what_the_previous_kernel_wrote(seed: int, row: int) -> None:
     for turn in range(40):
         packed.q.copy_(weights[turn % 4].q)
         x.copy_(tokens[turn // 4 % 4])
-        run_kernel(("wgmma", row, 2), x, packed, out=out)
+        run_kernel((*kernel, 2), x, packed, out=out)
         copies.append(out.clone())
     for turn, copy in enumerate(copies):
         assert_equal(copy, tokens[turn // 4 % 4][:, columns[turn % 4]])
