@@ -208,7 +208,7 @@ def test_what_is_no_tensor_and_no_weight() -> None:
 
 def test_a_kernel_by_name(seed: int) -> None:
     x, weight = torch.randn(3, 64).half(), make_weight(20, 64, group_size=32).packed
-    with pytest.raises(ValueError, match="kernel: expected stream, tiled or wgmma, got cublas"):
+    with pytest.raises(ValueError, match="kernel: expected stream, tiled, ring or wgmma, got cublas"):
         run_kernel(("cublas", 0, 1), x, weight)
 
 

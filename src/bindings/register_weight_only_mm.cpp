@@ -23,7 +23,7 @@ WeightOnlyMmKernel kernel_of(KernelArg const& kernel) {
   for (auto const& [known, family] : kFamilies) {
     if (name == known) return {family, row, split};
   }
-  throw InvalidArgument("epiloq.weight_only_mm: kernel: expected stream, tiled or wgmma, got " + name);
+  throw InvalidArgument("epiloq.weight_only_mm: kernel: expected stream, tiled, ring or wgmma, got " + name);
 }
 
 }  // namespace

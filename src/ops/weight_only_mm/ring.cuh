@@ -22,7 +22,8 @@ struct Ring : TileCopies<kBits_, kGroups_, kSlab * kOwnSlabs_ * kTeams_, kTokens
   static constexpr int kWarps = kTeams * kWays, kMathThreads = 32 * kWarps, kThreads = kMathThreads + 32;
   static constexpr int kResident = kResident_;
   static constexpr bool kSharesRegisters = false, kSendsSums = true, kTakesMore = false;
-  static constexpr int kSumStride = kSlab * kOwnSlabs * kTeams + 4, kWaySums = kTokens_ * kSumStride;
+  static constexpr int kSumStride = sum_stride(RingConfig{kTeams, kWays, kOwnSlabs, kTokens_, kResident});
+  static constexpr int kWaySums = kTokens_ * kSumStride;
 };
 
 // Of a warp.
@@ -50,12 +51,6 @@ struct RingMath {
     parameter = kept(first_slab * C::kGroups * kSlab + lane / 4 * 2);
   }
 
-  static __device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(at));
-  }
-
   // Of eight tokens 32 columns: TMA has traded places of 16 bytes within each line.
   __device__ __forceinline__ void load_tokens(Word (&x)[4], SharedAddress stage, int tile, int block) const {
     int const line = block / 2 * C::kTokens * kLine + tile * 8 * kLine;
@@ -66,7 +61,6 @@ struct RingMath {
   __device__ __forceinline__ int parameters_at(int s, int group) const {
     return parameter + (s * C::kGroups + group) * kSlab;
   }
-  // What is most often there: scales of the tokens' type, and no zero points or some.
   template <bool kHasZeros>
   __device__ __forceinline__ typename F::Zero zero_of(SharedAddress stage, int s, int group) const {
     if (!kHasZeros) return symmetric;
@@ -94,7 +88,8 @@ struct RingMath {
         if (block % kVectorBlocks == 0) {
 #pragma unroll
           for (int s = 0; s < C::kOwnSlabs; ++s) {
-            load_vector(words[s], stage + weights + s * slab_bytes(C::kBits) + block / kVectorBlocks * kVector);
+            load_vector(words[s],
+                        stage + weights + s * slab_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
           }
         }
         multiply_block(part, words, stage, block, zero);
@@ -140,9 +135,6 @@ struct RingMath {
       way_sums[token * C::kSumStride + row] = sums[i / 4 / C::kTiles][i / 4 % C::kTiles][i % 4] * F::kUnit;
     }
   }
-
- private:
-  static constexpr int kVector = 32 * 16;  // bytes of a warp's vectors
 };
 
 // The sums of all ways, four rows of a token a lane, and of all blocks that share K.
@@ -205,7 +197,7 @@ __device__ __forceinline__ void multiply_steps_of(RingMath<C> const& math, typen
   }
 }
 
-// With a loop for each kind of parameters: branches within one cost 4 %.
+// With a loop for each kind of parameters: branches within one cost 1 to 4 %.
 template <class C>
 __device__ __forceinline__ void multiply_steps(RingMath<C> const& math, typename RingMath<C>::Sums& sums,
                                                TileParams const& params, typename C::Shared const& shared,

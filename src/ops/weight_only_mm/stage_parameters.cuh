@@ -1,7 +1,8 @@
 #pragma once
 
-// Scales and zero points of rows g and g + 8, which lie side by side in a stage: `at` counts values. Volatile, as the
-// barriers are, which do not tell the compiler that they guard memory.
+// What a lane reads of a stage's weights: integers, 16 bytes at a time; scales and zero points of rows g and g + 8,
+// which lie side by side: `at` counts values. Volatile, as the barriers are, which do not tell the compiler that they
+// guard memory.
 
 #include <cuda_fp16.h>
 
@@ -13,6 +14,11 @@
 
 namespace epiloq::ops::weight_only_mm {
 
+__device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(at));
+}
 __device__ __forceinline__ Word load_word(SharedAddress at) {
   Word word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));

@@ -20,7 +20,7 @@ inline constexpr int kLine = 128;    // bytes, of tokens; TMA's widest swizzle p
 inline constexpr int kMapWord = 8;   // bytes that TMA counts a slab's integers by: a box has at most 256
 inline constexpr int kAtom = 1024;   // where swizzled data begins
 inline constexpr int kColumns = 64;  // of the tokens that a line holds
-inline constexpr int kInstruction = 16;  // columns of a wgmma
+inline constexpr int kInstruction = 16;  // columns of a product
 // Stages of a ring: one is read while the other is filled; and a warp that has a step to itself holds it for longer.
 inline constexpr int kFewestStages = 2;
 constexpr int most_stages(WgmmaConfig const&) { return 8; }

@@ -63,12 +63,6 @@ struct WgmmaMath {
             gemm::swizzled_descriptor(address + params.stage.tokens_at)};
   }
 
-  // Volatile, as the barriers are, which do not tell the compiler that they guard memory.
-  static __device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(at));
-  }
   // Two values of T by two of T, each rounded.
   static __device__ __forceinline__ Word times(Word a, Word b) {
     Word result;
