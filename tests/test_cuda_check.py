@@ -1,4 +1,4 @@
-"""The log of a kernel build is read right: a spill, a stack frame and a serialised wgmma are found."""
+"""The log of a kernel build is read right: spills, stack frames, serialised wgmma; and what product code must have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 ptxas = pytest.importorskip("ptxas", reason="the repository's tools are not here")
+cuda_check = pytest.importorskip("cuda_check", reason="the repository's tools are not here")
 
 pytestmark = pytest.mark.skipif(shutil.which("c++filt") is None, reason="c++filt is not installed")
 
@@ -98,3 +99,22 @@ def test_a_loss_of_speed_is_reported_once(code: str) -> None:
 )
 def test_cutlass_kernels_go_by_their_tiles(demangled: str, expected: str) -> None:
     assert ptxas.short_name(demangled) == expected
+
+
+RING, WGMMA = "_ZN6epiloq11ring_kernelINS_4RingEEEvT_", "_ZN6epiloq12wgmma_kernelINS_5WgmmaEEEvT_"
+
+
+@pytest.mark.parametrize(
+    ("symbols", "products", "expected"),
+    [
+        ([WGMMA], {"HGMMA"}, None),
+        ([WGMMA], {"HMMA"}, "wgmma"),
+        ([WGMMA], set(), "wgmma"),
+        ([RING, RING], {"HMMA"}, None),
+        ([RING], {"HGMMA"}, "mma.sync"),
+        ([RING], set(), "mma.sync"),
+        ([RING, WGMMA], {"HMMA"}, "wgmma"),
+    ],
+)
+def test_sm90_code_has_the_product_of_its_kernels(symbols: list[str], products: set[str], expected: str | None) -> None:
+    assert cuda_check.lacks_product(symbols, products) == expected

@@ -12,6 +12,7 @@ from pathlib import Path
 PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 
 _ARCH = re.compile(r"\.(?P<arch>sm_\w+)\.cubin$")
+_PRODUCT = re.compile(r"\b[A-Z]G?MMA\b")
 _TEXT = re.compile(r"\.text\.(?P<symbol>\w+)\s+PROGBITS\s+\w+\s+\w+\s+(?P<size>[0-9a-f]+)")
 
 
@@ -49,10 +50,10 @@ def code_sizes(cubin: Path) -> dict[str, int]:
     return {found["symbol"]: int(found["size"], 16) for found in _TEXT.finditer(listing)}
 
 
-def uses_wgmma(cubin: Path) -> bool:
-    """Whether the machine code of a cubin holds warp-group matrix products. FileNotFoundError without nvdisasm."""
+def products(cubin: Path) -> set[str]:
+    """The machine code's tensor-core instructions: HMMA, IMMA, HGMMA, ... FileNotFoundError without nvdisasm."""
     nvdisasm = program("nvdisasm")
     if nvdisasm is None:
         raise FileNotFoundError(f"nvdisasm is not installed: pip install --no-deps {' '.join(PACKAGES)}")
     listing = subprocess.run([nvdisasm, cubin], stdout=subprocess.PIPE, text=True, check=True).stdout
-    return re.search(r"\b[A-Z]GMMA\b", listing) is not None
+    return set(_PRODUCT.findall(listing))

@@ -2,7 +2,8 @@
 
 It holds a wheel for Python 3.12 whose SM75 and SM80 kernels are also compiled for SM90, so that all of them run on a
 Hopper GPU, the wheels that the tests need beside torch, the tests and these tools. With `--peers` also the benchmark's
-peers that are small and load with the torch that such a machine has.
+peers that are small and load with the torch that such a machine has. Of what it compiles anew it says what `make
+cuda-check` would refuse, which takes half an hour to say so.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import sys
 from pathlib import Path
 
 import kernel_sources
+import ptxas
 import wheels
 
 FOLDER = wheels.ROOT / "build" / "gpu-bundle"
+LOG = FOLDER.with_suffix(".log")
 PYTHON_MINOR = 12
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "ON"}
 TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "typer", "rich")
@@ -51,7 +54,9 @@ def main() -> None:
     facts = {"kernel_sources": kernel_sources.digest(), "commit": commit()}
     environment = os.environ | ENVIRONMENT
     inside = wheels.build_environment(python, environment)
-    wheel = wheels.build(inside, FOLDER / "wheels", wheels.ROOT / "build" / "gpu-bundle-build", environment)
+    with LOG.open("w", encoding="utf-8") as file:
+        wheel = wheels.build(inside, FOLDER / "wheels", wheels.ROOT / "build" / "gpu-bundle-build", environment, file)
+    kernels, warnings = ptxas.parse(LOG.read_text(encoding="utf-8").splitlines())
     fetch(TEST_PACKAGES, FOLDER / "wheels")  # none of which wants torch
     if options.peers:
         fetch(PEERS, FOLDER / "wheels", "--no-deps")
@@ -59,6 +64,8 @@ def main() -> None:
         shutil.copytree(wheels.ROOT / name, FOLDER / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(wheels.ROOT / "pyproject.toml", FOLDER)
     (FOLDER / "bundle.json").write_text(json.dumps(facts | {"wheel": wheel.name}, indent=1) + "\n")
+    for fault in [*warnings, *ptxas.faults(kernels)]:
+        print(f"note: {fault}")
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     print(f"{FOLDER.relative_to(wheels.ROOT)}: {size / 2**20:.1f} MiB, kernel sources {facts['kernel_sources'][:12]}")
     if size > LIMIT:

@@ -182,7 +182,8 @@ struct TileCopies {
       for (int step = place.first_step + from, end = place.first_step + place.steps; step < end; ++step) {
         SharedAddress const full = first_full + ring.at * 8, stage = first_stage + ring.at * params.stage.bytes;
         gemm::wait_for_barrier(full + kMostStages * 8, ring.phase);
-        ask_for_weights(stage, full, bytes, step, kHasZeros);
+        // Or each of the step's multiples has a register of its own, more than a copying thread is left.
+        ask_for_weights(stage, full, bytes, kept(step), kHasZeros);
         ask_for_tokens(stage, full);
         ring.advance(params.stages);
       }
