@@ -115,14 +115,13 @@ def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those
         assert found is not None
         chosen, fastest = found
         behind[row["bits"], row["m"]].append(chosen / fastest)
-        assert chosen <= 1.105 * fastest, row
+        assert chosen <= 1.1 * fastest, row
     assert sum(len(ratios) for ratios in behind.values()) == 187
     for (bits, m), ratios in behind.items():
-        assert mean(ratios) <= (1.03 if m <= 8 else 1.015 if m <= 16 else 1.006), (bits, m, ratios)
+        assert mean(ratios) <= (1.016 if m <= 16 else 1.006), (bits, m, ratios)
 
 
 def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> None:
-    """Of one problem it is known not to be: 24576 x 1536 by 4 tokens."""
     sweep = RESULTS / "2026-11-26-weight-only-ring-sweep.json"
     if not sweep.exists():
         pytest.skip("results of benchmarks are in the checkout only")
@@ -132,10 +131,10 @@ def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> No
         assert found is not None
         chosen, fastest = found
         behind[row["m"]].append(chosen / fastest)
-        assert chosen <= (1.22 if (row["n"], row["m"]) == (24576, 4) else 1.08) * fastest, row
+        assert chosen <= 1.06 * fastest, row
     assert {m: len(ratios) for m, ratios in behind.items()} == {4: 10, 8: 10, 16: 10}
     for m, ratios in behind.items():
-        assert mean(ratios) <= (1.035 if m == 4 else 1.01), (m, ratios)
+        assert mean(ratios) <= 1.01, (m, ratios)
 
 
 def test_on_another_card_it_is_too() -> None:
@@ -149,7 +148,7 @@ def test_on_another_card_it_is_too() -> None:
             behind.append(chosen / fastest)
             assert row not in older or chosen <= 1.1 * fastest, row
     assert len(behind) == 47 + 187
-    assert mean(behind) <= 1.018
+    assert mean(behind) <= 1.012
 
 
 def test_the_rate_of_memory_counts() -> None:

@@ -55,12 +55,13 @@ double stream_time(int row, WeightOnlyMmProblem const& p, int split, Target cons
     double const reading = static_cast<double>(blocks) * steps * static_cast<double>(step_bytes(p, rows)) /
                            (kStreamTime.read_rate * memory_rate(t));
     auto const raised = [](double value) { return std::pow(value, kStreamTime.power); };
-    return std::pow(raised(multiplying) + raised(waiting) + raised(reading), 1 / kStreamTime.power);
+    double const adding = static_cast<double>(beside) * slabs * c.warps * kStreamTime.sum;
+    return std::pow(raised(multiplying) + raised(waiting) + raised(reading), 1 / kStreamTime.power) + adding;
   };
   std::int64_t const seats = clusters(split, resident, t), full = all / seats, rest = all % seats;
   double const waves = std::max(1.0, static_cast<double>(all) / static_cast<double>(seats));
-  double const adding = split > 1 ? waves * (kStreamTime.cluster + kStreamTime.cluster_block * split) : 0;
-  return static_cast<double>(full) * wave(seats) + wave(rest) + kStreamTime.kernel + adding;
+  double const sharing = split > 1 ? waves * (kStreamTime.cluster + kStreamTime.cluster_block * split) : 0;
+  return static_cast<double>(full) * wave(seats) + wave(rest) + kStreamTime.kernel + sharing;
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a stream takes: shared memory, and time on an H200.
+// What a stream takes: shared memory, and time.
 
 #include <cstdint>
 
