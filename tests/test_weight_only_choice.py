@@ -34,7 +34,7 @@ SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters"
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
 # src/ops/weight_only_mm/configs.h.
 BLOCKS = {
-    **{"4,16,2": 1, "4,12,2": 1, "4,8,3": 2, "7,4,3": 1, "7,4,2": 2, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
+    **{"4,16,2": 1, "4,8,3": 2, "7,4,3": 1, "7,4,2": 2, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
     **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},
 }
 
@@ -134,7 +134,7 @@ def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> No
         assert chosen <= 1.06 * fastest, row
     assert {m: len(ratios) for m, ratios in behind.items()} == {4: 10, 8: 10, 16: 10}
     for m, ratios in behind.items():
-        assert mean(ratios) <= 1.01, (m, ratios)
+        assert mean(ratios) <= 1.012, (m, ratios)
 
 
 def test_on_another_card_it_is_too() -> None:

@@ -37,9 +37,9 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
                 run_and_assert_close("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
-DIGIT_ROWS = 6  # of the streams
+DIGIT_ROWS = 5  # of the streams
 ROWS = {
-    "stream": 16,
+    "stream": 14,
     "tiled": 5,
     "ring": len(RING_TOKENS),
     "wgmma": len(WGMMA_TOKENS),

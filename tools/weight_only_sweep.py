@@ -32,7 +32,7 @@ from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 Kernel = tuple[str, int, int]
 # Tokens of a tile, by row of the tables in src/ops/weight_only_mm/configs.h.
 TILES = {
-    "stream": (2,) * 6 + (8,) * 10,
+    "stream": (2,) * 5 + (8,) * 9,
     "tiled": (16, 32, 64, 128, 32),
     "ring": (8,) * 3 + (16,) * 4,
     "wgmma": (32,) * 4 + (64,) * 4 + (128,) * 3 + (256,),

@@ -39,12 +39,11 @@ struct TiledConfig {
 // slabs 28672 rows are two blocks for each SM. The last row fits the shared memory of every device, and is all that
 // SM75 has.
 inline constexpr std::array kStreamRows{
-    StreamConfig{4, 16, 2, 1, true},  StreamConfig{4, 8, 3, 2, true},   StreamConfig{4, 4, 3, 3, true},
-    StreamConfig{4, 4, 2, 4, true},   StreamConfig{2, 16, 2, 1, true},  StreamConfig{7, 4, 3, 1, true},
-    StreamConfig{4, 12, 2, 1, false}, StreamConfig{7, 4, 2, 2, false},  StreamConfig{8, 4, 2, 2, false},
-    StreamConfig{4, 4, 3, 3, false},  StreamConfig{2, 16, 2, 1, false}, StreamConfig{2, 8, 3, 2, false},
-    StreamConfig{2, 4, 3, 4, false},  StreamConfig{1, 16, 3, 2, false}, StreamConfig{1, 16, 2, 2, false},
-    StreamConfig{1, 4, 2, 2, false},
+    StreamConfig{4, 16, 2, 1, true},  StreamConfig{4, 8, 3, 2, true},  StreamConfig{4, 4, 3, 3, true},
+    StreamConfig{4, 4, 2, 4, true},   StreamConfig{7, 4, 3, 1, true},  StreamConfig{7, 4, 2, 2, false},
+    StreamConfig{8, 4, 2, 2, false},  StreamConfig{4, 4, 3, 3, false}, StreamConfig{2, 16, 2, 1, false},
+    StreamConfig{2, 8, 3, 2, false},  StreamConfig{2, 4, 3, 4, false}, StreamConfig{1, 16, 3, 2, false},
+    StreamConfig{1, 16, 2, 2, false}, StreamConfig{1, 4, 2, 2, false},
 };
 
 // By tokens, fewest first, and again one that fits everywhere.

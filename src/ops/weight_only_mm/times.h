@@ -5,9 +5,9 @@
 //
 // Streams run in waves of blocks. Of what a wave takes to read, to multiply and to wait for what is on its way the
 // longest counts most, and the others with it (`power`); then warps' sums are added up. Their times and the ring's were
-// fitted together on 2026-11-26, to what an H100 and an H200 took for 19 layers by 1 to 16 tokens of bfloat16 in groups
+// fitted together on 2026-11-26, to what an H100 and an H200 took for 20 layers by 1 to 16 tokens of bfloat16 in groups
 // of 128 or by channel (the sweeps nvidia-h200/2026-11-25-weight-only-streams, 2026-11-26-weight-only-starts and -ring,
-// nvidia-h100/2026-11-25-weight-only-choice and 2026-11-26-weight-only-ring; 446 problems): what they name took 1.1 %
+// nvidia-h100/2026-11-25-weight-only-choice and 2026-11-26-weight-only-ring; 446 problems): what they name took 1.0 %
 // more there than the fastest in the mean, 10 at most; fitted to three quarters of the layers, 2 to 4 % more on the
 // others, if what was not measured is counted as 40. Without the sums of warps, 24576 x 1536 by 4 tokens (three steps a
 // warp) was predicted 1 to 2 us too fast on both cards, and 21 % behind.
@@ -24,8 +24,8 @@ struct StreamStep {
 };
 // By 4 bits and 8, tokens of 16 bits and digits.
 inline constexpr StreamStep kStreamSteps[2][2]{
-    {{0.0109, 0.0435, 0.00259, 0.000678}, {0.00721, 0.0111, 0.0175, 0.00831}},
-    {{0.0123, 0.0762, 0.000742, 0.000437}, {0.00452, 0.00232, 0.056, 0.00907}},
+    {{0.0113, 0.0614, 0.00209, 0.000366}, {0.00763, 0.0199, 0.0136, 0.00594}},
+    {{0.0116, 0.0815, 0.000926, 0.000593}, {0.00362, 0.00236, 0.0625, 0.0109}},
 };
 
 // Of a row: factors of that, by 4 bits and 8, and of waiting; and blocks whose registers an SM holds.
@@ -34,21 +34,20 @@ struct StreamTime {
   int resident[2];
 };
 inline constexpr std::array<StreamTime, kStreamRows.size()> kStreamTimes{
-    StreamTime{{1.59, 1.25}, 0.651, {1, 1}},  StreamTime{{0.864, 0.572}, 1.82, {2, 2}},
-    StreamTime{{1.33, 1.09}, 1.03, {4, 5}},   StreamTime{{0.986, 1.49}, 1.04, {4, 5}},
-    StreamTime{{1.59, 1.87}, 0.671, {1, 1}},  StreamTime{{1.09, 1.23}, 1.61, {3, 4}},
-    StreamTime{{0.896, 0.882}, 1.35, {1, 1}}, StreamTime{{1.05, 0.868}, 1.3, {2, 4}},
-    StreamTime{{1.21, 0.67}, 1.46, {2, 4}},   StreamTime{{1.08, 1.22}, 1.34, {3, 6}},
-    StreamTime{{1.16, 1.36}, 0.701, {1, 1}},  StreamTime{{0.892, 0.832}, 1.37, {2, 3}},
-    StreamTime{{1.12, 1.16}, 0.828, {4, 7}},  StreamTime{{1.4, 1.34}, 1.17, {2, 2}},
-    StreamTime{{0.813, 1.31}, 0.934, {2, 2}}, StreamTime{{0.727, 0.931}, 0.987, {6, 7}},
+    StreamTime{{1.87, 1.56}, 0.309, {1, 1}},  StreamTime{{0.973, 0.49}, 2.07, {2, 2}},
+    StreamTime{{1.45, 1.06}, 1.12, {4, 5}},   StreamTime{{1.14, 1.43}, 1.17, {4, 5}},
+    StreamTime{{1.26, 1.28}, 1.75, {3, 4}},   StreamTime{{0.873, 0.91}, 1.46, {2, 4}},
+    StreamTime{{1.07, 0.72}, 1.61, {2, 4}},   StreamTime{{0.941, 1.26}, 1.44, {3, 6}},
+    StreamTime{{1.14, 1.56}, 0.54, {1, 1}},   StreamTime{{0.703, 0.791}, 1.69, {2, 3}},
+    StreamTime{{0.937, 1.18}, 0.948, {4, 7}}, StreamTime{{1.28, 1.32}, 1.27, {2, 2}},
+    StreamTime{{0.803, 1.07}, 1.02, {2, 2}},  StreamTime{{0.56, 0.965}, 1.12, {6, 7}},
 };
 
 // A step waits `latency` over how many a warp has on their way, its own one counting `own`; each slab of a warp's sums
 // takes `sum` of an SM; a kernel begins and ends, and the blocks of a cluster, and more of them, add up once a wave.
 inline constexpr struct {
-  double latency = 0.9, own = 0.761, read_rate = 1.12, power = 1.74, sum = 0.0157;
-  double kernel = 1.1, cluster = 0.664, cluster_block = 0.0133;
+  double latency = 0.902, own = 0.849, read_rate = 1.08, power = 1.95, sum = 0.0124;
+  double kernel = 1.15, cluster = 0.686, cluster_block = 0.0168;
 } kStreamTime;
 
 // Tiles of wgmma, by tokens of bfloat16 in groups of 128, of 4 bits and of 8, a row of kWgmmaRows each, fitted to
@@ -74,10 +73,10 @@ inline constexpr std::array<TileTimes, kWgmmaRows.size()> kWgmmaTimes{
 
 // The ring's, fitted with the streams'.
 inline constexpr std::array<TileTimes, kRingRows.size()> kRingTimes{
-    TileTimes{{0.0651, 1.26}, {0.0634, 0.554}}, TileTimes{{0.09, 1.4}, {0.0861, 0.91}},
-    TileTimes{{0.0959, 1.2}, {0.059, 0.986}},   TileTimes{{0.0286, 2.08}, {0.0381, 1.54}},
-    TileTimes{{0.0458, 1.88}, {0.079, 0.743}},  TileTimes{{0.113, 2.25}, {0.133, 1.47}},
-    TileTimes{{0.111, 1.96}, {0.0786, 1.21}},
+    TileTimes{{0.0588, 1.35}, {0.0622, 0.648}}, TileTimes{{0.0877, 1.35}, {0.0962, 0.929}},
+    TileTimes{{0.0938, 1.18}, {0.0592, 1.1}},   TileTimes{{0.0275, 2.13}, {0.0371, 1.53}},
+    TileTimes{{0.0451, 1.92}, {0.0779, 0.741}}, TileTimes{{0.104, 2.43}, {0.124, 1.61}},
+    TileTimes{{0.105, 2.1}, {0.0766, 1.23}},
 };
 
 // What memory gives to all SMs, and bytes a microsecond to one SM, however few there are. Of a step's reading and its
@@ -95,7 +94,7 @@ struct ClusterTime {
   double tile, sum, crowd;
 };
 inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
-inline constexpr ClusterTime kRingSums{0.404, 6.98e-05, 0.0433};
+inline constexpr ClusterTime kRingSums{0.383, 5.62e-05, 0.0423};
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
 inline constexpr struct {
