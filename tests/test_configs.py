@@ -61,20 +61,10 @@ def test_every_row_is_reached(arch: str) -> None:
 
 
 def test_every_row_of_weight_only_mm_is_reached() -> None:
-    shapes = itertools.product(
-        [2, 4, *SIZES_M],
-        SIZES_N,
-        (512, 1536, 3584, 4096, 14336),
-        (4, 8),
-        (32, 128),
-        [*itertools.product(ROWS, (0, 4917))],
-    )
-    answers = {
-        epiloq.explain(
-            "weight_only_mm", m=m, n=n, k=k, bits=bits, group_size=group_size, arch=arch, memory_gb_s=memory_gb_s
-        )
-        for m, n, k, bits, group_size, (arch, memory_gb_s) in shapes
-    }
+    memory, depths = (0, 4917), (512, 1536, 3584, 4096, 14336)
+    shapes = itertools.product([2, 4, *SIZES_M], SIZES_N, depths, (4, 8), (32, 128), ROWS, memory)
+    names = ("m", "n", "k", "bits", "group_size", "arch", "memory_gb_s")
+    answers = {epiloq.explain("weight_only_mm", **dict(zip(names, shape, strict=True))) for shape in shapes}
     kernels = tiles_of(answers)
     for family, rows in {"stream": 14, "mma.sync": 5, "ring": 7, "wgmma": 12}.items():
         assert sum(kernel.startswith(family) for kernel in kernels) == rows, sorted(kernels)

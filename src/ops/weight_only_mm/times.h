@@ -7,10 +7,10 @@
 // longest counts most, and the others with it (`power`); then warps' sums are added up. Their times and the ring's were
 // fitted together on 2026-11-26, to what an H100 and an H200 took for 20 layers by 1 to 16 tokens of bfloat16 in groups
 // of 128 or by channel (the sweeps nvidia-h200/2026-11-25-weight-only-streams, 2026-11-26-weight-only-starts and -ring,
-// nvidia-h100/2026-11-25-weight-only-choice and 2026-11-26-weight-only-ring; 446 problems): what they name took 1.0 %
-// more there than the fastest in the mean, 10 at most; fitted to three quarters of the layers, 2 to 4 % more on the
-// others, if what was not measured is counted as 40. Without the sums of warps, 24576 x 1536 by 4 tokens (three steps a
-// warp) was predicted 1 to 2 us too fast on both cards, and 21 % behind.
+// nvidia-h100/2026-11-25-weight-only-choice and 2026-11-26-weight-only-ring; 446 problems): of the kernels that a sweep
+// has, what they name took 1.0 % more than the fastest in the mean, 10 at most; fitted to three quarters of the layers,
+// 2 to 4 % more on the others, if what was not measured is counted as 40. Without the sums of warps, 24576 x 1536 by 4
+// tokens (three steps a warp) was predicted 1 to 2 us too fast on both cards, and 21 % behind.
 
 #include <array>
 
