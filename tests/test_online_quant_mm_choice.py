@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ import torch
 import epiloq
 from blockwise_kernels import ROWS, SIZES_M, SIZES_N, kernel, tile
 from blockwise_reference import make_weight
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -26,11 +31,25 @@ def test_every_row_is_reached(arch: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
-    shapes = list(itertools.product(SIZES_M, SIZES_N))
-    names = {shape: kernel(*shape, 4096, 128, bits, "sm90") for shape in shapes}
+    shapes = list(itertools.product(SIZES_M, SIZES_N, (4096, 16384)))
+    names = {(m, n, k): kernel(m, n, k, 128, bits, "sm90") for m, n, k in shapes}
     shared = {shape for shape, name in names.items() if "K over clusters" in name}
-    assert (64, 4096) in shared and (2050, 16384) not in shared
+    assert (64, 4096, 4096) in shared and (2050, 16384, 4096) not in shared
     assert {tile(names[shape]) for shape in shared} == {tile(name) for name in names.values() if "wgmma" in name}
+
+
+@pytest.mark.parametrize(("card", "mean", "most"), [("nvidia-h200", 1.005, 1.1), ("nvidia-h100", 1.008, 1.14)])
+def test_the_choice_is_near_the_fastest_that_was_measured(card: str, mean: float, most: float) -> None:
+    """The bounds are what the fit left: they say when a row or a time that is changed no longer fits."""
+    rows = json.loads((RESULTS / card / "2026-11-26-online-quant-few-sweep.json").read_text())["rows"]
+    behind = []
+    for row in rows:
+        name = kernel(row["m"], row["n"], row["k"], 128, row["bits"], "sm90").split("blocks of 128 ")[1]
+        if name not in row["us"]:
+            continue
+        behind.append(row["us"][name] / min(row["us"].values()))
+        assert behind[-1] <= most, (name, row)
+    assert len(behind) > 0.9 * len(rows) and fmean(behind) <= mean, fmean(behind)
 
 
 def test_what_has_no_fused_kernel_is_staged_and_says_so() -> None:

@@ -2,7 +2,6 @@
 
 // The end of a blockwise product: float32 sums of a tile in shared memory, added up, finished and written in rows.
 
-#include "core/cluster.cuh"
 #include "core/device_code.cuh"
 #include "gemm/blockwise_problem.h"
 
@@ -33,19 +32,17 @@ struct BlockwiseFinish {
     }
   }
 
-  // Rows from `first` to `end` of the tile, of which `read` gives kVector sums from a row and column on.
-  template <class T, class Read>
-  static __device__ void store_typed(BlockwiseProblem const& p, int first, int end, int first_m, int first_n,
-                                     Read read) {
+  template <class T>
+  static __device__ void store_typed(BlockwiseProblem const& p, float const* sums, int first_m, int first_n) {
     auto const* const bias = static_cast<T const*>(p.bias);
     bool const aligned =
         reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0 && p.stride_out % (16 / static_cast<int>(sizeof(T))) == 0;
-    for (int i = threadIdx.x % kThreads; i < (end - first) * kTileN / kVector; i += kThreads) {
-      int const row = first + i / (kTileN / kVector), column = i % (kTileN / kVector) * kVector;
+    for (int i = threadIdx.x % kThreads; i < kTileM * kTileN / kVector; i += kThreads) {
+      int const row = i / (kTileN / kVector), column = i % (kTileN / kVector) * kVector;
       int const m = first_m + row, n = first_n + column;
       if (m >= p.m || n >= p.n) continue;
       float x[kVector];
-      read(row, column, x);
+      add_up(sums, row, column, x);
       alignas(16) T result[kVector];
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
@@ -67,44 +64,15 @@ struct BlockwiseFinish {
     }
   }
 
-  template <class Read>
-  static __device__ void store_rows(BlockwiseProblem const& p, int first, int end, int first_m, int first_n,
-                                    Read read) {
+  static __device__ void store(BlockwiseProblem const& p, float const* sums, int first_m, int first_n) {
     switch (p.dtype) {
       case DType::kFloat16:
-        return store_typed<__half>(p, first, end, first_m, first_n, read);
+        return store_typed<__half>(p, sums, first_m, first_n);
       case DType::kBFloat16:
-        return store_typed<__nv_bfloat16>(p, first, end, first_m, first_n, read);
+        return store_typed<__nv_bfloat16>(p, sums, first_m, first_n);
       default:
-        return store_typed<float>(p, first, end, first_m, first_n, read);
+        return store_typed<float>(p, sums, first_m, first_n);
     }
-  }
-
-  static __device__ void store(BlockwiseProblem const& p, float const* sums, int first_m, int first_n) {
-    store_rows(p, 0, kTileM, first_m, first_n,
-               [sums](int row, int column, float (&x)[kVector]) { add_up(sums, row, column, x); });
-  }
-
-  // The share of one block of a cluster, whose blocks have sums of the same tile at the same place.
-  static __device__ void store_of_cluster(BlockwiseProblem const& p, float const* sums, int first_m, int first_n,
-                                          int rank, int blocks) {
-    static_assert(kTeams == 1);
-    store_rows(p, rank * kTileM / blocks, (rank + 1) * kTileM / blocks, first_m, first_n,
-               [=](int row, int column, float (&x)[kVector]) {
-                 SharedAddress const from = shared_address(sums + row * kPitch + column);
-#pragma unroll
-                 for (float& value : x) value = 0;
-                 for (int block = 0; block < blocks; ++block) {
-#pragma unroll
-                   for (int i = 0; i < kVector / 4; ++i) {
-                     uint4 const four = read_from_block(from + 16 * i, block);
-                     x[4 * i] += __uint_as_float(four.x);
-                     x[4 * i + 1] += __uint_as_float(four.y);
-                     x[4 * i + 2] += __uint_as_float(four.z);
-                     x[4 * i + 3] += __uint_as_float(four.w);
-                   }
-                 }
-               });
   }
 };
 

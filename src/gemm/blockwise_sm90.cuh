@@ -36,6 +36,12 @@
 
 namespace epiloq::gemm {
 
+__device__ __forceinline__ void prefetch_maps(BlockwiseSm90Params const& params) {
+  cute::prefetch_tma_descriptor(&params.values.maps[0]);
+  cute::prefetch_tma_descriptor(&params.values.maps[1]);
+  if (params.stores_boxes) cute::prefetch_tma_descriptor(&params.output);
+}
+
 template <class T>
 __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group) {
   using Math = BlockwiseSm90Math<T>;
@@ -43,7 +49,7 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   typename T::Share const share(params.p);
   BlockwiseSm90Store<T> const store(params, shared, group);
   typename T::Ring at;
-  if (group == 1) Math::pass_turn(group);
+  if (T::kTakesTurns && group == 1) Math::pass_turn(group);
   for (int tile = share.first_tile; tile < share.tiles; tile += share.stride) {
     float sums[Math::kSums] = {};
     Math::sum(sums, of, at, share.steps);
@@ -52,20 +58,36 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   store.finish();
 }
 
+// By one warp, before the block's barrier: memory does nothing until it is asked. Weights need not wait for the
+// quantising kernel: it waited for whoever wrote them before it let this one start.
 template <class T>
-__device__ void fill_stages(BlockwiseSm90Params const& params, typename T::Shared const& shared) {
+__device__ __forceinline__ void start(BlockwiseSm90Params const& params, typename T::Shared const& shared) {
+  if (is_elected()) {
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      init_barrier(shared.full + stage * 8, T::kFullArrivals);
+      init_barrier(shared.empty + stage * 8, T::kEmptyArrivals);
+    }
+    cutlass::arch::fence_barrier_init();
+    BlockwiseSm90Copies<T>::fill_early(params.p, BlockwiseSm90Copies<T>::weights(shared, params));
+    if (gridDim.y > 1) BlockwiseSm90Exchange<T>::expect(shared);
+  }
+  __syncwarp();
+}
+
+template <class T>
+__device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, typename T::Shared const& shared,
+                                            int warp) {
   using Copies = BlockwiseSm90Copies<T>;
-  int const warp = uniform(threadIdx.x % T::kGroupThreads / 32);
   if (warp == 0 && is_elected()) {
-    // Weights need not wait for the quantising kernel: it waited for whoever wrote them before it let this one start.
-    Copies::copy_weights(shared, params);
+    Copies::fill_others(shared, params.p, Copies::early(params.p), Copies::weights(shared, params));
   } else if (warp == 1 && is_elected()) {
     wait_for_previous_kernel();
-    Copies::copy_tokens(shared, params);
+    Copies::fill_others(shared, params.p, 0, Copies::tokens(shared, params));
   }
   if (gridDim.y == 1) return;
-  wait_for_cluster();
-  wait_for_cluster();
+  __syncwarp();
+  say_ready();  // where the others do
+  wait_for_ready();
 }
 
 template <class T>
@@ -73,21 +95,17 @@ __global__ __launch_bounds__(T::kThreads,
                              1) void blockwise_sm90_kernel(__grid_constant__ BlockwiseSm90Params const params) {
   extern __shared__ unsigned char memory[];
   typename T::Shared const shared(memory);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < T::kStages; ++stage) {
-      init_barrier(shared.full + stage * 8, T::kFullArrivals);
-      init_barrier(shared.empty + stage * 8, T::kEmptyArrivals);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
+  int const group = uniform(threadIdx.x / T::kGroupThreads), warp = uniform(threadIdx.x % T::kGroupThreads / 32);
+  bool const copies = group == T::kGroups;
+  if (copies && warp == 0) start<T>(params, shared);
+  if (copies && warp == 1 && is_elected()) prefetch_maps(params);
   __syncthreads();
   let_next_kernel_start();
-  int const group = uniform(threadIdx.x / T::kGroupThreads);
-  if (group == T::kGroups) {
-    cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
-    fill_stages<T>(params, shared);
+  if (copies) {
+    if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
+    fill_stages<T>(params, shared, warp);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
+    if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
     multiply_tiles<T>(params, shared, group);
   }
 }

@@ -41,26 +41,43 @@ struct BlockwiseSm90Copies {
         stores_boxes};
   }
 
-  // Of each of the block's stages in turn: `fill` once it is empty.
-  template <class Fill>
-  static __device__ void for_each_stage(Shared const& shared, BlockwiseProblem const& p, Fill fill) {
+  // Those of the block's first steps whose weights are asked for before all else.
+  static __device__ int early(BlockwiseProblem const& p) {
     Share const share(p);
+    return share.first_tile < share.tiles ? min(share.steps, T::kEarlySteps) : 0;
+  }
+  template <class Fill>
+  static __device__ __forceinline__ void fill_early(BlockwiseProblem const& p, Fill fill) {
+    Share const share(p);
+    Place const place(p, share.first_tile);
     typename T::Ring at;
+#pragma unroll 1
+    for (int i = 0; i < early(p); ++i, at.advance()) {
+      fill(at, place, share.first_step + i, Parameters(p.kinds == T::kKinds, i, share.steps));
+    }
+  }
+  // Of each of the block's stages in turn, but for the first few: `fill` once it is empty.
+  template <class Fill>
+  static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseProblem const& p, int filled,
+                                                     Fill fill) {
+    Share const share(p);
+    typename T::Ring at{filled, 0};
     for (int tile = share.first_tile; tile < share.tiles; tile += share.stride) {
       Place const place(p, tile);
 #pragma unroll 1
-      for (int i = 0; i < share.steps; ++i) {
+      for (int i = filled; i < share.steps; ++i) {
         wait_for_barrier(shared.empty + at.stage * 8, at.phase ^ 1);
         fill(at, place, share.first_step + i, Parameters(p.kinds == T::kKinds, i, share.steps));
         at.advance();
       }
+      filled = 0;
     }
   }
 
   // What is absent stays what it was: a row or a token reaches its own sums only. (Of the weights' parameters it counts
   // and is read as zeros.)
-  static __device__ void copy_weights(Shared const& shared, BlockwiseSm90Params const& params) {
-    for_each_stage(shared, params.p, [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+  static __device__ __forceinline__ auto weights(Shared const& shared, BlockwiseSm90Params const& params) {
+    return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
       bool const is_last = place.first_n + T::kRows > params.p.n;
       expect_bytes(full, params.weights.boxes[is_last] * T::kRowBytes + parameters.lines() * T::kRows * 4);
@@ -72,12 +89,11 @@ struct BlockwiseSm90Copies {
         copy_box(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
                  step * params.p.kinds + parameters.source(line, params.p.kinds), full);
       }
-    });
+    };
   }
-
-  static __device__ void copy_tokens(Shared const& shared, BlockwiseSm90Params const& params) {
-    auto const& p = params.p;
-    for_each_stage(shared, p, [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+  static __device__ __forceinline__ auto tokens(Shared const& shared, BlockwiseSm90Params const& params) {
+    return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+      auto const& p = params.p;
       SharedAddress const full = shared.full + at.stage * 8;
       int const part_bytes = min(T::kTokens, p.padded_m - place.first_m) * 16;
       bool const is_last = place.first_m + T::kTokens > p.m;
@@ -91,7 +107,7 @@ struct BlockwiseSm90Copies {
         auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds);
         copy_bytes(to + line * T::kPlane, from + source * p.padded_m, part_bytes, full);
       }
-    });
+    };
   }
 };
 

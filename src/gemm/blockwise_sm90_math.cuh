@@ -141,8 +141,8 @@ struct BlockwiseSm90Math {
     multiply<Outer<T::kTokens / T::kScaleParts>>(factors.scales, planes_descriptor(tokens, 0), block.scales, false);
   }
 
-  // Starts a block's products, the first of their scales, and what is added to the sums. The other group goes next: it
-  // adds up while this one's are under way.
+  // Starts a block's products, the first of their scales, and what is added to the sums. Where there are turns the
+  // other group goes next: it adds up while this one's are under way.
   static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, bool are_added,
                                                Share const& of, Ring const& at) {
     auto const weights = of.weights + at.stage * (T::kWeights >> 4);
@@ -150,7 +150,7 @@ struct BlockwiseSm90Math {
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
     fence(block.products, block.scales, sums, factors.scales, factors.added);
     if constexpr (T::kBits == 4) fence(factors.weights[0], factors.weights[1], factors.weights[2], factors.weights[3]);
-    wait_for_turn(of.group);
+    if constexpr (T::kTakesTurns) wait_for_turn(of.group);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
@@ -170,7 +170,7 @@ struct BlockwiseSm90Math {
       multiply<Outer<T::kTokens>>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true);
       cute::warpgroup_commit_batch();
     }
-    pass_turn(of.group);
+    if constexpr (T::kTakesTurns) pass_turn(of.group);
   }
 
   // Waits for what was begun and adds up.

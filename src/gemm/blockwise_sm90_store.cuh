@@ -2,9 +2,9 @@
 
 // The end of blockwise_sm90.cuh: sums of D^T in wgmma's layout become rows of D.
 
-#include "core/cluster.cuh"
 #include "core/device_code.cuh"
 #include "gemm/blockwise_sm90_copies.cuh"
+#include "gemm/blockwise_sm90_exchange.cuh"
 #include "gemm/shared_loads.cuh"
 #include "gemm/tma.cuh"
 
@@ -26,7 +26,7 @@ class BlockwiseSm90Store {
         lane_(threadIdx.x % 32) {}
 
   __device__ void store(Sums const& sums, Place const& place) const {
-    if (gridDim.y > 1) return store_together(sums, place);
+    if (gridDim.y > 1) return BlockwiseSm90Exchange<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
     if (!params_.stores_boxes) return store_rows(sums, place);
     if (params_.p.dtype == DType::kFloat16) {
       store_boxes<__half>(sums, place);
@@ -122,22 +122,6 @@ class BlockwiseSm90Store {
       wait_for_group();
       T::Finish::store(params_.p, mine, place.first_m + chunk * T::kChunk, place.first_n + group_ * T::kGroupRows);
     }
-  }
-
-  // Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each.
-  __device__ void store_together(Sums const& sums, Place const& place) const {
-    asm volatile("bar.sync 1, %0;" ::"n"(T::kGroups * T::kGroupThreads)
-                 : "memory");  // the ring makes room for the sums
-#pragma unroll
-    for (int i = 0; i < T::kTokens / 2; ++i) {
-      int const token = i / 4 * 8 + 2 * (lane_ % 4) + i % 2;
-      int const row = group_ * T::kGroupRows + 16 * warp_ + i / 2 % 2 * 8 + lane_ / 4;
-      shared_.all_sums[token * T::ClusterFinish::kPitch + row] = sums[i];
-    }
-    wait_for_cluster();
-    T::ClusterFinish::store_of_cluster(params_.p, shared_.all_sums, place.first_m, place.first_n, blockIdx.y,
-                                       gridDim.y);
-    wait_for_cluster();  // others may still read this block's sums
   }
 
   BlockwiseSm90Params const& params_;

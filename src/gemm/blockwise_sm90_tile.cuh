@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/async_copy.cuh"
+#include "core/target.h"
 #include "gemm/blockwise_finish.cuh"
 #include "gemm/blockwise_problem.h"
 
@@ -28,16 +29,20 @@ struct BlockwiseSm90Tile {
   static constexpr int kRows = 128;  // of the weight, a tile
   static constexpr int kStep = 128;  // values of K, a stage: one block
   static constexpr int kGroups = 2, kGroupThreads = 128, kGroupRows = kRows / kGroups;
-  static constexpr int kThreads = (1 + kGroups) * kGroupThreads;
   static constexpr int kKinds = 3;  // of parameters
   // In how many goes the sums' scales are made: weights that a thread unpacks leave no registers for all of them.
   // There ptxas serialises wgmma (C7515) unless offsets are added with every block.
   static constexpr int kScaleParts = kBits == 4 && kTokens == 128 ? 2 : 1;
   static constexpr bool kAddsAlways = kScaleParts > 1;
 
-  // The registers that 384 threads begin with, shared out anew: asked for more than those, a block waits for ever.
-  static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 65536 / kThreads / 8 * 8;
-  static_assert((kCopyRegisters + kGroups * kProductRegisters) * kGroupThreads <= kFirstRegisters * kThreads);
+  // With sums of more than 64 tokens a thread wants more than the registers that 384 threads begin with, which are
+  // shared out anew: asked for more than those, a block waits for ever. With fewer, neither that nor turns (see
+  // BlockwiseSm90Math) are worth their time: 3 to 7 % of 64 tokens (online-quant-few.json).
+  static constexpr bool kIsNarrow = kTokens <= 64, kSharesRegisters = !kIsNarrow, kTakesTurns = !kIsNarrow;
+  static constexpr int kCopyWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kCopyWarps * 32;
+  static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 168;
+  static_assert(!kSharesRegisters ||
+                (kCopyRegisters + kGroups * kProductRegisters) * kGroupThreads <= kFirstRegisters * kThreads);
   static constexpr int kFullArrivals = 2, kEmptyArrivals = kGroups * kGroupThreads / 32;
 
   static constexpr int kRowBytes = kStep * kBits / 8;  // of the weight
@@ -55,24 +60,26 @@ struct BlockwiseSm90Tile {
   static constexpr int kGroupSlots =
       (std::max(kSlots * kSlotBytes, Finish::kSharedBytes) + kAlignment - 1) / kAlignment * kAlignment;
   static_assert(kLine == 128 && kWeights % kAlignment == 0 && kValues % kAlignment == 0);
-  static constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
+  static constexpr int kMaxStages = 8, kBarrierBytes = (2 * kMaxStages + 1) * 8;
   static constexpr int kFixedBytes = kGroups * kGroupSlots + kBarrierBytes + kAlignment;
   static constexpr int kSharedOfSm90 = 232448;
   static constexpr int kStages = std::min((kSharedOfSm90 - kFixedBytes) / kStageBytes, kMaxStages);
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 3);
+  static constexpr int kEarlySteps = 2;  // whose weights are asked for before all else
   using Ring = BlockwiseRing<kStages>;
 
-  // Where blocks of a cluster share K, their sums take the place of the ring.
-  using ClusterFinish = BlockwiseFinish<kTokens, kRows, 1, kGroups * kGroupThreads, 4>;
-  static_assert(ClusterFinish::kSharedBytes <= kStages * (kWeights + kValues));
+  // Where blocks of a cluster share K, sums of a block's eights of the tokens, a vector a lane, take the ring's place:
+  // those of all blocks, of as many eights as any block finishes.
+  static constexpr int kEights = kTokens / 8, kMathWarps = kGroups * kGroupThreads / 32;
+  static constexpr int kVectors = kMathWarps * 32 * 16;  // bytes
+  static_assert((kEights + kMaxCluster - 1) * kVectors <= kStages * (kWeights + kValues));
 
   // Addresses of the first stage's parts, of which the others' follow.
   struct Shared {
     SharedAddress weights, values, parts, weight_parameters;
-    SharedAddress full, empty;
+    SharedAddress full, empty, received;
     unsigned char* slots;  // of what leaves, a group's after the other's
-    float* all_sums;       // of the tile, in place of the ring
 
     __device__ explicit Shared(unsigned char* base) {
       SharedAddress const raw = shared_address(base);
@@ -85,7 +92,7 @@ struct BlockwiseSm90Tile {
       weight_parameters = parts + kStages * kTokenParts;
       full = weight_parameters + kStages * kWeightParameters;
       empty = full + kMaxStages * 8;
-      all_sums = reinterpret_cast<float*>(ring);
+      received = empty + kMaxStages * 8;
     }
   };
 

@@ -32,6 +32,11 @@ __device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 pair)
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair.x), "f"(pair.y) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(SharedAddress to, float4 const& four) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w)
+               : "memory");
+}
+
 // SM90: four 8 x 8 matrices of 16 bits whose columns become rows of 16 bytes. A thread has two neighbours of row
 // lane / 4 of each; lane l says where column l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void store_transposed(SharedAddress to, unsigned const (&matrices)[4]) {

@@ -40,6 +40,11 @@ inline constexpr std::array kRules{
     Rule{64, 8192, 3},  Rule{64, kAny, 4},  Rule{128, 2560, 7},  Rule{128, 4096, 3},
     Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
+// What SM90 takes of these before that, by few tokens (online-quant-few-sweep.json: blocks of 128, and 8 and 4 bits).
+inline constexpr std::array kSm90FewRules{
+    Rule{16, 1536, 0}, Rule{16, kAny, 1}, Rule{32, 1536, 1}, Rule{32, 2560, 2},
+    Rule{32, 4096, 1}, Rule{32, kAny, 2}, Rule{64, 2560, 1},
+};
 
 // SM75: one stage in shared memory (blockwise_sm75.cuh). Reasoned from a T4's bytes in flight and the 64 bytes a clock
 // of its shared memory, never timed on one.
@@ -55,25 +60,31 @@ inline constexpr std::array kSm75Rules{
     Rule{16, 2560, 0}, Rule{16, kAny, 1}, Rule{32, kAny, 2}, Rule{64, kAny, 3}, Rule{256, 2560, 4}, Rule{kAny, kAny, 5},
 };
 
-// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the ns of a block of K. H200, 2026-11-22, from what a
-// further wave of 4096 x 4096 took (online-quant-tiles.json), 80 and 112 beside 128 (quantisers-behind-products.json).
+// SM90, blocks of 128: tokens of a tile (of 128 weight rows), and the ns of a block of K. Fitted with the numbers below
+// to sweeps of eleven layers by 33 to 1024 tokens (online-quant-few-sweep.json of an H200 and an H100, 2026-11-26): the
+// tile that they name takes 0.2 and 0.4 % more than the fastest in the mean, 8 and 13 at most.
 inline constexpr int kSm90Group = 128;
 inline constexpr std::array kSm90Tiles8{
-    BlockwiseSm90Config{64, 372},  BlockwiseSm90Config{80, 432},  BlockwiseSm90Config{96, 472},
-    BlockwiseSm90Config{112, 540}, BlockwiseSm90Config{128, 584},
+    BlockwiseSm90Config{64, 366},  BlockwiseSm90Config{80, 415},  BlockwiseSm90Config{96, 460},
+    BlockwiseSm90Config{112, 512}, BlockwiseSm90Config{128, 552},
 };
 inline constexpr std::array kSm90Tiles4{
-    BlockwiseSm90Config{64, 394},  BlockwiseSm90Config{80, 448},  BlockwiseSm90Config{96, 500},
-    BlockwiseSm90Config{112, 596}, BlockwiseSm90Config{128, 656},
+    BlockwiseSm90Config{64, 387},  BlockwiseSm90Config{80, 446},  BlockwiseSm90Config{96, 485},
+    BlockwiseSm90Config{112, 541}, BlockwiseSm90Config{128, 598},
 };
 constexpr auto const& sm90_tiles(int bits) { return bits == 8 ? kSm90Tiles8 : kSm90Tiles4; }
-// What a tile takes beside its blocks of K, and what each further block of a cluster adds.
-inline constexpr int kSm90TileNs = 1000, kSm90SplitNs = 1400;
-// From how many tokens on these serve weights of so many rows and columns: with fewer, bytes are all the time there is.
+// What a tile takes beside its blocks of K, a token; what sending its sums to the blocks of a cluster adds, a token, and
+// each of those blocks.
+inline constexpr int kSm90TokenNs = 12, kSm90SentTokenNs = 20, kSm90SplitNs = 100;
+// From how many tokens on these serve weights of so many rows and columns, of 8 bits and of 4: with fewer, bytes are all
+// the time there is. The first rule that takes the weight.
 struct Sm90Rule {
   int n_max, k_max;
-  int min_tokens;
+  int min_tokens8, min_tokens4;
 };
-inline constexpr std::array kSm90Rules{Sm90Rule{2560, 4096, 65}, Sm90Rule{kAny, 8191, 33}, Sm90Rule{kAny, kAny, 17}};
+inline constexpr std::array kSm90Rules{
+    Sm90Rule{2560, 2560, 65, 65},  Sm90Rule{12288, 6143, 33, 33}, Sm90Rule{2560, 8192, 17, 17},
+    Sm90Rule{12288, 8192, 33, 33}, Sm90Rule{kAny, 8192, 1, 17},   Sm90Rule{kAny, kAny, 1, 1},
+};
 
 }  // namespace epiloq::ops::online_quant_mm

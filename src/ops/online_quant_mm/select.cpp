@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <sstream>
 
 #include "epiloq/error.h"
@@ -28,14 +29,15 @@ static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most
 
 static_assert(kSm90Rules.back().n_max == kAny && kSm90Rules.back().k_max == kAny);
 
-// The first rule that takes the problem and whose tile fits the device.
+// By the first rule that takes the problem and whose tile fits the device.
 template <class Tiles, class Rules>
-Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
+std::optional<Choice> mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p,
+                                 Target const& t) {
   for (Rule const& rule : rules) {
     bool const fits = tiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
-    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return {family, rule.tile};
+    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return Choice{family, rule.tile};
   }
-  return {Family::kStaged, 0};
+  return std::nullopt;
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -52,8 +54,9 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
       std::int64_t const at_once = std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
       // Clusters have one tile each, and others than the first would begin anew.
       if (split > 1 && count > at_once) break;
-      std::int64_t const of_tile = ceil_div(steps, split) * tiles[row].step_ns + kSm90TileNs;
-      std::int64_t const time = ceil_div(count, at_once) * of_tile + (split - 1) * kSm90SplitNs;
+      std::int64_t const of_tile = ceil_div(steps, split) * tiles[row].step_ns + tiles[row].tokens * kSm90TokenNs;
+      std::int64_t const shared = split > 1 ? tiles[row].tokens * kSm90SentTokenNs + (split - 1) * kSm90SplitNs : 0;
+      std::int64_t const time = ceil_div(count, at_once) * of_tile + shared;
       if (time < least) best = {Family::kSm90, row, split}, least = time;
     }
   }
@@ -63,7 +66,7 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
 bool suits_sm90(OnlineQuantProblem const& p) {
   auto const* const rule =
       std::ranges::find_if(kSm90Rules, [&](Sm90Rule const& r) { return p.n <= r.n_max && p.k <= r.k_max; });
-  return p.m >= rule->min_tokens;
+  return p.m >= (p.bits == 8 ? rule->min_tokens8 : rule->min_tokens4);
 }
 
 }  // namespace
@@ -73,9 +76,12 @@ bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGrou
 Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
   if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && suits_sm90(p)) return sm90_choice(p, t);
-  return mma_choice(Family::kSm80, kTiles, kRules, p, t);
+  std::optional<Choice> choice;
+  if (t.arch == Arch::kSm75) choice = mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
+  if (t.arch == Arch::kSm90) choice = mma_choice(Family::kSm80, kTiles, kSm90FewRules, p, t);
+  if (t.arch != Arch::kSm75 && !choice) choice = mma_choice(Family::kSm80, kTiles, kRules, p, t);
+  return choice.value_or(Choice{Family::kStaged, 0});
 }
 
 std::string describe(Choice const& choice, OnlineQuantProblem const& p) {

@@ -291,7 +291,7 @@ template <class T>
 void launch_typed(Problem const& p, Stream stream) {
   Aligned const aligned(p, sizeof(T));
   if (launch_few_lanes<T, 2, 2>(p, aligned, stream) || launch_few_lanes<T, 4, 2>(p, aligned, stream) ||
-      launch_few_lanes<T, 4, 4>(p, aligned, stream)) {
+      launch_few_lanes<T, 8, 2>(p, aligned, stream)) {
     return;
   }
   auto const by = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
