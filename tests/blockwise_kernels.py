@@ -18,7 +18,7 @@ def kernel(m: int, n: int, k: int, group: int, bits: int, arch: str) -> str:
 
 
 def tile(name: str) -> str:
-    return name.split(", K over")[0]
+    return name.split(", K ")[0]
 
 
 def some(size: int, count: int) -> Tensor:

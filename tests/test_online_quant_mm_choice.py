@@ -35,6 +35,7 @@ def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
     names = {(m, n, k): kernel(m, n, k, 128, bits, "sm90") for m, n, k in shapes}
     shared = {shape for shape, name in names.items() if "K over clusters" in name}
     assert (64, 4096, 4096) in shared and (2050, 16384, 4096) not in shared
+    assert any("K of the last wave over" in name for name in names.values())
     assert {tile(names[shape]) for shape in shared} == {tile(name) for name in names.values() if "wgmma" in name}
 
 
@@ -45,7 +46,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured(card: str, mean: float
     behind = []
     for row in rows:
         name = kernel(row["m"], row["n"], row["k"], 128, row["bits"], "sm90").split("blocks of 128 ")[1]
-        if name not in row["us"]:
+        if name not in row["us"]:  # an H200 has not been seen with a last wave that is shared
             continue
         behind.append(row["us"][name] / min(row["us"].values()))
         assert behind[-1] <= most, (name, row)

@@ -40,7 +40,8 @@ def test_float32_sums_of_wgmma_kernels(seed: int, bits: int, offset: bool) -> No
         assert ((out.double() - result).abs() <= limit).all(), (m, n, k)
 
 
-# Of SM90: each tile, more of them than there are SMs and shared by a cluster, and odd numbers of blocks along K.
+# Of SM90: each tile, more of them than there are SMs and shared by a cluster, odd numbers of blocks along K, and one
+# to three waves of which the last is shared.
 WGMMA_SHAPES = (
     (300, 300, 600),
     (70, 200, 2300),
@@ -56,6 +57,9 @@ WGMMA_SHAPES = (
     (128, 1900, 16400),
     (1, 300, 8320),
     (17, 260, 8320),
+    (300, 6100, 4000),
+    (512, 6144, 4100),
+    (250, 28600, 2300),
 )
 
 
@@ -64,7 +68,8 @@ def test_shapes_of_wgmma_reach_every_tile(bits: int) -> None:
     names = [kernel(*shape, 128, bits, "sm90") for shape in WGMMA_SHAPES]
     tiles = {f"128x{n}x128" for n in (64, 80, 96, 112, 128)}
     for shared in (False, True):
-        assert {tile(name).split()[-1] for name in names if ("clusters" in name) == shared} == tiles, shared
+        assert {tile(name).split()[-1] for name in names if ("K over" in name) == shared} == tiles, shared
+    assert sum("K of the last wave over clusters of 2" in name for name in names) == 3
 
 
 @pytest.mark.gpu

@@ -23,7 +23,8 @@ struct BlockwiseProblem {
   std::int64_t stride_out;
   DType dtype;  // of bias and out
   float lo, hi;
-  int split = 1;  // blocks of a cluster that share K, on SM90
+  // On SM90: how many blocks of a cluster share K, and so many of the first tiles whose K they do not share.
+  int split = 1, whole = 0;
 
   bool operator==(BlockwiseProblem const&) const = default;
 };

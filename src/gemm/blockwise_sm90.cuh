@@ -2,9 +2,9 @@
 
 // The product of blockwise.cuh for SM90 and blocks of 128, for many tokens: weights first, so that D^T is computed.
 //
-// A thread block stays on its SM and takes tile after tile of 128 weight rows; where there are few tiles the blocks of
-// a cluster share K. Two threads copy with TMA into a ring of stages of one block of K each; two groups of four warps
-// multiply 64 weight rows each with wgmma, and unpack those of 4 bits first.
+// A thread block stays on its SM and takes tile after tile of 128 weight rows; where there are few tiles, or few are
+// left for the last wave, the blocks of a cluster share K. Two threads copy with TMA into a ring of stages of one block
+// of K each; two groups of four warps multiply 64 weight rows each with wgmma, and unpack those of 4 bits first.
 //
 // What costs time is not int8 products but de-quantising their sums: a conversion and three multiply-adds each, and
 // two loads of a token's parameters, whose way from shared memory to registers is as wide as a warp. So tensor cores
@@ -50,10 +50,10 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   BlockwiseSm90Store<T> const store(params, shared, group);
   typename T::Ring at;
   if (T::kTakesTurns && group == 1) Math::pass_turn(group);
-  for (int tile = share.first_tile; tile < share.tiles; tile += share.stride) {
+  for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
     float sums[Math::kSums] = {};
-    Math::sum(sums, of, at, share.steps);
-    store.store(sums, typename T::Place(params.p, tile));
+    Math::sum(sums, of, at, share.steps(tile));
+    store.store(sums, typename T::Place(params.p, tile), share.is_shared(tile));
   }
   store.finish();
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void start(BlockwiseSm90Params const& params, typenam
     }
     cutlass::arch::fence_barrier_init();
     BlockwiseSm90Copies<T>::fill_early(params.p, BlockwiseSm90Copies<T>::weights(shared, params));
-    if (gridDim.y > 1) BlockwiseSm90Exchange<T>::expect(shared);
+    if (typename T::Share(params.p).has_shared()) BlockwiseSm90Exchange<T>::expect(shared);
   }
   __syncwarp();
 }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, t
     wait_for_previous_kernel();
     Copies::fill_others(shared, params.p, 0, Copies::tokens(shared, params));
   }
-  if (gridDim.y == 1) return;
+  if (!typename T::Share(params.p).has_shared()) return;
   __syncwarp();
   say_ready();  // where the others do
   wait_for_ready();
@@ -124,7 +124,8 @@ struct BlockwiseSm90Gemm {
     thread_local ParamsCache<BlockwiseProblem, BlockwiseSm90Params> cache;
     auto const& params =
         cache.get(cache_key(p.a, p.b, p.out), p, device, [&] { return BlockwiseSm90Copies<T>::params_of(p); });
-    int const blocks = p.split > 1 ? T::tiles(p) : std::min(T::tiles(p), device_properties(device).sm_count);
+    int const at_once = device_properties(device).sm_count / p.split, tiles = T::tiles(p);
+    int const blocks = p.split > 1 && p.whole == 0 ? tiles : std::min(tiles, at_once);
     cuda_check(launch_dependent_clusters(kernel, dim3(blocks, p.split), dim3(1, p.split), T::kThreads, T::kSharedBytes,
                                          stream, params),
                "launching epiloq.online_quant_mm");

@@ -44,16 +44,17 @@ struct BlockwiseSm90Copies {
   // Those of the block's first steps whose weights are asked for before all else.
   static __device__ int early(BlockwiseProblem const& p) {
     Share const share(p);
-    return share.first_tile < share.tiles ? min(share.steps, T::kEarlySteps) : 0;
+    return share.first() < share.tiles ? min(share.steps(share.first()), T::kEarlySteps) : 0;
   }
   template <class Fill>
   static __device__ __forceinline__ void fill_early(BlockwiseProblem const& p, Fill fill) {
     Share const share(p);
-    Place const place(p, share.first_tile);
+    int const tile = share.first();
+    Place const place(p, tile);
     typename T::Ring at;
 #pragma unroll 1
     for (int i = 0; i < early(p); ++i, at.advance()) {
-      fill(at, place, share.first_step + i, Parameters(p.kinds == T::kKinds, i, share.steps));
+      fill(at, place, share.first_step(tile) + i, Parameters(p.kinds == T::kKinds, i, share.steps(tile)));
     }
   }
   // Of each of the block's stages in turn, but for the first few: `fill` once it is empty.
@@ -62,12 +63,13 @@ struct BlockwiseSm90Copies {
                                                      Fill fill) {
     Share const share(p);
     typename T::Ring at{filled, 0};
-    for (int tile = share.first_tile; tile < share.tiles; tile += share.stride) {
+    for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
       Place const place(p, tile);
+      int const first_step = share.first_step(tile), steps = share.steps(tile);
 #pragma unroll 1
-      for (int i = filled; i < share.steps; ++i) {
+      for (int i = filled; i < steps; ++i) {
         wait_for_barrier(shared.empty + at.stage * 8, at.phase ^ 1);
-        fill(at, place, share.first_step + i, Parameters(p.kinds == T::kKinds, i, share.steps));
+        fill(at, place, first_step + i, Parameters(p.kinds == T::kKinds, i, steps));
         at.advance();
       }
       filled = 0;

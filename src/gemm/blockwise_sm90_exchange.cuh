@@ -1,6 +1,6 @@
 #pragma once
 
-// The end of blockwise_sm90.cuh where the blocks of a cluster share K, and have a tile each: the n-th eight of the
+// The end of a tile of blockwise_sm90.cuh whose K the blocks of a cluster share, their last one: the n-th eight of the
 // tokens is block n % split's, to which the others send their sums of it.
 
 #include "core/cluster.cuh"

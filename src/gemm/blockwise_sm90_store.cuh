@@ -25,8 +25,8 @@ class BlockwiseSm90Store {
         warp_(uniform(threadIdx.x / 32 % 4)),
         lane_(threadIdx.x % 32) {}
 
-  __device__ void store(Sums const& sums, Place const& place) const {
-    if (gridDim.y > 1) return BlockwiseSm90Exchange<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
+  __device__ void store(Sums const& sums, Place const& place, bool is_shared) const {
+    if (is_shared) return BlockwiseSm90Exchange<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
     if (!params_.stores_boxes) return store_rows(sums, place);
     if (params_.p.dtype == DType::kFloat16) {
       store_boxes<__half>(sums, place);

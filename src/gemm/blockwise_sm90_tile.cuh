@@ -123,15 +123,30 @@ struct BlockwiseSm90Tile {
     return token_tiles(p) * ((p.n + kRows - 1) / kRows);
   }
 
-  // Of a thread block: its tiles, and of their blocks along K those that it has among the blocks of its cluster.
+  // Of a thread block: whole tiles, and last one whose K its cluster shares, where there is one.
   struct Share {
-    int first_tile, tiles, stride, first_step, steps;
+    int tiles, whole, shared;  // `shared`: that one, or from `tiles` on
+    int all;                   // blocks of K
+
     __device__ explicit Share(BlockwiseProblem const& p)
-        : first_tile(blockIdx.x), tiles(BlockwiseSm90Tile::tiles(p)), stride(gridDim.x) {
-      int const all = p.k / kStep, rank = blockIdx.y, split = gridDim.y;
-      first_step = rank * all / split;
-      steps = (rank + 1) * all / split - first_step;
+        : tiles(BlockwiseSm90Tile::tiles(p)),
+          whole(gridDim.y == 1 ? tiles : p.whole),
+          shared(whole + blockIdx.x),
+          all(p.k / kStep) {}
+    __device__ bool has_shared() const { return shared < tiles; }
+    __device__ bool is_shared(int tile) const { return tile >= whole; }
+    // While it is below `tiles`.
+    __device__ int first() const { return whole_or_shared(blockIdx.x * gridDim.y + blockIdx.y); }
+    __device__ int after(int tile) const {
+      return is_shared(tile) ? tiles : whole_or_shared(tile + gridDim.x * gridDim.y);
     }
+    __device__ int first_step(int tile) const { return is_shared(tile) ? blockIdx.y * all / gridDim.y : 0; }
+    __device__ int steps(int tile) const {
+      return is_shared(tile) ? (blockIdx.y + 1) * all / gridDim.y - first_step(tile) : all;
+    }
+
+   private:
+    __device__ int whole_or_shared(int tile) const { return tile < whole ? tile : shared; }
   };
 };
 

@@ -155,6 +155,7 @@ void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Choice con
   work.gemm.a = work.quantise.q;
   work.gemm.a_parameters = work.quantise.scale;
   work.gemm.split = choice.split;
+  work.gemm.whole = choice.whole;
   if (!staged) return;
   work.products = workspace.products->as<std::int32_t>();
   work.sums = workspace.sums->as<float>();

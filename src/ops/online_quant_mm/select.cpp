@@ -42,23 +42,36 @@ std::optional<Choice> mma_choice(Family family, Tiles const& tiles, Rules const&
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The tile, and the blocks of a cluster that share its K, with which all are done first.
+// What a tile of so many blocks of K takes, and what adds to it that so many blocks share it.
+std::int64_t time_of(BlockwiseSm90Config const& tile, std::int64_t steps, int split) {
+  std::int64_t const sent = split > 1 ? tile.tokens * kSm90SentTokenNs + (split - 1) * kSm90SplitNs : 0;
+  return ceil_div(steps, split) * tile.step_ns + tile.tokens * kSm90TokenNs + sent;
+}
+
+std::int64_t at_once(int split, Target const& t) {
+  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
+}
+
+// The tile, and the blocks of a cluster that share its K, or that of the last wave's, with which all are done first.
 Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   auto const& tiles = sm90_tiles(p.bits);
   std::int64_t const steps = ceil_div(p.k, kSm90Group), most = std::min<std::int64_t>(steps, kMaxCluster);
   Choice best{};
   std::int64_t least = INT64_MAX;
+  auto const consider = [&](Choice const& choice, std::int64_t time) {
+    if (time < least) best = choice, least = time;
+  };
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-    std::int64_t const count = ceil_div(p.m, tiles[row].tokens) * ceil_div(p.n, 128);
-    for (int split = 1; split <= most; ++split) {
-      std::int64_t const at_once = std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
-      // Clusters have one tile each, and others than the first would begin anew.
-      if (split > 1 && count > at_once) break;
-      std::int64_t const of_tile = ceil_div(steps, split) * tiles[row].step_ns + tiles[row].tokens * kSm90TokenNs;
-      std::int64_t const shared = split > 1 ? tiles[row].tokens * kSm90SentTokenNs + (split - 1) * kSm90SplitNs : 0;
-      std::int64_t const time = ceil_div(count, at_once) * of_tile + shared;
-      if (time < least) best = {Family::kSm90, row, split}, least = time;
+    auto const& tile = tiles[row];
+    std::int64_t const count = ceil_div(p.m, tile.tokens) * ceil_div(p.n, 128), blocks = at_once(1, t);
+    consider({Family::kSm90, row}, ceil_div(count, blocks) * time_of(tile, steps, 1));
+    for (int split = 2; split <= most; ++split) {
+      if (count <= at_once(split, t)) consider({Family::kSm90, row, split}, time_of(tile, steps, split));
     }
+    std::int64_t const rest = count % blocks, waves = count / blocks, pairs = at_once(2, t);
+    if (steps < 2 || waves == 0 || waves > kSm90MostWaves || rest == 0 || rest > pairs || 2 * pairs != blocks) continue;
+    consider({Family::kSm90, row, 2, static_cast<int>(count - rest)},
+             waves * time_of(tile, steps, 1) + time_of(tile, steps, 2) + kSm90LastWaveNs);
   }
   return best;
 }
@@ -94,7 +107,8 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
   operands << " w" << p.bits << "a8 blocks of " << p.group_size << ' ';
   if (choice.family == Family::kSm90) {
     text << "sm90 wgmma" << operands.str() << "swap 128x" << sm90_tiles(p.bits)[choice.row].tokens << "x128";
-    if (choice.split > 1) text << ", K over clusters of " << choice.split;
+    if (choice.split > 1)
+      text << ", K" << (choice.whole > 0 ? " of the last wave" : "") << " over clusters of " << choice.split;
     return text.str();
   }
   bool const sm75 = choice.family == Family::kSm75;

@@ -15,6 +15,7 @@ struct Choice {
   Family family;
   int row;        // of the family's table in configs.h
   int split = 1;  // blocks of a cluster that share K
+  int whole = 0;  // of the first tiles, so many whose K they do not share
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);
