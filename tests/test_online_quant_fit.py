@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from blockwise_kernels import kernel
 from online_quant_fit import CONFIGS, NAMES, SWEEPS, Row, Times, behind, candidates, choose, fit
+from sweeps import sweep
 
 SHAPES = list(itertools.product((1, 33, 64, 65, 96, 100, 128, 250, 512, 1000, 4100), (300, 4096, 6100, 28672)))
 
@@ -47,6 +47,6 @@ def test_a_fit_finds_the_numbers_that_times_were_made_of(seed: int, now: Times) 
 
 
 def test_a_fit_of_the_sweeps_is_no_worse_than_what_serves(now: Times) -> None:
-    rows = [row for path in SWEEPS for row in json.loads(path.read_text())["rows"] if row["m"] >= 33]
+    rows = [row for path in SWEEPS for row in sweep(path) if row["m"] >= 33]
     before, after = (np.mean([behind(row, times) for row in rows]) for times in (now, fit(rows, now)))
     assert len(rows) > 400 and before < 1.006 and after < before + 0.002

@@ -7,19 +7,19 @@ timed on an H100, those of 4 to 16 on an H200 too.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 import epiloq
 from epiloq import _core
+from sweeps import sweep
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
 # What memory's clock and width amount to.
@@ -64,12 +64,6 @@ def name_in_sweep(explained: str) -> str:
         teams //= ways
         name = f"wgmma {teams},{ways},{rows // teams // 64},{tokens}" + (",r" if found[5] else "")
     return f"{name} split {split}" if split else name
-
-
-def sweep(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        pytest.skip("results of benchmarks are in the checkout only")
-    return cast(list[dict[str, Any]], json.loads(path.read_text())["sweep"])
 
 
 def measured() -> Iterator[dict[str, Any]]:

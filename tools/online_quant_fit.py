@@ -2,11 +2,11 @@
 
     python tools/online_quant_fit.py [benchmarks/results/nvidia-h200/2026-11-26-online-quant-few-sweep.json ...]
 
-Of a sweep's rows, {"bits", "n", "k", "m", "us": {tile as explain calls it: microseconds}}. What select.cpp says a tile
-takes is a sum of numbers of src/ops/online_quant_mm/configs.h, each so many times: `Candidate.counts` are those times,
-and tests/test_online_quant_fit.py holds them to explain. So a fit is least squares on lines; a problem's own constant
-(the pass that quantises, the launch) falls out, as only what its tiles differ by counts. Slower tiles count less, as
-they are not chosen.
+A file's "sweep" has rows {"bits", "n", "k", "m", "us": {tile as explain calls it: microseconds}}. What select.cpp says
+a tile takes is a sum of numbers of src/ops/online_quant_mm/configs.h, each so many times: `Candidate.counts` are those
+times, and tests/test_online_quant_fit.py holds them to explain. So a fit is least squares on lines; a problem's own
+constant (the pass that quantises, the launch) falls out, as only what its tiles differ by counts. Slower tiles count
+less, as they are not chosen.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("sweeps", nargs="*", type=Path, default=SWEEPS)
     parser.add_argument("--from-tokens", type=int, default=33, help="problems of fewer are left out [33]")
     arguments = parser.parse_args()
-    rows = [row for path in arguments.sweeps for row in json.loads(path.read_text())["rows"]]
+    rows = [row for path in arguments.sweeps for row in json.loads(path.read_text())["sweep"]]
     rows = [row for row in rows if row["m"] >= arguments.from_tokens]
     now = Times.of_configs(CONFIGS.read_text())
     fitted = fit(rows, now)
