@@ -8,7 +8,6 @@ timed on an H100, those of 4 to 16 on an H200 too.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 import epiloq
 from epiloq import _core
 from sweeps import sweep
+from weight_only_sweep import name_in_sweep
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
 # What memory's clock and width amount to.
@@ -31,39 +31,9 @@ CHANGED = range(3, 65)
 # Newest first, and from how many tokens on.
 SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 65, "2026-11-22-weight-only-ways": 65}
 
-# Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
-# src/ops/weight_only_mm/configs.h.
-BLOCKS = {
-    **{"4,16,2": 1, "4,8,3": 2, "7,4,3": 1, "7,4,2": 2, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
-    **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},
-}
-
-STREAM = re.compile(r"stream (\d+) slabs of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
-RING = re.compile(r"ring (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
-WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
-
 
 def mean(ratios: list[float]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
-
-
-def name_in_sweep(explained: str) -> str:
-    """As in the sweeps: "stream slabs,warps,stages,blocks", "ring teams,ways along K,slabs,tokens", "wgmma warpgroups,
-    ways along K,blocks of rows,tokens"."""
-    kernel, _, split = explained.partition(", K over clusters of ")
-    if found := STREAM.fullmatch(kernel):
-        row = ",".join(found.groups()[:3])
-        name = f"stream {row},{BLOCKS[row]}" + (",d" if found[4] else "")
-    elif found := RING.fullmatch(kernel):
-        rows, tokens, warps, ways = map(int, found.groups())
-        name = f"ring {warps // ways},{ways},{rows * ways // warps // 16},{tokens}"
-    else:
-        found = WGMMA.fullmatch(kernel)
-        assert found, kernel
-        rows, tokens, teams, ways = (int(number or 1) for number in found.groups()[:4])
-        teams //= ways
-        name = f"wgmma {teams},{ways},{rows // teams // 64},{tokens}" + (",r" if found[5] else "")
-    return f"{name} split {split}" if split else name
 
 
 def measured() -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@
 Weights are cold in L2, replays of a CUDA graph. Percentages are of the read floor for the packed weight; every kernel's
 result is compared with the dense product first. At the end stands each family's mean over the shapes, with how often
 each of its rows was best. The times in times.h are fitted to what --json writes, of more layers than those of the
-benchmark (tests/test_weight_only_choice.py names the sweeps).
+benchmark (tests/test_weight_only_choice.py names the sweeps), by tools/weight_only_fit.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import argparse
 import itertools
 import json
 import math
+import re
 from collections import Counter, defaultdict
+from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,12 +44,42 @@ SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
 DENSE = "dense"
 
 
-def bind(case: Case, inputs: Inputs, kernel: Kernel) -> tuple[partial[bool], torch.Tensor]:
+# Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
+# src/ops/weight_only_mm/configs.h.
+BLOCKS = {
+    **{"4,16,2": 1, "4,8,3": 2, "7,4,3": 1, "7,4,2": 2, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
+    **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},
+}
+
+STREAM = re.compile(r"stream (\d+) slabs of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
+RING = re.compile(r"ring (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
+WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
+
+
+def name_in_sweep(explained: str) -> str:
+    """As in the sweeps: "stream slabs,warps,stages,blocks", "ring teams,ways along K,slabs,tokens", "wgmma warpgroups,
+    ways along K,blocks of rows,tokens"."""
+    kernel, _, split = explained.partition(", K over clusters of ")
+    if found := STREAM.fullmatch(kernel):
+        row = ",".join(found.groups()[:3])
+        name = f"stream {row},{BLOCKS[row]}" + (",d" if found[4] else "")
+    elif found := RING.fullmatch(kernel):
+        rows, tokens, warps, ways = map(int, found.groups())
+        name = f"ring {warps // ways},{ways},{rows * ways // warps // 16},{tokens}"
+    else:
+        found = WGMMA.fullmatch(kernel)
+        assert found, kernel
+        rows, tokens, teams, ways = (int(number or 1) for number in found.groups()[:4])
+        teams //= ways
+        name = f"wgmma {teams},{ways},{rows // teams // 64},{tokens}" + (",r" if found[5] else "")
+    return f"{name} split {split}" if split else name
+
+
+def arguments_of(case: Case, inputs: Inputs, kernel: Kernel) -> dict[str, Any]:
     variant = VARIANTS[case.variant]
-    numbers = (variant.bits, case.n, case.k, variant.group_size, -math.inf, math.inf)
-    out = inputs["x"].new_empty((case.m, case.n))
-    parts = (inputs["x"], inputs["q"], inputs["scale"], inputs.get("zero"), None, None)
-    return partial(_core.weight_only_mm, out, *parts, *numbers, kernel=kernel), out
+    numbers = {"bits": variant.bits, "n": case.n, "k": case.k, "group_size": variant.group_size}
+    parts = {"zero": None, "offset": None, "bias": None, "lo": -math.inf, "hi": math.inf, **inputs}
+    return {**parts, **numbers, "out": inputs["x"].new_empty((case.m, case.n)), "kernel": kernel}
 
 
 def candidates(m: int, families: list[str], splits: list[int]) -> list[Kernel]:
@@ -62,24 +95,27 @@ def candidates(m: int, families: list[str], splits: list[int]) -> list[Kernel]:
 
 def sweep(
     case: Case, kernels: list[Kernel], timer: CudaTimer, floor: ReadFloor, generator: torch.Generator
-) -> dict[Kernel, float]:
+) -> tuple[dict[Kernel, float], dict[Kernel, str]]:
+    """Microseconds, and what kernels are called."""
     sets, _ = rotate(OPERATION.inputs(case, generator), cache_bytes(generator.device))
     nbytes = sum(tensor.nbytes for tensor in sets[0].values())
     dense = OPERATION.peers["dense"](case, sets).calls
     reference = dense[0]()
     assert isinstance(reference, torch.Tensor)
     times: dict[Kernel, float] = {}
+    names: dict[Kernel, str] = {}
     for kernel in kernels:
         try:
-            bound = [bind(case, inputs, kernel) for inputs in sets]
-            bound[0][0]()
+            calls = [arguments_of(case, inputs, kernel) for inputs in sets]
+            _core.weight_only_mm(**calls[0])
         except ValueError:
             continue
-        error = float((bound[0][1] - reference).float().norm() / reference.float().norm())
+        error = float((calls[0]["out"] - reference).float().norm() / reference.float().norm())
         if not error < 0.02:
             print(f"    WRONG by {error:.3f}: {kernel}")
             continue
-        times[kernel] = kernel_us(timer, [call for call, _ in bound])
+        times[kernel] = kernel_us(timer, [partial(_core.weight_only_mm, **call) for call in calls])
+        names[kernel] = _core.explain_weight_only_mm(**calls[0])
     own = kernel_us(timer, OPERATION.bind(case, sets).calls)
     chosen = epiloq.explain("weight_only_mm", m=case.m, n=case.n, k=case.k, bits=VARIANTS[case.variant].bits)
     lowest = floor.us(nbytes)
@@ -91,7 +127,14 @@ def sweep(
     for kernel in sorted(times, key=times.__getitem__)[:6]:
         family, row, split = kernel
         print(f"    {times[kernel]:7.1f} us {100 * lowest / times[kernel]:3.0f} %  {family} {row} split {split}")
-    return {**times, (DENSE, 0, 1): kernel_us(timer, dense)}
+    return {**times, (DENSE, 0, 1): kernel_us(timer, dense)}, names
+
+
+def row_of(case: Case, times: dict[Kernel, float], names: dict[Kernel, str]) -> dict[str, Any]:
+    """As records have it; the dense product apart, as it is no kernel, and without those of other architectures."""
+    named = {name_in_sweep(names[kernel]): us for kernel, us in times.items() if kernel[0] not in (DENSE, "tiled")}
+    problem = {"bits": VARIANTS[case.variant].bits, "n": case.n, "k": case.k, "m": case.m}
+    return {**problem, "us": named, DENSE: times[DENSE, 0, 1]}
 
 
 def mean(values: list[float]) -> float:
@@ -120,23 +163,29 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4,8,16,32,64,128,256,512")
     parser.add_argument("--families", default=",".join(TILES))
     parser.add_argument("--splits", default="1,2,3,4,5,6,7,8")
-    parser.add_argument("--json", type=Path, help="all times: [M, N, K, family, row, split, microseconds]")
+    parser.add_argument("--json", type=Path, help="all times, by problem and name_in_sweep's names")
     arguments = parser.parse_args()
     device, timer = torch.device("cuda"), CudaTimer()
     floor = measure_read_floor(device, timer)
     generator = torch.Generator(device).manual_seed(0)
     splits = [int(split) for split in arguments.splits.split(",")]
     found: dict[int, list[dict[Kernel, float]]] = defaultdict(list)
-    measured: list[tuple[int, int, int, str, int, int, float]] = []
+    rows: list[dict[str, Any]] = []
+    record = {
+        "what": f"weight_only_mm's kernels by themselves, {arguments.variant}, by tools/weight_only_sweep.py:"
+        " microseconds.",
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(device),
+        "sweep": rows,
+    }
     for shape, tokens in itertools.product(arguments.shapes.split(","), arguments.tokens.split(",")):
         n, k = map(int, shape.split("x"))
         case = Case("weight_only_mm", arguments.variant, "", int(tokens), n, k)
-        kernels = candidates(case.m, arguments.families.split(","), splits)
-        times = sweep(case, kernels, timer, floor, generator)
+        times, names = sweep(case, candidates(case.m, arguments.families.split(","), splits), timer, floor, generator)
         found[case.m].append(times)
-        measured += [(case.m, n, k, *kernel, us) for kernel, us in times.items()]
+        rows.append(row_of(case, times, names))
         if arguments.json:  # anew after each problem, so that a run that is cut short keeps what it had
-            arguments.json.write_text(json.dumps(measured))
+            arguments.json.write_text(json.dumps(record))
     summarise(found)
 
 

@@ -11,6 +11,18 @@
 
 namespace epiloq {
 
+enum class OnlineQuantFamily { kStaged, kSm75, kSm80, kSm90 };
+
+// A kernel by name, for tests and for finding out which is best: a row of a family's table in
+// src/ops/online_quant_mm/configs.h; on SM90 how many blocks of a cluster share K, and whether that of the last wave
+// alone, which pairs of blocks do.
+struct OnlineQuantKernel {
+  OnlineQuantFamily family = OnlineQuantFamily::kSm80;
+  int row = 0;
+  int split = 1;
+  bool last_wave = false;
+};
+
 // out = clamp(x W^T + bias), x quantised on the way in: each row of x and of W is cut into blocks of group_size along
 // K, each with a scale and an offset, and the int8 products of a block are exact. Per block, accumulated in float32:
 //   scale_x (scale_w sum(q_x q_w)) + offset_x total_w + scale_x sum(q_x) offset_w
@@ -31,7 +43,8 @@ struct OnlineQuantMm {
   float lo = -std::numeric_limits<float>::infinity();
   float hi = std::numeric_limits<float>::infinity();
   bool staged = false;  // the reference on the GPU: quantise, an int32 product a block, accumulate, finish
-  int threads = 1;      // on the CPU, at most: of those that use_openmp (threads.h) lends
+  std::optional<OnlineQuantKernel> kernel{};  // on CUDA; none: the one that the tables name
+  int threads = 1;                            // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
 // Where CUDA's kernels put the quantised activations, and for the staged pipeline each block's products and their sum.

@@ -360,6 +360,7 @@ def online_quant_mm(
     staged: bool,
     products: Tensor | None = None,
     sums: Tensor | None = None,
+    kernel: tuple[str, int, int, bool] | None = None,
 ) -> None: ...
 def online_quant_mm_on_host(
     out: Tensor,
@@ -387,6 +388,7 @@ def check_online_quant_mm(
     lo: float,
     hi: float,
     staged: bool,
+    kernel: tuple[str, int, int, bool] | None = None,
 ) -> None: ...
 def online_quant_mm_needs_staging(group_size: int) -> bool: ...
 def explain_online_quant_mm(
@@ -401,6 +403,7 @@ def explain_online_quant_mm(
     lo: float,
     hi: float,
     staged: bool,
+    kernel: tuple[str, int, int, bool] | None = None,
 ) -> str: ...
 def explain_online_quant_mm_problem(
     m: int, n: int, k: int, group_size: int = 128, bits: int = 8, arch: str = "sm90", sm_count: int = 0

@@ -1,39 +1,59 @@
 #include "bindings/register.h"
 #include "bindings/scratch.h"
+#include "epiloq/error.h"
 #include "epiloq/online_quant_mm.h"
 
 namespace epiloq::bindings {
+namespace {
+
+using Optional = std::optional<TensorArg>;
+using KernelArg = std::optional<std::tuple<std::string, int, int, bool>>;
+
+std::optional<OnlineQuantKernel> kernel_of(KernelArg const& kernel) {
+  constexpr std::pair<char const*, OnlineQuantFamily> kFamilies[] = {
+      {"sm75", OnlineQuantFamily::kSm75}, {"sm80", OnlineQuantFamily::kSm80}, {"sm90", OnlineQuantFamily::kSm90}};
+  if (!kernel) return std::nullopt;
+  auto const& [name, row, split, last_wave] = *kernel;
+  for (auto const& [known, family] : kFamilies) {
+    if (name == known) return OnlineQuantKernel{family, row, split, last_wave};
+  }
+  throw InvalidArgument("epiloq.online_quant_mm: kernel: expected sm75, sm80 or sm90, got " + name);
+}
+
+}  // namespace
 
 void register_online_quant_mm(py::module_& module) {
-  using Optional = std::optional<TensorArg>;
   auto const define = [&module](char const* name, auto action, auto const&... more) {
     module.def(name, action, py::arg("out"), py::arg("x"), py::arg("values"), py::arg("parameters"), py::arg("bias"),
                py::arg("in_features"), py::arg("group_size"), py::arg("bits"), py::arg("lo"), py::arg("hi"),
                py::arg("staged"), more...);
   };
   auto const ask = [&define](char const* name, auto question) {
-    define(name, [question](TensorArg const& out, TensorArg const& x, TensorArg const& values,
-                            TensorArg const& parameters, Optional const& bias, std::int64_t in_features,
-                            std::int64_t group_size, int bits, float lo, float hi, bool staged) {
-      return question(OnlineQuantMm{out.view, x.view, values.view, parameters.view, view_of(bias), in_features,
-                                    group_size, bits, lo, hi, staged});
-    });
+    define(
+        name,
+        [question](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
+                   Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo,
+                   float hi, bool staged, KernelArg const& kernel) {
+          return question(OnlineQuantMm{out.view, x.view, values.view, parameters.view, view_of(bias), in_features,
+                                        group_size, bits, lo, hi, staged, kernel_of(kernel)});
+        },
+        py::arg("kernel") = py::none());
   };
   define(
       "online_quant_mm",
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
          Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
-         bool staged, Optional const& products, Optional const& sums) {
+         bool staged, Optional const& products, Optional const& sums, KernelArg const& kernel) {
         bool const has_rows = in_features > 0 && x.view.rank <= TensorView::kMaxRank;  // else refused below
         std::int64_t const m = has_rows ? x.view.numel() / in_features : 0, padded_m = (m + 3) / 4 * 4;
         std::int64_t const padded_k = values.view.shape[1] * (bits == 4 ? 2 : 1), blocks = parameters.view.shape[0];
         Scratch const scratch(x, {{DType::kInt8, m, padded_k}, {DType::kFloat32, 3 * blocks, 4 * padded_m}});
         TensorView const x_parameters{scratch[1].data, DType::kFloat32, x.view.device, {blocks, 3, 4 * padded_m}};
         online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
-                         lo, hi, staged},
+                         lo, hi, staged, kernel_of(kernel)},
                         {scratch[0], x_parameters, view_of(products), view_of(sums)}, current_stream(x));
       },
-      py::arg("products") = py::none(), py::arg("sums") = py::none());
+      py::arg("products") = py::none(), py::arg("sums") = py::none(), py::arg("kernel") = py::none());
   define(
       "online_quant_mm_on_host",
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
@@ -41,7 +61,7 @@ void register_online_quant_mm(py::module_& module) {
          bool staged, int threads) {
         py::gil_scoped_release const released;
         online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
-                         lo, hi, staged, threads});
+                         lo, hi, staged, std::nullopt, threads});
       },
       py::arg("threads"));
   ask("check_online_quant_mm", [](OnlineQuantMm const& call) { check(call); });

@@ -68,7 +68,7 @@ __device__ __forceinline__ void start(BlockwiseSm90Params const& params, typenam
       init_barrier(shared.empty + stage * 8, T::kEmptyArrivals);
     }
     cutlass::arch::fence_barrier_init();
-    BlockwiseSm90Copies<T>::fill_early(params.p, BlockwiseSm90Copies<T>::weights(shared, params));
+    BlockwiseSm90Copies<T>::fill_early(params, BlockwiseSm90Copies<T>::weights(shared, params));
     if (typename T::Share(params.p).has_shared()) BlockwiseSm90Exchange<T>::expect(shared);
   }
   __syncwarp();
@@ -79,10 +79,10 @@ __device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, t
                                             int warp) {
   using Copies = BlockwiseSm90Copies<T>;
   if (warp == 0 && is_elected()) {
-    Copies::fill_others(shared, params.p, Copies::early(params.p), Copies::weights(shared, params));
+    Copies::fill_others(shared, params, Copies::early(params), Copies::weights(shared, params));
   } else if (warp == 1 && is_elected()) {
     wait_for_previous_kernel();
-    Copies::fill_others(shared, params.p, 0, Copies::tokens(shared, params));
+    Copies::fill_others(shared, params, 0, Copies::tokens(shared, params));
   }
   if (!typename T::Share(params.p).has_shared()) return;
   __syncwarp();

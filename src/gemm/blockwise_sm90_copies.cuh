@@ -14,6 +14,7 @@ struct BlockwiseSm90Params {
   CUtensorMap weight_parameters;
   CUtensorMap output;  // where TMA can store it; else not used
   bool stores_boxes;
+  int first_steps[kMaxCluster + 1];  // of the blocks of a cluster, where they share K; and how many steps there are
 };
 
 template <class T>
@@ -30,7 +31,7 @@ struct BlockwiseSm90Copies {
     constexpr int kHalf = 2, kUnit = 16 / kHalf;  // of which TMA writes whole ones
     bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % kUnit == 0 && p.n % kUnit == 0 &&
                               reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0;
-    return {
+    BlockwiseSm90Params params{
         p,
         row_tiles_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, p.n, true, T::kRowBytes),
         row_tiles_of(p.a, p.m, p.k, p.k, T::kTokens, p.m),
@@ -38,38 +39,55 @@ struct BlockwiseSm90Copies {
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
         stores_boxes ? tensor_map_of(p.out, p.m, kHalf * p.n, kHalf * p.stride_out, T::kChunk, T::kLine)
                      : CUtensorMap{},
-        stores_boxes};
+        stores_boxes,
+        {}};
+    for (int rank = 0; rank <= p.split; ++rank) params.first_steps[rank] = rank * (p.k / T::kStep) / p.split;
+    return params;
   }
 
+  // A tile's steps that are this block's, as `share` has them, but without the divisions: in front of the first copies
+  // they took 64 tokens 0.3 to 0.5 us. (Products begin later, and keep them: with none, ptxas counted the loop of 128
+  // tokens by 4 bits in vector registers, 9 % slower; online-quant-few.json.)
+  struct Steps {
+    int first, count;
+    __device__ Steps(BlockwiseSm90Params const& params, Share const& share, int tile) : first(0), count(share.all) {
+      if (!share.is_shared(tile)) return;
+      first = params.first_steps[blockIdx.y], count = params.first_steps[blockIdx.y + 1] - first;
+    }
+  };
+
   // Those of the block's first steps whose weights are asked for before all else.
-  static __device__ int early(BlockwiseProblem const& p) {
-    Share const share(p);
-    return share.first() < share.tiles ? min(share.steps(share.first()), T::kEarlySteps) : 0;
+  static __device__ int early(BlockwiseSm90Params const& params) {
+    Share const share(params.p);
+    return share.first() < share.tiles ? min(Steps(params, share, share.first()).count, T::kEarlySteps) : 0;
   }
   template <class Fill>
-  static __device__ __forceinline__ void fill_early(BlockwiseProblem const& p, Fill fill) {
+  static __device__ __forceinline__ void fill_early(BlockwiseSm90Params const& params, Fill fill) {
+    auto const& p = params.p;
     Share const share(p);
     int const tile = share.first();
     Place const place(p, tile);
+    Steps const steps(params, share, tile);
     typename T::Ring at;
 #pragma unroll 1
-    for (int i = 0; i < early(p); ++i, at.advance()) {
-      fill(at, place, share.first_step(tile) + i, Parameters(p.kinds == T::kKinds, i, share.steps(tile)));
+    for (int i = 0; i < early(params); ++i, at.advance()) {
+      fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
     }
   }
   // Of each of the block's stages in turn, but for the first few: `fill` once it is empty.
   template <class Fill>
-  static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseProblem const& p, int filled,
-                                                     Fill fill) {
+  static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseSm90Params const& params,
+                                                     int filled, Fill fill) {
+    auto const& p = params.p;
     Share const share(p);
     typename T::Ring at{filled, 0};
     for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
       Place const place(p, tile);
-      int const first_step = share.first_step(tile), steps = share.steps(tile);
+      Steps const steps(params, share, tile);
 #pragma unroll 1
-      for (int i = filled; i < steps; ++i) {
+      for (int i = filled; i < steps.count; ++i) {
         wait_for_barrier(shared.empty + at.stage * 8, at.phase ^ 1);
-        fill(at, place, first_step + i, Parameters(p.kinds == T::kKinds, i, steps));
+        fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
         at.advance();
       }
       filled = 0;

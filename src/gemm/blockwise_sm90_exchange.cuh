@@ -1,11 +1,12 @@
 #pragma once
 
-// The end of a tile of blockwise_sm90.cuh whose K the blocks of a cluster share, their last one: the n-th eight of the
-// tokens is block n % split's, to which the others send their sums of it.
+// The end of a tile of blockwise_sm90.cuh whose K the blocks of a cluster share, their last one. Its pieces (pieces.h)
+// are the eights of its tokens.
 
 #include "core/cluster.cuh"
 #include "core/device_code.cuh"
 #include "gemm/blockwise_sm90_tile.cuh"
+#include "gemm/pieces.h"
 #include "gemm/shared_loads.cuh"
 
 namespace epiloq::gemm {
@@ -20,8 +21,7 @@ class BlockwiseSm90Exchange {
 
   // By one thread, before the block says that it has begun.
   static __device__ void expect(typename T::Shared const& shared) {
-    int const own = (T::kEights - rank() + split() - 1) / split();
-    expect_sent(shared.received, own * (split() - 1) * T::kVectors);
+    expect_sent(shared.received, pieces().own_of(T::kEights) * (split() - 1) * T::kVectors);
   }
 
   // `warp` of those of all rows.
@@ -53,25 +53,27 @@ class BlockwiseSm90Exchange {
   static __device__ __forceinline__ int split() { return gridDim.y; }
   static __device__ __forceinline__ int rank() { return blockIdx.y; }
 
-  // Of the block's `round`-th eight, from the block so many places after it.
-  __device__ __forceinline__ SharedAddress slot(int round, int distance) const {
-    return slots_ + (round * split() + distance) * T::kVectors;
+  static __device__ __forceinline__ Pieces pieces() { return {rank(), split()}; }
+
+  // Of the block's eight whose turn it is, from the block so many places after it.
+  __device__ __forceinline__ SharedAddress slot(int turn, int distance) const {
+    return slots_ + (turn * split() + distance) * T::kVectors;
   }
 
   __device__ __forceinline__ void distribute(Sums const& sums) const {
-    int owner = 0, round = 0;
+    Piece piece{0, 0};
 #pragma unroll
     for (int eight = 0; eight < T::kEights; ++eight) {
       float const* const of = sums + 4 * eight;
       float4 const four{of[0], of[1], of[2], of[3]};
-      int const distance = rank() - owner + (rank() < owner ? split() : 0);
-      SharedAddress const to = slot(round, distance);
+      int const distance = pieces().distance_to(piece);
+      SharedAddress const to = slot(piece.turn, distance);
       if (distance == 0) {
-        store_shared(to, four);
+        store_shared_four(to, four);
       } else {
-        send(address_in_block(to, owner), four, address_in_block(received_, owner));
+        send(address_in_block(to, piece.owner), four, address_in_block(received_, piece.owner));
       }
-      if (++owner == split()) owner = 0, ++round;
+      piece = piece.next(split());
     }
   }
 
@@ -81,14 +83,14 @@ class BlockwiseSm90Exchange {
     auto const* const bias = static_cast<Out const*>(p_.bias);
     auto const bias_of = [&](int row) { return bias != nullptr && row < p_.n ? static_cast<float>(bias[row]) : 0.f; };
     float const biases[2] = {bias_of(n), bias_of(n + 8)};
-    int round = 0;
+    int turn = 0;
 #pragma unroll 1
-    for (int eight = rank(); eight < T::kEights; eight += split(), ++round) {
+    for (int eight = rank(); eight < T::kEights; eight += split(), ++turn) {
       float sums[4] = {};
 #pragma unroll 1
       for (int distance = 0; distance < split(); ++distance) {
         std::uint32_t bits[4];
-        load_shared(bits, slot(round, distance));
+        load_shared(bits, slot(turn, distance));
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] += __uint_as_float(bits[i]);
       }

@@ -37,7 +37,7 @@ struct BlockwiseSm90Tile {
 
   // With sums of more than 64 tokens a thread wants more than the registers that 384 threads begin with, which are
   // shared out anew: asked for more than those, a block waits for ever. With fewer, neither that nor turns (see
-  // BlockwiseSm90Math) are worth their time: 3 to 7 % of 64 tokens (online-quant-few.json).
+  // BlockwiseSm90Math) are worth their time: 0 to 7 % of 64 tokens (online-quant-few.json).
   static constexpr bool kIsNarrow = kTokens <= 64, kSharesRegisters = !kIsNarrow, kTakesTurns = !kIsNarrow;
   static constexpr int kCopyWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kCopyWarps * 32;
   static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 168;
@@ -114,9 +114,11 @@ struct BlockwiseSm90Tile {
   };
 
   struct Place {
-    int first_m, first_n;
-    __device__ Place(BlockwiseProblem const& p, int tile)
-        : first_m(tile % token_tiles(p) * kTokens), first_n(tile / token_tiles(p) * kRows) {}
+    int first_m = 0, first_n;
+    __device__ Place(BlockwiseProblem const& p, int tile) : first_n(tile * kRows) {
+      if (p.m <= kTokens) return;  // without a division
+      first_m = tile % token_tiles(p) * kTokens, first_n = tile / token_tiles(p) * kRows;
+    }
   };
   static __host__ __device__ int token_tiles(BlockwiseProblem const& p) { return (p.m + kTokens - 1) / kTokens; }
   static __host__ __device__ int tiles(BlockwiseProblem const& p) {

@@ -1,6 +1,7 @@
 #pragma once
 
-// Shared memory by its own addresses.
+// Shared memory by its own addresses. Loads are volatile as what says that the values are there is, and does not tell
+// the compiler that it guards memory.
 
 #include "core/async_copy.cuh"
 
@@ -15,6 +16,13 @@ __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
   float2 pair;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from));
   return pair;
+}
+__device__ __forceinline__ float4 load_shared_four(SharedAddress from) {
+  float4 four;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "r"(from));
+  return four;
 }
 
 __device__ __forceinline__ std::uint32_t load_shared_bits(SharedAddress from) {
@@ -32,7 +40,7 @@ __device__ __forceinline__ void store_shared_pair(SharedAddress to, float2 pair)
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair.x), "f"(pair.y) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(SharedAddress to, float4 const& four) {
+__device__ __forceinline__ void store_shared_four(SharedAddress to, float4 const& four) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w)
                : "memory");
 }

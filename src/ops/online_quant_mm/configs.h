@@ -5,6 +5,7 @@
 
 #include <array>
 #include <climits>
+#include <span>
 
 #include "gemm/config.h"
 
@@ -40,11 +41,19 @@ inline constexpr std::array kRules{
     Rule{64, 8192, 3},  Rule{64, kAny, 4},  Rule{128, 2560, 7},  Rule{128, 4096, 3},
     Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
-// What SM90 takes of these before that, by few tokens (online-quant-few-sweep.json: blocks of 128, and 8 and 4 bits).
-inline constexpr std::array kSm90FewRules{
+// What SM90 takes of these before that, by few tokens (online-quant-few-sweep.json: blocks of 128, of both cards).
+inline constexpr std::array kSm90FewRules8{
     Rule{16, 1536, 0}, Rule{16, kAny, 1}, Rule{32, 1536, 1}, Rule{32, 2560, 2},
-    Rule{32, 4096, 1}, Rule{32, kAny, 2}, Rule{64, 2560, 1},
+    Rule{32, 4096, 1}, Rule{32, kAny, 2}, Rule{48, 2560, 0}, Rule{64, 2560, 1},
 };
+inline constexpr std::array kSm90FewRules4{
+    Rule{16, 1536, 0}, Rule{16, 6144, 1}, Rule{16, 8192, 0}, Rule{16, kAny, 1}, Rule{32, 1536, 1},
+    Rule{32, 2560, 2}, Rule{32, 4096, 0}, Rule{32, kAny, 2}, Rule{64, 2560, 0},
+};
+constexpr std::span<Rule const> sm90_few_rules(int bits) {
+  if (bits == 8) return kSm90FewRules8;
+  return kSm90FewRules4;
+}
 
 // SM75: one stage in shared memory (blockwise_sm75.cuh). Reasoned from a T4's bytes in flight and the 64 bytes a clock
 // of its shared memory, never timed on one.

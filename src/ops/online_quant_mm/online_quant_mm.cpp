@@ -109,8 +109,10 @@ Target target_of(OnlineQuantMm const& call) {
 }
 
 online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
-  return call.staged ? online::Choice{online::Family::kStaged, 0}
-                     : online::choose(problem_of(call, sizes), target_of(call));
+  if (call.staged) return {online::Family::kStaged, 0};
+  OnlineQuantProblem const problem = problem_of(call, sizes);
+  if (call.kernel) return online::choose(problem, target_of(call), *call.kernel);
+  return online::choose(problem, target_of(call));
 }
 
 // What the call says, without a workspace.

@@ -52,10 +52,22 @@ std::int64_t at_once(int split, Target const& t) {
   return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
 }
 
+std::int64_t tiles_of(BlockwiseSm90Config const& tile, OnlineQuantProblem const& p) {
+  return ceil_div(p.m, tile.tokens) * ceil_div(p.n, 128);
+}
+std::int64_t steps_of(OnlineQuantProblem const& p) { return ceil_div(p.k, kSm90Group); }
+
+// How many tiles come before those of a last wave that pairs of blocks can share; 0 where there is none, or no wave
+// before it.
+std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
+  std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
+  return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
+}
+
 // The tile, and the blocks of a cluster that share its K, or that of the last wave's, with which all are done first.
 Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   auto const& tiles = sm90_tiles(p.bits);
-  std::int64_t const steps = ceil_div(p.k, kSm90Group), most = std::min<std::int64_t>(steps, kMaxCluster);
+  std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster), blocks = at_once(1, t);
   Choice best{};
   std::int64_t least = INT64_MAX;
   auto const consider = [&](Choice const& choice, std::int64_t time) {
@@ -63,17 +75,38 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   };
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     auto const& tile = tiles[row];
-    std::int64_t const count = ceil_div(p.m, tile.tokens) * ceil_div(p.n, 128), blocks = at_once(1, t);
+    std::int64_t const count = tiles_of(tile, p);
     consider({Family::kSm90, row}, ceil_div(count, blocks) * time_of(tile, steps, 1));
     for (int split = 2; split <= most; ++split) {
       if (count <= at_once(split, t)) consider({Family::kSm90, row, split}, time_of(tile, steps, split));
     }
-    std::int64_t const rest = count % blocks, waves = count / blocks, pairs = at_once(2, t);
-    if (steps < 2 || waves == 0 || waves > kSm90MostWaves || rest == 0 || rest > pairs || 2 * pairs != blocks) continue;
-    consider({Family::kSm90, row, 2, static_cast<int>(count - rest)},
+    std::int64_t const whole = whole_before_pairs(count, steps, t), waves = whole / blocks;
+    if (whole == 0 || waves > kSm90MostWaves) continue;
+    consider({Family::kSm90, row, 2, static_cast<int>(whole)},
              waves * time_of(tile, steps, 1) + time_of(tile, steps, 2) + kSm90LastWaveNs);
   }
   return best;
+}
+
+// Of a family's table, for this target.
+template <class Tiles>
+bool is_there(Tiles const& tiles, int row, OnlineQuantProblem const& p, Target const& t) {
+  return row >= 0 && row < static_cast<int>(tiles.size()) &&
+         tiles[row].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
+}
+bool is_there(OnlineQuantKernel const& kernel, OnlineQuantProblem const& p, Target const& t) {
+  if (!has_fused_kernel(p.group_size)) return false;
+  switch (kernel.family) {
+    case Family::kSm75:
+      return t.arch == Arch::kSm75 && is_there(kSm75Tiles, kernel.row, p, t);
+    case Family::kSm80:
+      return t.arch != Arch::kSm75 && is_there(kTiles, kernel.row, p, t);
+    case Family::kSm90:
+      return t.arch == Arch::kSm90 && p.group_size == kSm90Group && kernel.row >= 0 &&
+             kernel.row < static_cast<int>(sm90_tiles(p.bits).size());
+    default:
+      return false;
+  }
 }
 
 bool suits_sm90(OnlineQuantProblem const& p) {
@@ -92,9 +125,29 @@ Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && suits_sm90(p)) return sm90_choice(p, t);
   std::optional<Choice> choice;
   if (t.arch == Arch::kSm75) choice = mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
-  if (t.arch == Arch::kSm90) choice = mma_choice(Family::kSm80, kTiles, kSm90FewRules, p, t);
+  if (t.arch == Arch::kSm90) choice = mma_choice(Family::kSm80, kTiles, sm90_few_rules(p.bits), p, t);
   if (t.arch != Arch::kSm75 && !choice) choice = mma_choice(Family::kSm80, kTiles, kRules, p, t);
   return choice.value_or(Choice{Family::kStaged, 0});
+}
+
+Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel const& kernel) {
+  bool const shares = kernel.split != 1 || kernel.last_wave;
+  std::int64_t whole = 0;
+  char const* why = nullptr;
+  if (!is_there(kernel, p, t)) {
+    why = "no such row, not for this architecture or group size, or too large for its shared memory";
+  } else if (shares && (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > kMaxCluster ||
+                        kernel.split > steps_of(p))) {
+    why = "no such split";
+  } else if (kernel.last_wave) {
+    whole = whole_before_pairs(tiles_of(sm90_tiles(p.bits)[kernel.row], p), steps_of(p), t);
+    if (kernel.split != 2 || whole == 0) why = "no last wave that pairs can share";
+  }
+  if (why != nullptr) {
+    throw InvalidArgument(
+        std::string("epiloq.online_quant_mm: kernel: expected one that fits, got one that does not: ") + why);
+  }
+  return {kernel.family, kernel.row, kernel.split, static_cast<int>(whole)};
 }
 
 std::string describe(Choice const& choice, OnlineQuantProblem const& p) {

@@ -9,7 +9,7 @@
 
 namespace epiloq::ops::online_quant_mm {
 
-enum class Family { kStaged, kSm75, kSm80, kSm90 };
+using Family = OnlineQuantFamily;
 
 struct Choice {
   Family family;
@@ -19,6 +19,8 @@ struct Choice {
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);
+// Throws InvalidArgument where the kernel asked for cannot serve the problem.
+Choice choose(OnlineQuantProblem const& problem, Target const& target, OnlineQuantKernel const& kernel);
 bool has_fused_kernel(std::int64_t group_size);
 std::string describe(Choice const& choice, OnlineQuantProblem const& problem);
 

@@ -3,25 +3,13 @@
 // How sums come to the block that finishes a piece, of which a lane sends four at a time: its barrier counts each part.
 
 #include "core/cluster.cuh"
+#include "gemm/shared_loads.cuh"
 #include "ops/weight_only_mm/pieces.h"
 
 namespace epiloq::ops::weight_only_mm {
 
 __device__ __forceinline__ float4 operator+(float4 const& a, float4 const& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-// Volatile, as what says that the values are there is, and does not tell the compiler that it guards memory.
-__device__ __forceinline__ float4 load_four(SharedAddress from) {
-  float4 four;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-               : "r"(from));
-  return four;
-}
-__device__ __forceinline__ void store_four(SharedAddress to, float4 const& four) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w)
-               : "memory");
 }
 
 struct PieceShare : Pieces {
@@ -40,12 +28,12 @@ struct PieceShare : Pieces {
          address_in_block(barrier, piece.owner));
   }
   __device__ __forceinline__ float4 received(Piece const& piece, int distance) const {
-    return load_four(part_at(piece, distance));
+    return gemm::load_shared_four(part_at(piece, distance));
   }
 
  private:
   __device__ __forceinline__ SharedAddress part_at(Piece const& piece, int distance) const {
-    return lane_slot + slot(piece, distance) * kPieceBytes;
+    return lane_slot + slot_of(piece, distance, split) * kPieceBytes;
   }
 };
 

@@ -96,7 +96,8 @@ class ClusterEnd {
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
       int const distance = (way_ + C::kWays - eight % C::kWays) % C::kWays;
-      if (eight < eights && distance > 0) store_four(exchange_place(eight, distance), four_of(sums + eight * 4));
+      if (eight < eights && distance > 0)
+        gemm::store_shared_four(exchange_place(eight, distance), four_of(sums + eight * 4));
     }
     // Those of all ways that have the same rows.
     asm volatile("bar.sync %0, %1;" ::"r"(kBarrier + slab_), "n"(32 * C::kWays) : "memory");
@@ -105,7 +106,7 @@ class ClusterEnd {
       if (eight >= eights || !is_own_way(eight)) continue;
 #pragma unroll
       for (int distance = 1; distance < C::kWays; ++distance) {
-        add(sums + eight * 4, load_four(exchange_place(eight, distance)));
+        add(sums + eight * 4, gemm::load_shared_four(exchange_place(eight, distance)));
       }
     }
   }

@@ -1,0 +1,84 @@
+// What weight_only_mm says that its streams and its ring take, with the numbers of times.h as variables:
+// tools/weight_only_fit.py compiles this with a times.h whose constants are none, and fits them.
+
+#include <vector>
+
+// All of both, as what is asked for is private there.
+#include "ops/weight_only_mm/select.cpp"
+#include "ops/weight_only_mm/streams.cpp"
+
+namespace wo = epiloq::ops::weight_only_mm;
+
+namespace {
+
+// In the order in which times.h has them.
+std::vector<double*> numbers() {
+  std::vector<double*> all;
+  for (auto& of_bits : wo::kStreamSteps) {
+    for (auto& step : of_bits) all.insert(all.end(), {&step.step, &step.slab, &step.token, &step.slab_token});
+  }
+  for (auto& row : wo::kStreamTimes) all.insert(all.end(), {&row.work[0], &row.work[1], &row.wait});
+  auto& of_streams = wo::kStreamTime;
+  all.insert(all.end(), {&of_streams.latency, &of_streams.own, &of_streams.read_rate, &of_streams.power,
+                         &of_streams.sum, &of_streams.kernel, &of_streams.cluster, &of_streams.cluster_block});
+  for (auto& row : wo::kRingTimes) {
+    all.insert(all.end(), {&row.of4.step, &row.of4.block, &row.of8.step, &row.of8.block});
+  }
+  all.insert(all.end(), {&wo::kRingSums.tile, &wo::kRingSums.sum, &wo::kRingSums.crowd});
+  return all;
+}
+
+struct Candidate {
+  epiloq::WeightOnlyMmProblem problem;
+  epiloq::Target target;
+  wo::Choice choice;
+};
+std::vector<Candidate> candidates;
+
+double time_of(Candidate const& c) {
+  auto const& [family, row, split, why] = c.choice;
+  if (family == wo::Family::kStream) return wo::time_of_row(wo::kStreamRows, row, c.problem, split, c.target);
+  return wo::time_of_row(wo::kRingRows, row, c.problem, split, c.target);
+}
+
+template <class Rows>
+void add(wo::Family family, Rows const& rows, epiloq::WeightOnlyMmProblem const& p, epiloq::Target const& t) {
+  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+    if (!wo::is_there(family, row, p, t) || !wo::suits(rows[row], p)) continue;
+    for (int split = 1; split <= std::min<std::int64_t>(wo::ceil_div(p.k, wo::kPadding), epiloq::kMaxCluster); ++split) {
+      if (wo::may_share(rows[row], p, split, t)) candidates.push_back({p, t, {family, row, split}});
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+EPILOQ_API int numbers_read(double* values) {
+  auto const all = numbers();
+  for (std::size_t i = 0; values != nullptr && i < all.size(); ++i) values[i] = *all[i];
+  return static_cast<int>(all.size());
+}
+EPILOQ_API void numbers_write(double const* values) {
+  for (double* number : numbers()) *number = *values++;
+}
+
+// Adds what may serve a problem on a card of SM90; returns how many candidates there are by now.
+EPILOQ_API int problem_add(int m, int n, int k, int bits, int group_size, int memory_gb_s) {
+  epiloq::WeightOnlyMmProblem p;
+  p.m = m, p.n = n, p.k = k, p.bits = bits, p.group_size = group_size;
+  epiloq::Target const t{epiloq::Arch::kSm90, epiloq::kSmsOfClusters, 232448, true, memory_gb_s};
+  add(wo::Family::kStream, wo::kStreamRows, p, t);
+  add(wo::Family::kRing, wo::kRingRows, p, t);
+  return static_cast<int>(candidates.size());
+}
+EPILOQ_API void candidate_name(int i, char* name, int bytes) {
+  std::string const words = wo::describe(candidates[i].choice);
+  name[words.copy(name, bytes - 1)] = '\0';
+}
+EPILOQ_API void times_of(double* microseconds) {
+  for (Candidate const& c : candidates) *microseconds++ = time_of(c);
+}
+EPILOQ_API void problems_clear() { candidates.clear(); }
+}
