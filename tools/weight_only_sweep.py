@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import epiloq
+from conv_sweep import QuickTimer
 from epiloq import _core
 from epiloq.bench.cases import H200, Case
 from epiloq.bench.contract import Inputs
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--splits", default="1,2,3,4,5,6,7,8")
     parser.add_argument("--json", type=Path, help="all times, by problem and name_in_sweep's names")
     arguments = parser.parse_args()
-    device, timer = torch.device("cuda"), CudaTimer()
+    device, timer = torch.device("cuda"), QuickTimer()
     floor = measure_read_floor(device, timer)
     generator = torch.Generator(device).manual_seed(0)
     splits = [int(split) for split in arguments.splits.split(",")]

@@ -35,50 +35,29 @@ struct Candidate {
 };
 std::vector<Candidate> candidates;
 
-double time_of(Candidate const& c) {
+template <class Rows>
+void add(wo::Family family, Rows const& rows, epiloq::WeightOnlyMmProblem const& p, epiloq::Target const& t) {
+  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+    if (!wo::is_there(family, row, p, t) || !wo::suits(rows[row], p)) continue;
+    for (int split = 1; split <= std::min<std::int64_t>(wo::ceil_div(p.k, wo::kPadding), epiloq::kMaxCluster);
+         ++split) {
+      if (wo::may_share(rows[row], p, split, t)) candidates.push_back({p, t, {family, row, split}});
+    }
+  }
+}
+void add_candidates(int m, int n, int k, int bits, epiloq::Target const& t) {
+  epiloq::WeightOnlyMmProblem p;
+  p.m = m, p.n = n, p.k = k, p.bits = bits, p.group_size = 128;
+  add(wo::Family::kStream, wo::kStreamRows, p, t);
+  add(wo::Family::kRing, wo::kRingRows, p, t);
+}
+std::string words_of(Candidate const& c) { return wo::describe(c.choice); }
+double microseconds_of(Candidate const& c) {
   auto const& [family, row, split, why] = c.choice;
   if (family == wo::Family::kStream) return wo::time_of_row(wo::kStreamRows, row, c.problem, split, c.target);
   return wo::time_of_row(wo::kRingRows, row, c.problem, split, c.target);
 }
 
-template <class Rows>
-void add(wo::Family family, Rows const& rows, epiloq::WeightOnlyMmProblem const& p, epiloq::Target const& t) {
-  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
-    if (!wo::is_there(family, row, p, t) || !wo::suits(rows[row], p)) continue;
-    for (int split = 1; split <= std::min<std::int64_t>(wo::ceil_div(p.k, wo::kPadding), epiloq::kMaxCluster); ++split) {
-      if (wo::may_share(rows[row], p, split, t)) candidates.push_back({p, t, {family, row, split}});
-    }
-  }
-}
-
 }  // namespace
 
-extern "C" {
-
-EPILOQ_API int numbers_read(double* values) {
-  auto const all = numbers();
-  for (std::size_t i = 0; values != nullptr && i < all.size(); ++i) values[i] = *all[i];
-  return static_cast<int>(all.size());
-}
-EPILOQ_API void numbers_write(double const* values) {
-  for (double* number : numbers()) *number = *values++;
-}
-
-// Adds what may serve a problem on a card of SM90; returns how many candidates there are by now.
-EPILOQ_API int problem_add(int m, int n, int k, int bits, int group_size, int memory_gb_s) {
-  epiloq::WeightOnlyMmProblem p;
-  p.m = m, p.n = n, p.k = k, p.bits = bits, p.group_size = group_size;
-  epiloq::Target const t{epiloq::Arch::kSm90, epiloq::kSmsOfClusters, 232448, true, memory_gb_s};
-  add(wo::Family::kStream, wo::kStreamRows, p, t);
-  add(wo::Family::kRing, wo::kRingRows, p, t);
-  return static_cast<int>(candidates.size());
-}
-EPILOQ_API void candidate_name(int i, char* name, int bytes) {
-  std::string const words = wo::describe(candidates[i].choice);
-  name[words.copy(name, bytes - 1)] = '\0';
-}
-EPILOQ_API void times_of(double* microseconds) {
-  for (Candidate const& c : candidates) *microseconds++ = time_of(c);
-}
-EPILOQ_API void problems_clear() { candidates.clear(); }
-}
+#include "times_library.h"

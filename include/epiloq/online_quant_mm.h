@@ -43,8 +43,8 @@ struct OnlineQuantMm {
   float lo = -std::numeric_limits<float>::infinity();
   float hi = std::numeric_limits<float>::infinity();
   bool staged = false;  // the reference on the GPU: quantise, an int32 product a block, accumulate, finish
-  std::optional<OnlineQuantKernel> kernel{};  // on CUDA; none: the one that the tables name
-  int threads = 1;                            // on the CPU, at most: of those that use_openmp (threads.h) lends
+  int threads = 1;      // on the CPU, at most: of those that use_openmp (threads.h) lends
+  std::optional<OnlineQuantKernel> kernel{};  // on CUDA; none: the one that is chosen
 };
 
 // Where CUDA's kernels put the quantised activations, and for the staged pipeline each block's products and their sum.
@@ -61,6 +61,8 @@ struct OnlineQuantWorkspace {
 struct OnlineQuantProblem {
   std::int64_t m = 0, n = 0, k = 0, group_size = 128;
   int bits = 8;
+
+  bool operator==(OnlineQuantProblem const&) const = default;
 };
 
 EPILOQ_API void check(OnlineQuantMm const& call);
@@ -72,7 +74,8 @@ EPILOQ_API void online_quant_mm(OnlineQuantMm const& call);
 EPILOQ_API bool needs_staging(std::int64_t group_size);
 
 // Which kernel serves a problem, in words; the tables are the same in every build.
-EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count);
+EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count,
+                                               int memory_gb_s = 0);
 EPILOQ_API std::string explain(OnlineQuantMm const& call);
 
 }  // namespace epiloq

@@ -406,7 +406,14 @@ def explain_online_quant_mm(
     kernel: tuple[str, int, int, bool] | None = None,
 ) -> str: ...
 def explain_online_quant_mm_problem(
-    m: int, n: int, k: int, group_size: int = 128, bits: int = 8, arch: str = "sm90", sm_count: int = 0
+    m: int,
+    n: int,
+    k: int,
+    group_size: int = 128,
+    bits: int = 8,
+    arch: str = "sm90",
+    sm_count: int = 0,
+    memory_gb_s: int = 0,
 ) -> str: ...
 def quantize_int8(
     q: Tensor,

@@ -52,7 +52,7 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
     Of `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `online_quant_mm` and `weight_only_mm`
     the question can be put without tensors or a GPU: ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``
     with ``m, n, k`` and options by name: ``arch`` ("sm90" unless given), ``sm_count`` (by default that architecture's
-    first card's), of `weight_only_mm` ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; a
+    first card's), of the last two ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; a
     wrong one lists them.
 
     Raises what the call itself would raise.

@@ -35,7 +35,7 @@ void register_online_quant_mm(py::module_& module) {
                    Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo,
                    float hi, bool staged, KernelArg const& kernel) {
           return question(OnlineQuantMm{out.view, x.view, values.view, parameters.view, view_of(bias), in_features,
-                                        group_size, bits, lo, hi, staged, kernel_of(kernel)});
+                                        group_size, bits, lo, hi, staged, 1, kernel_of(kernel)});
         },
         py::arg("kernel") = py::none());
   };
@@ -50,7 +50,7 @@ void register_online_quant_mm(py::module_& module) {
         Scratch const scratch(x, {{DType::kInt8, m, padded_k}, {DType::kFloat32, 3 * blocks, 4 * padded_m}});
         TensorView const x_parameters{scratch[1].data, DType::kFloat32, x.view.device, {blocks, 3, 4 * padded_m}};
         online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
-                         lo, hi, staged, kernel_of(kernel)},
+                         lo, hi, staged, 1, kernel_of(kernel)},
                         {scratch[0], x_parameters, view_of(products), view_of(sums)}, current_stream(x));
       },
       py::arg("products") = py::none(), py::arg("sums") = py::none(), py::arg("kernel") = py::none());
@@ -61,7 +61,7 @@ void register_online_quant_mm(py::module_& module) {
          bool staged, int threads) {
         py::gil_scoped_release const released;
         online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
-                         lo, hi, staged, std::nullopt, threads});
+                         lo, hi, staged, threads});
       },
       py::arg("threads"));
   ask("check_online_quant_mm", [](OnlineQuantMm const& call) { check(call); });
@@ -70,9 +70,11 @@ void register_online_quant_mm(py::module_& module) {
   module.def(
       "explain_online_quant_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t group_size, int bits, std::string const& arch,
-         int sm_count) { return explain_online_quant_mm({m, n, k, group_size, bits}, parse_arch(arch), sm_count); },
+         int sm_count, int memory_gb_s) {
+        return explain_online_quant_mm({m, n, k, group_size, bits}, parse_arch(arch), sm_count, memory_gb_s);
+      },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("group_size") = 128, py::arg("bits") = 8,
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("memory_gb_s") = 0);
 }
 
 }  // namespace epiloq::bindings

@@ -46,8 +46,8 @@ struct BlockwiseSm90Copies {
   }
 
   // A tile's steps that are this block's, as `share` has them, but without the divisions: in front of the first copies
-  // they took 64 tokens 0.3 to 0.5 us. (Products begin later, and keep them: with none, ptxas counted the loop of 128
-  // tokens by 4 bits in vector registers, 9 % slower; online-quant-few.json.)
+  // they took 64 tokens 0.3 to 0.6 us. (Products begin later, and keep them: with none, ptxas counted the loop of 128
+  // tokens by 4 bits in vector registers, 8 % slower; online-quant-few.json.)
   struct Steps {
     int first, count;
     __device__ Steps(BlockwiseSm90Params const& params, Share const& share, int tile) : first(0), count(share.all) {

@@ -81,10 +81,4 @@ struct BlockwiseConfig {
   }
 };
 
-// SM90, the same for blocks of 128 (blockwise_sm90.cuh).
-struct BlockwiseSm90Config {
-  int tokens;
-  int step_ns;  // of a block of K
-};
-
 }  // namespace epiloq::gemm

@@ -39,7 +39,9 @@ _QUESTIONS = {
         {"dtype": torch.float8_e4m3fn, "has_experts": True},
         most_k=_MOST_K,
     ),
-    "online_quant_mm": _Question(_core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count")),
+    "online_quant_mm": _Question(
+        _core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s")
+    ),
     "weight_only_mm": _Question(
         _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s")
     ),

@@ -8,7 +8,7 @@ namespace epiloq::ops::online_quant_mm {
 
 template <int kRow, int kBits>
 void launch_sm90(gemm::BlockwiseProblem const& problem, int device, Stream stream) {
-  gemm::BlockwiseSm90Gemm<sm90_tiles(kBits)[kRow].tokens, kBits>::launch(problem, device, stream);
+  gemm::BlockwiseSm90Gemm<kSm90Tokens[kRow], kBits>::launch(problem, device, stream);
 }
 
 }  // namespace epiloq::ops::online_quant_mm

@@ -35,7 +35,7 @@ struct Sm80 {
   }
 };
 struct Sm90 {
-  static constexpr std::size_t kRows = kSm90Tiles8.size();
+  static constexpr std::size_t kRows = kSm90Tokens.size();
   template <int kRow, int kGroup, int kBits>
   static constexpr gemm::BlockwiseLaunch launch() {
     if constexpr (EPILOQ_HAS_SM90 && kGroup == kSm90Group) return &launch_sm90<kRow, kBits>;
@@ -82,7 +82,8 @@ Target target_of_device(int device) {
   Arch arch = Arch::kSm75;
   if (Sm80::kBuilt && capability >= 80 && forced != Arch::kSm75) arch = Arch::kSm80;
   if (EPILOQ_HAS_SM90 && capability == 90 && (forced == Arch::kAuto || forced == Arch::kSm90)) arch = Arch::kSm90;
-  return {arch, properties.sm_count, properties.shared_memory_per_block};
+  int const said = properties.memory_gb_s, memory_gb_s = said > 0 ? said : nominal(arch).memory_gb_s;
+  return {arch, properties.sm_count, properties.shared_memory_per_block, arch == Arch::kSm90, memory_gb_s};
 }
 
 void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream) {

@@ -6,9 +6,6 @@
 
 namespace epiloq::ops::online_quant_mm {
 
-// Values of K that kernels step by, and that prepared weights are padded to.
-inline constexpr std::int64_t kStep = 128;
-
 // Both halves of a call: the quantising pass writes what the product reads.
 struct Work {
   quantize_blockwise_int8::Problem quantise;

@@ -4,6 +4,7 @@
 
 #include "core/checks.h"
 #include "epiloq/device.h"
+#include "gemm/params_cache.h"
 #include "ops/online_quant_mm/launch.h"
 #include "ops/online_quant_mm/select.h"
 
@@ -12,6 +13,7 @@ namespace {
 
 namespace online = ops::online_quant_mm;
 
+constexpr char const* kNothing = "nothing to launch: the output is empty";
 constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;
 constexpr std::int64_t kMaxColumns = 65535 * 16;   // blocks along a grid's second axis, by the smallest tile
 constexpr std::int64_t kMaxGroup = (1 << 17) - 1;  // int32 holds the sum of as many products
@@ -115,6 +117,21 @@ online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
   return online::choose(problem, target_of(call));
 }
 
+// On CUDA: dozens of kernels are weighed against each other, which takes as long as a launch, so that each thread keeps
+// what it chose.
+online::Choice remembered_choice(OnlineQuantMm const& call, Sizes const& sizes) {
+  if (call.staged || call.kernel) return choose(call, sizes);
+  struct Question {
+    OnlineQuantProblem problem;
+    Arch arch;
+    bool operator==(Question const&) const = default;
+  };
+  thread_local gemm::ParamsCache<Question, online::Choice> cache;
+  Question const question{problem_of(call, sizes), forced_arch()};
+  auto const key = static_cast<std::uintptr_t>(question.problem.n * 31 + question.problem.k * 7 + question.problem.m);
+  return cache.get(key, question, call.x.device.index, [&] { return choose(call, sizes); });
+}
+
 // What the call says, without a workspace.
 online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
   online::Work work{};
@@ -176,7 +193,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   }
   check_workspace(call, workspace, sizes);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
-  online::Choice const choice = choose(call, sizes);
+  online::Choice const choice = remembered_choice(call, sizes);
   if (choice.family == online::Family::kStaged && !call.staged) {
     throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size, and staged is false");
   }
@@ -194,16 +211,18 @@ void online_quant_mm(OnlineQuantMm const& call) {
   online::run_on_host(problem_of(call, sizes), work_of(call, sizes), call.threads);
 }
 
-std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count) {
+std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
   Target target = online::nominal(arch);
   if (sm_count > 0) target.sm_count = sm_count;
+  if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
+  if (problem.m == 0 || problem.n == 0) return kNothing;
   return online::describe(online::choose(problem, target), problem);
 }
 
 std::string explain(OnlineQuantMm const& call) {
   Sizes const sizes = checked(call);
-  if (sizes.x.rows == 0 || sizes.n == 0) return "nothing to launch: the output is empty";
+  if (sizes.x.rows == 0 || sizes.n == 0) return kNothing;
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return online::describe_on_host(problem_of(call, sizes));
   }

@@ -1,12 +1,16 @@
 #include "ops/online_quant_mm/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <optional>
+#include <initializer_list>
+#include <limits>
 #include <sstream>
 
+#include "core/block_share.h"
 #include "epiloq/error.h"
 #include "ops/online_quant_mm/configs.h"
+#include "ops/online_quant_mm/times.h"
 
 namespace epiloq::ops::online_quant_mm {
 namespace {
@@ -27,65 +31,20 @@ constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.share
 static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
 static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
 
-static_assert(kSm90Rules.back().n_max == kAny && kSm90Rules.back().k_max == kAny);
-
 // By the first rule that takes the problem and whose tile fits the device.
 template <class Tiles, class Rules>
-std::optional<Choice> mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p,
-                                 Target const& t) {
+Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
   for (Rule const& rule : rules) {
     bool const fits = tiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
     if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return Choice{family, rule.tile};
   }
-  return std::nullopt;
+  return {Family::kStaged, 0};
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// What a tile of so many blocks of K takes, and what adds to it that so many blocks share it.
-std::int64_t time_of(BlockwiseSm90Config const& tile, std::int64_t steps, int split) {
-  std::int64_t const sent = split > 1 ? tile.tokens * kSm90SentTokenNs + (split - 1) * kSm90SplitNs : 0;
-  return ceil_div(steps, split) * tile.step_ns + tile.tokens * kSm90TokenNs + sent;
-}
-
 std::int64_t at_once(int split, Target const& t) {
   return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
-}
-
-std::int64_t tiles_of(BlockwiseSm90Config const& tile, OnlineQuantProblem const& p) {
-  return ceil_div(p.m, tile.tokens) * ceil_div(p.n, 128);
-}
-std::int64_t steps_of(OnlineQuantProblem const& p) { return ceil_div(p.k, kSm90Group); }
-
-// How many tiles come before those of a last wave that pairs of blocks can share; 0 where there is none, or no wave
-// before it.
-std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
-  std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
-  return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
-}
-
-// The tile, and the blocks of a cluster that share its K, or that of the last wave's, with which all are done first.
-Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
-  auto const& tiles = sm90_tiles(p.bits);
-  std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster), blocks = at_once(1, t);
-  Choice best{};
-  std::int64_t least = INT64_MAX;
-  auto const consider = [&](Choice const& choice, std::int64_t time) {
-    if (time < least) best = choice, least = time;
-  };
-  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-    auto const& tile = tiles[row];
-    std::int64_t const count = tiles_of(tile, p);
-    consider({Family::kSm90, row}, ceil_div(count, blocks) * time_of(tile, steps, 1));
-    for (int split = 2; split <= most; ++split) {
-      if (count <= at_once(split, t)) consider({Family::kSm90, row, split}, time_of(tile, steps, split));
-    }
-    std::int64_t const whole = whole_before_pairs(count, steps, t), waves = whole / blocks;
-    if (whole == 0 || waves > kSm90MostWaves) continue;
-    consider({Family::kSm90, row, 2, static_cast<int>(whole)},
-             waves * time_of(tile, steps, 1) + time_of(tile, steps, 2) + kSm90LastWaveNs);
-  }
-  return best;
 }
 
 // Of a family's table, for this target.
@@ -103,16 +62,105 @@ bool is_there(OnlineQuantKernel const& kernel, OnlineQuantProblem const& p, Targ
       return t.arch != Arch::kSm75 && is_there(kTiles, kernel.row, p, t);
     case Family::kSm90:
       return t.arch == Arch::kSm90 && p.group_size == kSm90Group && kernel.row >= 0 &&
-             kernel.row < static_cast<int>(sm90_tiles(p.bits).size());
+             kernel.row < static_cast<int>(kSm90Tokens.size());
     default:
       return false;
   }
 }
 
-bool suits_sm90(OnlineQuantProblem const& p) {
-  auto const* const rule =
-      std::ranges::find_if(kSm90Rules, [&](Sm90Rule const& r) { return p.n <= r.n_max && p.k <= r.k_max; });
-  return p.m >= (p.bits == 8 ? rule->min_tokens8 : rule->min_tokens4);
+double norm(std::initializer_list<double> parts, double power) {
+  double sum = 0;
+  for (double part : parts) sum += std::pow(part, power);
+  return std::pow(sum, 1 / power);
+}
+double bytes_per_ns(Target const& t) { return kSm90Time.read_rate * t.memory_gb_s; }
+
+std::int64_t steps_of(OnlineQuantProblem const& p) { return ceil_div(p.k, kStep); }
+
+double mma_time(int row, OnlineQuantProblem const& p, Target const& t) {
+  BlockwiseConfig const& c = kTiles[row];
+  MmaTime const& time = kMmaTimes[row];
+  bool const is8 = p.bits == 8;
+  int const own_bytes = c.shared_bytes(static_cast<int>(p.group_size), p.bits);
+  int const fit = (t.shared_bytes + kReservedOfBlock) / (own_bytes + kReservedOfBlock);
+  std::int64_t const steps = steps_of(p), resident = std::clamp(fit, 1, time.resident[is8]);
+  std::int64_t const of_sm = ceil_div(ceil_div(p.m, c.tile_m()) * ceil_div(p.n, c.tile_n()), t.sm_count);
+  std::int64_t const waves = ceil_div(of_sm, resident);
+  double const multiplying = static_cast<double>(of_sm) * static_cast<double>(steps) * time.work[is8];
+  double const waiting = static_cast<double>(waves) * static_cast<double>(ceil_div(steps, c.teams)) * time.wait[is8];
+  double const reading = static_cast<double>(p.n) * static_cast<double>(p.k) * p.bits / 8 / bytes_per_ns(t);
+  return norm({multiplying, waiting, reading}, kSm90Time.mma_power) + static_cast<double>(waves) * time.end;
+}
+
+// Tiles of wgmma: along the weight, along tokens.
+struct Tiles {
+  std::int64_t high, wide;
+  Tiles(int row, OnlineQuantProblem const& p) : high(ceil_div(p.n, kSm90Rows)), wide(ceil_div(p.m, kSm90Tokens[row])) {}
+  std::int64_t count() const { return high * wide; }
+};
+
+// How many tiles come before those of a last wave that pairs of blocks can share; 0 where there is none, or no wave
+// before it.
+std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
+  std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
+  return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
+}
+
+// Of so many tiles at a time whose K so many blocks share, without what a kernel has once.
+double wave_time(int row, OnlineQuantProblem const& p, std::int64_t tiles, int split, Target const& t) {
+  int const tokens = kSm90Tokens[row];
+  // Tiles of the same weight rows are neighbours: memory gives them once, with two parameters a row.
+  Tiles const all(row, p);
+  auto const rows = static_cast<double>(std::min(all.high, ceil_div(tiles, all.wide)) * kSm90Rows * split);
+  double const reading = rows * (kStep * p.bits / 8 + 8) / bytes_per_ns(t);
+  double const step = norm({kSm90Steps[row][p.bits == 8], reading}, kSm90Time.power);
+  double const sending = split > 1 ? tokens * kSm90Time.sent_token + (split - 1) * kSm90Time.split : 0;
+  return static_cast<double>(ceil_div(steps_of(p), split)) * step + tokens * kSm90Time.token + sending;
+}
+
+double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
+  if (c.family == Family::kSm80) return mma_time(c.row, p, t);
+  std::int64_t const tiles = Tiles(c.row, p).count(), blocks = at_once(1, t);
+  auto const waves = [&](std::int64_t whole) {
+    return static_cast<double>(ceil_div(whole, blocks)) * wave_time(c.row, p, std::min(whole, blocks), 1, t);
+  };
+  if (c.split == 1) return kSm90Time.begin + waves(tiles);
+  double const shared = kSm90Time.begin + wave_time(c.row, p, tiles - c.whole, c.split, t);
+  return c.whole == 0 ? shared : shared + waves(c.whole) + kSm90Time.last_wave;
+}
+
+// Of more tokens, none was timed.
+bool suits(int tokens, OnlineQuantProblem const& p) { return tokens <= 2 * std::max<std::int64_t>(p.m, kFewTokens); }
+
+// Tiles, and on wgmma the blocks of a cluster that share K, or that of the last wave's.
+template <class Act>
+void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const& act) {
+  for (int row = 0; row < static_cast<int>(kTiles.size()); ++row) {
+    if (is_there(kTiles, row, p, t) && suits(kTiles[row].tile_m(), p)) act(Choice{Family::kSm80, row});
+  }
+  if (p.group_size != kSm90Group) return;
+  std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster);
+  for (int row = 0; row < static_cast<int>(kSm90Tokens.size()); ++row) {
+    if (!suits(kSm90Tokens[row], p)) continue;
+    std::int64_t const tiles = Tiles(row, p).count(), whole = whole_before_pairs(tiles, steps, t);
+    act(Choice{Family::kSm90, row});
+    for (int split = 2; split <= most; ++split) {
+      if (tiles <= at_once(split, t)) act(Choice{Family::kSm90, row, split});
+    }
+    if (whole > 0 && whole <= kSm90MostWaves * at_once(1, t)) {
+      act(Choice{Family::kSm90, row, 2, static_cast<int>(whole)});
+    }
+  }
+}
+
+Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
+  Choice best{};
+  double least = std::numeric_limits<double>::infinity();
+  for_each_candidate(p, t, [&](Choice const& choice) {
+    double const time = time_of(choice, p, t);
+    if (time < least) best = choice, least = time;
+  });
+  return best;
 }
 
 }  // namespace
@@ -122,12 +170,9 @@ bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGrou
 Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (t.arch == Arch::kSm90 && p.group_size == kSm90Group && suits_sm90(p)) return sm90_choice(p, t);
-  std::optional<Choice> choice;
-  if (t.arch == Arch::kSm75) choice = mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
-  if (t.arch == Arch::kSm90) choice = mma_choice(Family::kSm80, kTiles, sm90_few_rules(p.bits), p, t);
-  if (t.arch != Arch::kSm75 && !choice) choice = mma_choice(Family::kSm80, kTiles, kRules, p, t);
-  return choice.value_or(Choice{Family::kStaged, 0});
+  if (t.arch == Arch::kSm90) return sm90_choice(p, t);
+  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
+  return mma_choice(Family::kSm80, kTiles, kRules, p, t);
 }
 
 Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel const& kernel) {
@@ -140,7 +185,7 @@ Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel co
                         kernel.split > steps_of(p))) {
     why = "no such split";
   } else if (kernel.last_wave) {
-    whole = whole_before_pairs(tiles_of(sm90_tiles(p.bits)[kernel.row], p), steps_of(p), t);
+    whole = whole_before_pairs(Tiles(kernel.row, p).count(), steps_of(p), t);
     if (kernel.split != 2 || whole == 0) why = "no last wave that pairs can share";
   }
   if (why != nullptr) {
@@ -159,7 +204,7 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
   std::ostringstream operands;
   operands << " w" << p.bits << "a8 blocks of " << p.group_size << ' ';
   if (choice.family == Family::kSm90) {
-    text << "sm90 wgmma" << operands.str() << "swap 128x" << sm90_tiles(p.bits)[choice.row].tokens << "x128";
+    text << "sm90 wgmma" << operands.str() << "swap " << kSm90Rows << 'x' << kSm90Tokens[choice.row] << 'x' << kStep;
     if (choice.split > 1)
       text << ", K" << (choice.whole > 0 ? " of the last wave" : "") << " over clusters of " << choice.split;
     return text.str();

@@ -9,6 +9,9 @@
 
 namespace epiloq::ops::online_quant_mm {
 
+// Values of K that kernels step by, and that prepared weights are padded to.
+inline constexpr std::int64_t kStep = 128;
+
 using Family = OnlineQuantFamily;
 
 struct Choice {

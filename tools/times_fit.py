@@ -1,0 +1,229 @@
+"""Fits the numbers of a times.h to sweeps, for tools/weight_only_fit.py and tools/online_quant_fit.py.
+
+What a kernel is said to take is asked of the library's own code, compiled with the numbers as variables. What a fit
+makes small is what choices are expected to lose, a kernel being the likelier chosen the less time it is said to take;
+errors of times by themselves tell mostly of kernels that never are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import track
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+# GB/s that memory's clock and width amount to.
+MEMORY = {"H200": 4917, "H100": 3352}
+# What is fitted has a point or an exponent.
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)")
+# Of what was not timed though it might have been, being slow: over the fastest. And the most that counts.
+UNKNOWN, MOST = 0.4, 0.6
+
+Floats = NDArray[np.float64]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is fitted, to which sweeps: a file's "sweep" has rows {"bits", "n", "k", "m", "us": {name: microseconds}}.
+
+    ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the same order; ``name`` is what sweeps
+    call what `explain` says; ``takes`` tells which problems count, ``counts`` which kernels of one; ``lacks_constant``:
+    times are without what all kernels of a problem take.
+    """
+
+    header: str
+    source: str
+    places: tuple[str, ...]
+    sweeps: tuple[Path, ...]
+    name: Callable[[str], str]
+    takes: Callable[[Row], bool]
+    counts: Callable[[Row, str], bool]
+    lacks_constant: bool
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "src" / self.header
+
+    def numbers_in(self, text: str) -> list[re.Match[str]]:
+        spans = [re.search(pattern, text, re.DOTALL) for pattern in self.places]
+        assert all(spans), f"{self.header} is not as this tool knows it"
+        return [found for span in spans if span for found in NUMBER.finditer(text, *span.span())]
+
+    def with_numbers(self, text: str, values: Sequence[float]) -> str:
+        """The header with other numbers, of three digits."""
+        for found, value in reversed(list(zip(self.numbers_in(text), values, strict=True))):
+            digits = f"{value:.3g}"
+            small_or_whole = "e-" in digits or ("." in digits and "e" not in digits)
+            digits = digits if small_or_whole else f"{float(digits):.1f}"
+            text = text[: found.start()] + digits + text[found.end() :]
+        return text
+
+
+class Model:
+    """The library's times, as functions of the numbers."""
+
+    def __init__(self, subject: Subject, text: str) -> None:
+        self._subject = subject
+        with tempfile.TemporaryDirectory() as folder:
+            header, library = Path(folder) / subject.header, Path(folder) / "times.so"
+            header.parent.mkdir(parents=True)
+            header.write_text(text.replace("inline constexpr ", "inline "))
+            flags = "-std=c++20 -O2 -shared -fPIC -fvisibility=hidden -ffunction-sections -Wl,--gc-sections"
+            paths = [f"-I{folder}", f"-I{ROOT / 'src'}", f"-I{ROOT / 'include'}"]
+            source = str(Path(__file__).with_name(subject.source))
+            compiler = shlex.split(os.environ.get("CXX", "c++"))
+            subprocess.run([*compiler, *flags.split(), *paths, source, "-o", str(library)], check=True)
+            self._library = ctypes.CDLL(str(library))
+        self._count = 0
+
+    def numbers(self) -> Floats:
+        values = np.empty(self._library.numbers_read(None))
+        self._library.numbers_read(values.ctypes.data_as(ctypes.c_void_p))
+        return values
+
+    def add(self, row: Row, memory_gb_s: int) -> list[str]:
+        """What may serve a problem, as sweeps call it."""
+        problem = (row["m"], row["n"], row["k"], row["bits"])
+        before, self._count = self._count, self._library.problem_add(*problem, memory_gb_s)
+        name = ctypes.create_string_buffer(200)
+        names = []
+        for i in range(before, self._count):
+            self._library.candidate_name(i, name, len(name))
+            names.append(self._subject.name(name.value.decode()))
+        return names
+
+    def times(self, numbers: Floats) -> Floats:
+        """Microseconds of all candidates of all problems so far."""
+        values, out = np.ascontiguousarray(numbers, float), np.empty(self._count)
+        self._library.numbers_write(values.ctypes.data_as(ctypes.c_void_p))
+        self._library.times_of(out.ctypes.data_as(ctypes.c_void_p))
+        return out
+
+
+class Problems:
+    """The candidates of all problems one after the other, and what they took."""
+
+    def __init__(self, model: Model, subject: Subject, paths: Sequence[Path]) -> None:
+        self.rows: list[Row] = []
+        first: list[int] = []
+        us: list[float] = []
+        served: list[bool] = []
+        for path in paths:
+            record = json.loads(path.read_text())
+            memory = next(rate for card, rate in MEMORY.items() if card in record["gpu"])
+            for row in filter(subject.takes, record["sweep"]):
+                names = model.add(row, memory)
+                self.rows.append({**row, "card": record["gpu"]})
+                first.append(len(us))
+                us += [row["us"].get(name, np.nan) for name in names]
+                served += [subject.counts(row, name) for name in names]
+        self.first, self.us, self.served = np.array(first), np.array(us), np.array(served)
+        self.known = ~np.isnan(self.us)
+        self.fastest = self.spread(self.least(np.where(self.known, self.us, np.inf)))
+        # What the choice of a candidate would lose, over the fastest.
+        self.lost = np.where(self.known, np.minimum(self.us / self.fastest - 1, MOST), UNKNOWN)
+        self._weight = np.where(self.known, np.maximum(1 - 2.5 * self.lost, 0.1), 0)
+        self._lacks_constant = subject.lacks_constant
+
+    def least(self, values: Floats) -> Floats:
+        return np.asarray(np.minimum.reduceat(values, self.first))
+
+    def mean(self, values: Floats, weight: Floats) -> Floats:
+        """Of each problem's candidates."""
+        return np.asarray(np.add.reduceat(values * weight, self.first) / np.add.reduceat(weight, self.first))
+
+    def spread(self, of_problems: Floats) -> Floats:
+        return np.repeat(of_problems, np.diff([*self.first, len(self.us)]))
+
+    def losses(self, times: Floats) -> Floats:
+        """Of each problem's choice."""
+        times = np.where(self.served, times, np.inf)
+        return self.least(np.where(times <= self.spread(self.least(times)), self.lost, np.inf))
+
+    def unknown(self, times: Floats) -> int:
+        """Of how many problems the choice among all was not timed."""
+        chosen = times <= self.spread(self.least(times))
+        return int((self.least(np.where(chosen, self.known, np.inf)) == 0).sum())
+
+    def objective(self, times: Floats, sharpness: float) -> float:
+        """Of expected losses, and a little of the times' own errors."""
+        chance = np.where(self.served, -times / self.fastest * sharpness, -np.inf)
+        chance = np.exp(chance + self.spread(self.least(-chance)))
+        errors = np.where(self.known, times - np.where(self.known, self.us, 0), 0) / self.fastest
+        if self._lacks_constant:
+            errors = errors - self.spread(self.mean(errors, self._weight))
+        error = np.average(self.mean(errors**2, self._weight))
+        return cost(self.mean(self.lost, chance)) + 0.3 * float(error)
+
+
+def cost(lost: Floats) -> float:
+    """Of problems' losses: what is more than three percent counts more."""
+    return float(lost.mean() + 100 * (np.maximum(lost - 0.03, 0) ** 2).mean())
+
+
+def fit(model: Model, problems: Problems, start: Floats, steps: int, stiffness: float = 2e-5) -> Floats:
+    """Adam over the logarithms of factors, by differences; `stiffness` holds them near 1. The best that it came by, as
+    what is chosen is less smooth than what is expected.
+    """
+    factors, mean, square = (np.zeros(len(start)) for _ in range(3))
+    best, least = start, cost(problems.losses(model.times(start)))
+
+    def value(at: Floats, sharpness: float) -> float:
+        return problems.objective(model.times(start * np.exp(at)), sharpness) + stiffness * float(at @ at)
+
+    for step in track(range(steps), "fitting"):
+        done, width = step / steps, 1e-4
+        sharpness, rate = 50 / (3 - 2 * min(1, done / 0.6)), 0.02 * (1 - 0.9 * done)
+        base = value(factors, sharpness)
+        slope = np.array([value(factors + width * unit, sharpness) - base for unit in np.eye(len(start))]) / width
+        mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope**2
+        correction = np.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
+        factors = factors - rate * correction * mean / (np.sqrt(square) + 1e-8)
+        found = start * np.exp(factors)
+        if (now := cost(problems.losses(model.times(found)))) < least:
+            best, least = found, now
+    return best
+
+
+def report(problems: Problems, times: Floats, title: str) -> None:
+    lost = problems.losses(times)
+    print(f"{title}: {lost.mean():.2%} behind the fastest in the mean of {len(lost)} problems,")
+    print(f"  of which {problems.unknown(times)} are answered by a kernel that their sweep left out; most:")
+    for i in np.argsort(-lost)[:5]:
+        row = problems.rows[i]
+        print(f"  {lost[i]:6.1%}  {row['bits']} bits, {row['n']}x{row['k']} by {row['m']}, {row['card']}")
+
+
+def main(subject: Subject, description: str | None) -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="*", type=Path, default=subject.sweeps)
+    parser.add_argument("--steps", type=int, default=300, help="0: only say how good what serves is [300]")
+    parser.add_argument("--write", action="store_true", help=f"into {subject.header}")
+    arguments = parser.parse_args()
+    text = subject.path.read_text()
+    model = Model(subject, text)
+    problems, now = Problems(model, subject, arguments.sweeps), model.numbers()
+    report(problems, model.times(now), subject.header)
+    if arguments.steps == 0:
+        return
+    found = fit(model, problems, now, arguments.steps)
+    report(problems, model.times(found), "fitted")
+    if arguments.write:
+        subject.path.write_text(subject.with_numbers(text, found.tolist()))
+    else:
+        print(", ".join(f"{value:.3g}" for value in found))
