@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from statistics import fmean
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch
 import epiloq
 from blockwise_kernels import ROWS, SIZES_M, SIZES_N, kernel, tile
 from blockwise_reference import make_weight
+from online_quant_sweep import name_of
+from sweeps import sweep
+from times_fit import RESULTS
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -38,6 +42,15 @@ def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
     assert (100, 4096, 4096) in shared and (2050, 16384, 4096) not in shared
     assert any("K of the last wave over" in name for name in names.values())
     assert {tile(names[shape]) for shape in shared} == {tile(name) for name in names.values() if "wgmma" in name}
+
+
+def test_smaller_blocks_are_near_the_fastest_by_the_times_of_128() -> None:
+    """The bounds are what was found: nothing was fitted to these."""
+    behind = []
+    for row in sweep(RESULTS / "nvidia-h100/2026-11-26-online-quant-groups-sweep.json"):
+        chosen = name_of(kernel(row["m"], row["n"], row["k"], row["group"], row["bits"], "sm90"))
+        behind.append(row["us"][chosen] / min(row["us"].values()))
+    assert len(behind) == 64 and fmean(behind) <= 1.0085 and max(behind) <= 1.09
 
 
 def test_nothing_is_launched_for_nothing() -> None:
