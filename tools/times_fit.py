@@ -41,9 +41,9 @@ Row = dict[str, Any]
 class Subject:
     """What is fitted, to which sweeps: a file's "sweep" has rows {"bits", "n", "k", "m", "us": {name: microseconds}}.
 
-    ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the same order; ``name`` is what sweeps
-    call what `explain` says; ``takes`` tells which problems count, ``counts`` which kernels of one; ``lacks_constant``:
-    times are without what all kernels of a problem take.
+    ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the
+    same order; ``name`` is what sweeps call what `explain` says; ``takes`` tells which problems count, ``counts`` which
+    kernels of one; ``lacks_constant``: times are without what all kernels of a problem take.
     """
 
     header: str
