@@ -179,7 +179,7 @@ void pieces_have_one_owner_and_slots_apart() {
             wo::Pieces const sender{other, split};
             CHECK(!sender.is_own(piece));
             CHECK(sender.distance_to(piece) >= 1 && sender.distance_to(piece) < split);
-            slots.insert(owner.slot(piece, sender.distance_to(piece)));
+            slots.insert(wo::slot_of(piece, sender.distance_to(piece), split));
           }
         }
         CHECK_EQUAL(owner.own_of(pieces), own);
@@ -193,6 +193,8 @@ void pieces_have_one_owner_and_slots_apart() {
         wo::Piece const whole = wo::Piece::of(pieces + step, split);
         CHECK(sum.owner == whole.owner && sum.turn == whole.turn);
       }
+      wo::Piece const next = wo::Piece::of(pieces, split).next(split), following = wo::Piece::of(pieces + 1, split);
+      CHECK(next.owner == following.owner && next.turn == following.turn);
     }
   }
 }
