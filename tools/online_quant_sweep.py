@@ -30,9 +30,9 @@ from epiloq.bench.contract import Inputs
 from epiloq.bench.operations.online_quant_mm import KINDS, OPERATION
 from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 
-# Tokens of a tile, by row of the tables in src/ops/online_quant_mm/configs.h; weight rows of SM90's, and their groups.
+# Tokens of a tile, by row of the tables in src/ops/online_quant_mm/configs.h; weight rows of SM90's, and their group.
 TILES = {"sm80": (16, 16, 32, 64, 64, 64, 128, 64), "sm90": (64, 80, 96, 112, 128)}
-SM90_ROWS, SM90_GROUP, SM90_LEAST_SHARED = 128, 128, 2
+SM90_ROWS, SM90_GROUP = 128, 128
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
 
 
@@ -57,7 +57,7 @@ def candidates(case: Case, splits: list[int], sm_count: int) -> Iterator[Kernel]
             count = math.ceil(case.m / tokens) * math.ceil(case.n / SM90_ROWS)
             yield from (Kernel(family, row, split) for split in splits if split > 1 and count * split <= sm_count)
             if count > sm_count:
-                yield Kernel(family, row, SM90_LEAST_SHARED, last_wave=True)
+                yield Kernel(family, row, 2, last_wave=True)
 
 
 def arguments_of(case: Case, inputs: Inputs) -> dict[str, Any]:
