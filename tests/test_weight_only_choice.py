@@ -1,8 +1,8 @@
 """What weight_only_mm chooses against the sweeps that its times are fitted to.
 
 The bounds are what the fit left: they say when a row or a time that is changed no longer fits, not how good it is.
-Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 64 tokens have changed since, and have been
-timed on an H100, those of 4 to 16 on an H200 too.
+Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 128 tokens have changed since, and have been
+timed on an H100, those of 4 and 8 on an H200 too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
 H200, H100 = 4917, 3352
 # Another card, and mostly layers that nothing was fitted to.
 OTHER = RESULTS.parent / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json"
-NEW = RESULTS.parent / "nvidia-h100/2026-11-26-weight-only-ring-sweep.json"
+NEW = {"2026-11-26-weight-only-ring": range(9), "2026-11-26-weight-only-tiles": range(9, 129)}
 CHANGED = range(3, 65)
 # Newest first, and from how many tokens on.
 SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 65, "2026-11-22-weight-only-ways": 65}
@@ -44,6 +44,14 @@ def measured() -> Iterator[dict[str, Any]]:
             problem = tuple(row[key] for key in ("bits", "n", "k", "m"))
             if row["m"] >= fewest and row["m"] not in CHANGED and problem not in known:
                 known.add(problem)
+                yield row
+
+
+def newest() -> Iterator[dict[str, Any]]:
+    """The same of 3 to 128 tokens, as kernels are now."""
+    for name, tokens in NEW.items():
+        for row in sweep(RESULTS.parent / f"nvidia-h100/{name}-sweep.json"):
+            if row["m"] in tokens:
                 yield row
 
 
@@ -81,14 +89,15 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
     ratios = behind(measured(), H200, 1.1)
     assert count(ratios) == 202
     for (bits, m), some in ratios.items():
-        assert mean(some) <= (1.03 if m <= 2 or m > 1000 else 1.006), (bits, m, some)
+        most = 1.03 if m <= 2 or m > 1000 else 1.015 if bits == 8 and m > 200 else 1.006
+        assert mean(some) <= most, (bits, m, some)
 
 
-def test_by_3_to_64_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those_kernels() -> None:
-    ratios = behind(sweep(NEW), H100, 1.1)
-    assert count(ratios) == 187
+def test_by_3_to_128_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those_kernels() -> None:
+    ratios = behind(newest(), H100, 1.1)
+    assert count(ratios) == 318
     for (bits, m), some in ratios.items():
-        assert mean(some) <= (1.016 if m <= 8 else 1.012 if m <= 16 else 1.006), (bits, m, some)
+        assert mean(some) <= (1.015 if m <= 16 else 1.022 if m == 33 else 1.011), (bits, m, some)
 
 
 def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> None:
@@ -100,9 +109,9 @@ def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> No
 
 def test_on_another_card_it_is_too() -> None:
     older = behind((row for row in sweep(OTHER) if row["m"] not in CHANGED), H100, 1.1)
-    newer = behind(sweep(NEW), H100, 1.1)
-    assert (count(older), count(newer)) == (47, 187)
-    assert mean([ratio for some in (*older.values(), *newer.values()) for ratio in some]) <= 1.012
+    newer = behind(newest(), H100, 1.1)
+    assert (count(older), count(newer)) == (47, 318)
+    assert mean([ratio for some in (*older.values(), *newer.values()) for ratio in some]) <= 1.0115
 
 
 def test_the_rate_of_memory_counts() -> None:

@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,21 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 # GB/s that memory's clock and width amount to.
 MEMORY = {"H200": 4917, "H100": 3352}
+ANY = range(1 << 31)  # tokens
 # What is fitted has a point or an exponent.
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)")
 # Of what was not timed though it might have been, being slow: over the fastest. And the most that counts.
 UNKNOWN, MOST = 0.4, 0.6
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is fitted, to which sweeps: a file's "sweep" has rows {"bits", "n", "k", "m", "us": {name: microseconds}}.
+    """What is fitted, to which sweeps, by which tokens of each: a file's "sweep" has rows {"bits", "n", "k", "m", "us":
+    {name: microseconds}}.
 
     ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the
     same order; ``name`` is what sweeps call what `explain` says; ``takes`` tells which problems count, ``counts`` which
@@ -49,7 +52,7 @@ class Subject:
     header: str
     source: str
     places: tuple[str, ...]
-    sweeps: tuple[Path, ...]
+    sweeps: dict[Path, Container[int]]
     name: Callable[[str], str]
     takes: Callable[[Row], bool]
     counts: Callable[[Row, str], bool]
@@ -59,10 +62,16 @@ class Subject:
     def path(self) -> Path:
         return ROOT / "src" / self.header
 
-    def numbers_in(self, text: str) -> list[re.Match[str]]:
-        spans = [re.search(pattern, text, re.DOTALL) for pattern in self.places]
-        assert all(spans), f"{self.header} is not as this tool knows it"
+    def numbers_in(self, text: str, names: str = "") -> list[re.Match[str]]:
+        """Of the places that begin with such a name."""
+        spans = [re.search(pattern, text, re.DOTALL) for pattern in self.places if re.match(names, pattern)]
+        assert spans and all(spans), f"{self.header} is not as this tool knows it"
         return [found for span in spans if span for found in NUMBER.finditer(text, *span.span())]
+
+    def is_among(self, text: str, names: str) -> Bools:
+        """Of all numbers, whether their places do."""
+        places = {found.start() for found in self.numbers_in(text, names)}
+        return np.array([found.start() in places for found in self.numbers_in(text)])
 
     def with_numbers(self, text: str, values: Sequence[float]) -> str:
         """The header with other numbers, of three digits."""
@@ -118,7 +127,7 @@ class Model:
 class Problems:
     """The candidates of all problems one after the other, and what they took."""
 
-    def __init__(self, model: Model, subject: Subject, paths: Sequence[Path]) -> None:
+    def __init__(self, model: Model, subject: Subject, paths: Iterable[Path], among: range = ANY) -> None:
         self.rows: list[Row] = []
         first: list[int] = []
         us: list[float] = []
@@ -126,7 +135,10 @@ class Problems:
         for path in paths:
             record = json.loads(path.read_text())
             memory = next(rate for card, rate in MEMORY.items() if card in record["gpu"])
-            for row in filter(subject.takes, record["sweep"]):
+            tokens = subject.sweeps.get(path, ANY)
+            for row in record["sweep"]:
+                if row["m"] not in tokens or row["m"] not in among or not subject.takes(row):
+                    continue
                 names = model.add(row, memory)
                 self.rows.append({**row, "card": record["gpu"]})
                 first.append(len(us))
@@ -151,9 +163,10 @@ class Problems:
         return np.repeat(of_problems, np.diff([*self.first, len(self.us)]))
 
     def losses(self, times: Floats) -> Floats:
-        """Of each problem's choice."""
+        """Of each problem's choice, of equals the last."""
         times = np.where(self.served, times, np.inf)
-        return self.least(np.where(times <= self.spread(self.least(times)), self.lost, np.inf))
+        fastest = np.where(times <= self.spread(self.least(times)), np.arange(len(times)), 0)
+        return self.lost[np.maximum.reduceat(fastest, self.first)]
 
     def unknown(self, times: Floats) -> int:
         """Of how many problems the choice among all was not timed."""
@@ -176,11 +189,14 @@ def cost(lost: Floats) -> float:
     return float(lost.mean() + 100 * (np.maximum(lost - 0.03, 0) ** 2).mean())
 
 
-def fit(model: Model, problems: Problems, start: Floats, steps: int, stiffness: float = 2e-5) -> Floats:
-    """Adam over the logarithms of factors, by differences; `stiffness` holds them near 1. The best that it came by, as
-    what is chosen is less smooth than what is expected.
+def fit(
+    model: Model, problems: Problems, start: Floats, steps: int, free: Bools | None = None, stiffness: float = 2e-5
+) -> Floats:
+    """Adam over the logarithms of the `free` ones' factors, by differences; `stiffness` holds them near 1. The best that
+    it came by, as what is chosen is less smooth than what is expected.
     """
-    factors, mean, square = (np.zeros(len(start)) for _ in range(3))
+    factors, slope, mean, square = (np.zeros(len(start)) for _ in range(4))
+    free = np.ones(len(start), bool) if free is None else free
     best, least = start, cost(problems.losses(model.times(start)))
 
     def value(at: Floats, sharpness: float) -> float:
@@ -190,7 +206,7 @@ def fit(model: Model, problems: Problems, start: Floats, steps: int, stiffness: 
         done, width = step / steps, 1e-4
         sharpness, rate = 50 / (3 - 2 * min(1, done / 0.6)), 0.02 * (1 - 0.9 * done)
         base = value(factors, sharpness)
-        slope = np.array([value(factors + width * unit, sharpness) - base for unit in np.eye(len(start))]) / width
+        slope[free] = [(value(factors + width * unit, sharpness) - base) / width for unit in np.eye(len(start))[free]]
         mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope**2
         correction = np.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
         factors = factors - rate * correction * mean / (np.sqrt(square) + 1e-8)
@@ -211,17 +227,21 @@ def report(problems: Problems, times: Floats, title: str) -> None:
 
 def main(subject: Subject, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="*", type=Path, default=subject.sweeps)
+    parser.add_argument("sweeps", nargs="*", type=Path, default=[*subject.sweeps])
+    parser.add_argument("--tokens", default="0:", help="only problems of so many, from:below [0:]")
+    parser.add_argument("--only", default="", help="numbers of places so named, a pattern, as kRing [all]")
     parser.add_argument("--steps", type=int, default=300, help="0: only say how good what serves is [300]")
     parser.add_argument("--write", action="store_true", help=f"into {subject.header}")
     arguments = parser.parse_args()
     text = subject.path.read_text()
     model = Model(subject, text)
-    problems, now = Problems(model, subject, arguments.sweeps), model.numbers()
+    first, _, end = arguments.tokens.partition(":")
+    among = range(int(first), int(end or ANY.stop))
+    problems, now = Problems(model, subject, arguments.sweeps, among), model.numbers()
     report(problems, model.times(now), subject.header)
     if arguments.steps == 0:
         return
-    found = fit(model, problems, now, arguments.steps)
+    found = fit(model, problems, now, arguments.steps, subject.is_among(text, arguments.only))
     report(problems, model.times(found), "fitted")
     if arguments.write:
         subject.path.write_text(subject.with_numbers(text, found.tolist()))

@@ -1,4 +1,4 @@
-// What weight_only_mm says that its streams and its ring take, with the numbers of times.h as variables:
+// What weight_only_mm says that its kernels take on SM90, with the numbers of times.h as variables:
 // tools/weight_only_fit.py compiles this with a times.h whose constants are none, and fits them.
 
 #include <vector>
@@ -21,10 +21,14 @@ std::vector<double*> numbers() {
   auto& of_streams = wo::kStreamTime;
   all.insert(all.end(), {&of_streams.latency, &of_streams.own, &of_streams.read_rate, &of_streams.power,
                          &of_streams.sum, &of_streams.kernel, &of_streams.cluster, &of_streams.cluster_block});
-  for (auto& row : wo::kRingTimes) {
-    all.insert(all.end(), {&row.of4.step, &row.of4.block, &row.of8.step, &row.of8.block});
+  auto const add = [&all](auto& rows) {
+    for (auto& row : rows) all.insert(all.end(), {&row.of4.step, &row.of4.block, &row.of8.step, &row.of8.block});
+  };
+  add(wo::kWgmmaTimes);
+  add(wo::kRingTimes);
+  for (auto* sums : {&wo::kSentSums, &wo::kReadSums, &wo::kRingSums}) {
+    all.insert(all.end(), {&sums->tile, &sums->sum, &sums->crowd});
   }
-  all.insert(all.end(), {&wo::kRingSums.tile, &wo::kRingSums.sum, &wo::kRingSums.crowd});
   return all;
 }
 
@@ -39,7 +43,7 @@ template <class Rows>
 void add(wo::Family family, Rows const& rows, epiloq::WeightOnlyMmProblem const& p, epiloq::Target const& t) {
   for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
     if (!wo::is_there(family, row, p, t) || !wo::suits(rows[row], p)) continue;
-    for (int split = 1; split <= std::min<std::int64_t>(wo::ceil_div(p.k, wo::kPadding), epiloq::kMaxCluster);
+    for (int split = 1; split <= std::min<std::int64_t>(epiloq::ceil_div(p.k, wo::kPadding), epiloq::kMaxCluster);
          ++split) {
       if (wo::may_share(rows[row], p, split, t)) candidates.push_back({p, t, {family, row, split}});
     }
@@ -50,11 +54,13 @@ void add_candidates(int m, int n, int k, int bits, epiloq::Target const& t) {
   p.m = m, p.n = n, p.k = k, p.bits = bits, p.group_size = 128;
   add(wo::Family::kStream, wo::kStreamRows, p, t);
   add(wo::Family::kRing, wo::kRingRows, p, t);
+  add(wo::Family::kWgmma, wo::kWgmmaRows, p, t);
 }
 std::string words_of(Candidate const& c) { return wo::describe(c.choice); }
 double microseconds_of(Candidate const& c) {
   auto const& [family, row, split, why] = c.choice;
   if (family == wo::Family::kStream) return wo::time_of_row(wo::kStreamRows, row, c.problem, split, c.target);
+  if (family == wo::Family::kWgmma) return wo::time_of_row(wo::kWgmmaRows, row, c.problem, split, c.target);
   return wo::time_of_row(wo::kRingRows, row, c.problem, split, c.target);
 }
 

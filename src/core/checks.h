@@ -2,6 +2,7 @@
 
 #include <sstream>
 
+#include "core/ceil_div.h"
 #include "epiloq/error.h"
 #include "epiloq/tensor.h"
 
@@ -21,8 +22,6 @@ struct ScaleGrid {
   std::int64_t row_stride = 0;
   std::int64_t col_stride = 0;
 };
-
-constexpr std::int64_t ceil_div(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 
 // The checks of one operation; each names the argument, what was expected and what came.
 class Checker {

@@ -7,18 +7,13 @@
 
 namespace epiloq::gemm {
 
-// Of a piece: its block, and how many of that block's come before it. Pieces that are a constant number apart are
-// walked through without a division each.
+// Of a piece: its block, and how many of that block's come before it. Neighbours follow without a division.
 struct Piece {
   int owner, turn;
 
   EPILOQ_HD static constexpr Piece of(int number, int split) { return {number % split, number / split}; }
   EPILOQ_HD constexpr Piece next(int split) const {
     return owner + 1 == split ? Piece{0, turn + 1} : Piece{owner + 1, turn};
-  }
-  EPILOQ_HD constexpr Piece after(Piece const& step, int split) const {
-    int const sum = owner + step.owner;
-    return {sum < split ? sum : sum - split, turn + step.turn + (sum < split ? 0 : 1)};
   }
 };
 

@@ -1,6 +1,7 @@
 // The wgmma kernel without a GPU: every weight reaches the place of the fragments that the instruction reads; shared
 // memory is read without bank conflicts; tokens are where TMA's swizzle puts them; stages are aligned and fit.
 
+#include <algorithm>
 #include <array>
 #include <set>
 #include <vector>
@@ -188,13 +189,29 @@ void pieces_have_one_owner_and_slots_apart() {
         owned += own;
       }
       CHECK_EQUAL(owned, pieces);
-      for (int step = 1; step <= 16; ++step) {
-        wo::Piece const sum = wo::Piece::of(pieces, split).after(wo::Piece::of(step, split), split);
-        wo::Piece const whole = wo::Piece::of(pieces + step, split);
-        CHECK(sum.owner == whole.owner && sum.turn == whole.turn);
-      }
       wo::Piece const next = wo::Piece::of(pieces, split).next(split), following = wo::Piece::of(pieces + 1, split);
       CHECK(next.owner == following.owner && next.turn == following.turn);
+    }
+  }
+}
+
+// A wgmma tile's pieces are numbered once each, and a block finishes as many of each warp's, or one more.
+void warps_finish_as_many_pieces() {
+  for (int ways = 1; ways <= 3; ++ways) {
+    for (int eights = 1; eights <= 8; ++eights) {
+      std::set<int> all;
+      for (int slab = 0; slab < 16; ++slab) {
+        for (int way = 0; way < ways; ++way) {
+          int const first = wo::first_piece(slab, way, eights, ways), own = (eights - way + ways - 1) / ways;
+          for (int i = 0; i < own; ++i) CHECK(all.insert(first + i).second);
+          for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+            std::array<int, epiloq::kMaxCluster> finished{};
+            for (int i = 0; i < own; ++i) ++finished[wo::Piece::of(first + i, split).owner];
+            CHECK(*std::max_element(finished.begin(), finished.begin() + split) <= (own + split - 1) / split);
+          }
+        }
+      }
+      CHECK(static_cast<int>(all.size()) == 16 * eights && *all.rbegin() == 16 * eights - 1);
     }
   }
 }
@@ -212,7 +229,7 @@ void exchanges_fit() {
     if (!wo::sends_sums(config)) continue;
     received_fit(config);
     wo::TileStage const stage(config, 4, 1, 2, 0);
-    CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= wo::exchange_at(config, stage, 232448));
+    CHECK(std::max(config.ways - 1, 1) * pieces_of(config) * kPieceBytes <= wo::exchange_at(config, stage, 232448));
   }
   for (wo::RingConfig const& config : wo::kRingRows) {
     received_fit(config);
@@ -226,6 +243,7 @@ void exchanges_fit() {
 
 int main() {
   pieces_have_one_owner_and_slots_apart();
+  warps_finish_as_many_pieces();
   exchanges_fit();
   for (int bits : {4, 8}) integers_reach_their_slots(bits);
   banks_do_not_conflict();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "core/ceil_div.h"
 #include "epiloq/error.h"
 #include "ops/conv2d/im2col.h"
 #include "ops/conv2d_int8/configs.h"
@@ -38,8 +39,6 @@ int vector_of(Problem const& p, int channels) {
   }
   return 1;
 }
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 std::int64_t blocks_of(TileConfig const& c, conv2d::Shape const& s) {
   return ceil_div(conv2d::pixels(s), c.tile_m()) * ceil_div(s.co / s.groups, c.tile_n());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "core/ceil_div.h"
 #include "epiloq/error.h"
 #include "ops/conv2d/image_boxes.h"
 #include "ops/conv2d_weight_only/configs.h"
@@ -17,8 +18,6 @@ namespace wo = weight_only_mm;
 
 constexpr int kMaxGrid = 65535;
 constexpr int kWindowBytes = 16;  // of a pixel, in shared memory
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Chunks of 8 channels start on 16 bytes.
 bool has_chunks(Problem const& p) {

@@ -4,10 +4,10 @@
 #include <limits>
 #include <sstream>
 
+#include "core/ceil_div.h"
+
 namespace epiloq::ops::groupwise_mm {
 namespace {
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
 

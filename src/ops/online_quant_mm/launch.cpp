@@ -26,11 +26,10 @@ struct Sm75 {
   }
 };
 struct Sm80 {
-  static constexpr bool kBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
   static constexpr std::size_t kRows = kTiles.size();
   template <int kRow, int kGroup, int kBits>
   static constexpr gemm::BlockwiseLaunch launch() {
-    if constexpr (kBuilt) return &launch_sm80<kRow, kGroup, kBits>;
+    if constexpr (EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90) return &launch_sm80<kRow, kGroup, kBits>;
     return nullptr;
   }
 };
@@ -75,17 +74,6 @@ gemm::BlockwiseLaunch kernel_of(Choice const& choice, OnlineQuantProblem const& 
 
 }  // namespace
 
-Target target_of_device(int device) {
-  DeviceProperties const& properties = device_properties(device);
-  int const capability = properties.compute_capability;
-  Arch const forced = forced_arch();
-  Arch arch = Arch::kSm75;
-  if (Sm80::kBuilt && capability >= 80 && forced != Arch::kSm75) arch = Arch::kSm80;
-  if (EPILOQ_HAS_SM90 && capability == 90 && (forced == Arch::kAuto || forced == Arch::kSm90)) arch = Arch::kSm90;
-  int const said = properties.memory_gb_s, memory_gb_s = said > 0 ? said : nominal(arch).memory_gb_s;
-  return {arch, properties.sm_count, properties.shared_memory_per_block, arch == Arch::kSm90, memory_gb_s};
-}
-
 void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream) {
   gemm::BlockwiseLaunch const kernel = kernel_of(choice, problem);
   DeviceGuard const guard(device);
@@ -94,11 +82,6 @@ void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const&
   kernel(work.gemm, device, stream);
 }
 #else
-Target target_of_device(int device) {
-  device_properties(device);
-  return {};
-}
-
 void launch(Choice const&, OnlineQuantProblem const&, Work const&, int device, Stream) { device_properties(device); }
 #endif
 

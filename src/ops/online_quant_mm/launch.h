@@ -14,9 +14,6 @@ struct Work {
   float* sums;             // staged only
 };
 
-// The architecture whose kernels a device runs (the forced one, where one is) and the device's sizes.
-Target target_of_device(int device);
-
 void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream);
 
 // The reference: an int32 product a block, and passes over float32 sums.

@@ -4,7 +4,7 @@
 
 #include "core/checks.h"
 #include "epiloq/device.h"
-#include "gemm/params_cache.h"
+#include "gemm/choice_cache.h"
 #include "ops/online_quant_mm/launch.h"
 #include "ops/online_quant_mm/select.h"
 
@@ -21,9 +21,6 @@ constexpr std::int64_t kMaxFeatures = std::int64_t{1} << 30;
 
 using ops::quantize_blockwise_int8::kTf32Parts;
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 std::int64_t padded_k(std::int64_t k) { return round_up(k, online::kStep); }
 std::int64_t padded_blocks(std::int64_t k, std::int64_t group) {
   return round_up(online::kStep % group == 0 ? padded_k(k) : k, group) / group;
@@ -106,7 +103,7 @@ OnlineQuantProblem problem_of(OnlineQuantMm const& call, Sizes const& sizes) {
 }
 
 Target target_of(OnlineQuantMm const& call) {
-  if (call.x.device.type == Device::Type::kCuda) return online::target_of_device(call.x.device.index);
+  if (call.x.device.type == Device::Type::kCuda) return target_of_device("online_quant_mm", call.x.device.index);
   return online::nominal(forced_arch());
 }
 
@@ -117,19 +114,10 @@ online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
   return online::choose(problem, target_of(call));
 }
 
-// On CUDA: dozens of kernels are weighed against each other, which takes as long as a launch, so that each thread keeps
-// what it chose.
 online::Choice remembered_choice(OnlineQuantMm const& call, Sizes const& sizes) {
-  if (call.staged || call.kernel) return choose(call, sizes);
-  struct Question {
-    OnlineQuantProblem problem;
-    Arch arch;
-    bool operator==(Question const&) const = default;
-  };
-  thread_local gemm::ParamsCache<Question, online::Choice> cache;
-  Question const question{problem_of(call, sizes), forced_arch()};
-  auto const key = static_cast<std::uintptr_t>(question.problem.n * 31 + question.problem.k * 7 + question.problem.m);
-  return cache.get(key, question, call.x.device.index, [&] { return choose(call, sizes); });
+  auto const chosen = [&] { return choose(call, sizes); };
+  if (call.staged || call.kernel) return chosen();
+  return gemm::remembered_choice(problem_of(call, sizes), call.x.device.index, chosen);
 }
 
 // What the call says, without a workspace.

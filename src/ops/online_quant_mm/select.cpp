@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "core/block_share.h"
+#include "core/ceil_div.h"
 #include "epiloq/error.h"
 #include "ops/online_quant_mm/configs.h"
 #include "ops/online_quant_mm/times.h"
@@ -41,8 +42,6 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQ
   return {Family::kStaged, 0};
 }
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 std::int64_t at_once(int split, Target const& t) {
   return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
 }
@@ -61,7 +60,7 @@ bool is_there(OnlineQuantKernel const& kernel, OnlineQuantProblem const& p, Targ
     case Family::kSm80:
       return t.arch != Arch::kSm75 && is_there(kTiles, kernel.row, p, t);
     case Family::kSm90:
-      return t.arch == Arch::kSm90 && p.group_size == kSm90Group && kernel.row >= 0 &&
+      return t.has_wgmma && p.group_size == kSm90Group && kernel.row >= 0 &&
              kernel.row < static_cast<int>(kSm90Tokens.size());
     default:
       return false;
@@ -158,7 +157,7 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   double least = std::numeric_limits<double>::infinity();
   for_each_candidate(p, t, [&](Choice const& choice) {
     double const time = time_of(choice, p, t);
-    if (time < least) best = choice, least = time;
+    if (time <= least) best = choice, least = time;
   });
   return best;
 }
@@ -170,7 +169,7 @@ bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGrou
 Choice choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (t.arch == Arch::kSm90) return sm90_choice(p, t);
+  if (t.has_wgmma) return sm90_choice(p, t);
   if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
   return mma_choice(Family::kSm80, kTiles, kRules, p, t);
 }

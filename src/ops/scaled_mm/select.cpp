@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "core/ceil_div.h"
 #include "epiloq/error.h"
 #include "ops/scaled_mm/configs.h"
 #include "ops/scaled_mm/rules.h"
@@ -78,7 +79,6 @@ constexpr int kSkinnyRows = 16;
 
 // The fewest slabs that the busiest SM reads; then the most to a block, since each block reads every token.
 Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
-  auto const ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   int best = -1;
   std::int64_t best_load = 0;
   int tokens = 0;

@@ -97,7 +97,7 @@ inline constexpr std::array kWgmmaRows{
 };
 // On SM90, up to so many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
-// A tile takes all tokens up to so many; of more, none is narrower.
+// Two tiles at most take up to so many tokens; for more, none is narrower.
 inline constexpr int kWideTokens = 64;
 
 // Without wgmma, from here on a dense product, of the weight de-quantised into memory first, is faster. H200,

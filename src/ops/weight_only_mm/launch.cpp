@@ -69,8 +69,6 @@ Launch kernel_of(Choice const& choice, DType x, Weight const& weight) {
 
 }  // namespace
 
-Target target_of_device(int device) { return epiloq::target_of_device("weight_only_mm", device); }
-
 void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
   Launch const launch = kernel_of(choice, x, problem.weight);
@@ -78,11 +76,6 @@ void launch(Choice const& choice, Problem const& problem, DType x, int device, S
   launch(problem, choice.split, device, stream);
 }
 #else
-Target target_of_device(int device) {
-  device_properties(device);
-  return {};
-}
-
 void launch(Choice const&, Problem const&, DType, int device, Stream) { device_properties(device); }
 void launch_dequantize(DequantizeProblem const&, int device, Stream) { device_properties(device); }
 #endif

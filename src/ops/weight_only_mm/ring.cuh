@@ -159,9 +159,13 @@ __device__ __forceinline__ void finish_ring(TileParams const& params, PieceShare
     return;
   }
   int const pieces = stream_pieces(params.tokens, C::kRows);
-  auto const for_pieces = [&](auto const& act) {
-    for (int i = threadIdx.x / 32; i < pieces; i += C::kWarps) {
-      act(Piece::of(i, share.split), i * kPieceElements + lane * 4);
+  int const each = (pieces + C::kWarps - 1) / C::kWarps, begin = threadIdx.x / 32 * each;
+  Piece const first = Piece::of(begin, share.split);
+  auto const for_pieces = [&](auto const& act) {  // neighbours, of which blocks finish as many of each warp's
+    Piece piece = first;
+    for (int i = begin, end = min(begin + each, pieces); i < end; ++i) {
+      act(piece, i * kPieceElements + lane * 4);
+      piece = piece.next(share.split);
     }
   };
   for_pieces([&](Piece const& piece, int i) {

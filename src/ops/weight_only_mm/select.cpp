@@ -82,7 +82,7 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
 
 // No tile of twice as many tokens as there are, or more, was ever the fastest.
 bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
-  return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>(p.m, kWideTokens) &&
+  return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>((p.m + 1) / 2, kWideTokens) &&
          (!c.rounds || p.m > kExactTokens);
 }
 // One token and two are a stream's: no tile was more than 3 % faster.
@@ -106,11 +106,18 @@ double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProble
   return static_cast<double>(waves_of(c, p, split, t)) * once;
 }
 
+// Of a block; one that leaves some of its ways without takes half of another.
+template <class Config>
+double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
+  std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
+  return static_cast<double>(steps + round_up(steps, c.ways)) / 2;
+}
+
 template <class Config>
 double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t) {
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
   int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
-  std::int64_t const at_once = clusters(split, of_sm, t), steps = ceil_div(ceil_div(p.k, kPadding), split);
+  std::int64_t const at_once = clusters(split, of_sm, t);
   // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
   double const of_block = c.rows() * kPadding * p.bits / 8;
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
@@ -118,7 +125,7 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
   double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
   double const power = std::max(1.0, static_cast<double>(c.tokens) / kReading.whole);
   double const step = std::pow(std::pow(time.step, power) + std::pow(reading, power), 1 / power);
-  return static_cast<double>(waves_of(c, p, split, t)) * (static_cast<double>(steps) * step + time.block);
+  return static_cast<double>(waves_of(c, p, split, t)) * (steps_of(c, p, split) * step + time.block);
 }
 
 // A row's time, in whichever table.
@@ -138,8 +145,9 @@ struct Timed {
   Choice choice;
   double time = std::numeric_limits<double>::infinity();
 
+  // Of equals the last: where sharing K by more blocks leaves the longest of them as many steps, the others have fewer.
   void consider(Choice const& other, double its_time) {
-    if (its_time < time) *this = {other, its_time};
+    if (its_time <= time) *this = {other, its_time};
   }
   template <class Rows>
   void consider(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/ceil_div.h"
 #include "core/target.h"
 #include "epiloq/weight_only_mm.h"
 #include "ops/weight_only_mm/configs.h"
@@ -12,8 +13,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-inline std::int64_t padded(std::int64_t k) { return ceil_div(k, kPadding) * kPadding; }
+inline std::int64_t padded(std::int64_t k) { return round_up(k, kPadding); }
 
 inline std::int64_t group_of(WeightOnlyMmProblem const& p) {
   return p.group_size == -1 ? padded(p.k) : std::min(p.group_size, padded(p.k));

@@ -61,8 +61,8 @@ struct TileStage {
   constexpr int loaded_bytes(int missing) const { return end - missing * kPadding * 2; }
 };
 
-// Blocks that share K send each other sums (wgmma_share.cuh), in code of its own for each of a thread's; where one way
-// along K has all tokens, and they are many, they read them.
+// Blocks that share K send each other sums (wgmma_share.cuh), in code of its own for each of a warp's eights of tokens;
+// where one way along K has all of them, and they are many, they read them.
 constexpr bool sends_sums(int ways, int tokens) { return ways > 1 || tokens <= 32; }
 constexpr bool sends_sums(WgmmaConfig const& c) { return sends_sums(c.ways, c.tokens); }
 

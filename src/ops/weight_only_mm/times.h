@@ -4,13 +4,13 @@
 // anew. All at a Hopper card's clock of SMs; memory gives shares of what a card's clock and width amount to (device.h).
 //
 // Streams run in waves of blocks. Of what a wave takes to read, to multiply and to wait for what is on its way the
-// longest counts most, and the others with it (`power`); then warps' sums are added up. Their times and the ring's were
-// fitted together on 2026-11-26, to what an H100 and an H200 took for 20 layers by 1 to 16 tokens of bfloat16 in groups
-// of 128 or by channel (the sweeps nvidia-h200/2026-11-25-weight-only-streams, 2026-11-26-weight-only-starts and -ring,
-// nvidia-h100/2026-11-25-weight-only-choice and 2026-11-26-weight-only-ring; 446 problems): of the kernels that a sweep
-// has, what they name took 1.0 % more than the fastest in the mean, 10 at most; fitted to three quarters of the layers,
-// 2 to 4 % more on the others, if what was not measured is counted as 40. Without the sums of warps, 24576 x 1536 by 4
-// tokens (three steps a warp) was predicted 1 to 2 us too fast on both cards, and 21 % behind.
+// longest counts most, and the others with it (`power`); then warps' sums are added up. Without those sums 24576 x 1536
+// by 4 tokens (three steps a warp) was predicted 1 to 2 us too fast on an H100 and an H200, and 21 % behind.
+//
+// Fitted on 2026-11-26 to what both took for 31 layers by 1 to 1024 tokens of bfloat16 in groups of 128 or by channel,
+// in the sweeps that tools/weight_only_fit.py names (907 problems): of the kernels that a sweep has, what they name
+// took 0.8 % more than the fastest in the mean, 10 at most. Of streams fitted to three quarters of the layers it was 2
+// to 4 % more on the others, if what was not measured is counted as 40.
 
 #include <array>
 
@@ -50,11 +50,7 @@ inline constexpr struct {
   double kernel = 1.15, cluster = 0.686, cluster_block = 0.0168;
 } kStreamTime;
 
-// Tiles of wgmma, by tokens of bfloat16 in groups of 128, of 4 bits and of 8, a row of kWgmmaRows each, fitted to
-// sweeps: of 32 tokens to sixteen layers on an H100 (nvidia-h100/2026-11-26-weight-only-starts-sweep.json), of
-// more to those by 48 and 64 tokens and to ten layers by 96 and more on an H200 (weight-only-clusters-sweep.json,
-// 2026-11-23, and weight-only-ways-sweep.json, the day before). Layers that were left out of the fit were 0.8 % behind
-// their fastest by 32 tokens of 4 bits.
+// Tiles of wgmma, of 4 bits and of 8, a row of kWgmmaRows each.
 struct TileTimes {
   struct Time {
     double step, block;  // to multiply by 128 columns; to begin and to end
@@ -63,15 +59,15 @@ struct TileTimes {
   constexpr Time const& of(int bits) const { return bits == 8 ? of8 : of4; }
 };
 inline constexpr std::array<TileTimes, kWgmmaRows.size()> kWgmmaTimes{
-    TileTimes{{0.492, 2.15}, {0.471, 2.937}}, TileTimes{{0.383, 2.293}, {0.323, 2.764}},
-    TileTimes{{0.24, 1.778}, {0.353, 1.631}}, TileTimes{{0.176, 1.522}, {0.175, 1.618}},
-    TileTimes{{0.738, 4.47}, {0.809, 5.62}},  TileTimes{{0.64, 2.65}, {0.621, 4.42}},
-    TileTimes{{0.381, 4.01}, {0.52, 2.97}},   TileTimes{{0.233, 2.9}, {0.324, 1.5}},
-    TileTimes{{1.42, 8.38}, {1.88, 7.68}},    TileTimes{{0.383, 4.1}, {0.445, 7.96}},
-    TileTimes{{0.67, 5.32}, {0.704, 6.08}},   TileTimes{{1.14, 7.18}, {1.65, 4.67}},
+    TileTimes{{0.594, 1.84}, {0.525, 1.92}}, TileTimes{{0.441, 1.95}, {0.405, 1.4}},
+    TileTimes{{0.272, 2.0}, {0.305, 1.57}},  TileTimes{{0.193, 1.45}, {0.149, 1.55}},
+    TileTimes{{0.784, 2.22}, {0.657, 3.37}}, TileTimes{{0.634, 1.62}, {0.525, 2.65}},
+    TileTimes{{0.423, 2.5}, {0.417, 2.82}},  TileTimes{{0.261, 1.71}, {0.274, 1.69}},
+    TileTimes{{1.45, 3.88}, {1.54, 3.5}},    TileTimes{{0.423, 3.47}, {0.332, 7.15}},
+    TileTimes{{0.698, 2.51}, {0.698, 2.77}}, TileTimes{{1.11, 7.11}, {1.49, 2.99}},
 };
 
-// The ring's, fitted with the streams'.
+// And the ring's, of kRingRows.
 inline constexpr std::array<TileTimes, kRingRows.size()> kRingTimes{
     TileTimes{{0.0588, 1.35}, {0.0622, 0.648}}, TileTimes{{0.0877, 1.35}, {0.0962, 0.929}},
     TileTimes{{0.0938, 1.18}, {0.0592, 1.1}},   TileTimes{{0.0275, 2.13}, {0.0371, 1.53}},
@@ -89,11 +85,11 @@ inline constexpr struct {
 
 // What the blocks of a cluster take to add up sums of their tile's size, longer for each block beyond kCrowd; some read
 // one another's sums (`sends_sums`).
-inline constexpr int kCrowd = 4;
+inline constexpr int kCrowd = 3;
 struct ClusterTime {
   double tile, sum, crowd;
 };
-inline constexpr ClusterTime kSentSums{0.288, 8.91e-05, 0.087}, kReadSums{1.2, 0.000103, 0.35};
+inline constexpr ClusterTime kSentSums{0.023, 0.000104, 0.122}, kReadSums{2.65, 6.67e-05, 0.0125};
 inline constexpr ClusterTime kRingSums{0.383, 5.62e-05, 0.0423};
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.

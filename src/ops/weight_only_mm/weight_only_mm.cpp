@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/checks.h"
-#include "gemm/params_cache.h"
+#include "gemm/choice_cache.h"
 #include "ops/weight_only_mm/kernels.h"
 #include "ops/weight_only_mm/launch.h"
 #include "ops/weight_only_mm/select.h"
@@ -73,7 +73,7 @@ WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
 }
 
 Target target_of(WeightOnlyMm const& call) {
-  if (call.x.device.type == Device::Type::kCuda) return wo::target_of_device(call.x.device.index);
+  if (call.x.device.type == Device::Type::kCuda) return target_of_device("weight_only_mm", call.x.device.index);
   return wo::nominal(forced_arch());
 }
 
@@ -82,17 +82,9 @@ wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
   return call.kernel ? wo::choose(p, target_of(call), *call.kernel) : wo::choose(p, target_of(call));
 }
 
-// A hundred kernels are weighed against each other, which takes longer than a launch: each thread keeps what it chose.
-wo::Choice const& remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
-  struct Question {
-    WeightOnlyMmProblem problem;
-    Arch arch;
-    bool operator==(Question const&) const = default;
-  };
-  thread_local gemm::ParamsCache<Question, wo::Choice> cache;
-  Question const question{problem_of(problem, call), forced_arch()};
-  auto const key = static_cast<std::uintptr_t>(question.problem.n * 31 + question.problem.k * 7 + question.problem.m);
-  return cache.get(key, question, call.x.device.index, [&] { return choice_of(problem, call); });
+wo::Choice remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
+  auto const choose = [&] { return choice_of(problem, call); };
+  return call.kernel ? choose() : gemm::remembered_choice(problem_of(problem, call), call.x.device.index, choose);
 }
 
 bool is_empty(wo::Problem const& p) { return p.m == 0 || p.weight.n == 0; }
@@ -109,7 +101,7 @@ bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
     wo::multiply_on_host(problem, call.x.dtype, call.threads);
     return true;
   }
-  wo::Choice const choice = call.kernel ? choice_of(problem, call) : remembered_choice(problem, call);
+  wo::Choice const choice = remembered_choice(problem, call);
   if (choice.family == wo::Family::kDense) return false;
   wo::launch(choice, problem, call.x.dtype, call.x.device.index, stream);
   return true;

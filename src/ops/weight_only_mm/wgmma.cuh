@@ -79,19 +79,14 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
     typename C::Place const place(params, tile);
     typename WgmmaMath<C>::Sums sums = {};
     math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
-    if (gridDim.y > 1) {
-      if constexpr (C::kSendsSums) {
-        // What stores stands here again, or ptxas would keep the ring's place in vector registers.
-        ClusterEnd<C> const end(params, math, shared.received, first_stage);
-        unsigned const whole = end.meet(sums[0], place);
-        math.store_directly(place, sums, [&](int eight) { return whole >> eight & 1; });
-      } else {
-        finish_together<C>(math, sums, params, stages, place);
-      }
-      return;
+    if constexpr (C::kSendsSums) {
+      // What stores stands here again, or ptxas would keep the ring's place in vector registers.
+      if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums[0], place);
+    } else if (gridDim.y > 1) {
+      return finish_together<C>(math, sums, params, stages, place);
     }
     if constexpr (C::kWays > 1) add_ways<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), way);
-    if (way == 0) math.store_directly(place, sums, [](int) { return true; });
+    if (way == 0) math.store_directly(place, sums);
   }
 }
 

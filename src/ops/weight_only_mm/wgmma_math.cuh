@@ -236,16 +236,13 @@ struct WgmmaMath {
     for (int i = 0; i < C::kBlocks * kSums; ++i) sums[i / kSums][i % kSums] += exchange[i * C::kWayThreads];
   }
 
-  // Of the eights of tokens those that are wanted.
-  template <class Wanted>
-  __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums,
-                                                 Wanted const& is_wanted) const {
+  __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums) const {
 #pragma unroll
     for (int block = 0; block < C::kBlocks; ++block) {
       DirectRows<T> const rows(params.p, (place.first_slab + slab + block * 4) * kSlab);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
-        if (is_wanted(i / 4)) rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);
+        rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);
       }
     }
   }
