@@ -12,7 +12,7 @@ import pytest
 import epiloq
 import online_quant_fit
 import weight_only_fit
-from times_fit import MEMORY, Model, Problems, Subject, cost, fit
+from times_fit import MEMORY, Floats, Model, Problems, Subject, cost, fit
 
 SUBJECTS = {"weight_only_mm": weight_only_fit.SUBJECT, "online_quant_mm": online_quant_fit.SUBJECT}
 NAMED = pytest.mark.parametrize("name", SUBJECTS)
@@ -65,9 +65,14 @@ def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
     card = next(path for path in subject.sweeps if "h200" in str(path) and ("ring" in path.name or "few" in path.name))
     problems, now = Problems(model, subject, [card]), model.numbers()
     assert len(problems.rows) >= 30
-    start = now * np.exp(np.random.default_rng(seed).normal(0, 0.3, len(now)))
-    before, after = (cost(problems.losses(model.times(at))) for at in (start, fit(model, problems, start, 20)))
-    assert after < 0.9 * before
+    random = np.random.default_rng(seed)
+    starts = (now * np.exp(random.normal(0, 0.3, len(now))) for _ in itertools.count())
+
+    def cost_of(numbers: Floats) -> float:
+        return cost(problems.losses(model.times(numbers)))
+
+    start = next(start for start in starts if cost_of(start) > 0.2)  # some are good by themselves
+    assert cost_of(fit(model, problems, start, 20)) < 0.9 * cost_of(start)
 
 
 def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:

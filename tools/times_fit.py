@@ -192,8 +192,8 @@ def cost(lost: Floats) -> float:
 def fit(
     model: Model, problems: Problems, start: Floats, steps: int, free: Bools | None = None, stiffness: float = 2e-5
 ) -> Floats:
-    """Adam over the logarithms of the `free` ones' factors, by differences; `stiffness` holds them near 1. The best that
-    it came by, as what is chosen is less smooth than what is expected.
+    """Adam over the logarithms of the `free` ones' factors, by differences; `stiffness` holds them near 1. The best
+    that it came by, as what is chosen is less smooth than what is expected.
     """
     factors, slope, mean, square = (np.zeros(len(start)) for _ in range(4))
     free = np.ones(len(start), bool) if free is None else free
