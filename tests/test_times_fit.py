@@ -12,7 +12,7 @@ import pytest
 import epiloq
 import online_quant_fit
 import weight_only_fit
-from times_fit import MEMORY, Floats, Model, Problems, Subject, cost, fit
+from times_fit import MEMORY, Bools, Floats, Model, Problems, Subject, cost, fit
 
 SUBJECTS = {"weight_only_mm": weight_only_fit.SUBJECT, "online_quant_mm": online_quant_fit.SUBJECT}
 NAMED = pytest.mark.parametrize("name", SUBJECTS)
@@ -58,6 +58,17 @@ def test_the_least_time_is_what_the_library_chooses(name: str, memory: int) -> N
     assert families == ({"stream", "ring", "wgmma"} if name == "weight_only_mm" else {"sm80", "sm90"})
 
 
+def cost_of(model: Model, problems: Problems, numbers: Floats) -> float:
+    return cost(problems.losses(model.times(numbers)))
+
+
+def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Floats:
+    """Some of the header's numbers changed at random, so that choices are worse, as they not always are."""
+    now, random = model.numbers(), np.random.default_rng(seed)
+    starts = (now * np.exp(random.normal(0, 0.3, len(now)) * changed) for _ in itertools.count())
+    return next(start for start in starts if cost_of(model, problems, start) > 0.2)
+
+
 @NAMED
 def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
     subject = SUBJECTS[name]
@@ -65,14 +76,8 @@ def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
     card = next(path for path in subject.sweeps if "h200" in str(path) and ("ring" in path.name or "few" in path.name))
     problems, now = Problems(model, subject, [card]), model.numbers()
     assert len(problems.rows) >= 30
-    random = np.random.default_rng(seed)
-    starts = (now * np.exp(random.normal(0, 0.3, len(now))) for _ in itertools.count())
-
-    def cost_of(numbers: Floats) -> float:
-        return cost(problems.losses(model.times(numbers)))
-
-    start = next(start for start in starts if cost_of(start) > 0.2)  # some are good by themselves
-    assert cost_of(fit(model, problems, start, 20)) < 0.9 * cost_of(start)
+    start = bad_start(model, problems, np.ones(len(now), bool), seed)
+    assert cost_of(model, problems, fit(model, problems, start, 20)) < 0.9 * cost_of(model, problems, start)
 
 
 def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
@@ -84,8 +89,8 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
     assert {row["m"] for row in problems.rows} == {12, 16}
     ring = subject.is_among(text, "kRing")
     assert 0 < ring.sum() < len(ring) and subject.is_among(text, "").all()
-    start = now * np.exp(np.random.default_rng(seed).normal(0, 0.3, len(now)) * ring)
-    found = fit(model, problems, start, 10, ring)
+    start = bad_start(model, problems, ring, seed)
+    found = fit(model, problems, start, 20, ring)
     assert np.array_equal(found[~ring], now[~ring]) and not np.array_equal(found[ring], start[ring])
 
 
