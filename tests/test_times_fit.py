@@ -63,7 +63,7 @@ def cost_of(model: Model, problems: Problems, numbers: Floats) -> float:
 
 
 def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Floats:
-    """Some of the header's numbers changed at random, so that choices are worse, as they not always are."""
+    """Some of the header's numbers changed at random, until choices are worse: not every change makes them so."""
     now, random = model.numbers(), np.random.default_rng(seed)
     starts = (now * np.exp(random.normal(0, 0.3, len(now)) * changed) for _ in itertools.count())
     return next(start for start in starts if cost_of(model, problems, start) > 0.2)
@@ -81,7 +81,7 @@ def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
 
 
 def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
-    """By places and by tokens: the ring's times alone, and of those of streams none, as no problem has them."""
+    """The ring's times by 12 and 16 tokens: no others change."""
     subject = SUBJECTS["weight_only_mm"]
     text, model = subject.path.read_text(), model_of(subject)
     card = next(path for path in subject.sweeps if "h100" in str(path) and "tiles" in path.name)

@@ -1,8 +1,8 @@
 """What weight_only_mm chooses against the sweeps that its times are fitted to.
 
 The bounds are what the fit left: they say when a row or a time that is changed no longer fits, not how good it is.
-Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 128 tokens have changed since, and have been
-timed on an H100, those of 4 and 8 on an H200 too.
+Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 64 tokens have changed since, and ends of
+those of more that share K. They have been timed on an H100, those of 4 to 16 on an H200 too, as they were.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weight_only_sweep import name_in_sweep
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
 # What memory's clock and width amount to.
 H200, H100 = 4917, 3352
-# Another card, and mostly layers that nothing was fitted to.
+# Another card, and other layers.
 OTHER = RESULTS.parent / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json"
 NEW = {"2026-11-26-weight-only-ring": range(9), "2026-11-26-weight-only-tiles": range(9, 129)}
 CHANGED = range(3, 65)

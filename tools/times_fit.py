@@ -65,7 +65,7 @@ class Subject:
     def numbers_in(self, text: str, names: str = "") -> list[re.Match[str]]:
         """Of the places that begin with such a name."""
         spans = [re.search(pattern, text, re.DOTALL) for pattern in self.places if re.match(names, pattern)]
-        assert spans and all(spans), f"{self.header} is not as this tool knows it"
+        assert all(spans), f"{self.header} is not as this tool knows it"
         return [found for span in spans if span for found in NUMBER.finditer(text, *span.span())]
 
     def is_among(self, text: str, names: str) -> Bools:
@@ -135,7 +135,7 @@ class Problems:
         for path in paths:
             record = json.loads(path.read_text())
             memory = next(rate for card, rate in MEMORY.items() if card in record["gpu"])
-            tokens = subject.sweeps.get(path, ANY)
+            tokens = subject.sweeps.get(path.resolve(), ANY)
             for row in record["sweep"]:
                 if row["m"] not in tokens or row["m"] not in among or not subject.takes(row):
                     continue
@@ -162,16 +162,18 @@ class Problems:
     def spread(self, of_problems: Floats) -> Floats:
         return np.repeat(of_problems, np.diff([*self.first, len(self.us)]))
 
+    def chosen(self, times: Floats) -> NDArray[np.int64]:
+        """Of each problem the candidate of the least time, of equals the first."""
+        fastest = np.where(times <= self.spread(self.least(times)), np.arange(len(times)), len(times) - 1)
+        return np.asarray(np.minimum.reduceat(fastest, self.first))
+
     def losses(self, times: Floats) -> Floats:
-        """Of each problem's choice, of equals the last."""
-        times = np.where(self.served, times, np.inf)
-        fastest = np.where(times <= self.spread(self.least(times)), np.arange(len(times)), 0)
-        return self.lost[np.maximum.reduceat(fastest, self.first)]
+        """Of each problem's choice."""
+        return np.asarray(self.lost[self.chosen(np.where(self.served, times, np.inf))])
 
     def unknown(self, times: Floats) -> int:
         """Of how many problems the choice among all was not timed."""
-        chosen = times <= self.spread(self.least(times))
-        return int((self.least(np.where(chosen, self.known, np.inf)) == 0).sum())
+        return int((~self.known[self.chosen(times)]).sum())
 
     def objective(self, times: Floats, sharpness: float) -> float:
         """Of expected losses, and a little of the times' own errors."""
@@ -241,7 +243,10 @@ def main(subject: Subject, description: str | None) -> None:
     report(problems, model.times(now), subject.header)
     if arguments.steps == 0:
         return
-    found = fit(model, problems, now, arguments.steps, subject.is_among(text, arguments.only))
+    free = subject.is_among(text, arguments.only)
+    if not free.any():
+        parser.error(f"--only: expected how some place of numbers begins, got {arguments.only}")
+    found = fit(model, problems, now, arguments.steps, free)
     report(problems, model.times(found), "fitted")
     if arguments.write:
         subject.path.write_text(subject.with_numbers(text, found.tolist()))

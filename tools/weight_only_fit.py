@@ -1,7 +1,7 @@
 """Fits the times of weight_only_mm's kernels on SM90 to sweeps, and says how far behind the fastest their choices are.
 
     python tools/weight_only_fit.py [benchmarks/results/nvidia-h100/2026-11-26-weight-only-ring-sweep.json ...]
-                                    [--steps 300] [--write]
+                                    [--tokens 17:] [--only 'kWgmma|kSent'] [--steps 300] [--write]
 
 tools/weight_only_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
 """
@@ -12,7 +12,8 @@ from times_fit import RESULTS, Row, Subject, main
 from weight_only_sweep import name_in_sweep
 
 STREAM_TOKENS, RING_TOKENS = 8, 16
-# Since 2026-11-26 tiles of up to 64 tokens begin in another way; of more, older sweeps are nearly all there is.
+# Since 2026-11-26 tiles of up to 64 tokens begin in another way, and since d345d2c blocks that share K end sooner,
+# which no sweep of an H200 knows; of more than 64 tokens, older sweeps are nearly all there is.
 FEW, MANY = range(17), range(65, 2049)
 
 

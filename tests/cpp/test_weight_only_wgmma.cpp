@@ -229,7 +229,7 @@ void exchanges_fit() {
     if (!wo::sends_sums(config)) continue;
     received_fit(config);
     wo::TileStage const stage(config, 4, 1, 2, 0);
-    CHECK(std::max(config.ways - 1, 1) * pieces_of(config) * kPieceBytes <= wo::exchange_at(config, stage, 232448));
+    CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= wo::exchange_at(config, stage, 232448));
   }
   for (wo::RingConfig const& config : wo::kRingRows) {
     received_fit(config);

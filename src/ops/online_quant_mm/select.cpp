@@ -157,7 +157,7 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   double least = std::numeric_limits<double>::infinity();
   for_each_candidate(p, t, [&](Choice const& choice) {
     double const time = time_of(choice, p, t);
-    if (time <= least) best = choice, least = time;
+    if (time < least) best = choice, least = time;
   });
   return best;
 }

@@ -18,9 +18,9 @@ EPILOQ_HD constexpr int slot_of(Piece const& piece, int distance, int split) {
 // In each block, for the sums of the others.
 EPILOQ_HD constexpr int slots_of(int pieces, int split) { return (pieces + split - 1) / split * (split - 1); }
 
-// A wgmma tile's pieces, [slab][way along K][the way's eights of tokens]: a warp's follow one another. Were they dealt
-// by slabs, as often as the blocks that share K divide those, a few warps would finish all of a block's, 0.1 to 0.5 us
-// later than among three blocks or five.
+// A wgmma tile's pieces, [slab][way along K][the way's eights of tokens]: a warp's follow one another. Numbered by
+// slabs first, those of one block would be a few warps' wherever two, four or eight blocks share K: 0.1 us later by two
+// of them and 0.5 by four.
 EPILOQ_HD constexpr int first_piece(int slab, int way, int eights, int ways) {
   int const longer = eights % ways;
   return slab * eights + way * (eights / ways) + (way < longer ? way : longer);

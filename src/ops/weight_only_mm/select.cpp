@@ -106,7 +106,7 @@ double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProble
   return static_cast<double>(waves_of(c, p, split, t)) * once;
 }
 
-// Of a block; one that leaves some of its ways without takes half of another.
+// Of a block. A turn that leaves ways idle takes half of what they would have taken.
 template <class Config>
 double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
   std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
@@ -114,7 +114,8 @@ double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
 }
 
 template <class Config>
-double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t) {
+double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t,
+                 double steps) {
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
   int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
   std::int64_t const at_once = clusters(split, of_sm, t);
@@ -125,7 +126,7 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
   double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
   double const power = std::max(1.0, static_cast<double>(c.tokens) / kReading.whole);
   double const step = std::pow(std::pow(time.step, power) + std::pow(reading, power), 1 / power);
-  return static_cast<double>(waves_of(c, p, split, t)) * (steps_of(c, p, split) * step + time.block);
+  return static_cast<double>(waves_of(c, p, split, t)) * (steps * step + time.block);
 }
 
 // A row's time, in whichever table.
@@ -135,19 +136,20 @@ double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem co
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
   ClusterTime const& time = sends_sums(rows[row]) ? kSentSums : kReadSums;
-  return time_of(rows[row], kWgmmaTimes[row], p, split, t) + cluster_time(time, rows[row], p, split, t);
+  return tile_time(rows[row], kWgmmaTimes[row], p, split, t, steps_of(rows[row], p, split)) +
+         cluster_time(time, rows[row], p, split, t);
 }
 double time_of_row(decltype(kRingRows) const& rows, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  return tile_time(rows[row], kRingTimes[row], p, split, t) + cluster_time(kRingSums, rows[row], p, split, t);
+  return tile_time(rows[row], kRingTimes[row], p, split, t, steps_of(rows[row], p, split)) +
+         cluster_time(kRingSums, rows[row], p, split, t);
 }
 
 struct Timed {
   Choice choice;
   double time = std::numeric_limits<double>::infinity();
 
-  // Of equals the last: where sharing K by more blocks leaves the longest of them as many steps, the others have fewer.
   void consider(Choice const& other, double its_time) {
-    if (its_time <= time) *this = {other, its_time};
+    if (its_time < time) *this = {other, its_time};
   }
   template <class Rows>
   void consider(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
@@ -220,7 +222,8 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) { return ring_fits(c, p, t); }
 
 double time_of(WgmmaConfig const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  return tile_time(c, times, p, split, t);
+  // Whole steps, to which these were fitted.
+  return tile_time(c, times, p, split, t, static_cast<double>(ceil_div(ceil_div(p.k, kPadding), split)));
 }
 
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {

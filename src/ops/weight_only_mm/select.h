@@ -28,7 +28,7 @@ std::string describe(Choice const& choice);
 // Why no kernel takes the problem, whatever its tokens; null where one does.
 char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);
 
-// A row of a table of the wgmma kernel: whether a block's shared memory holds it, and microseconds.
+// A row of another's table of the wgmma kernel: whether a block's shared memory holds it, and microseconds.
 bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
 double time_of(WgmmaConfig const& config, TileTimes const& times, WeightOnlyMmProblem const& problem, int split,
                Target const& target);

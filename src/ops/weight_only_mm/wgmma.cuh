@@ -80,7 +80,7 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
     typename WgmmaMath<C>::Sums sums = {};
     math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
     if constexpr (C::kSendsSums) {
-      // What stores stands here again, or ptxas would keep the ring's place in vector registers.
+      // With its own stores, or ptxas would keep the ring's place in vector registers.
       if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums[0], place);
     } else if (gridDim.y > 1) {
       return finish_together<C>(math, sums, params, stages, place);

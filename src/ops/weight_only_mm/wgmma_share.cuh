@@ -51,16 +51,17 @@ class ClusterEnd {
 
  private:
   static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kWays, kBarrier = 2;
-  // Few sums stay where they are until others have come, unless six warpgroups leave them no registers.
+  // Until others have come a warp's own sums stay in registers where they are few, unless six warpgroups leave none,
+  // and where there is one way, which has no place in the ring; else they wait there.
   static constexpr bool kInRegisters = C::kWays == 1 || (kOwn <= 2 && C::kMathTeams < 6);
-  static constexpr int kPlaces = C::kWays > 1 ? C::kWays - 1 : 1;  // in the ring, of an eight
+  static constexpr int kPlaces = C::kWays - 1;  // in the ring, of an eight
   static_assert(C::kBlocks == 1 && kEights % C::kWays == 0 && (C::kWays == 1 || kBarrier + C::kSlabs <= 16));
 
   static __device__ __forceinline__ int eights_of(Place const& place, int tokens) {
     return min(kEights, (tokens - place.first_token + 7) / 8);
   }
 
-  // The lane's, of the way that comes so many before the eight's own; the first one's later has the sums of all.
+  // Of the way that comes so many before the eight's own. The first such place has that one's own sums later.
   __device__ __forceinline__ SharedAddress place_of(int eight, int distance) const {
     return places_ + (eight * kPlaces + distance - 1) * PieceShare::kPieceBytes;
   }
