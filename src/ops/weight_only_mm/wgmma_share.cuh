@@ -54,7 +54,7 @@ class ClusterEnd {
   // Until others have come a warp's own sums stay in registers where they are few, unless six warpgroups leave none,
   // and where there is one way, which has no place in the ring; else they wait there.
   static constexpr bool kInRegisters = C::kWays == 1 || (kOwn <= 2 && C::kMathTeams < 6);
-  static constexpr int kPlaces = C::kWays - 1;  // in the ring, of an eight
+  static constexpr int kPlaces = C::kWays > 1 ? C::kWays - 1 : 1;  // in the ring, of an eight
   static_assert(C::kBlocks == 1 && kEights % C::kWays == 0 && (C::kWays == 1 || kBarrier + C::kSlabs <= 16));
 
   static __device__ __forceinline__ int eights_of(Place const& place, int tokens) {
