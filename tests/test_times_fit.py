@@ -65,7 +65,7 @@ def cost_of(model: Model, problems: Problems, numbers: Floats) -> float:
 def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Floats:
     """Some of the header's numbers changed at random, until choices are worse: not every change makes them so."""
     now, random = model.numbers(), np.random.default_rng(seed)
-    starts = (now * np.exp(random.normal(0, 0.3, len(now)) * changed) for _ in itertools.count())
+    starts = (now * np.exp(random.normal(0, 0.3, len(now)) * changed) for _ in range(1000))
     return next(start for start in starts if cost_of(model, problems, start) > 0.2)
 
 
