@@ -31,7 +31,7 @@ SUBJECT = Subject(
         r"double latency.*?\} kStreamTime;",
         r"kWgmmaTimes\{.*?\n\};",
         r"kRingTimes\{.*?\n\};",
-        r"kSentSums\{[^}]*\}, kReadSums\{[^}]*\}",
+        r"kSentSums\{[^}]*\}, kLentSums\{[^}]*\}",
         r"kRingSums\{[^}]*\}",
     ),
     sweeps={

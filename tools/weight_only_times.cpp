@@ -26,7 +26,7 @@ std::vector<double*> numbers() {
   };
   add(wo::kWgmmaTimes);
   add(wo::kRingTimes);
-  for (auto* sums : {&wo::kSentSums, &wo::kReadSums, &wo::kRingSums}) {
+  for (auto* sums : {&wo::kSentSums, &wo::kLentSums, &wo::kRingSums}) {
     all.insert(all.end(), {&sums->tile, &sums->sum, &sums->crowd});
   }
   return all;

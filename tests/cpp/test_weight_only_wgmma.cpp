@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -198,7 +199,7 @@ void pieces_have_one_owner_and_slots_apart() {
 // A wgmma tile's pieces are numbered once each, and a block finishes as many of each warp's, or one more.
 void warps_finish_as_many_pieces() {
   for (int ways = 1; ways <= 3; ++ways) {
-    for (int eights = 1; eights <= 8; ++eights) {
+    for (int eights : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) {
       std::set<int> all;
       for (int slab = 0; slab < 16; ++slab) {
         for (int way = 0; way < ways; ++way) {
@@ -216,7 +217,7 @@ void warps_finish_as_many_pieces() {
   }
 }
 
-// What blocks send one another fits behind the ring, and what a block's ways do in it.
+// What blocks send one another fits behind the ring or in it, and what a block's ways do in it.
 void exchanges_fit() {
   constexpr int kPieceBytes = wo::kSlab * 8 * 4;
   auto const pieces_of = [](auto const& config) { return config.rows() / wo::kSlab * (config.tokens / 8); };
@@ -225,11 +226,31 @@ void exchanges_fit() {
       CHECK(wo::slots_of(pieces_of(config), split) * kPieceBytes <= wo::exchange_bytes(config));
     }
   };
+  // One way's slots are numbered by piece and sender, where the owner has as many for itself.
+  auto const sums_fit = [&](auto const& config, int bytes) {
+    for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+      std::set<std::pair<int, int>> slots;
+      for (int number = 0; number < pieces_of(config); ++number) {
+        int const owner = wo::Piece::of(number, split).owner;
+        for (int rank = 0; rank < split; ++rank) {
+          int const slot = number - owner + rank;
+          CHECK(slot >= 0 && (slot + 1) * kPieceBytes <= bytes);
+          CHECK(slots.insert({owner, slot}).second);
+        }
+      }
+    }
+  };
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
-    if (!wo::sends_sums(config)) continue;
-    received_fit(config);
-    wo::TileStage const stage(config, 4, 1, 2, 0);
-    CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= wo::exchange_at(config, stage, 232448));
+    for (int bits : {4, 8}) {
+      wo::TileStage const stage(config, bits, 1, 2, 0);
+      int const ring_bytes = wo::exchange_at(config, stage, 232448);
+      if (config.ways > 1) {
+        received_fit(config);
+        CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= ring_bytes);
+      } else {
+        sums_fit(config, wo::lends_ring(config) ? ring_bytes : wo::exchange_bytes(config));
+      }
+    }
   }
   for (wo::RingConfig const& config : wo::kRingRows) {
     received_fit(config);

@@ -81,6 +81,12 @@ __device__ void finish(Problem const& p, float const* sums, int first_row, int f
   wait_for_cluster();  // others may still read this block's sums
 }
 
+// Of a vector that was put together from registers nvcc 13.0 makes two stores.
+__device__ __forceinline__ void store_at_once(void* to, uint2 const& value) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
 // Sums of 16 weight rows by 8 tokens as tensor cores leave them with a warp: a lane has rows g and g + 8 of tokens 2 t
 // and 2 t + 1. They go to D without a way through shared memory: transposed, a lane has rows 2 t and 2 t + 1 of token
 // g, and of the next eight rows; and after a trade with its neighbours rows 4 t to 4 t + 3, so that each token's rows
@@ -121,7 +127,7 @@ struct DirectRows {
     T* const to = static_cast<T*>(p.out) + token * p.stride_out + first_row;
     if (are_whole) {
       uint2 const four = traded(words);
-      if (token < p.m) *reinterpret_cast<uint2*>(to + 4 * t) = four;
+      if (token < p.m) store_at_once(to + 4 * t, four);
       return;
     }
 #pragma unroll
@@ -143,28 +149,8 @@ struct DirectRows {
     int const even = t % 2 * 2;
     unsigned const a = __shfl_sync(~0u, is_odd ? words[1] : words[0], is_low ? even : even + 1, 4);
     unsigned const b = __shfl_sync(~0u, is_odd ? words[0] : words[1], is_low ? even + 1 : even, 4);
-    return is_low ? uint2{a, b} : uint2{b, a};
+    return {is_low ? a : b, is_low ? b : a};
   }
 };
-
-// The same for large tiles, by four rows at a time: sums[kTokens][kRows + 4] are there, of all blocks of the cluster.
-template <class T, int kRows, int kTokens, int kThreads>
-__device__ void finish_rows(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
-  constexpr int kStride = kRows + 4, kVector = 4, kVectors = kRows / kVector;
-  int const vectors = min(kTokens, p.m - first_token) * kVectors;
-  for (int i = rank * kThreads + threadIdx.x; i < vectors; i += split * kThreads) {
-    int const token = first_token + i / kVectors, row = first_row + i % kVectors * kVector;
-    float const* const from = sums + i / kVectors * kStride + i % kVectors * kVector;
-    float sum[kVector] = {};
-    for (int other = 0; other < split; ++other) {
-      uint4 const part = read_from_block(shared_address(from), other);
-      sum[0] += __uint_as_float(part.x);
-      sum[1] += __uint_as_float(part.y);
-      sum[2] += __uint_as_float(part.z);
-      sum[3] += __uint_as_float(part.w);
-    }
-    store_rows<T>(p, token, row, {sum[0], sum[1], sum[2], sum[3]});
-  }
-}
 
 }  // namespace epiloq::ops::weight_only_mm

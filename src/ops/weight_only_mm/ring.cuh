@@ -21,7 +21,7 @@ struct Ring : TileCopies<kBits_, kGroups_, kSlab * kOwnSlabs_ * kTeams_, kTokens
   static constexpr int kTeams = kTeams_, kWays = kWays_, kOwnSlabs = kOwnSlabs_, kTiles = kTokens_ / 8;
   static constexpr int kWarps = kTeams * kWays, kMathThreads = 32 * kWarps, kThreads = kMathThreads + 32;
   static constexpr int kResident = kResident_;
-  static constexpr bool kSharesRegisters = false, kSendsSums = true, kTakesMore = false;
+  static constexpr bool kSharesRegisters = false, kLendsRing = false, kTakesMore = false;
   static constexpr int kSumStride = sum_stride(RingConfig{kTeams, kWays, kOwnSlabs, kTokens_, kResident});
   static constexpr int kWaySums = kTokens_ * kSumStride;
 };

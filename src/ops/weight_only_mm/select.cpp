@@ -135,7 +135,7 @@ double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem co
 }
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
-  ClusterTime const& time = sends_sums(rows[row]) ? kSentSums : kReadSums;
+  ClusterTime const& time = lends_ring(rows[row]) ? kLentSums : kSentSums;
   return tile_time(rows[row], kWgmmaTimes[row], p, split, t, steps_of(rows[row], p, split)) +
          cluster_time(time, rows[row], p, split, t);
 }

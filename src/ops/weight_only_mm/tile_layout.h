@@ -61,35 +61,35 @@ struct TileStage {
   constexpr int loaded_bytes(int missing) const { return end - missing * kPadding * 2; }
 };
 
-// Blocks that share K send each other sums (wgmma_share.cuh), in code of its own for each of a warp's eights of tokens;
-// where one way along K has all of them, and they are many, they read them.
-constexpr bool sends_sums(int ways, int tokens) { return ways > 1 || tokens <= 32; }
-constexpr bool sends_sums(WgmmaConfig const& c) { return sends_sums(c.ways, c.tokens); }
+// Blocks that share K send each other sums (wgmma_share.cuh) to a place behind the ring; or, where one way along K has
+// all of them, and they are many, into it.
+constexpr bool lends_ring(int ways, int tokens) { return ways == 1 && tokens > 32; }
+constexpr bool lends_ring(WgmmaConfig const& c) { return lends_ring(c.ways, c.tokens); }
 
-// A way's sums, [token][row], when they lie where the ring was.
+// For the sums of other blocks of the pieces that one finishes, of 16 rows by 8 tokens each; and for its own.
 template <class Config>
-constexpr int sum_stride(Config const& c) {
-  return c.rows() + 4;
-}
-constexpr int sum_bytes(WgmmaConfig const& c) { return c.tokens * sum_stride(c) * 4; }
-constexpr int sum_bytes(RingConfig const& c) { return c.ways * c.tokens * sum_stride(c) * 4; }
-
-// Ways along K give one another sums, and so do the blocks of a cluster, by 16 rows and 8 tokens.
-constexpr int wgmma_ways_bytes(WgmmaConfig const& c) { return (c.ways - 1) * c.tokens * c.rows() * 4; }
-template <class Config>
-constexpr int received_bytes(Config const& c) {
+constexpr int received_bytes(Config const& c, bool and_own) {
+  int const pieces = c.rows() / kSlab * (c.tokens / 8);
   int most = 0;
   for (int split = 2; split <= kMaxCluster; ++split) {
-    most = std::max(most, slots_of(c.rows() / kSlab * (c.tokens / 8), split));
+    int const finished = (pieces + split - 1) / split;
+    most = std::max(most, slots_of(pieces, split) + (and_own ? finished : 0));
   }
   return most * kSlab * 8 * 4;
 }
-// Behind the ring is a place for the one or the other: where blocks share K, each has one tile, and its ways meet in
-// the ring. Those that read sums do so there.
-constexpr int exchange_bytes(WgmmaConfig const& c) {
-  return sends_sums(c) ? std::max(wgmma_ways_bytes(c), received_bytes(c)) : 0;
+
+// What lies where the ring was: a way's sums, [token][row]; those of a block's ways; those of blocks.
+constexpr int sum_stride(RingConfig const& c) { return c.rows() + 4; }
+constexpr int sum_bytes(RingConfig const& c) { return c.ways * c.tokens * sum_stride(c) * 4; }
+constexpr int sum_bytes(WgmmaConfig const& c) {
+  return c.ways > 1 ? (c.ways - 1) * c.tokens * c.rows() * 4 : lends_ring(c) ? received_bytes(c, true) : 0;
 }
-constexpr int exchange_bytes(RingConfig const& c) { return received_bytes(c); }
+
+// And behind it: what blocks send, or what a block's ways do that has a tile to itself.
+constexpr int exchange_bytes(WgmmaConfig const& c) {
+  return c.ways > 1 ? std::max(sum_bytes(c), received_bytes(c, false)) : lends_ring(c) ? 0 : received_bytes(c, true);
+}
+constexpr int exchange_bytes(RingConfig const& c) { return received_bytes(c, false); }
 
 // As many stages as an SM has room for, of all its blocks, beside barriers, the place for sums, and what it takes to
 // begin at a multiple of kAtom. A stage is always the same way's: one that came to another's before that one's copies

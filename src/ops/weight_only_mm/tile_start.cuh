@@ -45,7 +45,7 @@ __device__ __forceinline__ void wait_for_start() {
 // What waits behind the start of a block's copies, where there is one: the next kernel, and registers.
 template <class C>
 __device__ __forceinline__ void have_started(bool is_shared) {
-  if (C::kSendsSums && is_shared) say_ready();
+  if (!C::kLendsRing && is_shared) say_ready();
   let_next_kernel_start();
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
 }
@@ -79,13 +79,7 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
     }
   }
   __syncwarp();
-  if (!is_shared) return;
-  if constexpr (C::kSendsSums) {  // where the others wait
-    wait_for_ready();
-  } else {
-    wait_for_cluster();
-    wait_for_cluster();
-  }
+  if (!C::kLendsRing && is_shared) wait_for_ready();  // as the others do
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -83,13 +83,13 @@ inline constexpr struct {
   int whole = 16;  // tokens
 } kReading;
 
-// What the blocks of a cluster take to add up sums of their tile's size, longer for each block beyond kCrowd; some read
-// one another's sums (`sends_sums`).
+// What the blocks of a cluster take to add up sums of their tile's size, longer for each block beyond kCrowd: behind
+// their rings, or in them (`lends_ring`).
 inline constexpr int kCrowd = 3;
 struct ClusterTime {
   double tile, sum, crowd;
 };
-inline constexpr ClusterTime kSentSums{0.023, 0.000104, 0.122}, kReadSums{2.65, 6.67e-05, 0.0125};
+inline constexpr ClusterTime kSentSums{0.023, 0.000104, 0.122}, kLentSums{2.65, 6.67e-05, 0.0125};
 inline constexpr ClusterTime kRingSums{0.383, 5.62e-05, 0.0423};
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.

@@ -31,7 +31,7 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kTeams_ * kBlocks_, kTokens_, m
   static constexpr int kCopyRegisters = kMathTeams < 6 && Tokens_::kCopyRegisters < 32 ? 32 : Tokens_::kCopyRegisters;
   static constexpr int kMathRegisters = (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kMathTeams) / 8 * 8;
 
-  static constexpr bool kSendsSums = sends_sums(kWays, kTokens_);  // where blocks share K
+  static constexpr bool kLendsRing = lends_ring(kWays, kTokens_);  // where blocks share K
 };
 
 // The sums of a block, to the first of its ways along K.
@@ -47,27 +47,12 @@ __device__ void add_ways(typename WgmmaMath<C>::Sums& sums, float* exchange, int
   for (int other = 1; other < C::kWays; ++other) WgmmaMath<C>::add(sums, exchange + (other - 1) * kFloats);
 }
 
-// Blocks of a cluster add their sums up in shared memory, in place of the ring; they have one tile each. Here of so
-// many sums that what wgmma_share.cuh does, for each by its own code, would leave ptxas no registers for the loop.
-template <class C>
-__device__ void finish_together(WgmmaMath<C> const& math, typename WgmmaMath<C>::Sums const& sums,
-                                TileParams const& params, unsigned char* stages, typename C::Place const& place) {
-  wait_for_math_warps<C>();  // the ring makes room for the sums
-  auto* const all_sums = reinterpret_cast<float*>(stages);
-  math.store(all_sums, sums);
-  wait_for_math_warps<C>();
-  wait_for_cluster();
-  finish_rows<typename C::T, C::kRows, C::kTokens, C::kMathThreads>(params.p, all_sums, place.first_slab * kSlab,
-                                                                    place.first_token, blockIdx.y, gridDim.y);
-  wait_for_cluster();  // others may still read this block's sums
-}
-
 template <class C>
 __device__ void multiply_tiles(TileParams const& params, typename C::Shared const& shared, unsigned char* stages,
                                int group, int warp) {
   int const way = group / C::kTeams;
   WgmmaMath<C> const math(params, group % C::kTeams, warp);
-  if (C::kSendsSums && gridDim.y > 1) wait_for_ready();
+  if (!C::kLendsRing && gridDim.y > 1) wait_for_ready();
   wait_for_previous_kernel();
   SharedAddress const full = uniform(shared.full), empty = uniform(shared.empty);
   SharedAddress const first_stage = uniform(shared_address(stages));
@@ -79,12 +64,8 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
     typename C::Place const place(params, tile);
     typename WgmmaMath<C>::Sums sums = {};
     math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
-    if constexpr (C::kSendsSums) {
-      // With its own stores, or ptxas would keep the ring's place in vector registers.
-      if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums[0], place);
-    } else if (gridDim.y > 1) {
-      return finish_together<C>(math, sums, params, stages, place);
-    }
+    // With its own stores, or ptxas would keep the ring's place in vector registers.
+    if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums, place);
     if constexpr (C::kWays > 1) add_ways<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), way);
     if (way == 0) math.store_directly(place, sums);
   }
@@ -100,16 +81,13 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   int const group = uniform(threadIdx.x / C::kTeamThreads), warp = uniform(threadIdx.x / 32 % 4);
   if (group == C::kMathTeams) return start_and_copy<C>(params, shared, shared_address(stages), warp);
   if (threadIdx.x < 32 && gemm::is_elected()) prefetch_maps(params);
-  bool const sends = C::kSendsSums && gridDim.y > 1;
-  if constexpr (C::kSendsSums) {
-    using End = ClusterEnd<C>;
-    if (sends && threadIdx.x == 0) {
-      End::share_of(params, shared.received, shared_address(stages))
-          .expect(End::pieces_of(typename C::Place(params, blockIdx.x), params.tokens));
-    }
+  bool const shares = gridDim.y > 1;
+  if (shares && threadIdx.x == 0) {
+    int const eights = eights_of<C>(typename C::Place(params, blockIdx.x), params.tokens);
+    PieceShare(blockIdx.y, gridDim.y, shared.received, 0).expect(eights * C::kSlabs);
   }
   wait_for_start<C>();
-  if (sends) say_ready();
+  if (!C::kLendsRing && shares) say_ready();
   let_next_kernel_start();
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
   multiply_tiles<C>(params, shared, stages, group, warp);

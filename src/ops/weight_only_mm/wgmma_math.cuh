@@ -246,19 +246,6 @@ struct WgmmaMath {
       }
     }
   }
-
-  // To shared memory, [token][row].
-  __device__ void store(float* target, Sums const& sums) const {
-    constexpr int kStride = C::kRows + 4;
-#pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        int const token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = (slab + block * 4) * kSlab + i % 4 / 2 * 8 + lane / 4;
-        target[token * kStride + row] = sums[block][i] * F::kUnit;
-      }
-    }
-  }
 };
 
 }  // namespace epiloq::ops::weight_only_mm
