@@ -1,7 +1,7 @@
 """What weight_only_mm chooses against the sweeps that its times are fitted to.
 
 The bounds are what the fit left: they say when a row or a time that is changed no longer fits, not how good it is.
-Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 64 tokens have changed since, and ends of
+Sweeps of an H200 tell of one and two tokens and of many; kernels of 3 to 128 tokens have changed since, and ends of
 those of more that share K. They have been timed on an H100, those of 4 to 16 on an H200 too, as they were.
 """
 
@@ -26,10 +26,19 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200"
 H200, H100 = 4917, 3352
 # Another card, and other layers.
 OTHER = RESULTS.parent / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json"
-NEW = {"2026-11-26-weight-only-ring": range(9), "2026-11-26-weight-only-tiles": range(9, 129)}
-CHANGED = range(3, 65)
+NEW = {
+    "2026-11-26-weight-only-ring": range(9),
+    "2026-11-26-weight-only-tiles": range(9, 17),
+    "2026-11-26-weight-only-lent": range(17, 129),
+}
+CHANGED = range(3, 129)
 # Newest first, and from how many tokens on.
-SWEEPS = {"2026-11-25-weight-only-streams": 1, "2026-11-23-weight-only-clusters": 65, "2026-11-22-weight-only-ways": 65}
+SWEEPS = {
+    "2026-11-25-weight-only-streams": 1,
+    "2026-11-23-weight-only-clusters": 129,
+    "2026-11-22-weight-only-ways": 129,
+}
+MANY = "2026-11-26-weight-only-many"
 
 
 def mean(ratios: list[float]) -> float:
@@ -87,17 +96,25 @@ def count(ratios: dict[tuple[int, int], list[float]]) -> int:
 
 def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
     ratios = behind(measured(), H200, 1.1)
-    assert count(ratios) == 202
+    assert count(ratios) == 162
     for (bits, m), some in ratios.items():
-        most = 1.03 if m <= 2 or m > 1000 else {(8, 256): 1.007, (8, 384): 1.015}.get((bits, m), 1.006)
+        # What serves by 256 tokens and more was fitted to an H100's times by 512 and 1024 too, at that card's clocks.
+        most = 1.03 if m <= 2 or m > 1000 else {(4, 384): 1.017, (8, 256): 1.017}.get((bits, m), 1.006)
         assert mean(some) <= most, (bits, m, some)
 
 
 def test_by_3_to_128_tokens_it_is_near_the_fastest_on_the_card_that_has_run_those_kernels() -> None:
     ratios = behind(newest(), H100, 1.1)
-    assert count(ratios) == 318
+    assert count(ratios) == 340
     for (bits, m), some in ratios.items():
-        assert mean(some) <= (1.015 if m <= 16 else 1.022 if m == 33 else 1.011), (bits, m, some)
+        assert mean(some) <= (1.015 if m <= 16 else 1.018 if (bits, m) == (8, 128) else 1.009), (bits, m, some)
+
+
+def test_by_512_and_1024_tokens_it_is_near_the_fastest_too() -> None:
+    ratios = behind(sweep(RESULTS.parent / f"nvidia-h100/{MANY}-sweep.json"), H100, 1.1)
+    assert set(ratios) == {(bits, m) for bits in (4, 8) for m in (512, 1024)}
+    for (bits, m), some in ratios.items():
+        assert mean(some) <= (1.018 if bits == 8 else 1.006), (bits, m, some)
 
 
 def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> None:
@@ -110,8 +127,8 @@ def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> No
 def test_on_another_card_it_is_too() -> None:
     older = behind((row for row in sweep(OTHER) if row["m"] not in CHANGED), H100, 1.1)
     newer = behind(newest(), H100, 1.1)
-    assert (count(older), count(newer)) == (47, 318)
-    assert mean([ratio for some in (*older.values(), *newer.values()) for ratio in some]) <= 1.0115
+    assert (count(older), count(newer)) == (38, 340)
+    assert mean([ratio for some in (*older.values(), *newer.values()) for ratio in some]) <= 1.01
 
 
 def test_the_rate_of_memory_counts() -> None:

@@ -12,8 +12,8 @@ from times_fit import RESULTS, Row, Subject, main
 from weight_only_sweep import name_in_sweep
 
 STREAM_TOKENS, RING_TOKENS = 8, 16
-# Since 2026-11-26 tiles of up to 64 tokens begin in another way, and since d345d2c blocks that share K end sooner,
-# which no sweep of an H200 knows; of more than 64 tokens, older sweeps are nearly all there is.
+# Since 2026-11-26 tiles of up to 64 tokens begin in another way, and blocks that share K end sooner, which no sweep of an
+# H200 knows; of more than 64 tokens on that card there are only older ones.
 FEW, MANY = range(17), range(65, 2049)
 
 
@@ -35,12 +35,14 @@ SUBJECT = Subject(
         r"kRingSums\{[^}]*\}",
     ),
     sweeps={
+        RESULTS / "nvidia-h100/2026-11-26-weight-only-lent-sweep.json": range(17, 129),
+        RESULTS / "nvidia-h100/2026-11-26-weight-only-many-sweep.json": MANY,
         RESULTS / "nvidia-h200/2026-11-25-weight-only-streams-sweep.json": FEW,
-        RESULTS / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json": {*FEW, *MANY},
+        RESULTS / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json": {*FEW, *range(129, 2049)},
         RESULTS / "nvidia-h100/2026-11-26-weight-only-ring-sweep.json": range(9),
         RESULTS / "nvidia-h200/2026-11-26-weight-only-ring-sweep.json": FEW,
-        RESULTS / "nvidia-h200/2026-11-26-weight-only-starts-sweep.json": range(65),
-        RESULTS / "nvidia-h100/2026-11-26-weight-only-tiles-sweep.json": range(129),
+        RESULTS / "nvidia-h200/2026-11-26-weight-only-starts-sweep.json": FEW,
+        RESULTS / "nvidia-h100/2026-11-26-weight-only-tiles-sweep.json": FEW,
         RESULTS / "nvidia-h200/2026-11-22-weight-only-ways-sweep.json": MANY,
         RESULTS / "nvidia-h200/2026-11-23-weight-only-clusters-sweep.json": MANY,
     },
