@@ -46,7 +46,8 @@ class Subject:
 
     ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the
     same order; ``name`` is what sweeps call what `explain` says; ``takes`` tells which problems count, ``counts`` which
-    kernels of one; ``lacks_constant``: times are without what all kernels of a problem take.
+    kernels of one; ``lacks_constant``: times are without what all kernels of a problem take; ``once``: tokens by which
+    a problem that several sweeps of a card have counts in the first of them only.
     """
 
     header: str
@@ -57,6 +58,7 @@ class Subject:
     takes: Callable[[Row], bool]
     counts: Callable[[Row, str], bool]
     lacks_constant: bool
+    once: Container[int] = ()
 
     @property
     def path(self) -> Path:
@@ -132,13 +134,18 @@ class Problems:
         first: list[int] = []
         us: list[float] = []
         served: list[bool] = []
+        seen: set[tuple[object, ...]] = set()
         for path in paths:
             record = json.loads(path.read_text())
             memory = next(rate for card, rate in MEMORY.items() if card in record["gpu"])
             tokens = subject.sweeps.get(path.resolve(), ANY)
             for row in record["sweep"]:
+                problem = (memory, *(row[key] for key in ("bits", "n", "k", "m")))
                 if row["m"] not in tokens or row["m"] not in among or not subject.takes(row):
                     continue
+                if row["m"] in subject.once and problem in seen:
+                    continue
+                seen.add(problem)
                 names = model.add(row, memory)
                 self.rows.append({**row, "card": record["gpu"]})
                 first.append(len(us))

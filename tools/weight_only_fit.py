@@ -12,8 +12,8 @@ from times_fit import RESULTS, Row, Subject, main
 from weight_only_sweep import name_in_sweep
 
 STREAM_TOKENS, RING_TOKENS = 8, 16
-# Since 2026-11-26 tiles of up to 64 tokens begin in another way, and blocks that share K end sooner, which no sweep of an
-# H200 knows; of more than 64 tokens on that card there are only older ones.
+# Since 2026-11-26 tiles of up to 64 tokens begin in another way, and blocks that share K end sooner, which no sweep of
+# an H200 knows; of more than 64 tokens on that card there are only older ones.
 FEW, MANY = range(17), range(65, 2049)
 
 
@@ -43,13 +43,14 @@ SUBJECT = Subject(
         RESULTS / "nvidia-h200/2026-11-26-weight-only-ring-sweep.json": FEW,
         RESULTS / "nvidia-h200/2026-11-26-weight-only-starts-sweep.json": FEW,
         RESULTS / "nvidia-h100/2026-11-26-weight-only-tiles-sweep.json": FEW,
-        RESULTS / "nvidia-h200/2026-11-22-weight-only-ways-sweep.json": MANY,
         RESULTS / "nvidia-h200/2026-11-23-weight-only-clusters-sweep.json": MANY,
+        RESULTS / "nvidia-h200/2026-11-22-weight-only-ways-sweep.json": MANY,
     },
     name=name_in_sweep,
     takes=lambda row: row["m"] <= STREAM_TOKENS or row["m"] > RING_TOKENS or has_ring(row),
     counts=lambda row, name: row["m"] > RING_TOKENS or has_ring(row) or name.startswith("stream"),
     lacks_constant=False,
+    once=range(RING_TOKENS + 1, 2049),
 )
 
 if __name__ == "__main__":
