@@ -8,8 +8,8 @@
 // by 4 tokens (three steps a warp) was predicted 1 to 2 us too fast on an H100 and an H200, and 21 % behind.
 //
 // Fitted on 2026-11-26 to what both took for 34 layers by 1 to 1024 tokens of bfloat16 in groups of 128 or by channel,
-// in the sweeps that tools/weight_only_fit.py names: of the kernels that a sweep has, what they name took 0.9 % more than
-// the fastest in the mean of 872 problems, 10 at most. Of streams fitted to three quarters of the layers it was 2
+// in the sweeps that tools/weight_only_fit.py names (846 problems): of the kernels that a sweep has, what they name
+// took 0.9 % more than the fastest in the mean, 10 at most. Of streams fitted to three quarters of the layers it was 2
 // to 4 % more on the others, if what was not measured is counted as 40.
 
 #include <array>
