@@ -112,7 +112,8 @@ def test_by_3_to_128_tokens_it_is_near_the_fastest_on_the_card_that_has_run_thos
 
 def test_by_512_and_1024_tokens_it_is_near_the_fastest_too() -> None:
     ratios = behind(sweep(RESULTS.parent / f"nvidia-h100/{MANY}-sweep.json"), H100, 1.1)
-    assert set(ratios) == {(bits, m) for bits in (4, 8) for m in (512, 1024)}
+    # Twelve layers each, none of which is left to a dense product.
+    assert {key: len(some) for key, some in ratios.items()} == {(bits, m): 12 for bits in (4, 8) for m in (512, 1024)}
     for (bits, m), some in ratios.items():
         assert mean(some) <= (1.018 if bits == 8 else 1.006), (bits, m, some)
 
