@@ -94,8 +94,8 @@ struct BlockwiseSm90Copies {
     }
   }
 
-  // What is absent stays what it was: a row or a token reaches its own sums only. (Of the weights' parameters it counts
-  // and is read as zeros.)
+  // What is absent stays what it was: a row or a token reaches its own sums only. Of the weights' parameters it counts
+  // and is read as zeros: rows, and lines from as many as there are values of K.
   static __device__ __forceinline__ auto weights(Shared const& shared, BlockwiseSm90Params const& params) {
     return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
@@ -107,7 +107,7 @@ struct BlockwiseSm90Copies {
 #pragma unroll 1
       for (int line = 0; line < parameters.lines(); ++line) {
         copy_box(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
-                 step * params.p.kinds + parameters.source(line, params.p.kinds), full);
+                 step * params.p.kinds + parameters.source(line, params.p.kinds, params.p.k), full);
       }
     };
   }
@@ -124,7 +124,7 @@ struct BlockwiseSm90Copies {
       auto const* const from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m;
 #pragma unroll 1
       for (int line = 0; line < parameters.lines(); ++line) {
-        auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds);
+        auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds, 1);
         copy_bytes(to + line * T::kPlane, from + source * p.padded_m, part_bytes, full);
       }
     };

@@ -32,8 +32,9 @@ struct BlockwiseSm90Math {
     SharedAddress full, empty, of_row;
     SharedAddress packed;  // of 4-bit weights, the 16 bytes that the lane names to ldmatrix
     std::uint32_t weights, values, parts;
+    std::uint32_t taken;  // of a parameter, by lanes that bring its low part: the high one
     int group;
-    bool is_low, releases, has_offsets;
+    bool releases, has_offsets;
 
     __device__ Share(typename T::Shared const& shared, BlockwiseProblem const& p, int group_, int thread)
         : full(uniform(shared.full)),
@@ -44,30 +45,30 @@ struct BlockwiseSm90Math {
           weights(uniform(swizzled_address(shared.weights + group_ * T::kGroupRows * T::kStep))),
           values(uniform(swizzled_address(shared.values))),
           parts(uniform(swizzled_address(shared.parts))),
+          taken(kept(thread % 4 >= 2 ? kTf32Bits : 0)),
           group(group_),
-          is_low(thread % 4 >= 2),
           releases(thread % 32 == 0),
           has_offsets(p.kinds == T::kKinds) {}
   };
 
-  // Of rows r and r + 8 of the weight: the scale, what multiplies the tokens' other two lines of parameters, and 4-bit
-  // values as they are packed.
+  // Of rows r and r + 8 of the weight: the scale, what multiplies the tokens' other two lines of parameters where the
+  // block brings it, and 4-bit values as they are packed.
   struct Rows {
-    bool are_added;
     float scale[2], added[2][2];
     unsigned packed[2][4];
   };
-  static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at, int i, int steps) {
-    typename T::Parameters const parameters(of.has_offsets, i, steps);
+  template <bool kAdds>
+  static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at) {
     wait_for_barrier(of.full + at.stage * 8, at.phase);
     SharedAddress const row = of.of_row + at.stage * T::kWeightParameters;
-    rows.are_added = parameters.are_added;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      constexpr int kEight = 8 * 4;
+      constexpr int kEight = 8 * 4, kLine = T::kRows * 4;
       rows.scale[h] = load_shared(row + h * kEight);
-      rows.added[0][h] = parameters.are_added ? load_shared(row + T::kRows * 4 + h * kEight) : 0.f;
-      rows.added[1][h] = parameters.third_counts() ? load_shared(row + 2 * T::kRows * 4 + h * kEight) : 0.f;
+      if constexpr (kAdds) {
+        rows.added[0][h] = load_shared(row + kLine + h * kEight);
+        rows.added[1][h] = load_shared(row + 2 * kLine + h * kEight);
+      }
     }
     // As in blockwise.cuh; TMA's 64-byte swizzle is what ValuesB does there. Eight rows further the pattern is the
     // same.
@@ -79,21 +80,45 @@ struct BlockwiseSm90Math {
     }
   }
 
+  template <class T_>
+  static __device__ __forceinline__ void fence_one(T_& operand) {
+    if constexpr (std::is_array_v<T_>) {
+      [&]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
+        (cute::warpgroup_fence_operand(operand[kIndices]), ...);
+      }(std::make_index_sequence<std::extent_v<T_>>{});
+    } else {
+      cute::warpgroup_fence_operand(operand);
+    }
+  }
+  template <class... Operands>
+  static __device__ __forceinline__ void fence(Operands&... operands) {
+    (fence_one(operands), ...);
+  }
+
   // Left operands. Of parameters, 64 x 8: rows r and r + 8 of columns lane % 4 and lane % 4 + 4; of four columns the
   // first two are a parameter's high part and the others its low one. 4-bit values are in the upper halves of bytes:
   // int8 of 16 times their value.
   struct Factors {
     std::uint32_t scales[4], added[4];
     std::uint32_t weights[kProducts][4];
+
+    // Scales have four columns; kept: zeros would be written anew for every block.
+    __device__ Factors() { scales[2] = kept(0), scales[3] = kept(0); }
   };
+  // Tensor cores leave out what tf32 has not, so that a parameter is its own high part, and what that leaves of it the
+  // low one: 2^-21 of it is lost at most.
+  template <bool kAdds>
   static __device__ __forceinline__ void split(Factors& factors, Rows const& rows, Share const& of) {
-    auto const part = [&](float x) { return __float_as_uint(of.is_low ? low_tf32(x) : high_tf32(x)); };
+    auto const part = [&](float x) {
+      return __float_as_uint(__fsub_rn(x, __uint_as_float(__float_as_uint(x) & of.taken)));
+    };
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       factors.scales[h] = part(rows.scale[h] * (T::kBits == 4 ? 0.0625f : 1.f));
-      factors.scales[2 + h] = 0;
-      factors.added[h] = part(rows.added[0][h]);
-      factors.added[2 + h] = part(rows.added[1][h]);
+      if constexpr (kAdds) {
+        factors.added[h] = part(rows.added[0][h]);
+        factors.added[2 + h] = part(rows.added[1][h]);
+      }
     }
     if constexpr (T::kBits == 4) {
       constexpr unsigned kHigh = 0xf0f0f0f0u;
@@ -105,7 +130,10 @@ struct BlockwiseSm90Math {
           factors.weights[i][2 + h] = rows.packed[h][i] & kHigh;
         }
       }
+      fence(factors.weights[0], factors.weights[1], factors.weights[2], factors.weights[3]);
     }
+    fence(factors.scales[0], factors.scales[1]);
+    if constexpr (kAdds) fence(factors.added);
   }
 
   // Of a block of K: products, and what they are multiplied by, a part at a time.
@@ -113,15 +141,6 @@ struct BlockwiseSm90Math {
     std::uint32_t products[kSums];
     float scales[kScales];
   };
-
-  template <class... Arrays>
-  static __device__ __forceinline__ void fence(Arrays&... arrays) {
-    auto const each = [](auto& array) {
-#pragma unroll
-      for (auto& x : array) cute::warpgroup_fence_operand(x);
-    };
-    (each(arrays), ...);
-  }
 
   // By a left operand in registers.
   template <class Instruction, class Sum, int kCount>
@@ -143,13 +162,13 @@ struct BlockwiseSm90Math {
 
   // Starts a block's products, the first of their scales, and what is added to the sums. Where there are turns the
   // other group goes next: it adds up while this one's are under way.
-  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, bool are_added,
-                                               Share const& of, Ring const& at) {
+  template <bool kAdds>
+  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
+                                               Ring const& at) {
     auto const weights = of.weights + at.stage * (T::kWeights >> 4);
     auto const values = of.values + at.stage * (T::kValues >> 4);
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
-    fence(block.products, block.scales, sums, factors.scales, factors.added);
-    if constexpr (T::kBits == 4) fence(factors.weights[0], factors.weights[1], factors.weights[2], factors.weights[3]);
+    fence(block.products, block.scales, sums);
     if constexpr (T::kTakesTurns) wait_for_turn(of.group);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -165,7 +184,7 @@ struct BlockwiseSm90Math {
     }
     begin_scales(block, factors, parts, 0);
     cute::warpgroup_commit_batch();
-    if (T::kAddsAlways || are_added) {
+    if constexpr (kAdds) {
       cute::warpgroup_arrive();
       multiply<Outer<T::kTokens>>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true);
       cute::warpgroup_commit_batch();
@@ -173,14 +192,14 @@ struct BlockwiseSm90Math {
     if constexpr (T::kTakesTurns) pass_turn(of.group);
   }
 
-  // Waits for what was begun and adds up.
+  // Waits for what was begun and adds up, but for the last part.
   static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
                                                 Ring const& at) {
     cute::warpgroup_wait<0>();
     fence(block.products, block.scales, sums);
     if constexpr (T::kScaleParts > 1) {
       add_up(sums, block, 0);
-      fence(block.products, block.scales, sums, factors.scales);
+      fence(block.products, block.scales, sums, factors.scales[0], factors.scales[1]);
       cute::warpgroup_arrive();
       begin_scales(block, factors, of.parts + at.stage * (T::kTokenParts >> 4), 1);
       cute::warpgroup_commit_batch();
@@ -188,7 +207,6 @@ struct BlockwiseSm90Math {
       fence(block.products, block.scales, sums);
     }
     release(of, at);
-    add_up(sums, block, T::kScaleParts - 1);
   }
   static __device__ __forceinline__ void release(Share const& of, Ring const& at) {
     __syncwarp();
@@ -202,21 +220,42 @@ struct BlockwiseSm90Math {
     }
   }
 
-  // A tile's blocks of K. The next one's parameters are read while wgmma is at work.
-  static __device__ __forceinline__ void sum(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
-    if (steps == 0) return;
+  // A tile's blocks of K. The next one's parameters are read while wgmma is at work, and split beside the last of its
+  // sums: behind them the loop took 4-bit weights 3 to 10 % longer by tiles of 128 tokens.
+  template <bool kAdds, bool kNextAdds>
+  static __device__ __forceinline__ void sum_block(float (&sums)[kSums], Block& block, Rows& rows, Factors& factors,
+                                                   Share const& of, Ring& at, bool has_next) {
+    begin<kAdds>(sums, block, factors, of, at);
+    Ring const behind = at;
+    at.advance();
+    if (has_next) read<kNextAdds>(rows, of, at);
+    finish(sums, block, factors, of, behind);
+    split<kNextAdds>(factors, rows, of);
+    add_up(sums, block, T::kScaleParts - 1);
+  }
+  // Every block may add its own, or the first of two what belongs to both.
+  template <bool kAllAdd>
+  static __device__ __forceinline__ void sum_blocks(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
     Block block;
     Rows rows;
     Factors factors;
-    read(rows, of, at, 0, steps);
-#pragma unroll 2
-    for (int i = 0; i < steps; ++i) {
-      split(factors, rows, of);
-      begin(sums, block, factors, rows.are_added, of, at);
-      Ring const behind = at;
-      at.advance();
-      if (i + 1 < steps) read(rows, of, at, i + 1, steps);
-      finish(sums, block, factors, of, behind);
+    read<true>(rows, of, at);
+    split<true>(factors, rows, of);
+#pragma unroll 1
+    for (;;) {
+      sum_block<true, kAllAdd>(sums, block, rows, factors, of, at, steps > 1);
+      if (--steps == 0) break;
+      if constexpr (kAllAdd) continue;
+      sum_block<kAllAdd, true>(sums, block, rows, factors, of, at, steps > 1);
+      if (--steps == 0) break;
+    }
+  }
+  static __device__ __forceinline__ void sum(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
+    if (steps == 0) return;
+    if (of.has_offsets) {
+      sum_blocks<true>(sums, of, at, steps);
+    } else {
+      sum_blocks<false>(sums, of, at, steps);
     }
   }
 

@@ -31,9 +31,7 @@ struct BlockwiseSm90Tile {
   static constexpr int kGroups = 2, kGroupThreads = 128, kGroupRows = kRows / kGroups;
   static constexpr int kKinds = 3;  // of parameters
   // In how many goes the sums' scales are made: weights that a thread unpacks leave no registers for all of them.
-  // There ptxas serialises wgmma (C7515) unless offsets are added with every block.
   static constexpr int kScaleParts = kBits == 4 && kTokens == 128 ? 2 : 1;
-  static constexpr bool kAddsAlways = kScaleParts > 1;
 
   // With sums of more than 64 tokens a thread wants more than the registers that 384 threads begin with, which are
   // shared out anew: asked for more than those, a block waits for ever. With fewer, neither that nor turns (see
@@ -98,19 +96,16 @@ struct BlockwiseSm90Tile {
 
   // What the stage of the ith of `steps` blocks brings of either operand's parameters: all kinds; or, where weights
   // have no offsets, the scales, and every other time the second kind, of the block and of the next one. The last block
-  // may be without a next one, and has its own twice.
+  // may be without a next one: `none` is a line of zeros or, of tokens, whose factors those are, any line.
   struct Parameters {
     bool has_offsets, are_added, has_next;
     __device__ Parameters(bool has_offsets_, int i, int steps)
-        : has_offsets(has_offsets_),
-          are_added(has_offsets || kAddsAlways || i % 2 == 0),
-          has_next(!kAddsAlways && i + 1 < steps) {}
+        : has_offsets(has_offsets_), are_added(has_offsets || i % 2 == 0), has_next(i + 1 < steps) {}
     __device__ int lines() const { return are_added ? kKinds : 1; }
     // Which one is a line, counted from the block's first.
-    __device__ int source(int line, int kinds_of_block) const {
-      return line < 2 || has_offsets ? line : has_next ? kinds_of_block + 1 : 1;
+    __device__ int source(int line, int kinds_of_block, int none) const {
+      return line < 2 || has_offsets ? line : has_next ? kinds_of_block + 1 : none;
     }
-    __device__ bool third_counts() const { return are_added && (has_offsets || has_next); }
   };
 
   struct Place {
