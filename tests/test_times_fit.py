@@ -96,7 +96,7 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "mean", "most", "unknown"),
-    [("weight_only_mm", 846, 0.0087, 0.1, 130), ("online_quant_mm", 1238, 0.0065, 0.121, 43)],
+    [("weight_only_mm", 846, 0.0087, 0.1, 130), ("online_quant_mm", 918, 0.0047, 0.083, 30)],
 )
 def test_what_serves_is_near_the_fastest_of_all_sweeps(
     name: str, count: int, mean: float, most: float, unknown: int
@@ -107,4 +107,4 @@ def test_what_serves_is_near_the_fastest_of_all_sweeps(
     problems, times = Problems(model, subject, subject.sweeps), model.times(model.numbers())
     lost = problems.losses(times)
     assert len(problems.rows) == count and lost.mean() <= mean and lost.max() <= most
-    assert (lost > 0.1).sum() <= 3 and problems.unknown(times) <= unknown
+    assert problems.unknown(times) <= unknown

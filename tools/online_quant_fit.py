@@ -16,8 +16,7 @@ SUBJECT = Subject(
     source="online_quant_times.cpp",
     places=(r"kMmaTimes\[\]\{.*?\n\};", r"kSm90Steps\[\]\[2\]\{.*?\n\};", r"double mma_power.*?\} kSm90Time;"),
     sweeps={
-        RESULTS / "nvidia-h100/2026-11-26-online-quant-sweep.json": ANY,
-        RESULTS / "nvidia-h100/2026-11-26-online-quant-few-sweep.json": ANY,
+        RESULTS / "nvidia-h100/2026-11-27-online-quant-sweep.json": ANY,
         RESULTS / "nvidia-h200/2026-11-26-online-quant-few-sweep.json": ANY,
     },
     name=name_of,

@@ -33,6 +33,7 @@ ANY = range(1 << 31)  # tokens
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)")
 # Of what was not timed though it might have been, being slow: over the fastest. And the most that counts.
 UNKNOWN, MOST = 0.4, 0.6
+MOST_BEHIND = 0.08  # the fastest, of what a climb does not hold against a choice beside its mean
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -225,6 +226,26 @@ def fit(
     return best
 
 
+def climb(model: Model, problems: Problems, start: Floats, steps: int, free: Bools) -> Floats:
+    """Random steps, of which those that lessen what the choices themselves lose are taken: that is no slope's to find.
+    Loosely held where the fit left them, as numbers else wander off to where they serve but a few problems.
+    """
+    random, places = np.random.default_rng(0), np.flatnonzero(free)
+    factors = np.zeros(len(start))
+
+    def value(at: Floats) -> float:
+        lost = problems.losses(model.times(start * np.exp(at)))
+        return float(lost.mean() + np.maximum(lost - MOST_BEHIND, 0).sum() + 0.004 * at @ at)
+
+    least = value(factors)
+    for _ in track(range(steps), "climbing"):
+        step = factors.copy()
+        step[random.choice(places, min(3, len(places)), replace=False)] += random.normal(0, 0.03) * random.standard_exponential()
+        if (now := value(step)) < least:
+            factors, least = step, now
+    return np.asarray(start * np.exp(factors))
+
+
 def report(problems: Problems, times: Floats, title: str) -> None:
     lost = problems.losses(times)
     print(f"{title}: {lost.mean():.2%} behind the fastest in the mean of {len(lost)} problems,")
@@ -239,7 +260,8 @@ def main(subject: Subject, description: str | None) -> None:
     parser.add_argument("sweeps", nargs="*", type=Path, default=[*subject.sweeps])
     parser.add_argument("--tokens", default="0:", help="only problems of so many, from:below [0:]")
     parser.add_argument("--only", default="", help="numbers of places so named, a pattern, as kRing [all]")
-    parser.add_argument("--steps", type=int, default=300, help="0: only say how good what serves is [300]")
+    parser.add_argument("--steps", type=int, default=300, help="by slopes; without any steps: how good what serves is [300]")
+    parser.add_argument("--climb", type=int, default=30000, help="random steps behind those [30000]")
     parser.add_argument("--write", action="store_true", help=f"into {subject.header}")
     arguments = parser.parse_args()
     text = subject.path.read_text()
@@ -248,13 +270,15 @@ def main(subject: Subject, description: str | None) -> None:
     among = range(int(first), int(end or ANY.stop))
     problems, now = Problems(model, subject, arguments.sweeps, among), model.numbers()
     report(problems, model.times(now), subject.header)
-    if arguments.steps == 0:
+    if arguments.steps == arguments.climb == 0:
         return
     free = subject.is_among(text, arguments.only)
     if not free.any():
         parser.error(f"--only: expected how some place of numbers begins, got {arguments.only}")
     found = fit(model, problems, now, arguments.steps, free)
     report(problems, model.times(found), "fitted")
+    found = climb(model, problems, found, arguments.climb, free)
+    report(problems, model.times(found), "climbed")
     if arguments.write:
         subject.path.write_text(subject.with_numbers(text, found.tolist()))
     else:

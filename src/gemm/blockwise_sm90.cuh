@@ -18,8 +18,8 @@
 // What is left adds up, as if all shared the ports by which registers are written, one a cycle and quarter of an SM: of
 // 128 x 128 x 128, 512 cycles of int8 products, 128 of scales, 128 (or 64) of offsets, 128 of conversions and 128 of
 // multiply-adds make 1,024 (960). Measured were 1,131, without scales and offsets 914, without conversions 1,013
-// (online-quant-tiles.json). Halves of a tile that take turns, so that no group waits for its wgmma, would then bring
-// little; ptxas serialises them besides (C7514).
+// (online-quant-tiles.json), and 92 more a block for other instructions, of which half have been left out since
+// (online-loop.json). Halves of a tile that take turns, so that no group waits for its wgmma, would then bring little.
 
 #include <algorithm>
 
