@@ -96,7 +96,7 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "mean", "most", "unknown"),
-    [("weight_only_mm", 846, 0.0087, 0.1, 130), ("online_quant_mm", 918, 0.0047, 0.083, 30)],
+    [("weight_only_mm", 940, 0.0085, 0.132, 130), ("online_quant_mm", 918, 0.0045, 0.083, 30)],
 )
 def test_what_serves_is_near_the_fastest_of_all_sweeps(
     name: str, count: int, mean: float, most: float, unknown: int

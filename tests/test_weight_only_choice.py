@@ -38,7 +38,7 @@ SWEEPS = {
     "2026-11-23-weight-only-clusters": 129,
     "2026-11-22-weight-only-ways": 129,
 }
-MANY = "2026-11-26-weight-only-many"
+MANY = {"2026-11-27-weight-only-middle": (144, 192, 256, 384), "2026-11-26-weight-only-many": (512, 1024)}
 
 
 def mean(ratios: list[float]) -> float:
@@ -98,8 +98,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
     ratios = behind(measured(), H200, 1.1)
     assert count(ratios) == 162
     for (bits, m), some in ratios.items():
-        # What serves by 256 tokens and more was fitted to an H100's times by 512 and 1024 too, at that card's clocks.
-        most = 1.03 if m <= 2 or m > 1000 else {(4, 384): 1.017, (8, 256): 1.017}.get((bits, m), 1.006)
+        most = 1.03 if m <= 2 or m > 1000 else {(4, 384): 1.0105, (8, 256): 1.0165}.get((bits, m), 1.006)
         assert mean(some) <= most, (bits, m, some)
 
 
@@ -107,15 +106,19 @@ def test_by_3_to_128_tokens_it_is_near_the_fastest_on_the_card_that_has_run_thos
     ratios = behind(newest(), H100, 1.1)
     assert count(ratios) == 340
     for (bits, m), some in ratios.items():
-        assert mean(some) <= (1.015 if m <= 16 else 1.018 if (bits, m) == (8, 128) else 1.009), (bits, m, some)
+        assert mean(some) <= (1.015 if m <= 16 else 1.0095), (bits, m, some)
 
 
-def test_by_512_and_1024_tokens_it_is_near_the_fastest_too() -> None:
-    ratios = behind(sweep(RESULTS.parent / f"nvidia-h100/{MANY}-sweep.json"), H100, 1.1)
+@pytest.mark.parametrize(("name", "tokens"), MANY.items())
+def test_by_more_tokens_it_is_near_the_fastest_too(name: str, tokens: tuple[int, ...]) -> None:
+    ratios = behind(sweep(RESULTS.parent / f"nvidia-h100/{name}-sweep.json"), H100, 1.14)
+    # One problem is 13 % behind, the others 9.
+    assert sum(ratio > 1.1 for some in ratios.values() for ratio in some) <= 1
     # Twelve layers each, none of which is left to a dense product.
-    assert {key: len(some) for key, some in ratios.items()} == {(bits, m): 12 for bits in (4, 8) for m in (512, 1024)}
+    assert {key: len(some) for key, some in ratios.items()} == {(bits, m): 12 for bits in (4, 8) for m in tokens}
     for (bits, m), some in ratios.items():
-        assert mean(some) <= (1.018 if bits == 8 else 1.006), (bits, m, some)
+        most = 1.006 if m in (144, 512) else 1.021 if m == 1024 else 1.027
+        assert mean(some) <= most, (bits, m, some)
 
 
 def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> None:

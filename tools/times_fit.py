@@ -33,6 +33,7 @@ ANY = range(1 << 31)  # tokens
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)")
 # Of what was not timed though it might have been, being slow: over the fastest. And the most that counts.
 UNKNOWN, MOST = 0.4, 0.6
+DIGITS = 3
 MOST_BEHIND = 0.08  # the fastest, of what a climb does not hold against a choice beside its mean
 
 Floats = NDArray[np.float64]
@@ -77,9 +78,9 @@ class Subject:
         return np.array([found.start() in places for found in self.numbers_in(text)])
 
     def with_numbers(self, text: str, values: Sequence[float]) -> str:
-        """The header with other numbers, of three digits."""
+        """The header with other numbers, of few digits."""
         for found, value in reversed(list(zip(self.numbers_in(text), values, strict=True))):
-            digits = f"{value:.3g}"
+            digits = f"{value:.{DIGITS}g}"
             small_or_whole = "e-" in digits or ("." in digits and "e" not in digits)
             digits = digits if small_or_whole else f"{float(digits):.1f}"
             text = text[: found.start()] + digits + text[found.end() :]
@@ -228,22 +229,26 @@ def fit(
 
 def climb(model: Model, problems: Problems, start: Floats, steps: int, free: Bools) -> Floats:
     """Random steps, of which those that lessen what the choices themselves lose are taken: that is no slope's to find.
-    Loosely held where the fit left them, as numbers else wander off to where they serve but a few problems.
+    Loosely held where the fit left them, as numbers else wander off to where they serve but a few problems; and of as
+    many digits as are written, which choices may depend on.
     """
     random, places = np.random.default_rng(0), np.flatnonzero(free)
     factors = np.zeros(len(start))
 
+    def numbers(at: Floats) -> Floats:
+        return np.array([float(f"{value:.{DIGITS}g}") for value in start * np.exp(at)])
+
     def value(at: Floats) -> float:
-        lost = problems.losses(model.times(start * np.exp(at)))
+        lost = problems.losses(model.times(numbers(at)))
         return float(lost.mean() + np.maximum(lost - MOST_BEHIND, 0).sum() + 0.004 * at @ at)
 
     least = value(factors)
     for _ in track(range(steps), "climbing"):
-        step = factors.copy()
-        step[random.choice(places, min(3, len(places)), replace=False)] += random.normal(0, 0.03) * random.standard_exponential()
+        step, some = factors.copy(), random.choice(places, min(3, len(places)), replace=False)
+        step[some] += random.normal(0, 0.03) * random.standard_exponential() ** 2
         if (now := value(step)) < least:
             factors, least = step, now
-    return np.asarray(start * np.exp(factors))
+    return numbers(factors)
 
 
 def report(problems: Problems, times: Floats, title: str) -> None:
@@ -260,7 +265,7 @@ def main(subject: Subject, description: str | None) -> None:
     parser.add_argument("sweeps", nargs="*", type=Path, default=[*subject.sweeps])
     parser.add_argument("--tokens", default="0:", help="only problems of so many, from:below [0:]")
     parser.add_argument("--only", default="", help="numbers of places so named, a pattern, as kRing [all]")
-    parser.add_argument("--steps", type=int, default=300, help="by slopes; without any steps: how good what serves is [300]")
+    parser.add_argument("--steps", type=int, default=300, help="by slopes; without any: how good what serves is [300]")
     parser.add_argument("--climb", type=int, default=30000, help="random steps behind those [30000]")
     parser.add_argument("--write", action="store_true", help=f"into {subject.header}")
     arguments = parser.parse_args()

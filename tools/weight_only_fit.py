@@ -30,6 +30,8 @@ SUBJECT = Subject(
         r"kStreamTimes\{.*?\n\};",
         r"double latency.*?\} kStreamTime;",
         r"kWgmmaTimes\{.*?\n\};",
+        r"kWgmmaProducts\{.*?\n\};",
+        r"kLimitExponent = [^;]*;",
         r"kRingTimes\{.*?\n\};",
         r"kSentSums\{[^}]*\}, kLentSums\{[^}]*\}",
         r"kRingSums\{[^}]*\}",
@@ -37,6 +39,7 @@ SUBJECT = Subject(
     sweeps={
         RESULTS / "nvidia-h100/2026-11-26-weight-only-lent-sweep.json": range(17, 129),
         RESULTS / "nvidia-h100/2026-11-26-weight-only-many-sweep.json": MANY,
+        RESULTS / "nvidia-h100/2026-11-27-weight-only-middle-sweep.json": MANY,
         RESULTS / "nvidia-h200/2026-11-25-weight-only-streams-sweep.json": FEW,
         RESULTS / "nvidia-h100/2026-11-25-weight-only-choice-sweep.json": {*FEW, *range(129, 2049)},
         RESULTS / "nvidia-h100/2026-11-26-weight-only-ring-sweep.json": range(9),

@@ -25,6 +25,8 @@ std::vector<double*> numbers() {
     for (auto& row : rows) all.insert(all.end(), {&row.of4.step, &row.of4.block, &row.of8.step, &row.of8.block});
   };
   add(wo::kWgmmaTimes);
+  for (double& products : wo::kWgmmaProducts) all.push_back(&products);
+  all.push_back(&wo::kLimitExponent);
   add(wo::kRingTimes);
   for (auto* sums : {&wo::kSentSums, &wo::kLentSums, &wo::kRingSums}) {
     all.insert(all.end(), {&sums->tile, &sums->sum, &sums->crowd});

@@ -113,6 +113,9 @@ double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
   return static_cast<double>(steps + round_up(steps, c.ways)) / 2;
 }
 
+// Of two that run side by side the longer one, to which the other adds the less the higher the power.
+double longer(double a, double b, double power) { return std::pow(std::pow(a, power) + std::pow(b, power), 1 / power); }
+
 template <class Config>
 double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t,
                  double steps) {
@@ -124,8 +127,7 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
   TileTimes::Time const& time = times.of(p.bits);
   double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
-  double const power = std::max(1.0, static_cast<double>(c.tokens) / kReading.whole);
-  double const step = std::pow(std::pow(time.step, power) + std::pow(reading, power), 1 / power);
+  double const step = longer(time.step, reading, std::max(1.0, static_cast<double>(c.tokens) / kReading.whole));
   return static_cast<double>(waves_of(c, p, split, t)) * (steps * step + time.block);
 }
 
@@ -135,9 +137,11 @@ double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem co
 }
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
-  ClusterTime const& time = lends_ring(rows[row]) ? kLentSums : kSentSums;
-  return tile_time(rows[row], kWgmmaTimes[row], p, split, t, steps_of(rows[row], p, split)) +
-         cluster_time(time, rows[row], p, split, t);
+  WgmmaConfig const& c = rows[row];
+  double const time = tile_time(c, kWgmmaTimes[row], p, split, t, steps_of(c, p, split)) +
+                      cluster_time(lends_ring(c) ? kLentSums : kSentSums, c, p, split, t);
+  double const products = static_cast<double>(tiles_of(c, p)) * c.rows() * c.tokens * static_cast<double>(p.k) * 1e-9;
+  return longer(time, kWgmmaProducts[row] * products, kLimitExponent);
 }
 double time_of_row(decltype(kRingRows) const& rows, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
   return tile_time(rows[row], kRingTimes[row], p, split, t, steps_of(rows[row], p, split)) +
