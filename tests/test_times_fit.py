@@ -12,7 +12,7 @@ import pytest
 import epiloq
 import online_quant_fit
 import weight_only_fit
-from times_fit import MEMORY, Bools, Floats, Model, Problems, Subject, cost, fit
+from times_fit import MEMORY, Bools, Floats, Model, Problems, Subject, climb, cost, fit
 
 SUBJECTS = {"weight_only_mm": weight_only_fit.SUBJECT, "online_quant_mm": online_quant_fit.SUBJECT}
 NAMED = pytest.mark.parametrize("name", SUBJECTS)
@@ -81,7 +81,7 @@ def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
 
 
 def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
-    """The ring's times by 12 and 16 tokens: no others change."""
+    """The ring's times by 12 and 16 tokens: no others change. A climb goes on from there, in numbers as written."""
     subject = SUBJECTS["weight_only_mm"]
     text, model = subject.path.read_text(), model_of(subject)
     card = next(path for path in subject.sweeps if "h100" in str(path) and "tiles" in path.name)
@@ -92,6 +92,10 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
     start = bad_start(model, problems, ring, seed)
     found = fit(model, problems, start, 20, ring)
     assert np.array_equal(found[~ring], now[~ring]) and not np.array_equal(found[ring], start[ring])
+    higher = climb(model, problems, found, 300, ring)
+    assert np.array_equal(higher[~ring], now[~ring]) and not np.array_equal(higher[ring], found[ring])
+    assert problems.losses(model.times(higher)).mean() < problems.losses(model.times(found)).mean()
+    assert np.array_equal(Model(subject, subject.with_numbers(text, higher.tolist())).numbers(), higher)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +111,4 @@ def test_what_serves_is_near_the_fastest_of_all_sweeps(
     problems, times = Problems(model, subject, subject.sweeps), model.times(model.numbers())
     lost = problems.losses(times)
     assert len(problems.rows) == count and lost.mean() <= mean and lost.max() <= most
-    assert problems.unknown(times) <= unknown
+    assert (lost > 0.1).sum() <= 1 and problems.unknown(times) <= unknown

@@ -40,6 +40,11 @@ SWEEPS = {
 }
 MANY = {"2026-11-27-weight-only-middle": (144, 192, 256, 384), "2026-11-26-weight-only-many": (512, 1024)}
 
+# 13 % behind in its sweep, and 4, 0 and 0 in three more (`again` there).
+NOISY = (4, 8192, 8192, 192)
+# Means by bits and tokens that are further behind than the others.
+BEHIND = {(4, 192): 1.012, (4, 256): 1.013, (4, 384): 1.009, (8, 192): 1.023, (8, 384): 1.0195, (8, 1024): 1.021}
+
 
 def mean(ratios: list[float]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
@@ -111,14 +116,15 @@ def test_by_3_to_128_tokens_it_is_near_the_fastest_on_the_card_that_has_run_thos
 
 @pytest.mark.parametrize(("name", "tokens"), MANY.items())
 def test_by_more_tokens_it_is_near_the_fastest_too(name: str, tokens: tuple[int, ...]) -> None:
-    ratios = behind(sweep(RESULTS.parent / f"nvidia-h100/{name}-sweep.json"), H100, 1.14)
-    # One problem is 13 % behind, the others 9.
-    assert sum(ratio > 1.1 for some in ratios.values() for ratio in some) <= 1
+    rows = list(sweep(RESULTS.parent / f"nvidia-h100/{name}-sweep.json"))
+    noisy = [row for row in rows if tuple(row[key] for key in ("bits", "n", "k", "m")) == NOISY]
+    ratios = behind((row for row in rows if row not in noisy), H100, 1.1)
+    for key, some in behind(noisy, H100, 1.14).items():
+        ratios[key] += some
     # Twelve layers each, none of which is left to a dense product.
     assert {key: len(some) for key, some in ratios.items()} == {(bits, m): 12 for bits in (4, 8) for m in tokens}
-    for (bits, m), some in ratios.items():
-        most = 1.006 if m in (144, 512) else 1.021 if m == 1024 else 1.027
-        assert mean(some) <= most, (bits, m, some)
+    for key, some in ratios.items():
+        assert mean(some) <= BEHIND.get(key, 1.006), (*key, some)
 
 
 def test_by_4_to_16_tokens_it_is_near_the_fastest_where_memory_is_faster() -> None:
