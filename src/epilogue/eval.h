@@ -5,7 +5,13 @@
 #include <cmath>
 #include <type_traits>
 
+#include "core/half.h"
 #include "epilogue/expr.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
 
 namespace epiloq::epilogue {
 
@@ -33,6 +39,20 @@ EPILOQ_HD inline std::int32_t apply(Multiply, std::int32_t a, std::int32_t b) {
 }
 EPILOQ_HD inline std::int32_t apply(Subtract, std::int32_t a, std::int32_t b) {
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) - static_cast<std::uint32_t>(b));
+}
+EPILOQ_HD inline float apply(Widen to, Half x) {
+#ifdef __CUDA_ARCH__
+  return to.is_bfloat16 ? __bfloat162float(__ushort_as_bfloat16(x.bits)) : __half2float(__ushort_as_half(x.bits));
+#else
+  return to.is_bfloat16 ? float_of_bfloat16(x.bits) : float_of_float16(x.bits);
+#endif
+}
+EPILOQ_HD inline Half apply(Narrow to, float x) {
+#ifdef __CUDA_ARCH__
+  return {to.is_bfloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x))};
+#else
+  return {to.is_bfloat16 ? bfloat16_of_float(x) : float16_of_float(x)};
+#endif
 }
 
 // As CUTLASS converts: to int8 rounded to nearest, ties to even, and saturated, NaN to 0.
@@ -66,7 +86,7 @@ EPILOQ_HD T eval(Col<T> const& leaf, Sum, std::int64_t m, std::int64_t) {
 template <class Sum, class Tag, class Out, class In, class... Kids>
 EPILOQ_HD Out eval(Op<Tag, Out, In, Kids...> const& op, Sum acc, std::int64_t m, std::int64_t n) {
   return std::apply(
-      [&](auto const&... kid) { return converted<Out>(apply(Tag{}, static_cast<In>(eval(kid, acc, m, n))...)); },
+      [&](auto const&... kid) { return converted<Out>(apply(op.tag, static_cast<In>(eval(kid, acc, m, n))...)); },
       op.kids);
 }
 
@@ -82,7 +102,9 @@ EPILOQ_HD Scalar<T> at_column(Row<T> const& leaf, std::int64_t n) {
 template <class Tag, class Out, class In, class... Kids>
 EPILOQ_HD auto at_column(Op<Tag, Out, In, Kids...> const& op, std::int64_t n) {
   return std::apply(
-      [n](auto const&... kid) { return Op<Tag, Out, In, decltype(at_column(kid, n))...>{{at_column(kid, n)...}}; },
+      [&](auto const&... kid) {
+        return Op<Tag, Out, In, decltype(at_column(kid, n))...>{{at_column(kid, n)...}, op.tag};
+      },
       op.kids);
 }
 

@@ -17,13 +17,18 @@ namespace epiloq::epilogue {
 
 struct Acc {};
 
+// A 16-bit float whose format is known at run time: kernels that sum in float32 are compiled once for both.
+struct Half {
+  std::uint16_t bits;
+};
+
 // One value per column of D, and in a batch `batch_stride` values from one D's to the next's. A null pointer stands for
 // `null_default` everywhere.
 template <class T>
 struct Row {
   T const* ptr = nullptr;
   bool is_vector = true;
-  T null_default = T(0);
+  T null_default{};
   std::int64_t batch_stride = 0;
 };
 
@@ -32,7 +37,7 @@ template <class T>
 struct Col {
   T const* ptr = nullptr;
   bool is_vector = true;
-  T null_default = T(0);
+  T null_default{};
   std::int64_t batch_stride = 0;
 };
 
@@ -47,11 +52,18 @@ struct Divide {};
 struct Subtract {};
 struct MultiplyAdd {};
 struct Clamp {};
+struct Widen {  // a Half to float
+  bool is_bfloat16;
+};
+struct Narrow {  // a float to the nearest Half, ties to even
+  bool is_bfloat16;
+};
 
 // Children are converted to In, combined by Tag, and rounded to Out.
 template <class Tag, class Out, class In, class... Kids>
 struct Op {
   std::tuple<Kids...> kids;
+  Tag tag{};
 };
 
 template <class Out, class In = Out, class A, class B>
@@ -75,6 +87,14 @@ EPILOQ_HD auto fma(A a, B b, C c) {
 template <class Out, class In = Out, class A, class Lo, class Hi>
 EPILOQ_HD auto clamp(A a, Lo lo, Hi hi) {
   return Op<Clamp, Out, In, A, Lo, Hi>{{a, lo, hi}};
+}
+template <class A>
+EPILOQ_HD auto widen(A a, bool is_bfloat16) {
+  return Op<Widen, float, Half, A>{{a}, {is_bfloat16}};
+}
+template <class A>
+EPILOQ_HD auto narrow(A a, bool is_bfloat16) {
+  return Op<Narrow, Half, float, A>{{a}, {is_bfloat16}};
 }
 
 }  // namespace epiloq::epilogue

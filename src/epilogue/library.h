@@ -1,6 +1,9 @@
 #pragma once
 
-// Each epilogue, once. D is the output's type; a null bias adds nothing, a null zero point counts as 1.
+// Each epilogue, once. D is the output's type, Out what kernels give it; a null bias adds nothing, a null zero point
+// counts as 1.
+
+#include <type_traits>
 
 #include "epilogue/expr.h"
 
@@ -20,6 +23,7 @@ struct Operands {
   std::int64_t scale_a_batch = 0;
   std::int64_t scale_b_batch = 0;
   float const* scale_out = nullptr;
+  bool is_bfloat16 = false;  // bias and D, where they are Half
 
   // The operands of one product of a batch, for kernels that take one at a time.
   EPILOQ_HD Operands of_batch(std::int64_t batch) const {
@@ -32,34 +36,54 @@ struct Operands {
   friend bool operator==(Operands const&, Operands const&) = default;
 };
 
+// The bias in float arithmetic, and a b + c rounded once to D.
+template <class D>
+EPILOQ_HD auto bias_of(Operands const& p) {
+  Row<D> const bias{static_cast<D const*>(p.bias)};
+  if constexpr (std::is_same_v<D, Half>) {
+    return widen(bias, p.is_bfloat16);
+  } else {
+    return bias;
+  }
+}
+template <class D, class A, class B, class C>
+EPILOQ_HD auto rounded_fma(A a, B b, C c, Operands const& p) {
+  if constexpr (std::is_same_v<D, Half>) {
+    return narrow(fma<float>(a, b, c), p.is_bfloat16);
+  } else {
+    return fma<D, float>(a, b, c);
+  }
+}
+
 // ScaledEpilogue and ScaledEpilogueBias: sa (sb acc) + bias
 struct Scaled {
+  using Out = Half;
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
     Col<float> const scale_a{p.scale_a, p.scale_a_is_vector, 0, p.scale_a_batch};
     Row<float> const scale_b{p.scale_b, p.scale_b_is_vector, 0, p.scale_b_batch};
-    Row<D> const bias{static_cast<D const*>(p.bias)};
-    return fma<D, float>(scale_a, mul<float>(scale_b, Acc{}), bias);
+    return rounded_fma<D>(scale_a, mul<float>(scale_b, Acc{}), bias_of<D>(p), p);
   }
 };
 
 // ScaledEpilogueAzp (azp null: azp_adj was multiplied beforehand) and ScaledEpilogueAzpPerToken:
 // sa (sb (acc - azp azp_adj)) + bias, the difference exact in int32
 struct ScaledAzp {
+  using Out = Half;
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
     Col<float> const scale_a{p.scale_a, p.scale_a_is_vector};
     Row<float> const scale_b{p.scale_b, p.scale_b_is_vector};
-    Row<D> const bias{static_cast<D const*>(p.bias)};
     Col<std::int32_t> const azp{p.azp, p.azp_is_vector, 1};
     Row<std::int32_t> const azp_adj{p.azp_adj};
     auto const centred = sub<float, std::int32_t>(Acc{}, mul<std::int32_t>(azp, azp_adj));
-    return fma<D, float>(scale_a, mul<float>(scale_b, centred), bias);
+    return rounded_fma<D>(scale_a, mul<float>(scale_b, centred), bias_of<D>(p), p);
   }
 };
 
 // sa (sb acc) / so to an integer: ties to even, saturated.
 struct Requantized {
+  using Out = std::int8_t;
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
     Col<float> const scale_a{p.scale_a, p.scale_a_is_vector, 0, p.scale_a_batch};

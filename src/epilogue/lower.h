@@ -3,7 +3,12 @@
 // The recursion that both generations of CUTLASS share: 2.x visitors derive from the 3.x visitor base, so a node's
 // Arguments are its children's and then its own in either.
 
+#include <bit>
+#include <type_traits>
+
+#include "cutlass/array.h"
 #include "cutlass/functional.h"
+#include "cutlass/numeric_conversion.h"
 #include "epilogue/expr.h"
 
 namespace epiloq::epilogue {
@@ -29,6 +34,49 @@ template <>
 struct Function<MultiplyAdd> {
   template <class T>
   using type = cutlass::multiply_add<T>;
+};
+
+// CUTLASS moves a Half as its half_t, in either format. Functors that look inside are given the tag at run time.
+template <class T>
+using Element = std::conditional_t<std::is_same_v<T, Half>, cutlass::half_t, T>;
+template <class T>
+struct Widening {
+  using Arguments = Widen;
+};
+template <int kSize>
+struct Widening<cutlass::Array<cutlass::half_t, kSize>> {
+  template <class T>
+  using Values = cutlass::Array<T, kSize>;
+  CUTLASS_DEVICE Values<float> operator()(Values<cutlass::half_t> const& x, Widen to) const {
+    using cutlass::bfloat16_t, cutlass::half_t, cutlass::NumericArrayConverter;
+    if (!to.is_bfloat16) return NumericArrayConverter<float, half_t, kSize>::convert(x);
+    return NumericArrayConverter<float, bfloat16_t, kSize>::convert(reinterpret_cast<Values<bfloat16_t> const&>(x));
+  }
+};
+template <class T>
+struct Narrowing {
+  using Arguments = Narrow;
+};
+template <int kSize>
+struct Narrowing<cutlass::Array<float, kSize>> {
+  template <class T>
+  using Values = cutlass::Array<T, kSize>;
+  CUTLASS_DEVICE Values<cutlass::half_t> operator()(Values<float> const& x, Narrow to) const {
+    using cutlass::bfloat16_t, cutlass::half_t, cutlass::NumericArrayConverter;
+    if (!to.is_bfloat16) return NumericArrayConverter<half_t, float, kSize>::convert(x);
+    auto const narrow = NumericArrayConverter<bfloat16_t, float, kSize>::convert(x);
+    return reinterpret_cast<Values<half_t> const&>(narrow);
+  }
+};
+template <>
+struct Function<Widen> {
+  template <class T>
+  using type = Widening<T>;
+};
+template <>
+struct Function<Narrow> {
+  template <class T>
+  using type = Narrowing<T>;
 };
 
 // D^T = B^T A^T: a row of D is a column of D^T, so swapped operands need no second epilogue.
@@ -57,8 +105,11 @@ struct Lower<Target, Acc> {
 };
 template <class Target, class T>
 struct Lower<Target, Row<T>> {
-  using type = typename Target::template RowNode<T>;
-  static typename type::Arguments args(Row<T> const& leaf) { return Target::row_args(leaf); }
+  using type = typename Target::template RowNode<Element<T>>;
+  static typename type::Arguments args(Row<T> const& leaf) {
+    return Target::row_args(Row<Element<T>>{reinterpret_cast<Element<T> const*>(leaf.ptr), leaf.is_vector,
+                                            std::bit_cast<Element<T>>(leaf.null_default), leaf.batch_stride});
+  }
 };
 template <class Target, class T>
 struct Lower<Target, Col<T>> {
@@ -67,11 +118,23 @@ struct Lower<Target, Col<T>> {
 };
 template <class Target, class Tag, class Out, class In, class... Kids>
 struct Lower<Target, Op<Tag, Out, In, Kids...>> {
-  using Node = typename Target::template Compute<Function<Tag>::template type, Out, In>;
+  using Node = typename Target::template Compute<Function<Tag>::template type, Element<Out>, Element<In>>;
   using type = typename Target::template Tree<Node, typename Lower<Target, Kids>::type...>;
   static typename type::Arguments args(Op<Tag, Out, In, Kids...> const& op) {
     return std::apply(
-        [](auto const&... kid) { return typename type::Arguments{Lower<Target, Kids>::args(kid)..., {}}; }, op.kids);
+        [&](auto const&... kid) {
+          return typename type::Arguments{Lower<Target, Kids>::args(kid)..., own_args(op.tag)};
+        },
+        op.kids);
+  }
+
+ private:
+  static typename Node::Arguments own_args(Tag tag) {
+    if constexpr (std::is_empty_v<Tag>) {
+      return {};
+    } else {
+      return tag;
+    }
   }
 };
 

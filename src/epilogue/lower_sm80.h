@@ -124,6 +124,50 @@ struct Col : LeafBase<T> {
   }
 };
 
+// A functor that wants something at run time, as 3.x's nodes may, and says what it makes of one child's values.
+template <template <class> class Fn, class In>
+struct ComputeWith {
+  using Arguments = typename Fn<In>::Arguments;
+  using Params = Arguments;
+  struct SharedStorage {};
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class ProblemShape>
+  static std::size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+    return 0;
+  }
+  ComputeWith() = default;
+  CUTLASS_HOST_DEVICE ComputeWith(Params const& p, SharedStorage const&) : params(&p) {}
+  Params const* params = nullptr;
+
+  struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
+    CUTLASS_DEVICE explicit Callbacks(Params const* p) : params(p) {}
+    Params const* params;
+
+    template <class Accumulator, int kFragment>
+    CUTLASS_DEVICE auto visit(int, int, int, int, cutlass::Array<Accumulator, kFragment> const&,
+                              cutlass::Array<In, kFragment> const& x) {
+      return Fn<cutlass::Array<In, kFragment>>{}(x, *params);
+    }
+  };
+  template <class ProblemShape>
+  CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord, int, ProblemShape) {
+    return Callbacks(params);
+  }
+};
+
+template <template <class> class Fn, class Out, class In>
+struct ComputeOf {
+  using type = cutlass::epilogue::threadblock::VisitorCompute<Fn, Out, In, cutlass::FloatRoundStyle::round_to_nearest>;
+};
+template <template <class> class Fn, class Out, class In>
+  requires requires { typename Fn<In>::Arguments; }
+struct ComputeOf<Fn, Out, In> {
+  using type = ComputeWith<Fn, In>;
+};
+
 }  // namespace sm80
 
 template <class ThreadMap>
@@ -136,8 +180,7 @@ struct Sm80 {
   using Tree = cutlass::epilogue::threadblock::Sm80EVT<Node, Kids...>;
   using AccNode = cutlass::epilogue::threadblock::VisitorAccFetch;
   template <template <class> class Fn, class Out, class In>
-  using Compute =
-      cutlass::epilogue::threadblock::VisitorCompute<Fn, Out, In, cutlass::FloatRoundStyle::round_to_nearest>;
+  using Compute = typename sm80::ComputeOf<Fn, Out, In>::type;
 
   template <class Leaf>
   static auto row_args(Leaf const& leaf) {

@@ -2,6 +2,7 @@
 
 // What empties the stages of blockwise_sm90.cuh: wgmma, and sums in float32.
 
+#include <type_traits>
 #include <utility>
 
 #include "core/device_code.cuh"
@@ -80,12 +81,12 @@ struct BlockwiseSm90Math {
     }
   }
 
-  template <class T_>
-  static __device__ __forceinline__ void fence_one(T_& operand) {
-    if constexpr (std::is_array_v<T_>) {
+  template <class Operand>
+  static __device__ __forceinline__ void fence_one(Operand& operand) {
+    if constexpr (std::is_array_v<Operand>) {
       [&]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
         (cute::warpgroup_fence_operand(operand[kIndices]), ...);
-      }(std::make_index_sequence<std::extent_v<T_>>{});
+      }(std::make_index_sequence<std::extent_v<Operand>>{});
     } else {
       cute::warpgroup_fence_operand(operand);
     }
@@ -221,7 +222,7 @@ struct BlockwiseSm90Math {
   }
 
   // A tile's blocks of K. The next one's parameters are read while wgmma is at work, and split beside the last of its
-  // sums: behind them the loop took 4-bit weights 3 to 10 % longer by tiles of 128 tokens.
+  // sums: behind them the loop took 4-bit weights up to 10 % longer by tiles of 128 tokens.
   template <bool kAdds, bool kNextAdds>
   static __device__ __forceinline__ void sum_block(float (&sums)[kSums], Block& block, Rows& rows, Factors& factors,
                                                    Share const& of, Ring& at, bool has_next) {

@@ -13,12 +13,19 @@ struct Shape {
   int m, n, k;
 };
 
-// Elements of A, B and D. int8 is summed in int32, float8 in fp32.
+// Elements of A and B. int8 is summed in int32, float8 in fp32.
+struct Inputs {
+  DType a, b;
+
+  constexpr bool is_float8() const { return a != DType::kInt8; }
+  friend bool operator==(Inputs, Inputs) = default;
+};
+
+// And of D.
 struct Types {
   DType a, b, out;
 
-  constexpr bool is_float8() const { return a != DType::kInt8; }
-  friend bool operator==(Types, Types) = default;
+  constexpr Inputs inputs() const { return {a, b}; }
 };
 
 // SM75, SM80 and SM89: CUTLASS 2.x, mma.sync. Tensor cores add float8 products with fewer bits than fp32 has; their

@@ -57,9 +57,11 @@ struct Generic {
   }
 };
 
-template <class A, class B, class Out, class Epilogue>
-__global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem const p) {
+// Five blocks an SM: for six, ptxas would leave 40 registers and keep one in local memory.
+template <class A, class B, class Epilogue>
+__global__ __launch_bounds__(256, 5) void generic_kernel(__grid_constant__ Problem const p) {
   using G = Generic;
+  using Out = typename Epilogue::Out;
   __shared__ alignas(16) std::uint8_t a[G::kTile][G::kPitch];
   __shared__ alignas(16) std::uint8_t b[G::kTile][G::kPitch];
   std::int64_t const batch = blockIdx.z;
@@ -103,11 +105,11 @@ __global__ __launch_bounds__(256) void generic_kernel(__grid_constant__ Problem 
   }
 }
 
-template <class A, class B, class Out, class Epilogue>
+template <class A, class B, class Epilogue>
 void launch_generic(Problem const& p, int, Stream stream) {
   constexpr unsigned kTile = Generic::kTile;
   dim3 const grid((p.m + kTile - 1) / kTile, (p.n + kTile - 1) / kTile, p.batches);  // y and z end at 65535
-  cuda_check(launch_dependent(generic_kernel<A, B, Out, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
+  cuda_check(launch_dependent(generic_kernel<A, B, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
              "launching epiloq.scaled_mm");
 }
 

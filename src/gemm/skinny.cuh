@@ -113,8 +113,9 @@ struct Skinny {
     }
   }
 
-  template <class Out, class Epilogue>
+  template <class Epilogue>
   static __device__ void finish(Problem const& p, int const* shared, int first_row) {
+    using Out = typename Epilogue::Out;
     auto const expr = Epilogue::template make<Out>(p.operands);
     for (int i = threadIdx.x; i < kRows * p.m; i += kThreads) {
       int const token = i / kRows, row = i % kRows;
@@ -127,7 +128,7 @@ struct Skinny {
   }
 };
 
-template <class K, class Out, class Epilogue>
+template <class K, class Epilogue>
 __global__ __launch_bounds__(K::kThreads) void skinny_kernel(__grid_constant__ Problem const p) {
   extern __shared__ int shared[];
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -155,16 +156,16 @@ __global__ __launch_bounds__(K::kThreads) void skinny_kernel(__grid_constant__ P
 
   K::store_sums(shared, sums, warp, lane);
   __syncthreads();
-  K::template finish<Out, Epilogue>(p, shared, first_row);
+  K::template finish<Epilogue>(p, shared, first_row);
 }
 
-template <SkinnyConfig kConfig, class Out, class Epilogue>
+template <SkinnyConfig kConfig, class Epilogue>
 struct SkinnyGemm {
   using K = Skinny<kConfig.slabs, kConfig.tokens, kConfig.warps, kConfig.unroll>;
 
   // Needs n >= 16 * slabs, m <= tokens, k % 16 == 0 and 16-byte rows in A and B.
   static void launch(Problem const& p, int device, Stream stream) {
-    auto* const kernel = skinny_kernel<K, Out, Epilogue>;
+    auto* const kernel = skinny_kernel<K, Epilogue>;
     static PerDevice prepared;
     prepared.once(device, [kernel] {
       cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes),

@@ -1,6 +1,6 @@
 #pragma once
 
-// MmaConfig x architecture x types x epilogue -> CUTLASS 2.x kernel: int8 for SM75 (m8n8k16) and SM80 (m16n8k32),
+// MmaConfig x architecture x inputs x epilogue -> CUTLASS 2.x kernel: int8 for SM75 (m8n8k16) and SM80 (m16n8k32),
 // float8 for SM89 (m16n8k32).
 
 #include <type_traits>
@@ -38,12 +38,12 @@ struct MmaTraits<Arch::kSm89, kFastAccum> {
   using Operator = std::conditional_t<kFastAccum, cutlass::arch::OpMultiplyAddFastAccum, cutlass::arch::OpMultiplyAdd>;
 };
 
-template <Arch kArch, MmaConfig kConfig, Types kTypes, class Epilogue>
+template <Arch kArch, MmaConfig kConfig, Inputs kInputs, class Epilogue>
 struct MmaGemm {
-  using A = CutlassType<kTypes.a>;
-  using B = CutlassType<kTypes.b>;
-  using Out = CutlassType<kTypes.out>;
-  using Accumulator = std::conditional_t<kTypes.is_float8(), float, std::int32_t>;
+  using A = CutlassType<kInputs.a>;
+  using B = CutlassType<kInputs.b>;
+  using Out = epilogue::Element<typename Epilogue::Out>;
+  using Accumulator = std::conditional_t<kInputs.is_float8(), float, std::int32_t>;
   using Traits = MmaTraits<kArch, kConfig.fast_accum>;
   using Tile = cutlass::gemm::GemmShape<kConfig.tile.m, kConfig.tile.n, kConfig.tile.k>;
   using Warp = cutlass::gemm::GemmShape<kConfig.warp.m, kConfig.warp.n, kConfig.warp.k>;
@@ -51,7 +51,7 @@ struct MmaGemm {
   static constexpr int kEpilogueAlignment = 4;  // fp32 elements in a 128-bit exchange through shared memory
 
   using ThreadMap = cutlass::epilogue::threadblock::OutputTileThreadLayout<Tile, Warp, float, kEpilogueAlignment, 1>;
-  using Expr = decltype(Epilogue::template make<Out>({}));
+  using Expr = decltype(Epilogue::template make<typename Epilogue::Out>({}));
   using Lowered = epilogue::Lower<epilogue::Sm80<ThreadMap>, Expr>;
   // 2.x has no store of its own behind a visitor tree: the root writes D.
   using Store =
@@ -67,7 +67,7 @@ struct MmaGemm {
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   static void launch(Problem const& p, int, Stream stream) {
-    auto const expr = Epilogue::template make<Out>(p.operands);
+    auto const expr = Epilogue::template make<typename Epilogue::Out>(p.operands);
     typename Root::Arguments const epilogue{Lowered::args(expr), {static_cast<Out*>(p.d), {p.stride_d, {}, p.batch_d}}};
     auto* const a = const_cast<void*>(p.a);
     auto* const b = const_cast<void*>(p.b);

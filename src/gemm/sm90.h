@@ -1,6 +1,6 @@
 #pragma once
 
-// WgmmaConfig x types x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x GEMM is put together.
+// WgmmaConfig x inputs x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x GEMM is put together.
 
 #include <tuple>
 #include <utility>
@@ -41,18 +41,18 @@ struct ScheduleTags<Schedule::kCooperative> {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-template <WgmmaConfig kConfig, Types kTypes, class Epilogue>
+template <WgmmaConfig kConfig, Inputs kInputs, class Epilogue>
 struct Sm90Gemm {
-  using Left = CutlassType<kConfig.swap ? kTypes.b : kTypes.a>;
-  using Right = CutlassType<kConfig.swap ? kTypes.a : kTypes.b>;
-  using Out = CutlassType<kTypes.out>;
-  using Accumulator = std::conditional_t<kTypes.is_float8(), float, std::int32_t>;
+  using Left = CutlassType<kConfig.swap ? kInputs.b : kInputs.a>;
+  using Right = CutlassType<kConfig.swap ? kInputs.a : kInputs.b>;
+  using Out = epilogue::Element<typename Epilogue::Out>;
+  using Accumulator = std::conditional_t<kInputs.is_float8(), float, std::int32_t>;
   using Tile = cute::Shape<cute::Int<kConfig.tile.m>, cute::Int<kConfig.tile.n>, cute::Int<kConfig.tile.k>>;
   using Cluster = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
   using Tags = ScheduleTags<kConfig.schedule>;
   using MainloopTag = std::conditional_t<kConfig.fast_accum, typename Tags::FastAccum, typename Tags::Mainloop>;
   using Target = std::conditional_t<kConfig.swap, epilogue::Transposed<epilogue::Sm90<Tile>>, epilogue::Sm90<Tile>>;
-  using Expr = decltype(Epilogue::template make<Out>({}));
+  using Expr = decltype(Epilogue::template make<typename Epilogue::Out>({}));
   using Lowered = epilogue::Lower<Target, Expr>;
   using LayoutD = std::conditional_t<kConfig.swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
   static constexpr int kAlignment8 = 16;  // elements of 8 bits in the 16 bytes that TMA wants
@@ -77,7 +77,7 @@ struct Sm90Gemm {
 
   static typename Adapter::Arguments arguments_of(Problem const& p, int device) {
     using cute::Int;
-    auto const expr = Epilogue::template make<Out>(p.operands);
+    auto const expr = Epilogue::template make<typename Epilogue::Out>(p.operands);
     typename Kernel::StrideD stride_d{};
     cute::get<kConfig.swap ? 1 : 0>(stride_d) = p.stride_d;
     cute::get<2>(stride_d) = p.batch_d;
@@ -92,7 +92,7 @@ struct Sm90Gemm {
                                            {stride_right, Int<1>{}, batch_right}},
                                           {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
     // The main loop adds sums up in fp32 at the end of a tile of K, or never: its interval must be a whole tile.
-    if constexpr (kTypes.is_float8() && !kConfig.fast_accum) {
+    if constexpr (kInputs.is_float8() && !kConfig.fast_accum) {
       constexpr int kInstructionDepth = 32;
       arguments.mainloop.mma_promotion_interval = kConfig.tile.k / kInstructionDepth;
     }

@@ -53,7 +53,8 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
   fill_scales<<<(std::max(m, n) + 255) / 256, 256>>>(scales, std::max(m, n));
   cuda_check(cudaDeviceSynchronize(), "filling");
   std::vector<Problem> problems;
-  epiloq::epilogue::Operands const operands{scales, scales, nullptr, nullptr, nullptr, true, true, false};
+  epiloq::epilogue::Operands const operands{
+      .scale_a = scales, .scale_b = scales, .scale_a_is_vector = true, .scale_b_is_vector = true, .is_bfloat16 = true};
   for (std::size_t i = 0; i < copies; ++i) {
     problems.push_back({m, n, k, k, k, n, a, weights + i * weight_bytes, d + i * std::size_t(m) * n, operands});
   }

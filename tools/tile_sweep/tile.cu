@@ -5,8 +5,8 @@
 using epiloq::gemm::Schedule;
 static constexpr epiloq::gemm::WgmmaConfig kTile{{TILE_M, TILE_N, TILE_K}, CLUSTER_M, CLUSTER_N,
                                                  Schedule::SCHEDULE,       SWAP,      FAST_ACCUM};
-static constexpr epiloq::gemm::Types kTypes{epiloq::DType::OPERAND, epiloq::DType::OPERAND, epiloq::DType::kBFloat16};
+static constexpr epiloq::gemm::Inputs kInputs{epiloq::DType::OPERAND, epiloq::DType::OPERAND};
 
 void NAME(epiloq::gemm::Problem const& problem, int device, epiloq::Stream stream) {
-  epiloq::gemm::Sm90Gemm<kTile, kTypes, epiloq::epilogue::Scaled>::launch(problem, device, stream);
+  epiloq::gemm::Sm90Gemm<kTile, kInputs, epiloq::epilogue::Scaled>::launch(problem, device, stream);
 }

@@ -14,6 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 
 struct Integers {
+  using Out = std::int32_t;
   template <class>
   EPILOQ_HD static epilogue::Acc make(epilogue::Operands const&) {
     return {};
@@ -72,7 +73,7 @@ void launch_staged(Work const& work, int device, Stream stream) {
   for (int begin = 0, block = 0; begin < k; begin += group, ++block) {
     gemm::Problem const product{p.m,           p.n, std::min(group, k - begin), p.k, p.k, p.n, p.a + begin, p.b + begin,
                                 work.products, {}};
-    gemm::launch_generic<std::int8_t, std::int8_t, std::int32_t, Integers>(product, device, stream);
+    gemm::launch_generic<std::int8_t, std::int8_t, Integers>(product, device, stream);
     cuda_check(launch_dependent(accumulate, grid, kThreads, 0, stream, p, work.products, work.sums, block),
                "launching epiloq.online_quant_mm");
   }

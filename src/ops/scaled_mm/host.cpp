@@ -96,7 +96,7 @@ ScaledFloat8 matrix(void const* values, DType dtype, std::int64_t rows, std::int
 }
 
 void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
-  if (types.is_float8()) {
+  if (types.inputs().is_float8()) {
     multiply_float8(matrix(p.a, types.a, p.m, p.k, p.stride_a), matrix(p.b, types.b, p.n, p.k, p.stride_b), threads,
                     [&](Float8Sums const& sums) { finish<epilogue::Scaled>(p, types.out, sums); });
     return;

@@ -6,9 +6,9 @@
 
 namespace epiloq::ops::scaled_mm {
 
-template <int kRow, Types kTypes, class Epilogue>
-void Generic<kRow, kTypes, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
-  gemm::launch_generic<CudaType<kTypes.a>, CudaType<kTypes.b>, CudaType<kTypes.out>, Epilogue>(problem, device, stream);
+template <int kRow, Inputs kInputs, class Epilogue>
+void Generic<kRow, kInputs, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
+  gemm::launch_generic<CudaType<kInputs.a>, CudaType<kInputs.b>, Epilogue>(problem, device, stream);
 }
 
 }  // namespace epiloq::ops::scaled_mm

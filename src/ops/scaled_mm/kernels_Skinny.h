@@ -6,9 +6,9 @@
 
 namespace epiloq::ops::scaled_mm {
 
-template <int kRow, Types kTypes, class Epilogue>
-void Skinny<kRow, kTypes, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
-  gemm::SkinnyGemm<kSkinnyTiles[kRow], CudaType<kTypes.out>, Epilogue>::launch(problem, device, stream);
+template <int kRow, Inputs kInputs, class Epilogue>
+void Skinny<kRow, kInputs, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
+  gemm::SkinnyGemm<kSkinnyTiles[kRow], Epilogue>::launch(problem, device, stream);
 }
 
 }  // namespace epiloq::ops::scaled_mm

@@ -6,9 +6,9 @@
 
 namespace epiloq::ops::scaled_mm {
 
-template <int kRow, Types kTypes, class Epilogue>
-void Sm75<kRow, kTypes, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
-  gemm::MmaGemm<Arch::kSm75, kSm75Tiles[kRow], kTypes, Epilogue>::launch(problem, device, stream);
+template <int kRow, Inputs kInputs, class Epilogue>
+void Sm75<kRow, kInputs, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
+  gemm::MmaGemm<Arch::kSm75, kSm75Tiles[kRow], kInputs, Epilogue>::launch(problem, device, stream);
 }
 
 }  // namespace epiloq::ops::scaled_mm

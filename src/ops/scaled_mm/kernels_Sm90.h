@@ -6,9 +6,9 @@
 
 namespace epiloq::ops::scaled_mm {
 
-template <int kRow, Types kTypes, class Epilogue>
-void Sm90<kRow, kTypes, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
-  gemm::Sm90Gemm<kSm90Tiles[kRow], kTypes, Epilogue>::launch(problem, device, stream);
+template <int kRow, Inputs kInputs, class Epilogue>
+void Sm90<kRow, kInputs, Epilogue>::launch(gemm::Problem const& problem, int device, Stream stream) {
+  gemm::Sm90Gemm<kSm90Tiles[kRow], kInputs, Epilogue>::launch(problem, device, stream);
 }
 
 }  // namespace epiloq::ops::scaled_mm

@@ -18,51 +18,42 @@ namespace epiloq::ops::scaled_mm {
 namespace {
 
 struct Variant {
-  Types types;
+  Inputs inputs;
   bool has_zero_point;
   gemm::Launch launch;
 };
 
-template <Types kTypes, bool kHasZeroPoint>
-using EpilogueOf = std::conditional_t<kTypes.out == DType::kInt8, epilogue::Requantized,
-                                      std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>>;
-
-template <template <int, Types, class> class Kernel, int kRow, Types kTypes, bool kHasZeroPoint = false>
-constexpr Variant kVariant{kTypes, kHasZeroPoint, &Kernel<kRow, kTypes, EpilogueOf<kTypes, kHasZeroPoint>>::launch};
+template <template <int, Inputs, class> class Kernel, int kRow, DType kA, DType kB, class Epilogue = epilogue::Scaled>
+constexpr Variant kVariant{
+    {kA, kB}, std::is_same_v<Epilogue, epilogue::ScaledAzp>, &Kernel<kRow, Inputs{kA, kB}, Epilogue>::launch};
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
-constexpr auto kF16 = DType::kFloat16, kBF16 = DType::kBFloat16;
 
 // What a row of each table was compiled for, as in CMakeLists.txt.
-template <template <int, Types, class> class Kernel, int kRow>
+template <template <int, Inputs, class> class Kernel, int kRow>
 struct Int8 {
-  static constexpr std::array kVariants{
-      kVariant<Kernel, kRow, Types{kI8, kI8, kF16}>, kVariant<Kernel, kRow, Types{kI8, kI8, kF16}, true>,
-      kVariant<Kernel, kRow, Types{kI8, kI8, kBF16}>, kVariant<Kernel, kRow, Types{kI8, kI8, kBF16}, true>};
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8>,
+                                        kVariant<Kernel, kRow, kI8, kI8, epilogue::ScaledAzp>};
 };
-template <template <int, Types, class> class Kernel, int kRow>
+template <template <int, Inputs, class> class Kernel, int kRow>
 struct Int8Out {
-  static constexpr std::array kVariants{kVariant<Kernel, kRow, Types{kI8, kI8, kI8}>};
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8, epilogue::Requantized>};
 };
-template <template <int, Types, class> class Kernel, int kRow>
+template <template <int, Inputs, class> class Kernel, int kRow>
 struct E4M3 {
-  static constexpr std::array kVariants{kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kF16}>,
-                                        kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kBF16}>};
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kE4M3, kE4M3>};
 };
-template <template <int, Types, class> class Kernel, int kRow>
+template <template <int, Inputs, class> class Kernel, int kRow>
 struct AnyFloat8 {
-  static constexpr std::array kVariants{
-      kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kF16}>, kVariant<Kernel, kRow, Types{kE4M3, kE4M3, kBF16}>,
-      kVariant<Kernel, kRow, Types{kE4M3, kE5M2, kF16}>, kVariant<Kernel, kRow, Types{kE4M3, kE5M2, kBF16}>,
-      kVariant<Kernel, kRow, Types{kE5M2, kE4M3, kF16}>, kVariant<Kernel, kRow, Types{kE5M2, kE4M3, kBF16}>,
-      kVariant<Kernel, kRow, Types{kE5M2, kE5M2, kF16}>, kVariant<Kernel, kRow, Types{kE5M2, kE5M2, kBF16}>};
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kE4M3, kE4M3>, kVariant<Kernel, kRow, kE4M3, kE5M2>,
+                                        kVariant<Kernel, kRow, kE5M2, kE4M3>, kVariant<Kernel, kRow, kE5M2, kE5M2>};
 };
-template <template <int, Types, class> class Kernel, int kRow>
+template <template <int, Inputs, class> class Kernel, int kRow>
 struct Float8 : std::conditional_t<kRow == kE5M2Row, AnyFloat8<Kernel, kRow>, E4M3<Kernel, kRow>> {};
 
 using Variants = std::span<Variant const>;
 
-template <template <template <int, Types, class> class, int> class List, template <int, Types, class> class Kernel,
+template <template <template <int, Inputs, class> class, int> class List, template <int, Inputs, class> class Kernel,
           int kFirst = 0, std::size_t... kRows>
 Variants row_of(int row, std::index_sequence<kRows...>) {
   static constexpr Variants kTable[] = {List<Kernel, kFirst + kRows>::kVariants...};
@@ -123,7 +114,7 @@ gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
 }
 
 // groupwise_mm's kernel with scales of whole rows.
-void launch_whole_rows(groupwise_mm::Choice const& choice, Types types, gemm::Problem const& p, bool constant_b,
+void launch_whole_rows(groupwise_mm::Choice const& choice, gemm::Types types, gemm::Problem const& p, bool constant_b,
                        int device, Stream stream) {
   epilogue::Operands const& with = p.operands;
   gemm::GroupwiseProblem const product{
@@ -170,14 +161,15 @@ Target target_of_device(int device, bool is_float8) {
       (is_float8 ? "; float8 needs compute capability 8.9 or newer, int8 (scheme w8a8-int8) runs on 7.5" : ""));
 }
 
-void launch(Choice const& choice, Types types, bool has_zero_point, gemm::Problem const& problem, int device,
+void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem problem, int device,
             Stream stream, bool constant_b) {
   if (auto const rows = groupwise_choice(choice)) {
     return launch_whole_rows(*rows, types, problem, constant_b, device, stream);
   }
   DeviceGuard const guard(device);
+  problem.operands.is_bfloat16 = types.out == DType::kBFloat16;
   for (Variant const& variant : variants_of(choice)) {
-    if (variant.types == types && variant.has_zero_point == has_zero_point) {
+    if (variant.inputs == types.inputs() && variant.has_zero_point == has_zero_point) {
       return variant.launch(problem, device, stream);
     }
   }
@@ -189,9 +181,7 @@ Target target_of_device(int device, bool) {
   return {};
 }
 
-void launch(Choice const&, gemm::Types, bool, gemm::Problem const&, int device, Stream, bool) {
-  device_properties(device);
-}
+void launch(Choice const&, gemm::Types, bool, gemm::Problem, int device, Stream, bool) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::scaled_mm

@@ -10,7 +10,7 @@ namespace epiloq::ops::scaled_mm {
 Target target_of_device(int device, bool is_float8);
 
 // `constant_b`: see epiloq/scaled_mm.h.
-void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem const& problem, int device,
+void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem problem, int device,
             Stream stream, bool constant_b = false);
 
 }  // namespace epiloq::ops::scaled_mm

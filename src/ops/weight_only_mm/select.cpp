@@ -113,8 +113,10 @@ double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
   return static_cast<double>(steps + round_up(steps, c.ways)) / 2;
 }
 
-// Of two that run side by side the longer one, to which the other adds the less the higher the power.
-double longer(double a, double b, double power) { return std::pow(std::pow(a, power) + std::pow(b, power), 1 / power); }
+// Of two that run side by side the longer one, to which the other adds the less the higher the exponent.
+double longer(double a, double b, double exponent) {
+  return std::pow(std::pow(a, exponent) + std::pow(b, exponent), 1 / exponent);
+}
 
 template <class Config>
 double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t,
