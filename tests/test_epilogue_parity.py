@@ -88,4 +88,22 @@ def test_host_and_cutlass_on_sm90(seed: int, m: int, n: int, zero_point: str) ->
         assert "cluster" in explain("scaled_mm", m=m, n=n, k=k, arch="sm90", sm_count=132)
         for vectors in (False, True):
             options = {"seed": seed, "m": m, "n": n, "k": k, "bias": vectors, "zero_point": zero_point}
-            check(options | {"per_token": vectors, "per_channel": vectors}, "cuda", torch.float16)
+            for dtype in (torch.float16, torch.bfloat16):
+                check(options | {"per_token": vectors, "per_channel": vectors}, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n"), [(3, 576), (128, 4616)])
+def test_formats_in_turn_through_the_same_memory(seed: int, m: int, n: int) -> None:
+    """A kernel writes either 16-bit format: calls that differ in nothing else must not share what is kept of one."""
+    p = make_problem(m, n, 528, device="cuda", dtype=torch.float16, bias=True)
+    assert p.bias is not None
+    out = torch.empty(m, n, dtype=torch.float16, device="cuda")
+    acc = (p.a.double() @ p.weight.double().t()).to(torch.int32).cpu()
+    for dtype in (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16):
+        bias = p.bias.view(dtype)
+        host = torch.full((m, n), float("nan"))
+        _core.evaluate_epilogue(host, acc, p.scale_a.cpu(), p.scale_b.cpu(), bias.float().cpu())
+        out.view(torch.int16).fill_(-1)
+        scaled_mm(p.a, p.b, p.scale_a, p.scale_b, bias, out=out.view(dtype))
+        assert torch.equal(out.view(dtype).cpu(), host.to(dtype))

@@ -8,14 +8,6 @@ namespace epiloq {
 template <DType>
 struct CutlassTypeOf;
 template <>
-struct CutlassTypeOf<DType::kFloat16> {
-  using type = cutlass::half_t;
-};
-template <>
-struct CutlassTypeOf<DType::kBFloat16> {
-  using type = cutlass::bfloat16_t;
-};
-template <>
 struct CutlassTypeOf<DType::kInt8> {
   using type = std::int8_t;
 };

@@ -17,7 +17,7 @@ namespace epiloq::epilogue {
 
 struct Acc {};
 
-// A 16-bit float whose format is known at run time: kernels that sum in float32 are compiled once for both.
+// A 16-bit float whose format is known at run time: a kernel whose epilogue computes in float32 serves both.
 struct Half {
   std::uint16_t bits;
 };
@@ -63,7 +63,7 @@ struct Narrow {  // a float to the nearest Half, ties to even
 template <class Tag, class Out, class In, class... Kids>
 struct Op {
   std::tuple<Kids...> kids;
-  Tag tag{};
+  [[no_unique_address]] Tag tag{};
 };
 
 template <class Out, class In = Out, class A, class B>

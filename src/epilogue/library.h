@@ -1,7 +1,7 @@
 #pragma once
 
-// Each epilogue, once. D is the output's type, Out what kernels give it; a null bias adds nothing, a null zero point
-// counts as 1.
+// Each epilogue, once. D is the output's type, Out the one that scaled_mm's own kernels write; a null bias adds
+// nothing, a null zero point counts as 1.
 
 #include <type_traits>
 
@@ -19,11 +19,11 @@ struct Operands {
   bool scale_a_is_vector = false;
   bool scale_b_is_vector = false;
   bool azp_is_vector = false;
+  bool is_bfloat16 = false;  // bias and D, where they are Half
   // Of a batch: from one product's scales to the next's; and what an int8 output is in units of.
   std::int64_t scale_a_batch = 0;
   std::int64_t scale_b_batch = 0;
   float const* scale_out = nullptr;
-  bool is_bfloat16 = false;  // bias and D, where they are Half
 
   // The operands of one product of a batch, for kernels that take one at a time.
   EPILOQ_HD Operands of_batch(std::int64_t batch) const {

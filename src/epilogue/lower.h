@@ -36,7 +36,8 @@ struct Function<MultiplyAdd> {
   using type = cutlass::multiply_add<T>;
 };
 
-// CUTLASS moves a Half as its half_t, in either format. Functors that look inside are given the tag at run time.
+// CUTLASS moves a Half as its half_t, in either format. Functors that look inside are given the tag at run time, as the
+// Arguments that CUTLASS asks of them for one element.
 template <class T>
 using Element = std::conditional_t<std::is_same_v<T, Half>, cutlass::half_t, T>;
 template <class T>
@@ -50,7 +51,7 @@ struct Widening<cutlass::Array<cutlass::half_t, kSize>> {
   CUTLASS_DEVICE Values<float> operator()(Values<cutlass::half_t> const& x, Widen to) const {
     using cutlass::bfloat16_t, cutlass::half_t, cutlass::NumericArrayConverter;
     if (!to.is_bfloat16) return NumericArrayConverter<float, half_t, kSize>::convert(x);
-    return NumericArrayConverter<float, bfloat16_t, kSize>::convert(reinterpret_cast<Values<bfloat16_t> const&>(x));
+    return NumericArrayConverter<float, bfloat16_t, kSize>::convert(std::bit_cast<Values<bfloat16_t>>(x));
   }
 };
 template <class T>
@@ -64,8 +65,7 @@ struct Narrowing<cutlass::Array<float, kSize>> {
   CUTLASS_DEVICE Values<cutlass::half_t> operator()(Values<float> const& x, Narrow to) const {
     using cutlass::bfloat16_t, cutlass::half_t, cutlass::NumericArrayConverter;
     if (!to.is_bfloat16) return NumericArrayConverter<half_t, float, kSize>::convert(x);
-    auto const narrow = NumericArrayConverter<bfloat16_t, float, kSize>::convert(x);
-    return reinterpret_cast<Values<half_t> const&>(narrow);
+    return std::bit_cast<Values<half_t>>(NumericArrayConverter<bfloat16_t, float, kSize>::convert(x));
   }
 };
 template <>

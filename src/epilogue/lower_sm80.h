@@ -22,10 +22,10 @@ struct LeafArguments {
   std::int64_t batch_stride = 0;
 };
 
-// What a leaf without workspace or shared memory has to declare.
-template <class T>
-struct LeafBase {
-  using Arguments = LeafArguments<T>;
+// What a node without workspace or shared memory has to declare.
+template <class Arguments_>
+struct NodeBase {
+  using Arguments = Arguments_;
   using Params = Arguments;
   struct SharedStorage {};
   template <class ProblemShape>
@@ -36,14 +36,14 @@ struct LeafBase {
   static std::size_t get_workspace_size(ProblemShape const&, Arguments const&) {
     return 0;
   }
-  LeafBase() = default;
-  CUTLASS_HOST_DEVICE LeafBase(Params const& p, SharedStorage const&) : params(&p) {}
+  NodeBase() = default;
+  CUTLASS_HOST_DEVICE NodeBase(Params const& p, SharedStorage const&) : params(&p) {}
   Params const* params = nullptr;
 };
 
 template <class ThreadMap, class T>
-struct Row : LeafBase<T> {
-  using LeafBase<T>::LeafBase;
+struct Row : NodeBase<LeafArguments<T>> {
+  using NodeBase<LeafArguments<T>>::NodeBase;
   static constexpr int kVector = ThreadMap::kElementsPerAccess;
   static constexpr int kColumns = ThreadMap::Iterations::kColumn;
 
@@ -85,8 +85,8 @@ struct Row : LeafBase<T> {
 };
 
 template <class ThreadMap, class T>
-struct Col : LeafBase<T> {
-  using LeafBase<T>::LeafBase;
+struct Col : NodeBase<LeafArguments<T>> {
+  using NodeBase<LeafArguments<T>>::NodeBase;
   template <class Coord>
   struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
     CUTLASS_DEVICE Callbacks(Coord const& coord, int m, int batch, LeafArguments<T> const* p)
@@ -124,23 +124,12 @@ struct Col : LeafBase<T> {
   }
 };
 
-// A functor that wants something at run time, as 3.x's nodes may, and says what it makes of one child's values.
+// Of one child, by a functor with arguments: 2.x's own node has none for it, where 3.x's does.
 template <template <class> class Fn, class In>
-struct ComputeWith {
-  using Arguments = typename Fn<In>::Arguments;
-  using Params = Arguments;
-  struct SharedStorage {};
-  template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class ProblemShape>
-  static std::size_t get_workspace_size(ProblemShape const&, Arguments const&) {
-    return 0;
-  }
-  ComputeWith() = default;
-  CUTLASS_HOST_DEVICE ComputeWith(Params const& p, SharedStorage const&) : params(&p) {}
-  Params const* params = nullptr;
+struct ComputeWith : NodeBase<typename Fn<In>::Arguments> {
+  using Base = NodeBase<typename Fn<In>::Arguments>;
+  using Base::Base;
+  using typename Base::Params;
 
   struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
     CUTLASS_DEVICE explicit Callbacks(Params const* p) : params(p) {}
@@ -154,7 +143,7 @@ struct ComputeWith {
   };
   template <class ProblemShape>
   CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord, int, ProblemShape) {
-    return Callbacks(params);
+    return Callbacks(this->params);
   }
 };
 

@@ -21,7 +21,7 @@ struct Inputs {
   friend bool operator==(Inputs, Inputs) = default;
 };
 
-// And of D.
+// Elements of A, B and D.
 struct Types {
   DType a, b, out;
 

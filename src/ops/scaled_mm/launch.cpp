@@ -19,13 +19,21 @@ namespace {
 
 struct Variant {
   Inputs inputs;
-  bool has_zero_point;
+  bool has_zero_point, writes_int8;
   gemm::Launch launch;
+
+  constexpr bool serves(gemm::Types types, bool zero_point) const {
+    bool const is_half = types.out == DType::kFloat16 || types.out == DType::kBFloat16;
+    return inputs == types.inputs() && has_zero_point == zero_point &&
+           (writes_int8 ? types.out == DType::kInt8 : is_half);
+  }
 };
 
 template <template <int, Inputs, class> class Kernel, int kRow, DType kA, DType kB, class Epilogue = epilogue::Scaled>
-constexpr Variant kVariant{
-    {kA, kB}, std::is_same_v<Epilogue, epilogue::ScaledAzp>, &Kernel<kRow, Inputs{kA, kB}, Epilogue>::launch};
+constexpr Variant kVariant{{kA, kB},
+                           std::is_same_v<Epilogue, epilogue::ScaledAzp>,
+                           std::is_same_v<typename Epilogue::Out, std::int8_t>,
+                           &Kernel<kRow, Inputs{kA, kB}, Epilogue>::launch};
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 
@@ -169,9 +177,7 @@ void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::
   DeviceGuard const guard(device);
   problem.operands.is_bfloat16 = types.out == DType::kBFloat16;
   for (Variant const& variant : variants_of(choice)) {
-    if (variant.inputs == types.inputs() && variant.has_zero_point == has_zero_point) {
-      return variant.launch(problem, device, stream);
-    }
+    if (variant.serves(types, has_zero_point)) return variant.launch(problem, device, stream);
   }
   throw Unsupported("epiloq.scaled_mm: no kernel for these operands");
 }
