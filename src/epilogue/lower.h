@@ -48,10 +48,17 @@ template <int kSize>
 struct Widening<cutlass::Array<cutlass::half_t, kSize>> {
   template <class T>
   using Values = cutlass::Array<T, kSize>;
+  // One by one, so that values that are known to be equal, as a broadcast column's, are widened once.
   CUTLASS_DEVICE Values<float> operator()(Values<cutlass::half_t> const& x, Widen to) const {
-    using cutlass::bfloat16_t, cutlass::half_t, cutlass::NumericArrayConverter;
-    if (!to.is_bfloat16) return NumericArrayConverter<float, half_t, kSize>::convert(x);
-    return NumericArrayConverter<float, bfloat16_t, kSize>::convert(std::bit_cast<Values<bfloat16_t>>(x));
+    Values<float> wide;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      cutlass::half_t const half = x[i];
+      float const of_float16 = static_cast<float>(half);
+      float const of_bfloat16 = static_cast<float>(cutlass::bfloat16_t::bitcast(half.raw()));
+      wide[i] = to.is_bfloat16 ? of_bfloat16 : of_float16;
+    }
+    return wide;
   }
 };
 template <class T>
