@@ -149,9 +149,9 @@ def speed(model: Path, texts: Texts, work: Work) -> None:
 
     quiet()
     from epiloq.demo import speed as timing
-    from epiloq.formats.checkpoint import Checkpoint
-    from epiloq.formats.model import load
-    from epiloq.quantize.text import load_tokenizer, read_texts, windows
+    from epiloq.evaluation.text import load_tokenizer, read_texts, windows
+    from epiloq.formats.io.checkpoint import Checkpoint
+    from epiloq.formats.io.model import load
 
     found = read(work)
     baseline, _ = load(Checkpoint(model))

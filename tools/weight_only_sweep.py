@@ -6,7 +6,7 @@
 Weights are cold in L2, replays of a CUDA graph. Percentages are of the read floor for the packed weight; every kernel's
 result is compared with the dense product first. At the end stands each family's mean over the shapes, with how often
 each of its rows was best. The times in times.h are fitted to what --json writes, of more layers than those of the
-benchmark (tests/test_weight_only_choice.py names the sweeps), by tools/weight_only_fit.py.
+benchmark (tests/kernel_choice/test_weight_only_choice.py names the sweeps), by tools/weight_only_fit.py.
 """
 
 from __future__ import annotations

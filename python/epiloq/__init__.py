@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:
-    from epiloq.block_quant_weight import BlockQuantWeight
     from epiloq.introspect import config, explain, supports
     from epiloq.ops import (
         conv2d_int8,
@@ -43,9 +42,10 @@ if find_spec("torch") is not None:
         silu_and_mul_quant,
         weight_only_mm,
     )
-    from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
-    from epiloq.packed_weight import PackedWeight, pack_weight
-    from epiloq.prepared_int8_weight import PreparedInt8Weight
+    from epiloq.weights.block_quant_weight import BlockQuantWeight
+    from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
+    from epiloq.weights.packed_weight import PackedWeight, pack_weight
+    from epiloq.weights.prepared_int8_weight import PreparedInt8Weight
 
 __version__: str = _core.__version__
 

@@ -16,14 +16,14 @@ from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import explain as explain_lookup_int8
 from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
 from epiloq.ops.problems import explain_problem
-from epiloq.ops.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
-from epiloq.ops.quantize_fp8 import explain as explain_quantize_fp8
-from epiloq.ops.quantize_int8 import explain as explain_quantize_int8
-from epiloq.ops.rms_norm_quant import explain as explain_rms_norm_quant
+from epiloq.ops.quantizers.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
+from epiloq.ops.quantizers.quantize_fp8 import explain as explain_quantize_fp8
+from epiloq.ops.quantizers.quantize_int8 import explain as explain_quantize_int8
+from epiloq.ops.quantizers.rms_norm_quant import explain as explain_rms_norm_quant
+from epiloq.ops.quantizers.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 from epiloq.ops.scaled_bmm import explain as explain_scaled_bmm
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
-from epiloq.ops.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {

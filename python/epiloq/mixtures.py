@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.nn import ExpertLinears, GatedExperts
-from epiloq.nn.expert_linears import Projections
+from epiloq.nn.experts.expert_linears import Projections
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 
 # What transformers' experts interface says of a module, and must say of one that can be taken apart: the first two in

@@ -21,7 +21,7 @@ from epiloq.nn import (
     WeightOnlyConv2d,
     WeightOnlyLinear,
 )
-from epiloq.quantize.observers import OBSERVERS, Observer, input_quantizers
+from epiloq.observers import OBSERVERS, Observer, input_quantizers
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
@@ -176,10 +176,10 @@ def quantize_(
         far larger than the rest (in language models the inputs of some down projections), leave the layer out.
     observer
         What range of a layer's inputs a static scheme takes: "min-max" (all of it), "percentile" (99.99 % of the
-        values) or "mse" (the one with the least squared error); see ``epiloq.quantize.observers``.
+        values) or "mse" (the one with the least squared error); see ``epiloq.observers``.
 
-    For convolutions, ``epiloq.quantize.batch_norm.fold_batch_norm_(model)`` before and
-    ``epiloq.quantize.int8_exchange.exchange_int8(model)`` after take what lies between the layers into them.
+    For convolutions, ``epiloq.quantize.int8_graph.batch_norm.fold_batch_norm_(model)`` before and
+    ``epiloq.quantize.int8_graph.exchange.exchange_int8(model)`` after take what lies between the layers into them.
 
     The stacked experts of a model in transformers count as linear layers, one for each matrix of each expert
     (``model.layers.0.mlp.experts.7.gate_proj``), and run as ``nn.GatedExperts`` where all of a layer's are quantised by

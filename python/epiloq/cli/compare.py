@@ -62,8 +62,8 @@ def compare(
 
 
 def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
-    from epiloq.formats.checkpoint import Checkpoint
     from epiloq.formats.comparison import other_tensors, weight_errors
+    from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.layers import Layers
 
     sides = Layers(Checkpoint(a)), Layers(Checkpoint(b))
@@ -83,11 +83,11 @@ def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
 
 
 def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
-    from epiloq.formats.checkpoint import Checkpoint
+    from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
     from epiloq.formats.comparison import answers
-    from epiloq.formats.model import load
+    from epiloq.formats.io.checkpoint import Checkpoint
+    from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates, check_positions
-    from epiloq.quantize.text import first_tokens, load_tokenizer, read_texts, windows
 
     parts = first_tokens(windows(load_tokenizer(a), read_texts(text), length), tokens)
     checkpoints = [Checkpoint(folder) for folder in (a, b)]

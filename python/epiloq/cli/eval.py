@@ -19,11 +19,11 @@ ALL = 0
 def measure(folder: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
     """The figures as a JSON-ready dictionary."""
     from epiloq.demo.layers import weight_bytes
-    from epiloq.demo.perplexity import perplexity
-    from epiloq.formats.checkpoint import Checkpoint
-    from epiloq.formats.model import load
+    from epiloq.evaluation.perplexity import perplexity
+    from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
+    from epiloq.formats.io.checkpoint import Checkpoint
+    from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates, check_positions
-    from epiloq.quantize.text import first_tokens, load_tokenizer, read_texts, windows
 
     checkpoint = Checkpoint(folder)
     parts = windows(load_tokenizer(folder), read_texts(text), length)

@@ -42,7 +42,7 @@ def inspect(
     with failures("inspect"):
         quiet()
         from epiloq.formats import inspection
-        from epiloq.formats.checkpoint import Checkpoint
+        from epiloq.formats.io.checkpoint import Checkpoint
         from epiloq.formats.layers import Layers
 
         layers = Layers(Checkpoint(folder))

@@ -149,7 +149,7 @@ def quantize(
         quiet()
         from epiloq.formats.table import FORMATS
         from epiloq.quantize import report as page
-        from epiloq.quantize.algorithms import ALGORITHMS
+        from epiloq.quantize.algorithms.table import ALGORITHMS
         from epiloq.quantize.job import Settings
         from epiloq.quantize.outputs import choose, schemes
         from epiloq.quantize.targets import TARGETS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.compat._checks import HALF_DTYPES, require_dtype, require_matrix
-from epiloq.packed_weight import PackedWeight, checked_perm
+from epiloq.weights.packed_weight import PackedWeight, checked_perm
 
 
 class _Kept(NamedTuple):
@@ -95,7 +95,7 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor, bit: int) -> None:
     `q_perm` int32 [K]: channel j is then what channel q_perm[j] was; empty or on "meta" for none. Within every two
     halves of a word even channels are in the lower and odd ones in the upper (3 bits: of every three words).
     """
-    from epiloq.formats import exllama, words
+    from epiloq.formats.layouts import exllama, words
 
     require_matrix("gptq_shuffle", q_weight=q_weight)
     require_dtype("gptq_shuffle", (torch.int32,), q_weight=q_weight)
@@ -118,7 +118,7 @@ def _check_activations(operation: str, x: Tensor) -> None:
 
 def _columns(operation: str, name: str, words_: Tensor, bit: int) -> int:
     """K of words packed along it."""
-    from epiloq.formats import words
+    from epiloq.formats.layouts import words
 
     if bit not in words.BITS:
         raise ValueError(f"{operation}: bit: expected one of {words.BITS}, got {bit}")
@@ -136,7 +136,7 @@ def _group_size(operation: str, columns: int, scales: Tensor) -> int:
 
 
 def _awq(operation: str, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> PackedWeight:
-    from epiloq.formats import awq
+    from epiloq.formats.layouts import awq
 
     require_matrix(operation, qweight=qweight)
     group_size = _group_size(operation, qweight.shape[0], scales)
@@ -146,7 +146,7 @@ def _awq(operation: str, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Pac
 def _gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, use_exllama: bool, v2: bool, bit: int
 ) -> PackedWeight:
-    from epiloq.formats import exllama, gptq, words
+    from epiloq.formats.layouts import exllama, gptq, words
 
     require_matrix("gptq_gemm", b_q_weight=qweight)
     columns = _columns("gptq_gemm", "b_q_weight", qweight, bit)

@@ -19,7 +19,7 @@ from torch import Tensor
 import epiloq
 from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, vector
 from epiloq.compat._packed_words import awq_dequantize, awq_gemm, forget_weights, gptq_gemm, gptq_shuffle
-from epiloq.ops.outputs import empty_scale
+from epiloq.ops.quantizers.outputs import empty_scale
 
 __all__ = [
     "awq_dequantize",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from epiloq.demo import DemoError, speed, teacher, text
 from epiloq.demo.layers import layer_errors, weight_bytes
-from epiloq.demo.perplexity import perplexity
 from epiloq.demo.results import Measured, Results, Run
+from epiloq.evaluation.perplexity import perplexity
 from epiloq.progress import Advance, Stage
 
 if TYPE_CHECKING:

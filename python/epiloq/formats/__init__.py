@@ -13,6 +13,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+    for package in (__name__, f"{__name__}.layouts", f"{__name__}.io"):
+        if not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
+            return import_module(f"{package}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.layers import Layers
-from epiloq.formats.layouts import FormatError
+from epiloq.formats.layouts.base import FormatError
 
 
 @dataclass(frozen=True)

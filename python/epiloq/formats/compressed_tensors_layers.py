@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq.formats.layouts import (
+from epiloq.formats.layouts.base import (
     Codes,
     Expected,
     FormatError,
@@ -25,10 +25,10 @@ from epiloq.formats.layouts import (
     require,
     sizes,
 )
-from epiloq.formats.words import BITS, pack, unpack, words_of
+from epiloq.formats.layouts.words import BITS, pack, unpack, words_of
 from epiloq.nn import Fp8BlockLinear, Fp8Linear
 from epiloq.nn.prepared_linear import FP8_BLOCK
-from epiloq.packed_weight import PackedWeight
+from epiloq.weights.packed_weight import PackedWeight
 
 _NAME = "compressed-tensors"
 FP8 = torch.float8_e4m3fn

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over, written_whole
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over, written_whole
+from epiloq.formats.io.model import Target
 from epiloq.formats.layers import Layers
-from epiloq.formats.layouts import FormatError
-from epiloq.formats.model import Target
+from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, blank
 from epiloq.formats.weights import Weight
 from epiloq.mixtures import left_beside

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import distinct, has_no_use_for, model_config, renamed, skeleton
-from epiloq.formats.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
-from epiloq.formats.layouts import FormatError
+from epiloq.formats.io.architecture import distinct, has_no_use_for, model_config, renamed, skeleton
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
+from epiloq.formats.layouts.base import FormatError
 from epiloq.mixtures import left_beside, named_layers, release_, together_, why_stacked
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK

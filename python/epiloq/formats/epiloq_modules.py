@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from epiloq import nn as modules
-from epiloq.formats.architecture import distinct, model_config
-from epiloq.formats.checkpoint import LARGEST_SHARD, Writer, written_whole
-from epiloq.formats.layouts import Activations, FormatError, Quantization
+from epiloq.formats.io.architecture import distinct, model_config
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, written_whole
+from epiloq.formats.layouts.base import Activations, FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
 from epiloq.mixtures import named_layers
-from epiloq.packed_weight import BITS
-from epiloq.quantize.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.schemes import SCHEMES
+from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
+from epiloq.weights.packed_weight import BITS
 
 METHOD, VERSION = "epiloq", 2
 

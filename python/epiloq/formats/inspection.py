@@ -9,13 +9,13 @@ from typing import Any
 from epiloq.formats import epiloq_modules
 from epiloq.formats.convert import refusal
 from epiloq.formats.layers import Layers
-from epiloq.formats.layouts import FormatError
+from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
 from epiloq.mixtures import reason_against, stacked
 from epiloq.nn import ExpertLinears
-from epiloq.quantize.grid import Grid
 from epiloq.quantize.targets import TARGETS
+from epiloq.weights.grid import Grid
 
 
 def inspect(layers: Layers) -> dict[str, Any]:

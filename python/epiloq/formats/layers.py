@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import has_no_use_for, renamed, skeleton
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight

@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats import awq, compressed_tensors, compressed_tensors_fp8, deepseek_fp8, epiloq_modules, gptq
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError, Quantization, require
+from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layouts import awq, compressed_tensors, compressed_tensors_fp8, gptq
+from epiloq.formats.layouts.base import FormatError, Quantization, require
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import BlockWeight, Weight, blocks_of
-from epiloq.quantize.grid import Grid
+from epiloq.weights.grid import Grid
 
 BIAS = "bias"
 # Of compressed-tensors.

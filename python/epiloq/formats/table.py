@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq.formats import awq, compressed_tensors, compressed_tensors_fp8, deepseek_fp8, epiloq_modules, gptq
-from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats.layouts import awq, compressed_tensors, compressed_tensors_fp8, gptq
+from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
 from epiloq.nn.prepared_linear import FP8_BLOCK
-from epiloq.quantize.grid import QuantizedWeight
+from epiloq.weights.grid import QuantizedWeight
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from epiloq.formats.layouts import FormatError
+from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.prepared_linear import FP8_BLOCK
-from epiloq.packed_weight import PackedWeight
-from epiloq.quantize.grid import QuantizedWeight
+from epiloq.weights.grid import QuantizedWeight
+from epiloq.weights.packed_weight import PackedWeight
 
 
 def blocks_of(shape: tuple[int, int]) -> tuple[int, int]:

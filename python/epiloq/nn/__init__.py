@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from epiloq.nn.expert_linears import ExpertLinears
-from epiloq.nn.experts import Fp8Experts, Int8Experts
-from epiloq.nn.fp8_block_experts import Fp8BlockExperts
+from epiloq.nn.experts.expert_linears import ExpertLinears
+from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
+from epiloq.nn.experts.gated_experts import GatedExperts
+from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
-from epiloq.nn.gated_experts import GatedExperts
 from epiloq.nn.int8_conv2d import Int8Conv2d
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.int8_table import Int8Quantize, Int8Table

@@ -13,7 +13,7 @@ from epiloq._library import is_transformed, refuse_backward_to
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.ops.conv2d import Padding, Pair
 from epiloq.ops.conv2d_int8 import convolve
-from epiloq.prepared_int8_weight import (
+from epiloq.weights.prepared_int8_weight import (
     Int8Parameters,
     PreparedInt8Weight,
     Quantizer,

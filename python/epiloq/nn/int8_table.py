@@ -9,7 +9,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.kept_dtypes import KeptDtypes
-from epiloq.prepared_int8_weight import Quantizer
+from epiloq.weights.prepared_int8_weight import Quantizer
 
 
 class Int8Quantize(KeptDtypes):

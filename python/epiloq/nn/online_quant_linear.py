@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
 from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import check_linear
 from epiloq.ops.online_quant_mm import run
+from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
 
 _NAME = "OnlineQuantLinear"
 _SMALLEST = torch.finfo(torch.float32).tiny

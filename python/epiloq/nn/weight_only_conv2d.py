@@ -11,7 +11,7 @@ import epiloq
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.weight_only_linear import check_zeros, kind_of_zeros, nearest
-from epiloq.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
+from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")
 

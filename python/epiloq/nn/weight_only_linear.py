@@ -15,7 +15,7 @@ from epiloq.nn.direct_call import direct_parts
 from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.ops.weight_only_mm import run
-from epiloq.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
+from epiloq.weights.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
 _BUFFERS = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")

@@ -8,13 +8,13 @@ from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import lookup_int8
 from epiloq.ops.online_quant_mm import online_quant_mm
 from epiloq.ops.online_quant_weight import online_quant_weight
-from epiloq.ops.quantize_blockwise_int8 import quantize_blockwise_int8
-from epiloq.ops.quantize_fp8 import quantize_fp8
-from epiloq.ops.quantize_int8 import quantize_int8
-from epiloq.ops.rms_norm_quant import rms_norm_quant
+from epiloq.ops.quantizers.quantize_blockwise_int8 import quantize_blockwise_int8
+from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
+from epiloq.ops.quantizers.quantize_int8 import quantize_int8
+from epiloq.ops.quantizers.rms_norm_quant import rms_norm_quant
+from epiloq.ops.quantizers.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.scaled_bmm import scaled_bmm
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
-from epiloq.ops.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.weight_only_mm import weight_only_mm
 
 __all__ = [

@@ -13,7 +13,7 @@ from epiloq._library import direct, expect_tensors, refuse_backward, register_pr
 from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.conv2d_host import blocks_of_sums, int_mm_in_words
-from epiloq.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
+from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
 _NAME = "conv2d_int8"
 _INFINITY = float("inf")

@@ -14,7 +14,7 @@ from epiloq._library import direct, expect_tensors, refuse_backward, register_pr
 from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.weight_only_mm import dense_product
-from epiloq.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
+from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
 
 _NAME = "conv2d_weight_only"
 _INFINITY = float("inf")

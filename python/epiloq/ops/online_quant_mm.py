@@ -13,8 +13,8 @@ from epiloq import _core
 from epiloq._checks import limits
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product
 from epiloq._threads import threads_for
-from epiloq.block_quant_weight import BlockQuantWeight, widen
 from epiloq.ops.online_quant_weight import online_quant_weight
+from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
 
 _NAME = "online_quant_mm"
 _INFINITY = math.inf

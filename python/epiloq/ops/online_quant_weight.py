@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq._library import expect_tensors
-from epiloq.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
+from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
 
 # int32 holds the sum of as many products of at most 2^14.
 _MAX_GROUP = 2**17 - 1

@@ -11,7 +11,7 @@ from epiloq import _core
 from epiloq._checks import limits
 from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
 from epiloq._threads import threads_for
-from epiloq.packed_weight import PackedWeight
+from epiloq.weights.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
 _INFINITY = float("inf")

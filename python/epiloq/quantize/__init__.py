@@ -1,17 +1,17 @@
 """Algorithms that quantise weights, or prepare a model for it: plain functions on layers and their inputs.
 
-`epiloq.quantize.calibrate` applies them to a model block by block; it is not imported with epiloq.
+`epiloq.quantize.calibration.calibrate` applies them to a model block by block; it is not imported with epiloq.
 """
 
 from __future__ import annotations
 
-from epiloq.quantize.awq import awq, awq_scale, output_error
-from epiloq.quantize.codebooks import CodedWeight, Float8Grid, OffsetGrid
-from epiloq.quantize.gptq import gptq
-from epiloq.quantize.grid import Grid, QuantizedWeight
-from epiloq.quantize.rounding import fit, rtn
-from epiloq.quantize.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
-from epiloq.quantize.statistics import InputStatistics
+from epiloq.quantize.algorithms.awq import awq, awq_scale, output_error
+from epiloq.quantize.algorithms.gptq import gptq
+from epiloq.quantize.algorithms.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
+from epiloq.quantize.calibration.statistics import InputStatistics
+from epiloq.weights.codebooks import CodedWeight, Float8Grid, OffsetGrid
+from epiloq.weights.grid import Grid, QuantizedWeight
+from epiloq.weights.rounding import fit, rtn
 
 __all__ = [
     "CodedWeight",

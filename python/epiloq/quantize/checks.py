@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, sample, seen, windows
 from epiloq.formats import epiloq_modules
-from epiloq.formats.architecture import positions, skeleton
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError
+from epiloq.formats.io.architecture import positions, skeleton
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import default_filter
 from epiloq.mixtures import take_apart_
-from epiloq.quantize.algorithms import ALGORITHMS
-from epiloq.quantize.blocks import find_blocks, linears_of
-from epiloq.quantize.grid import Grid
+from epiloq.quantize.algorithms.smoothquant import ALPHA
+from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.calibration.blocks import find_blocks, linears_of
+from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
-from epiloq.quantize.smoothquant import ALPHA
-from epiloq.quantize.static import AUTO
 from epiloq.quantize.targets import TARGETS
-from epiloq.quantize.text import first_tokens, load_tokenizer, read_texts, sample, seen, windows
 from epiloq.schemes import SCHEMES
+from epiloq.weights.grid import Grid
 
 if TYPE_CHECKING:
     from epiloq.quantize.job import Settings

@@ -17,27 +17,27 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.demo.perplexity import perplexity
+from epiloq.evaluation.perplexity import perplexity
+from epiloq.evaluation.text import SEED
 from epiloq.formats import epiloq_modules
-from epiloq.formats.architecture import renamed
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import Quantization
-from epiloq.formats.model import load, load_float, save
+from epiloq.formats.io.architecture import renamed
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.model import load, load_float, save
+from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
 from epiloq.mixtures import reason_against, stacked, take_apart_
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
-from epiloq.quantize.algorithms import ALGORITHMS
-from epiloq.quantize.calibrate import Block, calibrate
+from epiloq.quantize.algorithms.smoothquant import ALPHA
+from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.calibration.calibrate import Block, calibrate
+from epiloq.quantize.calibration.static import Static
+from epiloq.quantize.calibration.store import Store, check_resumable
+from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.checks import check_model, check_request, evaluated_length, read_windows
-from epiloq.quantize.codebooks import Calibrated
-from epiloq.quantize.rounding import Codebook
-from epiloq.quantize.smoothquant import ALPHA
-from epiloq.quantize.static import Static
-from epiloq.quantize.store import Store, check_resumable
-from epiloq.quantize.tally import Tally
 from epiloq.quantize.targets import TARGETS, Target
-from epiloq.quantize.text import SEED
+from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.rounding import Codebook
 
 
 @dataclass(frozen=True)

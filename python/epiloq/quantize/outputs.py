@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from epiloq.formats.layouts import FormatError
+from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.targets import TARGETS
 from epiloq.schemes import SCHEMES, Scheme, available

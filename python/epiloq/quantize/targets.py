@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epiloq.block_quant_weight import pack_pairs
-from epiloq.formats.layouts import Activations, Quantization
+from epiloq.formats.layouts.base import Activations, Quantization
 from epiloq.formats.table import blank
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.nn import Fp8BlockLinear, OnlineQuantLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK
-from epiloq.quantize.codebooks import Calibrated, CodedWeight, Float8Grid, OffsetGrid
-from epiloq.quantize.grid import Grid, QuantizedWeight
-from epiloq.quantize.rounding import Codebook
-from epiloq.quantize.smoothquant import INT8
+from epiloq.quantize.algorithms.smoothquant import INT8
 from epiloq.schemes import SCHEMES
+from epiloq.weights.block_quant_weight import pack_pairs
+from epiloq.weights.codebooks import Calibrated, CodedWeight, Float8Grid, OffsetGrid
+from epiloq.weights.grid import Grid, QuantizedWeight
+from epiloq.weights.rounding import Codebook
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Binder, Bound, Inputs, Operation, Unavailable, sample, worst
 from epiloq.bench.convolutions import LAYERS, Layer
-from epiloq.packed_conv2d_weight import PackedConv2dWeight, block_of
+from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, block_of
 
 INPUT, OUTPUT = (0.02, -3), (0.05, 4)
 # Weight-only: bits, columns a group and the type of activations and scales.

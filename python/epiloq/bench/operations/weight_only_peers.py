@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.bench.contract import Call, Inputs, Unavailable, require
-from epiloq.formats import marlin as layout
+from epiloq.formats.layouts import marlin as layout
 
 
 def _codes(weight: epiloq.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,8 +15,8 @@ from epiloq.demo import DemoError
 from epiloq.demo.layers import output_errors
 from epiloq.demo.vision import ocr, onnx_graph
 from epiloq.demo.vision.simplify import simplify
-from epiloq.quantize.batch_norm import fold_batch_norm_
-from epiloq.quantize.int8_exchange import exchange_int8
+from epiloq.quantize.int8_graph.batch_norm import fold_batch_norm_
+from epiloq.quantize.int8_graph.exchange import exchange_int8
 
 PACKAGE = "rapidocr-onnxruntime"
 INSTALL = f"pip install --no-deps {PACKAGE}==1.4.4"

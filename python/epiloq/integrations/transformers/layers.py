@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats import awq, epiloq_modules, gptq
-from epiloq.formats.layouts import FormatError, Quantization
+from epiloq.formats import epiloq_modules
+from epiloq.formats.layouts import awq, gptq
+from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS, METHODS
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
-from epiloq.quantize.grid import QuantizedWeight
+from epiloq.weights.grid import QuantizedWeight
 
 Say = Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError
-from epiloq.formats.names import Names
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.names import Names
+from epiloq.formats.layouts.base import FormatError
 
 
 def check(model: Any, checkpoint: Checkpoint) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError
-from epiloq.formats.names import apart, without_stacking
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.names import apart, without_stacking
+from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import in_format, tensors_of

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.architecture import has_no_use_for, names_in
-from epiloq.formats.checkpoint import Checkpoint
-from epiloq.formats.layouts import FormatError
-from epiloq.formats.names import Names
+from epiloq.formats.io.architecture import has_no_use_for, names_in
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.names import Names
+from epiloq.formats.io.safetensors_file import DTYPES, Entry
+from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
-from epiloq.formats.safetensors_file import DTYPES, Entry
 from epiloq.integrations.transformers.names import check
 from epiloq.mixtures import settle_, together_, why_stacked
 

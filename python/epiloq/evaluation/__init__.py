@@ -1,0 +1,1 @@
+"""How good a model is: text, windows of tokens, perplexity."""

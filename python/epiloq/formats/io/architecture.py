@@ -1,0 +1,119 @@
+"""Models of transformers by their config.json, before any tensor is in them, and their tensors by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.names import Names
+from epiloq.formats.layouts.base import FormatError
+from epiloq.mixtures import stacked, take_apart_
+
+
+def architecture(checkpoint: Checkpoint) -> Any:
+    """The class in transformers that a config.json names."""
+    import transformers
+
+    names = checkpoint.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    found = getattr(transformers, name, None) if name else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise FormatError(
+            f"{checkpoint.folder / 'config.json'}: architectures: expected a model that transformers has, got {names!r}"
+        )
+    return found
+
+
+def transformers_config(checkpoint: Checkpoint) -> Any:
+    """The config.json as transformers reads it. Raises FormatError where it cannot."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+    except Exception as error:  # huggingface_hub has kinds of its own for values of a wrong type
+        reason = " ".join(str(error).split())
+        raise FormatError(f"{checkpoint.folder / 'config.json'}: transformers cannot read it: {reason}") from error
+
+
+def positions(checkpoint: Checkpoint) -> int | None:
+    """How many tokens a language model sees at once, where its config.json says so, by whatever name."""
+    found = getattr(transformers_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
+    """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values.
+
+    On "meta" it has none, and takes no memory. Experts of which the files hold a matrix each are apart, and the
+    checkpoint's tensors have the model's names from now on.
+    """
+    config = transformers_config(checkpoint)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with _default_dtype(config.dtype or torch.float32), torch.device(device):
+        model: nn.Module = architecture(checkpoint)(config).eval()
+    return renamed(model, checkpoint)
+
+
+def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
+    """A model of transformers, its experts apart where a checkpoint has them so, whose tensors get the model's names.
+
+    Raises FormatError where two tensors would have the same.
+    """
+    if hasattr(model, "base_model_prefix"):
+        names = names_in(model, checkpoint)
+        if not checkpoint.stored:
+            checkpoint.rename(names.by_stored(checkpoint.files))
+    return model
+
+
+def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
+    """What tensors of files are called in a model of transformers, its experts apart where a checkpoint has them so."""
+    names = Names(model)
+    if not stacked(model):
+        return names
+    # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.
+    matrices = {names.of(name).rsplit(".", 3)[0] for name in checkpoint.files}
+    return Names(model) if take_apart_(model, lambda name: name in matrices) else names
+
+
+def has_no_use_for(model: nn.Module, name: str) -> bool:
+    """Whether a tensor in files is of something that a model of transformers leaves aside, like further predictions."""
+    patterns: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def model_config(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of transformers as it is."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return found | {"architectures": [type(model).__name__], "dtype": dtype}
+
+
+def distinct(model: nn.Module) -> Mapping[str, Tensor]:
+    """The state dict without second names of tied weights."""
+    seen: set[tuple[int, torch.Size]] = set()
+    found = {}
+    for name, tensor in model.state_dict().items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() == 0 or identity not in seen:
+            found[name] = tensor
+        seen.add(identity)
+    return found

@@ -1,0 +1,220 @@
+"""Hugging Face model directories: safetensors files, checked before use, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torch import Tensor
+
+from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
+from epiloq.formats.layouts.base import FormatError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LARGEST_SHARD = 5 * 10**9
+# Weights in any form, and what describes weights that are not there any more; all else is carried over.
+WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
+DESCRIPTIONS = {"config.json", "quant_config.json", "quantize_config.json"}
+
+
+class Checkpoint:
+    """A model directory opened for reading: which file holds which tensor, every one of them checked to be there.
+
+    Raises FormatError: no config.json, no safetensors weights, an index that names files outside the directory or
+    that are missing, a file whose header and length disagree, a tensor that its file does not hold. Pickles are never
+    opened.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = _read_json(self.folder / "config.json")
+        self.entries: dict[str, Entry] = {}
+        self.files = self._weight_map()
+        self.stored: dict[str, str] = {}
+        """Names in the files by the names used here, where they differ."""
+        self._opened: dict[str, Any] = {}
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization_config``, if there is one."""
+        found = self.config.get("quantization_config")
+        if found is not None and not isinstance(found, dict):
+            raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
+        return found
+
+    def headers(self) -> dict[str, tuple[str, list[int]]]:
+        """Type, as safetensors names it ("BF16"), and shape of every tensor by name; no tensor is read."""
+        return {name: (entry.dtype, list(entry.shape)) for name, entry in self.entries.items()}
+
+    def names(self) -> list[str]:
+        """Every tensor's name, one file after the other."""
+        return sorted(self.files, key=lambda name: (self.files[name], name))
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, mapped from its file."""
+        file = self.files[name]
+        if file not in self._opened:
+            self._opened[file] = _opened(self.folder / file)
+        return self._opened[file].get_tensor(self.stored.get(name, name))  # type: ignore[no-any-return]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call every tensor by another name from now on, given by its name in the files.
+
+        Raises FormatError where two would have the same.
+        """
+        taken: dict[str, str] = {}
+        for old, new in names.items():
+            if new in taken:
+                raise FormatError(f"{self.where(old)}: stands for {new}, as does {taken[new]}")
+            taken[new] = old
+        self.entries = {names[old]: entry for old, entry in self.entries.items()}
+        self.files = {names[old]: file for old, file in self.files.items()}
+        self.stored = {new: old for old, new in names.items() if new != old}
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a tensor, or would call another one of its layer."""
+        if name in self.files:
+            return self.stored.get(name, name)
+        layer, _, part = name.rpartition(".")
+        return f"{self.stored_layer(layer)}.{part}" if layer else name
+
+    def stored_layer(self, layer: str) -> str:
+        """What the files call a layer, told by its weight."""
+        name = f"{layer}.weight"
+        return self.stored.get(name, name).removesuffix(".weight")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by name, one file after the other."""
+        return ((name, self.tensor(name)) for name in self.names())
+
+    def where(self, name: str) -> str:
+        """File and name of a tensor (or of a layer, by one of its tensors), for messages."""
+        file = self.files.get(name) or next((f for n, f in self.files.items() if n.startswith(f"{name}.")), "")
+        return f"{self.folder / file}: {self.stored_name(name)}"
+
+    def _weight_map(self) -> dict[str, str]:
+        if (self.folder / INDEX).is_file():
+            weight_map = _read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise FormatError(f"{self.folder / INDEX}: weight_map: expected names of files by names of tensors")
+            files: dict[str, str] = weight_map
+        elif (self.folder / SINGLE).is_file():
+            self.entries = read_header(self.folder / SINGLE)
+            return dict.fromkeys(self.entries, SINGLE)
+        else:
+            raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither")
+        for file in sorted(set(files.values())):
+            if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+                raise FormatError(f"{self.folder / INDEX}: expected safetensors files beside it, got {file!r}")
+            if not (self.folder / file).is_file():
+                raise FormatError(f"{self.folder / file}: missing, though {INDEX} names it")
+            found = read_header(self.folder / file)
+            for name in sorted(name for name, holder in files.items() if holder == file):
+                if name not in found:
+                    raise FormatError(f"{self.folder / file}: {name}: expected a tensor, found none")
+                self.entries[name] = found[name]
+        return files
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        raise FormatError(f"{file.parent}: expected a model directory, found a file") from None
+    except FileNotFoundError:
+        raise FormatError(f"{file}: missing") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{file}: expected a JSON object")
+    return found
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise FormatError(f"{file}: not a whole safetensors file: {error}") from None
+
+
+class Writer:
+    """Collects tensors into shards of bounded size in a directory, and closes it with an index and a config.
+
+    Tensors go to the disk as they come: none is held.
+    """
+
+    def __init__(self, folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
+        self.folder, self.largest = folder, largest_shard
+        self.shards: list[Shard] = []
+        folder.mkdir(parents=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, into a new shard where it would not fit the last."""
+        if not self.shards or (self.shards[-1].size and self.shards[-1].size + tensor.nbytes > self.largest):
+            if self.shards:
+                self.shards[-1].close()
+            self.shards.append(Shard(self._aside(len(self.shards))))
+        self.shards[-1].add(name, tensor)
+
+    def close(self, config: Mapping[str, Any]) -> None:
+        """Finish and name the shards, and write the index (of several shards) and config.json."""
+        if self.shards:
+            self.shards[-1].close()
+        count = len(self.shards)
+        names = [SINGLE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for position, name in enumerate(names):
+            self._aside(position).rename(self.folder / name)
+        if count > 1:
+            shards = zip(names, self.shards, strict=True)
+            weight_map = dict(sorted((tensor, name) for name, shard in shards for tensor in shard.entries))
+            index = {"metadata": {"total_size": sum(shard.size for shard in self.shards)}, "weight_map": weight_map}
+            _write_json(self.folder / INDEX, index)
+        _write_json(self.folder / "config.json", config)
+
+    def _aside(self, position: int) -> Path:
+        return self.folder / f"shard-{position}.safetensors"
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def written_whole(folder: str | Path) -> Iterator[Path]:
+    """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
+
+    Raises FormatError where `folder` exists.
+    """
+    folder = Path(folder)
+    if folder.exists() or folder.is_symlink():
+        raise FormatError(f"{folder} exists already: choose another output, or move it away")
+    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        yield aside
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def carry_over(source: Path, target: Path) -> None:
+    """Copy what belongs to a model beside weights and configuration: tokenizer, generation, templates, notes, code.
+
+    Hidden files stay, and folders behind links.
+    """
+    for place, folders, files in os.walk(source):
+        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+        kept = target / Path(place).relative_to(source)
+        for name in sorted(files):
+            described = kept == target and (name in DESCRIPTIONS or name.endswith(".index.json"))
+            if not described and not name.startswith(".") and Path(name).suffix not in WEIGHTS:
+                kept.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(place) / name, kept / name)

@@ -1,0 +1,145 @@
+"""Models of transformers from directories and to them, in floating point or quantised in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats.io.architecture import architecture, distinct, skeleton
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
+from epiloq.formats.layers import Layers
+from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.table import Format, Written
+from epiloq.formats.weights import BlockWeight, Weight
+from epiloq.mixtures import left_beside, settle_, together_
+from epiloq.weights.grid import QuantizedWeight
+
+
+def load_float(checkpoint: Checkpoint) -> nn.Module:
+    """A model that is not quantised, in its own type and evaluation mode.
+
+    Raises FormatError: it is quantised, or its tensors are not those that its configuration asks for.
+    """
+    if checkpoint.quantization is not None:
+        raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
+    try:
+        model, info = architecture(checkpoint).from_pretrained(
+            checkpoint.folder,
+            dtype="auto",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FormatError(f"{checkpoint.folder}: {str(error).strip().splitlines()[0]}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            raise FormatError(
+                f"{checkpoint.folder}: config.json disagrees with the tensors: "
+                f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:3])}"
+            )
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def from_directory(folder: str | Path) -> nn.Module:
+    """The model in a directory, in floating point or quantised in any format, in its own type and evaluation mode.
+
+    Raises FormatError, which names file and tensor, for what is missing or does not fit.
+    """
+    return load(Checkpoint(folder))[0]
+
+
+def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
+    """A model of either kind, ready to run, and how its layers are quantised.
+
+    None: in floating point, not to integers on a grid, or not all alike.
+    """
+    if checkpoint.quantization is None:
+        return load_float(checkpoint), None
+    if checkpoint.quantization.get("quant_method") == deepseek_fp8.METHOD:
+        return deepseek_fp8.read(skeleton(checkpoint), checkpoint), None
+    layers = Layers(checkpoint, skeleton(checkpoint))
+    fill(layers)
+    return together_(layers.model), layers.quantization
+
+
+@torch.no_grad()
+def fill(layers: Layers) -> None:
+    """Load every tensor into the layers' model, and put quantised layers in the place of linear ones.
+
+    Raises FormatError, naming file and layer, for tensors that disagree.
+    """
+    targets = layers.model.state_dict(keep_vars=True)
+    for name in layers.rest:
+        if name in targets:
+            targets[name].copy_(layers.checkpoint.tensor(name))
+    for name in layers.readers:
+        parent, _, leaf = name.rpartition(".")
+        setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
+        settle_(layers.model, parent.rpartition(".")[0])
+
+
+def save(
+    model: nn.Module,
+    weights: Iterable[tuple[str, Weight]],
+    source: Checkpoint,
+    folder: Path,
+    layout: Format,
+    quantization: Quantization | None,
+    largest_shard: int = LARGEST_SHARD,
+) -> None:
+    """Write a calibrated model into a new `folder`: layers by name in a format, all else as the model has it.
+
+    `quantization` is None where it is not to integers on a grid. Raises FormatError for what the format cannot say.
+    """
+    target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard), source)
+    for name, weight in weights:
+        target.layer(name, weight, None if quantization is None else quantization.of(name))
+    for name, tensor in distinct(model).items():
+        if name.removesuffix(".weight") not in target.quantised:
+            target.writer.add(source.stored_name(name), tensor)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    target.close(linears | left_beside(model, target.quantised))
+    carry_over(source.folder, folder)
+
+
+class Target:
+    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot say.
+
+    Tensors are named as in the files that the model comes from, `source`, which know its names for them.
+    """
+
+    def __init__(
+        self,
+        layout: Format,
+        quantization: Quantization | None,
+        dtype: torch.dtype,
+        writer: Writer,
+        source: Checkpoint,
+    ) -> None:
+        self.layout, self.quantization, self.dtype, self.writer = layout, quantization, dtype, writer
+        self.source = source
+        self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self.blocks: dict[str, tuple[int, ...]] = {}
+        self.act_order = False
+
+    def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
+        """Write a quantised layer's tensors, all but its bias, given how this layer is quantised."""
+        for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
+            self.writer.add(f"{self.source.stored_layer(name)}.{part}", tensor)
+        self.quantised[name] = epiloq_modules.described(weight, described)
+        if isinstance(weight, BlockWeight):
+            self.blocks[name] = tuple(weight.q.shape)
+        self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
+
+    def close(self, linears: Collection[str]) -> None:
+        """Finish, given the names of all linear layers, and of what else stays in floating point."""
+        ignored = sorted(map(self.source.stored_layer, set(linears) - self.quantised.keys()))
+        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order, self.blocks))
+        self.writer.close({**self.source.config, "quantization_config": said})

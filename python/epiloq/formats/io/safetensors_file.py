@@ -1,0 +1,181 @@
+"""safetensors files themselves: headers checked tensor by tensor, and files written without holding their tensors.
+
+A file is the header's length (8 bytes, little endian), the header (JSON: type, shape and place of each tensor), and the
+tensors' bytes, one after the other without gaps (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from epiloq.formats.layouts.base import FormatError
+
+METADATA = "__metadata__"
+# What safetensors itself accepts.
+LONGEST_HEADER = 100_000_000
+COPIED = 1 << 20
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as a header describes it: type as safetensors names it ("BF16"), shape, bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def fits(self, target: Tensor) -> bool:
+        """Whether this can become a model's tensor as it is: its shape, and its type or both floating-point ones.
+
+        Bytes of FP8 mean nothing without their scales, so they fit FP8 alone.
+        """
+        dtype = DTYPES[self.dtype]
+        both_float = all(each.is_floating_point and each.itemsize > 1 for each in (dtype, target.dtype))
+        return target.shape == self.shape and (dtype == target.dtype or both_float)
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """Every tensor of a file by name; none is read.
+
+    Raises FormatError, naming file and tensor: an incomplete or senseless header, an unknown type, bytes that are more
+    or fewer than the shape asks for, that lie outside the file, or that two tensors share; bytes of no tensor.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, LONGEST_HEADER):
+            raise FormatError(f"{file}: not a whole safetensors file: its header does not fit {size} bytes")
+        try:
+            header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_without_twins)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{file}: not a whole safetensors file: header: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{file}: not a whole safetensors file: header: expected a JSON object")
+    header.pop(METADATA, None)
+    places = {name: _place(file, name, described, size - 8 - length) for name, described in header.items()}
+    end = 0
+    for name, (begin, after) in sorted(places.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise FormatError(f"{file}: {name}: expected its bytes from {end} on, got {begin}")
+        end = after
+    if end != size - 8 - length:
+        raise FormatError(f"{file}: expected {end} bytes of tensors, got {size - 8 - length}")
+    return {
+        name: Entry(described["dtype"], tuple(described["shape"]), places[name][1] - places[name][0])
+        for name, described in header.items()
+    }
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"expected each name once, got {max(names, key=names.count)!r} twice")
+    return found
+
+
+def _place(file: Path, name: str, described: Any, available: int) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end, after all that can be wrong with them was looked at."""
+    fields = described if isinstance(described, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise FormatError(f"{file}: {name}: expected a type, a shape and two offsets, got {described!r}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise FormatError(f"{file}: {name}: expected a type among {', '.join(DTYPES)}, got {dtype!r}")
+    begin, end = offsets
+    if not begin <= end <= available:
+        raise FormatError(
+            f"{file}: {name}: not a whole safetensors file: expected bytes {begin} to {end} of tensors, "
+            f"got {available} bytes"
+        )
+    wanted = prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != wanted:
+        raise FormatError(f"{file}: {name}: expected {wanted} bytes for {dtype} {shape}, got {end - begin}")
+    return begin, end
+
+
+def _sizes(value: Any) -> list[int] | None:
+    """A list of numbers that are not negative, None for anything else."""
+    return value if isinstance(value, list) and all(type(size) is int and size >= 0 for size in value) else None
+
+
+class Shard:
+    """A safetensors file in the making: tensors go to the disk as they come, the header when it is closed.
+
+    The data lie in a file beside it until then, for a header stands before them and the widest types come first, so
+    that every tensor is aligned to its type.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.data = file.with_suffix(".data")
+        self.stream: BinaryIO = self.data.open("wb")
+        self.entries: dict[str, tuple[Tensor, int]] = {}
+        """A tensor of no elements but the type and the shape, and where its bytes begin."""
+        self.size = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor's bytes."""
+        self.entries[name] = (tensor.to("meta"), self.size)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self.size += self.stream.write(flat.view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Write the file."""
+        self.stream.close()
+        names = sorted(self.entries, key=lambda name: (-self.entries[name][0].itemsize, name))
+        header: dict[str, Mapping[str, Any]] = {METADATA: {"format": "pt"}}
+        end = 0
+        for name in names:
+            tensor, _ = self.entries[name]
+            header[name] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + tensor.nbytes],
+            }
+            end += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with self.data.open("rb") as source, self.file.open("wb") as target:
+            target.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                tensor, begin = self.entries[name]
+                source.seek(begin)
+                _copy(source, target, tensor.nbytes)
+        self.data.unlink()
+
+
+def _copy(source: BinaryIO, target: BinaryIO, count: int) -> None:
+    while count:
+        chunk = source.read(min(count, COPIED))
+        target.write(chunk)
+        count -= len(chunk)

@@ -1,0 +1,292 @@
+"""The AutoAWQ layouts, four bits each: ``gemm`` packs output channels, ``gemv`` and ``gemv_fast`` input channels.
+
+Defined by AutoAWQ (``awq/modules/linear/{gemm,gemv,gemv_fast}.py``), drawn in docs/weight_layouts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq.formats.layouts.base import (
+    Codes,
+    Expected,
+    FormatError,
+    agrees,
+    divides,
+    full,
+    groups_of,
+    require,
+    sizes,
+)
+from epiloq.formats.layouts.words import pack, unpack
+from epiloq.formats.weights import OffsetWeight, Weight, on_grid
+from epiloq.weights.grid import Grid
+from epiloq.weights.packed_weight import PackedWeight, pack_weight
+
+BITS = 4
+PER_WORD = 8
+# gemm: nibble i of a word holds this one of its eight columns.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# gemv_fast: rows that share a tile, and its columns.
+INTERLEAVE, SPAN = 4, 64
+
+
+def to_packed(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    *,
+    group_size: int,
+    version: str = "gemm",
+    shape: tuple[int, int] | None = None,
+) -> PackedWeight:
+    """The weight ``[N, K]`` of a layer's tensors, on their device.
+
+    Zero points stay integers (none, if all are 8), those of ``gemv_fast`` real offsets. With G = K / group_size and W
+    as `padded_groups` says, the tensors are:
+
+    ==========  =======================  =========================  ================
+    version     qweight                  qzeros                     scales
+    ==========  =======================  =========================  ================
+    gemm        int32 ``[K, N / 8]``     int32 ``[G, N / 8]``       ``[G, N]``
+    gemv        int32 ``[N, K / 8]``     int32 ``[N, W / 8]``       ``[N, W]``
+    gemv_fast   int16 ``[N / 4, K]``     the scales' ``[W, N]``     ``[W, N]``
+    ==========  =======================  =========================  ================
+
+    Scales have 16 or 32 bits, and keep their dtype. What fills G up to W is not read, and is 0 when written.
+
+    Args:
+        group_size: -1 for one group.
+        version: "gemm", "gemv" or "gemv_fast".
+        shape: [N, K], to be compared with what the tensors make.
+
+    Raises:
+        FormatError: a ValueError, which names the tensor that does not fit.
+    """
+    layout = _layout(version)
+    found = layout.shape(*sizes("qweight", qweight))
+    agrees("awq", found, shape)
+    tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales}
+    require(tensors, layout.expected(*found, group_size))
+    return layout.read(tensors, group_size, found)
+
+
+def from_packed(packed: PackedWeight, *, version: str = "gemm") -> dict[str, Tensor]:
+    """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
+
+    For ``gemv_fast`` a zero point becomes the offset ``-(scale * zero)``, rounded once to the scales' dtype.
+
+    Raises FormatError for other than 4 bits, activation order, sizes that do not fill words or groups, and, but for
+    ``gemv_fast``, real offsets.
+    """
+    _groups(packed.n, packed.k, packed.group_size)
+    if packed.bits != BITS or packed.perm is not None:
+        raise FormatError("awq: expected 4 bits and groups in the order of the channels")
+    return _layout(version).write(packed)
+
+
+def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
+    """A layer's tensors in a directory: of integers on a grid, scales in float16; in ``gemv_fast`` of real offsets."""
+    layout = _layout(version)
+    if layout.words is None:
+        if not isinstance(weight, OffsetWeight):
+            raise FormatError(f"awq: version: {version} has real offsets, which this weight has not")
+        return from_packed(weight.packed, version=version)
+    value = on_grid(weight, "awq")
+    if value.bits != BITS:
+        raise FormatError(f"awq: cannot say {value.bits} bits, only {BITS} bits")
+    if value.perm is not None:
+        raise FormatError("awq: cannot say groups in activation order (act-order)")
+    rows, columns = value.q.shape
+    _groups(rows, columns, value.group_size)
+    tensors = layout.words(Codes.of(value))
+    return tensors | {"scales": tensors["scales"].to(torch.float16)}
+
+
+def from_tensors(tensors: Mapping[str, Tensor], grid: Grid, version: str, shape: tuple[int, int]) -> Weight:
+    """The inverse of `to_tensors` for a layer ``[N, K]``. Raises FormatError for tensors that disagree with it."""
+    layout = _layout(version)
+    require(tensors, layout.expected(*shape, grid.group_size))
+    if layout.codes is None:
+        return OffsetWeight.of(layout.read(tensors, grid.group_size, shape))
+    return layout.codes(tensors, grid.group_size, shape).quantized(grid)
+
+
+def padded_groups(columns: int, group_size: int) -> int:
+    """The groups that ``gemv`` and ``gemv_fast`` keep parameters for: G rounded up to 8, 16 or 32 of them.
+
+    Raises FormatError for groups other than 32, 64, and 128 or more.
+    """
+    length = full(group_size, columns)
+    words = 1 if length >= 128 else {64: 2, 32: 4}.get(length)
+    if words is None:
+        raise FormatError(f"awq: group_size: expected 32, 64, or at least 128 for gemv, got {length}")
+    return -(-(columns // length) // (PER_WORD * words)) * PER_WORD * words
+
+
+def config(grid: Grid, ignore: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config``."""
+    return {
+        "quant_method": "awq",
+        "bits": BITS,
+        "group_size": grid.group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(ignore),
+    }
+
+
+def parse(found: Mapping[str, Any]) -> tuple[Grid, str]:
+    """What a ``quantization_config`` says, and the version. Raises FormatError for what epiloq does not read."""
+    size = found.get("group_size", found.get("q_group_size"))
+    if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
+        raise FormatError("awq: quantization_config: expected 4 bits and a group_size")
+    version = str(found.get("version", "gemm")).lower()
+    _layout(version)
+    return Grid(BITS, size, symmetric=False), version
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One version: the layer's shape from that of qweight, the tensors expected of it, reading and writing them.
+
+    codes, words
+        Of a version with integer zero points, how a layer's integers are read and written.
+    """
+
+    shape: Callable[[int, int], tuple[int, int]]
+    expected: Callable[[int, int, int], Expected]
+    read: Callable[[Mapping[str, Tensor], int, tuple[int, int]], PackedWeight]
+    write: Callable[[PackedWeight], dict[str, Tensor]]
+    codes: Callable[[Mapping[str, Tensor], int, tuple[int, int]], Codes] | None = None
+    words: Callable[[Codes], dict[str, Tensor]] | None = None
+
+
+def _groups(rows: int, columns: int, group_size: int) -> int:
+    groups = groups_of(columns, group_size, "awq")
+    divides("in_features", columns, full(group_size, columns), "awq")
+    divides("out_features", rows, PER_WORD, "awq")
+    return groups
+
+
+def _gemm_expected(rows: int, columns: int, group_size: int) -> Expected:
+    words, groups = rows // PER_WORD, _groups(rows, columns, group_size)
+    return {
+        "qweight": (torch.int32, (columns, words)),
+        "qzeros": (torch.int32, (groups, words)),
+        "scales": (None, (groups, rows)),
+    }
+
+
+def _gemm_codes(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> Codes:
+    q, zero = (unpack(tensors[name], BITS, shape[0], ORDER).t() for name in ("qweight", "qzeros"))
+    return Codes(q.contiguous(), tensors["scales"].t(), zero.int(), None, BITS, group_size)
+
+
+def _gemm_words(codes: Codes) -> dict[str, Tensor]:
+    return {
+        "qweight": pack(codes.q.t(), BITS, ORDER),
+        "qzeros": pack(codes.zero.t(), BITS, ORDER),
+        "scales": codes.scale.t().contiguous(),
+    }
+
+
+def _gemv_expected(rows: int, columns: int, group_size: int) -> Expected:
+    _groups(rows, columns, group_size)
+    divides("in_features", columns, PER_WORD, "awq")
+    padded = padded_groups(columns, group_size)
+    return {
+        "qweight": (torch.int32, (rows, columns // PER_WORD)),
+        "qzeros": (torch.int32, (rows, padded // PER_WORD)),
+        "scales": (None, (rows, padded)),
+    }
+
+
+def _gemv_codes(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> Codes:
+    columns = shape[1]
+    groups = columns // full(group_size, columns)
+    q, scales = unpack(tensors["qweight"], BITS, columns), tensors["scales"]
+    zero = unpack(tensors["qzeros"], BITS, scales.shape[1])[:, :groups].int()
+    return Codes(q, scales[:, :groups], zero, None, BITS, group_size)
+
+
+def _gemv_words(codes: Codes) -> dict[str, Tensor]:
+    columns = codes.q.shape[1]
+    divides("in_features", columns, PER_WORD, "awq")
+    missing = padded_groups(columns, codes.group_size) - codes.scale.shape[1]
+    scales, zero = (torch.nn.functional.pad(t, (0, missing)) for t in (codes.scale, codes.zero))
+    return {"qweight": pack(codes.q, BITS), "qzeros": pack(zero, BITS), "scales": scales}
+
+
+def _fast_expected(rows: int, columns: int, group_size: int) -> Expected:
+    _groups(rows, columns, group_size)
+    divides("in_features", columns, SPAN, "awq gemv_fast")
+    parameters = (padded_groups(columns, group_size), rows)
+    return {
+        "qweight": (torch.int16, (rows // INTERLEAVE, columns)),
+        "qzeros": (None, parameters),
+        "scales": (None, parameters),
+    }
+
+
+def _fast_read(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> PackedWeight:
+    rows, columns = shape
+    groups = columns // full(group_size, columns)
+    # A tile's words, by row, half, b and c, hold column 32 half + 8 a + 2 b + c in nibble a.
+    words = tensors["qweight"].view(rows // INTERLEAVE, columns // SPAN, INTERLEAVE, 2, 4, 2)
+    nibbles = torch.stack([words >> 4 * a & 15 for a in range(4)], dim=4).to(torch.uint8)  # row, tile, r, half, a, b, c
+    q = nibbles.transpose(1, 2).reshape(rows, columns)
+    scale, offset = (tensors[name][:groups].t().contiguous() for name in ("scales", "qzeros"))
+    return pack_weight(q, scale, offset=offset, bits=BITS, group_size=group_size)
+
+
+def _fast_write(packed: PackedWeight) -> dict[str, Tensor]:
+    divides("in_features", packed.k, SPAN, "awq gemv_fast")
+    q, scale, offset = packed.unpack()
+    if packed.offset is None:
+        codes = Codes.of_packed(packed, "awq gemv_fast")
+        q, offset = codes.q, -(scale.float() * codes.zero).to(scale.dtype)
+    assert offset is not None
+    missing = padded_groups(packed.k, packed.group_size) - scale.shape[1]
+    scales, qzeros = (torch.nn.functional.pad(t, (0, missing)).t().contiguous() for t in (scale, offset))
+    # int16 holds words above 32767 as negative numbers, and int32 so many bits.
+    tiles = q.view(-1, INTERLEAVE, packed.k // SPAN, 2, 4, 4, 2).transpose(1, 2).int()
+    words = sum((tiles.select(4, a) << 4 * a for a in range(1, 4)), tiles.select(4, 0))
+    return {"qweight": words.to(torch.int16).reshape(-1, packed.k), "qzeros": qzeros, "scales": scales}
+
+
+def _integers(
+    name: str,
+    shape: Callable[[int, int], tuple[int, int]],
+    expected: Callable[[int, int, int], Expected],
+    codes: Callable[[Mapping[str, Tensor], int, tuple[int, int]], Codes],
+    words: Callable[[Codes], dict[str, Tensor]],
+) -> _Layout:
+    return _Layout(
+        shape,
+        expected,
+        lambda tensors, group_size, shape: codes(tensors, group_size, shape).packed(),
+        lambda packed: words(Codes.of_packed(packed, f"awq {name}")),
+        codes,
+        words,
+    )
+
+
+_LAYOUTS = {
+    "gemm": _integers(
+        "gemm", lambda columns, words: (words * PER_WORD, columns), _gemm_expected, _gemm_codes, _gemm_words
+    ),
+    "gemv": _integers("gemv", lambda rows, words: (rows, words * PER_WORD), _gemv_expected, _gemv_codes, _gemv_words),
+    "gemv_fast": _Layout(lambda tiles, columns: (tiles * INTERLEAVE, columns), _fast_expected, _fast_read, _fast_write),
+}
+
+
+def _layout(version: str) -> _Layout:
+    if version not in _LAYOUTS:
+        raise FormatError(f"awq: version: expected one of {', '.join(_LAYOUTS)}, got {version!r}")
+    return _LAYOUTS[version]

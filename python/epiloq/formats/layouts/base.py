@@ -1,0 +1,195 @@
+"""What every layout of a layer's tensors shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from epiloq.weights.grid import Grid, QuantizedWeight
+from epiloq.weights.packed_weight import PackedWeight, pack_weight
+
+Activations = Literal["int8", "int8-azp", "int8-static"] | None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the layers of a checkpoint are quantised: all alike, but for those in `dynamic`."""
+
+    grid: Grid
+    activations: Activations = None
+    """Per token at run time, symmetric or with a zero point; static: one scale and zero point for all tokens. None
+    leaves them in floating point."""
+    dynamic: tuple[str, ...] = ()
+    """Of int8-static, the layers that are int8-azp instead."""
+
+    def of(self, layer: str) -> Quantization:
+        """How one layer is quantised."""
+        return Quantization(self.grid, "int8-azp") if layer in self.dynamic else replace(self, dynamic=())
+
+    @staticmethod
+    def of_all(layers: Mapping[str, Quantization | None]) -> Quantization | None:
+        """How layers by name are quantised together; None where no one value says that."""
+        found = set(layers.values())
+        if len(found) == 2 and None not in found:
+            dynamic, static = sorted((one for one in found if one is not None), key=lambda one: str(one.activations))
+            if (dynamic.activations, static.activations) == ("int8-azp", "int8-static") and dynamic.grid == static.grid:
+                return replace(static, dynamic=tuple(sorted(name for name, one in layers.items() if one == dynamic)))
+        return found.pop() if len(found) == 1 else None
+
+
+class FormatError(ValueError):
+    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
+
+
+Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"
+"""Types (None: any floating-point one) and shapes of tensors by name."""
+
+
+def unsigned(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """q, uint8, and zero points, int32 ``[N, G]``, of any grid, q from 0 to 2^bits - 1."""
+    if weight.zero is not None:
+        return weight.q, weight.zero
+    middle = 1 << (weight.bits - 1)
+    q = (weight.q.to(torch.int16) + middle).to(torch.uint8)
+    return q, torch.full_like(weight.scale, middle, dtype=torch.int32)
+
+
+def from_unsigned(q: Tensor, scale: Tensor, zero: Tensor, grid: Grid, perm: Tensor | None = None) -> QuantizedWeight:
+    """The inverse of `unsigned`. Raises FormatError for a symmetric grid whose zero points are not in the middle."""
+    scale = scale.float().contiguous()
+    if not grid.symmetric:
+        return QuantizedWeight(q, scale, zero.to(torch.int32).contiguous(), grid, perm)
+    middle = 1 << (grid.bits - 1)
+    if not (zero == middle).all():
+        raise FormatError(f"zero points: expected {middle} everywhere in a symmetric checkpoint")
+    return QuantizedWeight((q.to(torch.int16) - middle).to(torch.int8), scale, None, grid, perm)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight as layouts store it: unsigned integers with a zero point for each group, from and to what holds it.
+
+    q
+        uint8 ``[N, K]`` from 0 to 2^bits - 1; column j is input channel perm[j], groups are of q's columns.
+    scale, zero
+        ``[N, G]``; zero is int32.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+    perm: Tensor | None
+    bits: int
+    group_size: int
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> Codes:
+        """Of a calibrated weight."""
+        q, zero = unsigned(weight)
+        return cls(q, weight.scale, zero, weight.perm, weight.bits, weight.group_size)
+
+    @classmethod
+    def of_packed(cls, packed: PackedWeight, layout: str) -> Codes:
+        """Of a packed weight. Raises FormatError for one with real offsets, which words cannot hold."""
+        if packed.offset is not None:
+            raise FormatError(f"{layout}: expected integer zero points or none, got real offsets")
+        q, scale, zero = packed.unpack()
+        middle = 1 << (packed.bits - 1)
+        if zero is None:
+            q, zero = (q.to(torch.int16) + middle).to(torch.uint8), torch.full_like(scale, middle)
+        return cls(q, scale, zero.to(torch.int32), packed.perm, packed.bits, packed.group_size)
+
+    def quantized(self, grid: Grid) -> QuantizedWeight:
+        """As a weight on a grid. Raises FormatError for a symmetric one whose zero points are not in the middle."""
+        return from_unsigned(self.q, self.scale, self.zero, grid, self.perm)
+
+    def packed(self, symmetric: bool | None = None) -> PackedWeight:
+        """As a packed weight; None makes it symmetric if every zero point is in the middle."""
+        q, middle = self.q, 1 << (self.bits - 1)
+        if symmetric or (symmetric is None and bool((self.zero == middle).all())):
+            q, zero = (q.to(torch.int16) - middle).to(torch.int8), None
+        else:
+            zero = self.zero
+        scale = self.scale.contiguous()
+        return pack_weight(q, scale, zero, bits=self.bits, group_size=self.group_size, perm=self.perm)
+
+    def in_order(self) -> Codes:
+        """The same with q's columns in the layer's order; groups are then no longer contiguous."""
+        return self if self.perm is None else replace(self, q=self.q[:, self.perm.argsort()])
+
+    def group_index(self) -> Tensor:
+        """int32 ``[K]``: the group of each input channel."""
+        columns = self.q.shape[1]
+        groups = torch.arange(columns, dtype=torch.int32, device=self.q.device) // full(self.group_size, columns)
+        return groups if self.perm is None else groups[self.perm.argsort()]
+
+
+def order_of(group_index: Tensor, length: int, layout: str, name: str = "g_idx") -> Tensor | None:
+    """The permutation that brings the groups of channels together; None where they are.
+
+    Raises FormatError unless every group has `length` channels, the last the rest.
+    """
+    perm = group_index.argsort(stable=True)
+    expected = torch.arange(len(group_index), dtype=group_index.dtype, device=group_index.device) // length
+    if not torch.equal(group_index[perm], expected):
+        raise FormatError(f"{layout}: {name}: expected {length} channels in each group")
+    return None if torch.equal(group_index, expected) else perm
+
+
+def check_order(name: str, order: Tensor) -> None:
+    """Raise FormatError unless integers are a permutation."""
+    if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
+        raise FormatError(f"{name}: expected a permutation: each of 0 to {len(order) - 1} once")
+
+
+def sizes(name: str, tensor: Tensor | None) -> tuple[int, int]:
+    """The sizes of a matrix. Raises FormatError, with its name, where it is none."""
+    if tensor is None:
+        raise FormatError(f"{name}: expected a tensor, found none")
+    if tensor.ndim != 2:
+        raise FormatError(f"{name}: expected 2 dimensions, got {list(tensor.shape)}")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def full(group_size: int, columns: int) -> int:
+    """Channels in a full group of a layer with so many of them."""
+    return max(columns, 1) if group_size == -1 else max(group_size, 1)
+
+
+def groups_of(columns: int, group_size: int, layout: str) -> int:
+    """How many groups so many channels are, a last one perhaps short. Raises FormatError for a size that is none."""
+    if group_size != -1 and group_size < 1:
+        raise FormatError(f"{layout}: group_size: expected -1 or at least 1, got {group_size}")
+    return 1 if group_size == -1 else -(-columns // group_size)
+
+
+def agrees(layout: str, found: tuple[int, int], shape: tuple[int, int] | None) -> None:
+    """Raise FormatError unless the layer that tensors make ``[N, K]`` has the shape that it should have."""
+    if shape is not None and tuple(shape) != found:
+        raise FormatError(f"{layout}: shape: expected tensors of a layer {list(shape)}, got those of {list(found)}")
+
+
+def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
+    """Raise FormatError unless there are tensors of these types and shapes, all on one device."""
+    device = None
+    for name, (dtype, shape) in shapes.items():
+        found = tensors.get(name)
+        if found is None:
+            raise FormatError(f"{name}: expected a tensor, found none")
+        right_type = found.is_floating_point() if dtype is None else found.dtype == dtype
+        if not right_type or tuple(found.shape) != shape:
+            expected = "floating point" if dtype is None else str(dtype)
+            raise FormatError(f"{name}: expected {expected} {list(shape)}, got {found.dtype} {list(found.shape)}")
+        device = device or found.device
+        if found.device != device:
+            raise FormatError(f"{name}: expected a tensor on {device}, got one on {found.device}")
+
+
+def divides(what: str, size: int, multiple: int, layout: str) -> None:
+    """Raise FormatError unless `size` is a multiple of what a format can say."""
+    if size % multiple:
+        raise FormatError(f"{layout}: {what}: expected a multiple of {multiple}, got {size}")

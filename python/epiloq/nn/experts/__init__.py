@@ -1,0 +1,1 @@
+"""Layers of mixtures of experts on quantised weights."""

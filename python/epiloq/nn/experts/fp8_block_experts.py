@@ -1,0 +1,55 @@
+"""Fp8BlockExperts: the linear layers of a mixture of experts, FP8 weights in blocks and activations in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import epiloq
+from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE
+
+
+class Fp8BlockExperts(Experts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are float8_e4m3fn with a scale for 128 x 128 of them, activations float8_e4m3fn with a scale for 128 of a
+    token, measured at run time, as `Fp8BlockLinear` has them.
+
+    Buffers, as the state dict holds them (E = experts, N = out_features, K = in_features):
+        weight            float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
+        weight_scale_inv  float32 [E, ceil(N / 128), ceil(K / 128)], max|W| / 448 of the block, at least 2^-126
+    In memory N is rounded up to 8 and K to 16, with zeros.
+    """
+
+    WEIGHT_DTYPE = torch.float8_e4m3fn
+    SCALE, ROWS_PER_SCALE = "weight_scale_inv", FP8_BLOCK
+    GATED: ClassVar[Mapping[str, Any]] = {"dtype": WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
+
+    weight_scale_inv: Tensor
+
+    def _hold_scales(self, device: torch.device | str | None) -> None:
+        blocks = (-(-self.out_features // FP8_BLOCK), -(-self.in_features // FP8_BLOCK))
+        self._hold("weight_scale_inv", (self.experts, *blocks), (1, 1, 1), torch.float32, device)
+
+    def _fill_expert(self, expert: int, values: Tensor) -> None:
+        q, scale = epiloq.quantize_fp8(values, granularity="block", pad_to=K_MULTIPLE)
+        self.weight[expert, : self.out_features] = q
+        self.weight_scale_inv[expert] = scale
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return epiloq.quantize_fp8(x, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
+
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        weight, weight_scale = self.weight.mT, self.weight_scale_inv.mT
+        return epiloq.grouped_mm(q, weight, scale, weight_scale, offs=offs, masked_m=masked_m, out_dtype=out_dtype)

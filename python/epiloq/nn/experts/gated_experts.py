@@ -1,0 +1,250 @@
+"""GatedExperts: the experts of a layer on quantised weights, two grouped products for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import epiloq
+from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing
+from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
+from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
+from epiloq.nn.fp8_block_linear import Fp8BlockLinear
+from epiloq.nn.fp8_linear import Fp8Linear
+from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn.prepared_linear import K_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Linear layers that can be run together: their class and its options, and the class that runs them."""
+
+    linear: type[Fp8BlockLinear] | type[Fp8Linear] | type[Int8Linear]
+    experts: type[Experts]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Kind | None:
+        """Of a layer; None where there is no class that runs such layers together."""
+        if getattr(layer, "bias", None) is not None:
+            return None
+        if isinstance(layer, Fp8BlockLinear):
+            return cls(Fp8BlockLinear, Fp8BlockExperts)
+        if isinstance(layer, Fp8Linear) and layer.activation != "static":
+            return cls(Fp8Linear, Fp8Experts, {"activation": layer.activation, "weight": layer.weight_scales})
+        if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
+            return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
+        return None
+
+
+class GatedExperts(nn.Module):
+    """``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j, with quantised weights and activations.
+
+    For inference, in the place of the experts of a model in transformers, and called as they are: ``hidden_states``
+    ``[T, H]`` (float32, float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` of 0 to E - 1 and ``top_k_weights``
+    ``[T, top_k]``, giving ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and
+    up in one ``epiloq.grouped_mm``, gated and quantised in one pass where `act_fn` is SiLU, multiplied by down in
+    another, and summed in fp32, always in the same order. Nothing is read back to the host. Raises ValueError for
+    other shapes, and on a CPU for numbers of experts that there are not.
+
+    The state dict holds a matrix an expert, as checkpoints do: what the linear layers of `kind` hold, under names like
+    ``7.gate_proj.weight``. In memory gate and up lie behind each other. Layers that scale activations by the tensor
+    (``Fp8Linear`` of activation "tensor") are run with a scale a token, which is finer.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        act_fn: nn.Module | None = None,
+        projections: Projections = Projections(),  # noqa: B008 (immutable)
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind, self.experts, self.hidden, self.intermediate = kind, experts, hidden, intermediate
+        self.projections = projections
+        # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
+        multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
+        self.up_begins = -(-intermediate // multiple) * multiple
+        self.gate_up = kind.experts(experts, hidden, 2 * self.up_begins, device=device)
+        self.down = kind.experts(experts, intermediate, hidden, device=device)
+        self.act_fn = None if act_fn is None or _is_silu(act_fn) else act_fn
+        self.register_state_dict_post_hook(_as_files_have_it)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    @torch.no_grad()
+    def from_linears(cls, linears: ExpertLinears) -> GatedExperts | None:
+        """The same experts, run together; None unless all of their layers are of one kind that can be."""
+        first: Any = linears.layers(0)[0]
+        kind = Kind.of(first)
+        # The last one first: it is float still whenever this is asked while layer after layer is quantised.
+        if kind is None or Kind.of(linears.layers(linears.experts - 1)[-1]) != kind:
+            return None
+        found = [linears.layers(expert) for expert in range(linears.experts)]
+        if any(Kind.of(layer) != kind for layers in found for layer in layers):
+            return None
+        device = first.weight.device
+        module = cls(
+            kind,
+            linears.experts,
+            first.in_features,
+            first.out_features,
+            act_fn=linears.act_fn,
+            projections=linears.projections,
+            device=device,
+        )
+        if device.type != "meta":
+            for expert, layers in enumerate(found):
+                for projection, layer in zip(linears.projections, layers, strict=True):
+                    state = layer.state_dict()
+                    for part, place in module._places(expert, projection).items():
+                        place.copy_(state[part])
+        return module.train(linears.training)
+
+    def linears(self, device: torch.device | str | None = None) -> Iterator[tuple[str, nn.Module]]:
+        """The linear layers that it stands for, by their names in its state dict; on "meta" without values."""
+        for expert in range(self.experts):
+            for projection in self.projections:
+                rows, columns = self.hidden, self.intermediate
+                if projection != self.projections.down:
+                    rows, columns = columns, rows
+                where = self.down.weight.device if device is None else torch.device(device)
+                layer = self.kind.linear(columns, rows, False, **self.kind.options, device=where)
+                if where.type != "meta":
+                    layer.load_state_dict(self._tensors(expert, projection))
+                yield f"{expert}.{projection}", layer
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        # Kernels see padded widths only, so that they would take some others too.
+        check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, self.experts)
+        routing = Routing.of(top_k_index, self.experts)
+        q, scale = self.gate_up.quantise(hidden_states.contiguous())
+        q, scale = _gathered(q, scale, routing.tokens, self.kind.experts.GATED.get("scale_layout") == "column")
+        gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, offs=routing.ends)
+        if self.act_fn is None:
+            q, scale = epiloq.silu_and_mul_quant(gate_up, **self.kind.experts.GATED)
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            q, scale = self.down.quantise(self.act_fn(gate) * up)
+        # What pads each half is zero, and so are its products.
+        y = self.down.multiply(q[:, : self.down.weight.shape[-1]], scale, hidden_states.dtype, offs=routing.ends)
+        return routing.combined(y[:, : self.hidden], top_k_weights)
+
+    def _materialise(self, device: torch.device) -> None:
+        """Zeros on a device in the place of tensors on "meta"."""
+        for experts in (self.gate_up, self.down):
+            for part in ("weight", experts.SCALE):
+                experts.register_buffer(part, torch.zeros_like(experts.get_buffer(part), device=device))
+
+    def _clear_padding(self) -> None:
+        """Zero what pads gate and up, of which nothing is in a state dict."""
+        shared = self.gate_up.ROWS_PER_SCALE
+        for begin in (0, self.up_begins):
+            padding = slice(begin + self.intermediate, begin + self.up_begins)
+            self.gate_up.weight[:, padding].zero_()
+            scales = slice(-(-padding.start // shared), padding.stop // shared)
+            self.gate_up.get_buffer(self.gate_up.SCALE)[:, scales] = 0
+
+    def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
+        """Where the tensors of one linear layer lie in memory, by the last part of their names."""
+        experts, begin, rows = self.down, 0, self.hidden
+        if projection != self.projections.down:
+            experts, rows = self.gate_up, self.intermediate
+            begin = 0 if projection == self.projections.gate else self.up_begins
+        shared = experts.ROWS_PER_SCALE
+        scales = slice(begin // shared, begin // shared - (-rows // shared))
+        return {
+            "weight": experts.weight[expert, begin : begin + rows, : experts.in_features],
+            experts.SCALE: experts.get_buffer(experts.SCALE)[expert, scales],
+        }
+
+    def _tensors(self, expert: int, projection: str) -> dict[str, Tensor]:
+        """The tensors of one linear layer."""
+        found = self._places(expert, projection)
+        if self.kind.options.get("weight") == "tensor":  # One scale, repeated for every row.
+            found[self.down.SCALE] = found[self.down.SCALE][:1]
+        return found
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, hidden={self.hidden}, intermediate={self.intermediate}"
+
+
+def _is_silu(act_fn: nn.Module) -> bool:
+    x = torch.linspace(-8, 8, 33, device="cpu", dtype=torch.float32)
+    return torch.equal(act_fn(x), functional.silu(x))
+
+
+def _gathered(q: Tensor, scale: Tensor, rows: Tensor, column: bool) -> tuple[Tensor, Tensor]:
+    """Some rows and their scales, in the layout that the scales have."""
+    # As bytes, for not every backend gathers float8.
+    gathered = q.view(torch.uint8)[rows].view(q.dtype)
+    if not column:
+        return gathered, scale[rows]
+    filled = functional.pad(rows, (0, -len(rows) % 4))
+    return gathered, scale.t()[:, filled].t()[: len(rows)]
+
+
+def _stacked_names(module: GatedExperts, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
+        for part in ("weight", experts.SCALE):
+            yield f"{prefix}{name}.{part}", experts.get_buffer(part)
+
+
+def _as_files_have_it(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+    """Give a state dict the matrices one by one, which are views of the stacked ones."""
+    assert isinstance(module, GatedExperts)
+    for name, _ in _stacked_names(module, prefix):
+        del state[name]
+    for expert in range(module.experts):
+        for projection in module.projections:
+            for part, tensor in module._tensors(expert, projection).items():
+                state[f"{prefix}{expert}.{projection}.{part}"] = tensor.detach()
+
+
+@torch.no_grad()
+def _take(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Copy the matrices of a state dict to their places, and leave the stacked ones as they then are."""
+    assert isinstance(module, GatedExperts)
+    if module.down.weight.is_meta and metadata.get("assign_to_params_buffers", False):
+        first = state.get(f"{prefix}0.{module.projections.gate}.weight")
+        if first is not None:
+            module._materialise(first.device)
+    # Values that were never set may be anything, after `to_empty`.
+    module._clear_padding()
+    for expert in range(module.experts):
+        for projection in module.projections:
+            places, wanted = module._places(expert, projection), module._tensors(expert, projection)
+            for part, place in places.items():
+                key = f"{prefix}{expert}.{projection}.{part}"
+                given = state.pop(key, None)
+                if given is None:
+                    missing.append(key)
+                elif given.shape != wanted[part].shape or (part == "weight" and given.dtype != place.dtype):
+                    errors.append(
+                        f"GatedExperts: {key}: expected {place.dtype} {list(wanted[part].shape)}, "
+                        f"got {given.dtype} {list(given.shape)}"
+                    )
+                elif given.data_ptr() != place.data_ptr():
+                    place.copy_(given)
+    for name, buffer in _stacked_names(module, prefix):
+        experts = module.gate_up if name.startswith(f"{prefix}gate_up.") else module.down
+        shape = experts._shapes[name.rpartition(".")[2]]
+        state[name] = buffer[tuple(map(slice, shape))]

@@ -1,0 +1,1 @@
+"""Operations that quantise activations, alone or behind a norm or a gated activation."""

@@ -1,0 +1,232 @@
+"""FP8 quantisation: static or dynamic scales for a tensor, its tokens, groups along K, or blocks of a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
+
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_GRANULARITIES = ("tensor", "token", "group", "block")
+
+
+def quantize_fp8(
+    x: Tensor,
+    *,
+    granularity: str = "tensor",
+    group_size: int = 128,
+    scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    eps: float = 0.0,
+    ue8m0: bool = False,
+    scale_layout: str = "row",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pad_to: int = 1,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``q = round(clamp(x / scale, -largest, largest))``, dividing and rounding ties to even; CPU and GPU bit-equal.
+
+    ``largest`` is 448 for e4m3fn and 57344 for e5m2. Without ``scale`` the scales are measured:
+    ``scale = max(min(amax, scale_ub), eps) / largest``, never below 2^-126, so that zeros give zeros.
+
+    What holds NaN gets a NaN scale and NaN throughout, what holds an infinity an infinite scale and NaN in its place
+    (0 elsewhere): what is computed from either is NaN, as in floating point. (``scale_ub`` bounds infinities.) With a
+    static scale NaN stays NaN, the code 0x7f, and infinities saturate.
+
+    Args:
+        x: ``[.., K]`` float32, float16 or bfloat16, rows dense; ``[N, K]`` for "block".
+        granularity: what shares a scale: "tensor"; "token", a row of ``x``; "group", ``group_size`` elements of a row;
+            "block", ``group_size`` x ``group_size`` elements. The last group or block of a row may be shorter.
+        group_size: of groups and blocks.
+        scale: static: float32, as many as the granularity has, in the shape given below. It is returned as it came.
+        scale_ub: dynamic: float32, one element, an upper bound of the measured amax, be that infinite; values beyond it
+            saturate. It is not looked at beforehand: NaN bounds nothing, and below 0 all saturate.
+        eps: dynamic: the least amax.
+        ue8m0: dynamic: scales are rounded up to powers of two.
+        scale_layout: "column", for groups: the scales of one group of every row are neighbours, strides
+            ``(1, round_up(M, 4))`` for M rows, as kernels that load them by TMA want. Nothing is written between M
+            and its multiple of 4.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        pad_to: q's columns are rounded up to a multiple of this and the extra ones are 0 (16 suits matrix products).
+        out: ``(q, scale)`` to write into, with their dtype and layout; beside a static scale with that very scale.
+            q's columns past K are set to 0, ``pad_to`` or not. It is returned.
+
+    Returns:
+        ``q`` of ``dtype`` ``[.., K']`` and ``scale`` float32: ``[1]`` for the tensor, ``[.., 1]`` for tokens,
+        ``[.., ceil(K / g)]`` for groups, ``[ceil(N / g), ceil(K / g)]`` for blocks.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches what came out, as there is no derivative.
+
+    Source: the granularities of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights), the scales as vLLM has them.
+    """
+    _expect(granularity, group_size, scale, scale_ub, eps, ue8m0, scale_layout, dtype, pad_to, out)
+    is_static = scale is not None
+    if out is not None:
+        q, out_scale = out
+        arguments = (x, q, out_scale, granularity, group_size, scale_ub, eps, ue8m0, is_static)
+        if direct((x, q, out_scale), (scale_ub,)):
+            _run(*arguments)
+        else:
+            tensors = {"x": x, "out": q, "scale": out_scale}
+            expect_tensors("quantize_fp8", tensors, {"scale_ub": scale_ub}, writes=True)
+            torch.ops.epiloq.quantize_fp8_out(*arguments)
+        return out
+    if scale is not None:
+        if direct((x, scale)):
+            return _static(x, scale, granularity, group_size, dtype, pad_to), scale
+        expect_tensors("quantize_fp8", {"x": x, "scale": scale}, {}, writes=False)
+        q = torch.ops.epiloq.quantize_fp8_static(x, scale, granularity, group_size, dtype, pad_to)
+        return refuse_backward("quantize_fp8", q), scale
+    measured = (x, granularity, group_size, scale_ub, eps, ue8m0, scale_layout, dtype, pad_to)
+    if direct((x,), (scale_ub,)):
+        return _dynamic(*measured)
+    expect_tensors("quantize_fp8", {"x": x}, {"scale_ub": scale_ub}, writes=False)
+    q, scale = torch.ops.epiloq.quantize_fp8_dynamic(*measured)
+    return refuse_backward("quantize_fp8", q), refuse_backward("quantize_fp8", scale)
+
+
+def _expect(
+    granularity: str,
+    group_size: int,
+    scale: Tensor | None,
+    scale_ub: Tensor | None,
+    eps: float,
+    ue8m0: bool,
+    scale_layout: str,
+    dtype: torch.dtype,
+    pad_to: int,
+    out: tuple[Tensor, Tensor] | None,
+) -> None:
+    """What the arguments ask of one another; the tensors themselves are checked in C++."""
+    error = "epiloq.quantize_fp8: "
+    expect_choice("quantize_fp8", "granularity", granularity, _GRANULARITIES)
+    expect_choice("quantize_fp8", "dtype", dtype, _FORMATS)
+    expect_layout("quantize_fp8", granularity, group_size, scale_layout, pad_to)
+    if scale is not None:
+        for argument, given in (("scale_ub", scale_ub is not None), ("eps", eps != 0), ("ue8m0", ue8m0)):
+            if given:
+                raise ValueError(f"{error}{argument}: expected none beside a static scale, which is used as it is")
+    if out is not None:
+        if len(out) != 2:
+            raise ValueError(f"{error}out: expected (q, scale), got {len(out)} elements")
+        if scale is not None and out[1] is not scale:
+            raise ValueError(f"{error}out: expected the given scale as its last, got another")
+
+
+def _empty_q(x: Tensor, dtype: torch.dtype, pad_to: int, granularity: str) -> Tensor:
+    q = empty_q("quantize_fp8", x, dtype, x.shape[-1] if x.ndim else 0, pad_to)
+    if granularity == "block" and x.ndim != 2:
+        raise ValueError(f"epiloq.quantize_fp8: x: expected two dimensions for granularity block, got {list(x.shape)}")
+    return q
+
+
+def _run(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    granularity: str,
+    group_size: int,
+    scale_ub: Tensor | None,
+    eps: float,
+    ue8m0: bool,
+    is_static: bool,
+) -> None:
+    _core.quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, eps, scale_ub)
+
+
+def _empty_dynamic(
+    x: Tensor,
+    granularity: str,
+    group_size: int,
+    scale_ub: Tensor | None,
+    eps: float,
+    ue8m0: bool,
+    scale_layout: str,
+    dtype: torch.dtype,
+    pad_to: int,
+) -> tuple[Tensor, Tensor]:
+    return _empty_q(x, dtype, pad_to, granularity), empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
+
+
+def _dynamic(
+    x: Tensor,
+    granularity: str,
+    group_size: int,
+    scale_ub: Tensor | None,
+    eps: float,
+    ue8m0: bool,
+    scale_layout: str,
+    dtype: torch.dtype,
+    pad_to: int,
+) -> tuple[Tensor, Tensor]:
+    q = _empty_q(x, dtype, pad_to, granularity)
+    scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
+    _run(x, q, scale, granularity, group_size, scale_ub, eps, ue8m0, False)
+    return q, scale
+
+
+def _empty_static(
+    x: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype, pad_to: int
+) -> Tensor:
+    return _empty_q(x, dtype, pad_to, granularity)
+
+
+def _static(x: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype, pad_to: int) -> Tensor:
+    q = _empty_q(x, dtype, pad_to, granularity)
+    _run(x, q, scale, granularity, group_size, None, 0.0, False, True)
+    return q
+
+
+def explain(
+    x: Tensor,
+    *,
+    granularity: str = "tensor",
+    group_size: int = 128,
+    scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    eps: float = 0.0,
+    ue8m0: bool = False,
+    scale_layout: str = "row",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    pad_to: int = 1,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> str:
+    """`epiloq.explain` for `quantize_fp8`."""
+    _expect(granularity, group_size, scale, scale_ub, eps, ue8m0, scale_layout, dtype, pad_to, out)
+    expect_tensors("quantize_fp8", {"x": x}, {"scale": scale, "scale_ub": scale_ub}, writes=False)
+    is_static = scale is not None
+    if out is not None:
+        q, scale = out
+    else:
+        q = _empty_q(x, dtype, pad_to, granularity)
+        scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout) if scale is None else scale
+    return _core.explain_quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, eps, scale_ub)
+
+
+def _fake_out(*_: Any) -> None:
+    return None
+
+
+_MEASURE = "str granularity, int group_size, Tensor? scale_ub, float eps, bool ue8m0"
+for _schema, _function, _shapes in (
+    (
+        f"dynamic(Tensor x, {_MEASURE}, str scale_layout, ScalarType dtype, int pad_to) -> (Tensor, Tensor)",
+        _dynamic,
+        _empty_dynamic,
+    ),
+    (
+        "static(Tensor x, Tensor scale, str granularity, int group_size, ScalarType dtype, int pad_to) -> Tensor",
+        _static,
+        _empty_static,
+    ),
+    (f"out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}, bool is_static) -> ()", _run, _fake_out),
+):
+    register("quantize_fp8", f"quantize_fp8_{_schema}", _function, _shapes)

@@ -1,0 +1,267 @@
+"""RMS normalisation, with a residual added before it, straight to int8 or FP8."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
+
+DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+@overload
+def rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    residual: None = ...,
+    dtype: torch.dtype = ...,
+    granularity: str = ...,
+    group_size: int = ...,
+    ue8m0: bool = ...,
+    scale_layout: str = ...,
+    pad_to: int = ...,
+    out: tuple[Tensor, Tensor] | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    residual: Tensor,
+    dtype: torch.dtype = ...,
+    granularity: str = ...,
+    group_size: int = ...,
+    ue8m0: bool = ...,
+    scale_layout: str = ...,
+    pad_to: int = ...,
+    out: tuple[Tensor, Tensor, Tensor] | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    group_size: int = 128,
+    ue8m0: bool = False,
+    scale_layout: str = "row",
+    pad_to: int = 1,
+    out: Any = None,
+) -> Any:
+    """The quantised ``r / sqrt(mean(r^2) + eps) * weight``, the mean over K; r is ``x``, or ``x + residual``.
+
+    The sum is rounded to the dtype of ``x``, because it is returned as the next residual; from r to q everything is
+    fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric) and `quantize_fp8`.
+
+    CPU and GPU add squares in another order: the scale is within 2^-20 of float64's, relatively, and q within one step
+    of the value over that scale, for rows whose squares' sum float32 holds (beyond, from values of 1e19 on, the norm is
+    0, as torch's is); the returned sum is the same to the bit. Each is deterministic.
+
+    Args:
+        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
+        weight: ``[K]`` of that dtype.
+        eps: added to the mean of the squares.
+        residual: of ``x``'s shape and dtype.
+        dtype: torch.int8, per token, or torch.float8_e4m3fn.
+        granularity: what shares a scale: "token", or "group" of ``group_size`` columns (FP8).
+        group_size, ue8m0, scale_layout, pad_to: as of `quantize_fp8`.
+        out: ``(q, scale)``, or with a residual ``(q, scale, residual_out)``, to write into; ``residual_out`` may be
+            ``residual`` itself, which is then updated in place. It is returned.
+
+    Returns:
+        ``(q, scale)``; with a residual ``(q, scale, x + residual)``.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches an output, as there is no derivative.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
+    expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
+    if out is not None:
+        _run_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
+        return out
+    measure = (granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    required: dict[str, Any] = {"x": x, "weight": weight}
+    if residual is None:
+        if direct((x, weight)):
+            return _norm(x, weight, eps, *measure)
+        expect_tensors("rms_norm_quant", required, {}, writes=False)
+        results = torch.ops.epiloq.rms_norm_quant(x, weight, eps, *measure)
+    else:
+        if direct((x, weight, residual)):
+            return _add_norm(x, weight, eps, residual, *measure)
+        expect_tensors("rms_norm_quant", {**required, "residual": residual}, {}, writes=False)
+        results = torch.ops.epiloq.rms_norm_quant_add(x, weight, eps, residual, *measure)
+    return tuple(refuse_backward("rms_norm_quant", result) for result in results)
+
+
+def _run_into(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out: tuple[Tensor, ...],
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None:
+    if len(out) != (2 if residual is None else 3):
+        wanted = "(q, scale)" if residual is None else "(q, scale, residual_out)"
+        raise ValueError(f"epiloq.rms_norm_quant: out: expected {wanted}, got {len(out)} elements")
+    q, scale, residual_out = out[0], out[1], out[2] if residual is not None else None
+    arguments = (x, weight, eps, residual, q, scale, residual_out, granularity, group_size, ue8m0)
+    if direct((x, weight, q, scale), (residual, residual_out)):
+        return _run(*arguments)
+    tensors = {"x": x, "weight": weight, "out": q, "scale": scale}
+    optional = {"residual": residual, "residual_out": residual_out}
+    expect_tensors("rms_norm_quant", tensors, optional, writes=True)
+    torch.ops.epiloq.rms_norm_quant_out(*arguments)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    residual_out: Tensor | None,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+) -> None:
+    arguments = (q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0)
+    if x.is_cuda:
+        return _core.rms_norm_quant(*arguments)
+    _core.check_rms_norm_quant(*arguments)
+    with torch.no_grad():
+        if residual is not None and residual_out is not None:
+            x = residual_out.copy_(x.to(torch.float32) + residual.to(torch.float32))
+        row = x.to(torch.float32)
+        inverse = (row.square().mean(-1, keepdim=True) + eps).sqrt_().reciprocal_()
+        quantise_on_cpu(row * inverse * weight.to(torch.float32), q, scale, granularity, group_size, ue8m0)
+
+
+def quantise_on_cpu(values: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None:
+    """fp32 ``values`` into ``q`` and ``scale``, which were checked."""
+    if q.dtype == torch.int8:
+        _core.quantize_int8(q, values, scale, None, False, True)
+    else:
+        _core.quantize_fp8(q, values, scale, granularity, group_size, False, ue8m0, 0.0, None)
+
+
+def _empty(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+    scale_layout: str,
+    dtype: torch.dtype,
+    pad_to: int,
+) -> tuple[Tensor, Tensor]:
+    columns = x.shape[-1] if x.ndim else 0
+    q = empty_q("rms_norm_quant", x, dtype, columns, pad_to)
+    return q, empty_scale(x, columns, granularity, group_size, scale_layout)
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+    scale_layout: str,
+    dtype: torch.dtype,
+    pad_to: int,
+) -> tuple[Tensor, Tensor]:
+    q, scale = _empty(x, weight, eps, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    _run(x, weight, eps, None, q, scale, None, granularity, group_size, ue8m0)
+    return q, scale
+
+
+def _empty_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, *measure: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (*_empty(x, weight, eps, *measure), x.new_empty(x.shape))
+
+
+def _add_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+    scale_layout: str,
+    dtype: torch.dtype,
+    pad_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    measure = (granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    q, scale, residual_out = _empty_add(x, weight, eps, residual, *measure)
+    _run(x, weight, eps, residual, q, scale, residual_out, granularity, group_size, ue8m0)
+    return q, scale, residual_out
+
+
+def explain(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    group_size: int = 128,
+    ue8m0: bool = False,
+    scale_layout: str = "row",
+    pad_to: int = 1,
+    out: tuple[Tensor, ...] | None = None,
+) -> str:
+    """`epiloq.explain` for `rms_norm_quant`."""
+    expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
+    expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
+    expect_tensors("rms_norm_quant", {"x": x, "weight": weight}, {"residual": residual}, writes=False)
+    if out is None:
+        out = _empty(x, weight, eps, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+        out = out if residual is None else (*out, x.new_empty(x.shape))
+    q, scale, residual_out = out[0], out[1], out[2] if residual is not None else None
+    return _core.explain_rms_norm_quant(
+        q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0
+    )
+
+
+def _fake_out(*_: Any) -> None:
+    return None
+
+
+_MEASURE = "str granularity, int group_size, bool ue8m0"
+_NEW = f"{_MEASURE}, str scale_layout, ScalarType dtype, int pad_to"
+for _schema, _function, _shapes in (
+    (f"rms_norm_quant(Tensor x, Tensor weight, float eps, {_NEW}) -> (Tensor, Tensor)", _norm, _empty),
+    (
+        f"rms_norm_quant_add(Tensor x, Tensor weight, float eps, Tensor residual, {_NEW}) -> (Tensor, Tensor, Tensor)",
+        _add_norm,
+        _empty_add,
+    ),
+    (
+        "rms_norm_quant_out(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(a!) q, Tensor(b!) scale,"
+        f" Tensor(c!)? residual_out, {_MEASURE}) -> ()",
+        _run,
+        _fake_out,
+    ),
+):
+    register("rms_norm_quant", _schema, _function, _shapes)

@@ -1,0 +1,124 @@
+"""The gated activation of a SwiGLU layer, straight to int8 or FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
+from epiloq.ops.quantizers.rms_norm_quant import DTYPES, quantise_on_cpu
+
+
+def silu_and_mul_quant(
+    x: Tensor,
+    *,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    group_size: int = 128,
+    ue8m0: bool = False,
+    scale_layout: str = "row",
+    pad_to: int = 1,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The quantised ``silu(x[.., :K]) * x[.., K:]``, where ``silu(g) = g / (1 + exp(-g))``.
+
+    From ``x`` to q everything is fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric)
+    and `quantize_fp8`. Exponentials differ in their last bits between CPU and GPU: the scale is within 2^-20 of
+    float64's, relatively, and q within one step of the value over that scale. Each is deterministic.
+
+    Args:
+        x: ``[.., 2 K]`` float32, float16 or bfloat16, rows dense: the output of a fused gate and up projection.
+        dtype: torch.int8, per token, or torch.float8_e4m3fn.
+        granularity: what shares a scale: "token", or "group" of ``group_size`` columns (FP8).
+        group_size, ue8m0, scale_layout, pad_to: as of `quantize_fp8`.
+        out: ``(q, scale)`` to write into. It is returned.
+
+    Returns:
+        ``(q, scale)``, q ``[.., K']``, scale ``[.., 1]`` or ``[.., ceil(K / g)]``.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches an output, as there is no derivative.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+    expect_choice("silu_and_mul_quant", "dtype", dtype, DTYPES)
+    expect_layout("silu_and_mul_quant", granularity, group_size, scale_layout, pad_to)
+    if out is not None:
+        if len(out) != 2:
+            raise ValueError(f"epiloq.silu_and_mul_quant: out: expected (q, scale), got {len(out)} elements")
+        arguments = (x, *out, granularity, group_size, ue8m0)
+        if direct((x, *out)):
+            _run(*arguments)
+        else:
+            expect_tensors("silu_and_mul_quant", {"x": x, "out": out[0], "scale": out[1]}, {}, writes=True)
+            torch.ops.epiloq.silu_and_mul_quant_out(*arguments)
+        return out
+    measure = (x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    if direct((x,)):
+        return _gate(*measure)
+    expect_tensors("silu_and_mul_quant", {"x": x}, {}, writes=False)
+    q, scale = torch.ops.epiloq.silu_and_mul_quant(*measure)
+    return refuse_backward("silu_and_mul_quant", q), refuse_backward("silu_and_mul_quant", scale)
+
+
+def _run(x: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None:
+    if x.is_cuda:
+        return _core.silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
+    _core.check_silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
+    with torch.no_grad():
+        gate, up = x.to(torch.float32).chunk(2, -1) if x.shape[-1] else (x, x)
+        quantise_on_cpu(functional.silu(gate) * up, q, scale, granularity, group_size, ue8m0)
+
+
+def _empty(
+    x: Tensor, granularity: str, group_size: int, ue8m0: bool, scale_layout: str, dtype: torch.dtype, pad_to: int
+) -> tuple[Tensor, Tensor]:
+    columns = x.shape[-1] // 2 if x.ndim else 0
+    q = empty_q("silu_and_mul_quant", x, dtype, columns, pad_to)
+    return q, empty_scale(x, columns, granularity, group_size, scale_layout)
+
+
+def _gate(
+    x: Tensor, granularity: str, group_size: int, ue8m0: bool, scale_layout: str, dtype: torch.dtype, pad_to: int
+) -> tuple[Tensor, Tensor]:
+    q, scale = _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    _run(x, q, scale, granularity, group_size, ue8m0)
+    return q, scale
+
+
+def explain(
+    x: Tensor,
+    *,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    group_size: int = 128,
+    ue8m0: bool = False,
+    scale_layout: str = "row",
+    pad_to: int = 1,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> str:
+    """`epiloq.explain` for `silu_and_mul_quant`."""
+    expect_choice("silu_and_mul_quant", "dtype", dtype, DTYPES)
+    expect_layout("silu_and_mul_quant", granularity, group_size, scale_layout, pad_to)
+    expect_tensors("silu_and_mul_quant", {"x": x}, {}, writes=False)
+    q, scale = out or _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    return _core.explain_silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
+
+
+def _fake_out(*_: Any) -> None:
+    return None
+
+
+_MEASURE = "str granularity, int group_size, bool ue8m0"
+for _schema, _function, _shapes in (
+    (f"(Tensor x, {_MEASURE}, str scale_layout, ScalarType dtype, int pad_to) -> (Tensor, Tensor)", _gate, _empty),
+    (f"_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}) -> ()", _run, _fake_out),
+):
+    register("silu_and_mul_quant", f"silu_and_mul_quant{_schema}", _function, _shapes)

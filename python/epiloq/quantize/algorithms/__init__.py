@@ -1,0 +1,1 @@
+"""The algorithms: AWQ, GPTQ, SmoothQuant, and the table of their names."""

@@ -1,0 +1,64 @@
+"""AWQ (Lin et al., 2023): scale up the weights of channels with large inputs, so that rounding them costs less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epiloq.quantize.calibration.channels import alike
+from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.rounding import Codebook, Kept, rtn
+
+RATIOS = 20
+SMALLEST = 1e-4
+
+
+@torch.no_grad()
+def awq_scale(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    mean_abs: Tensor,
+    grid: Codebook[Calibrated],
+    *,
+    ratios: int = RATIOS,
+    channels: Tensor | None = None,
+) -> Tensor:
+    """The scale ``s``, float32 ``[K]``, for layers that read one input: ``W s`` is what should be quantised.
+
+    Of ``s = mean|x|^r``, normalised to ``sqrt(max s * min s) = 1``, for r in 0, 1/ratios, .. the one is taken with the
+    least output error ``sum_i |x (Q(W_i s) / s - W_i)^T|^2`` of round-to-nearest. r = 0 is no scaling, so the result
+    is never worse on the calibration inputs. Fold it with ``fold_(producer, consumers, s)``.
+
+    Args:
+        weights: ``[N_i, K]``, of every layer that reads the input.
+        hessian: ``[K, K]``, ``sum x x^T`` in any scale.
+        mean_abs: ``[K]``, the mean magnitude of each input channel.
+        channels: ``[K]``; channels of one number get one scale (see `channel_map`).
+    """
+    if ratios < 1:
+        raise ValueError(f"awq_scale: ratios: expected at least 1, got {ratios}")
+    magnitudes = alike(mean_abs.float(), channels, "mean")
+    best, least = torch.ones_like(magnitudes), torch.inf
+    for step in range(ratios):
+        scale = magnitudes.pow(step / ratios).clamp_(min=SMALLEST)
+        scale /= (scale.max() * scale.min()).sqrt()
+        # One by one, for rows of two layers share nothing.
+        error = sum(
+            output_error(rtn(weight.float() * scale, grid).dequantize().div_(scale).sub_(weight), hessian)
+            for weight in weights
+        )
+        if error < least:
+            best, least = scale, error
+    return best
+
+
+def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Kept]) -> Kept:
+    """Round a weight ``[N, K]``, scaled already, to nearest with each group's range clipped as AWQ searches it."""
+    return rtn(weight, grid, hessian)
+
+
+def output_error(difference: Tensor, hessian: Tensor) -> float:
+    """``trace(D H D^T)``: the squared output error of a weight that is off by D ``[N, K]``, in the Hessian's scale."""
+    return max(0.0, float(((difference @ hessian.to(difference.dtype)) * difference).sum()))

@@ -1,0 +1,219 @@
+"""SmoothQuant (Xiao et al., 2023): move the range of activations into weights, channel by channel, before W8A8.
+
+A linear layer computes ``x W^T``. Dividing channel j of x by ``s_j`` where x is made (a norm's weight, or the rows of
+the linear layer before a gated product) and multiplying column j of W by it changes nothing in real numbers, and evens
+out what an int8 scale per token has to span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from epiloq.layer_filter import default_filter
+from epiloq.quantize.calibration.channels import alike, channel_map, restored, widened
+from epiloq.quantize.calibration.inputs import Calibrate, Observed, observe, outputs
+from epiloq.quantize.calibration.static import input_grid, static_int8, token_error
+from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.grid import Grid
+from epiloq.weights.rounding import Codebook, rtn
+
+SMALLEST = 1e-5
+ALPHA = 0.5
+# Linear layers before another that may feed it through attention: queries, keys and values, in any order.
+NEAREST = 3
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+INT8 = Grid(8, symmetric=True)
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """One folding: the module that makes the input, the linear layers that read it, and ``s``, float32 ``[K]``."""
+
+    producer: str
+    consumers: tuple[str, ...]
+    scale: Tensor
+
+
+def smooth_scale(
+    amax: Tensor, weights: Sequence[Tensor], alpha: float = ALPHA, channels: Tensor | None = None
+) -> Tensor:
+    """``s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)``, float32 ``[K]``; 1 where a channel is never used.
+
+    Args:
+        amax: ``[K]``, the largest magnitude in each channel of the inputs.
+        weights: ``[N_i, K]``, of every layer that reads them.
+        alpha: how much of the difficulty moves into the weights, 0 to 1.
+        channels: ``[K]``; channels of one number get one scale (see `channel_map`).
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"smooth_scale: alpha: expected 0 to 1, got {alpha}")
+    inputs = alike(amax.float(), channels, "amax")
+    columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
+    columns = alike(columns, channels, "amax")
+    scale = inputs.clamp(min=SMALLEST) ** alpha / columns.clamp(min=SMALLEST) ** (1 - alpha)
+    return torch.where((inputs > 0) & (columns > 0), scale.clamp(min=SMALLEST), torch.ones_like(scale))
+
+
+@torch.no_grad()
+def search_smooth_scale(
+    x: Tensor,
+    amax: Tensor,
+    weights: Sequence[Tensor],
+    static: bool = False,
+    channels: Tensor | None = None,
+    *,
+    grid: Codebook[Calibrated] = INT8,
+    inputs: Codebook[Calibrated] = INT8,
+) -> Tensor:
+    """`smooth_scale` with the alpha of `ALPHAS` whose quantised product is nearest to the exact one on a sample.
+
+    Args:
+        x: ``[T, K]``, some of the inputs.
+        amax, weights, channels: as for `smooth_scale`.
+        static: one scale and zero point, which span the sample and `amax`, for all tokens instead; nearest is then
+            what has the least `token_error`.
+        grid, inputs: how weights and inputs are rounded; by default as in W8A8, a scale for each channel and token.
+    """
+    weight = torch.cat([weight.float() for weight in weights])
+    tokens = x.reshape(-1, x.shape[-1]).float()
+    exact = tokens @ weight.t()
+    best, least = torch.ones_like(amax), torch.inf
+    for alpha in ALPHAS:
+        scale = smooth_scale(amax, weights, alpha, channels)
+        rounded = torch.cat([rtn(weight.float() * scale, grid).dequantize() for weight in weights])
+        if static:
+            reach = (amax / scale).max()
+            error = token_error(tokens / scale, static_int8(tokens / scale, input_grid(-reach, reach)), rounded)
+        else:
+            error = float((rtn(tokens / scale, inputs).dequantize() @ rounded.t() - exact).square().sum())
+        if error < least:
+            best, least = scale, error
+    return best
+
+
+@torch.no_grad()
+def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, channels: Tensor | None = None) -> None:
+    """Divide the producer's output channels by ``scale`` [K], multiply the consumers' input channels by it, in place.
+
+    The producer has a weight ``[K]`` (a norm) or ``[K, ..]`` (a linear layer), and perhaps a bias ``[K]``. With
+    `channels` (see `channel_map`) it has as many rows as those have numbers, and each is divided by the scale of any
+    of the channels of its number, which have one scale.
+    """
+    if channels is not None:
+        spread, scale = scale, torch.ones_like(scale[: int(channels.max()) + 1]).index_copy(0, channels, scale)
+    else:
+        spread = scale
+    weight, bias = producer.weight, getattr(producer, "bias", None)
+    if not isinstance(weight, Tensor) or weight.shape[0] != scale.numel():
+        raise ValueError(f"fold_: producer: expected a weight with {scale.numel()} rows, got {type(producer).__name__}")
+    weight.div_(scale.to(weight.dtype).reshape(-1, *[1] * (weight.ndim - 1)))
+    if isinstance(bias, Tensor):
+        bias.div_(scale.to(bias.dtype))
+    for consumer in consumers:
+        consumer.weight.mul_(spread.to(consumer.weight.dtype))
+
+
+def smoothquant_(
+    model: nn.Module,
+    calibrate: Calibrate,
+    *,
+    alpha: float = ALPHA,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> tuple[Smoothed, ...]:
+    """Smooth every foldable input of `model`'s linear layers in place; then quantise it with `epiloq.quantize_`.
+
+    What can be folded is found by running the model. A norm whose output is a linear layer's input, a linear layer
+    before a gated product, and one whose channels attention sums over (values, those of grouped heads too) are
+    candidates. A candidate is taken only if folding powers of two leaves the model's output the same bit for bit, so a
+    norm that something else reads as well (a residual, another kind of layer) is left alone.
+
+    Args:
+        calibrate: ``calibrate(model)`` runs the model on sample inputs; its first call also serves as the probe.
+        alpha: as for `smooth_scale`.
+        filter_fn: ``filter_fn(module, name) -> bool``, which linear layers will be quantised; as for `quantize_`.
+
+    Returns:
+        What was folded: norms and gated products in the order of the model's run, then values.
+
+    Raises:
+        ValueError: `calibrate` did not call the model, or `alpha` is out of range.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
+    seen = observe(model, calibrate)
+    takes = default_filter(model) if filter_fn is None else filter_fn
+    done = []
+    for folding in foldings(model, seen, takes):
+        amax = torch.stack([seen.amax[name] for name in folding.consumers]).amax(0)
+        weights = [linear.weight for linear in linears(model, folding.consumers)]
+        done.append((folding, smooth_scale(amax, weights, alpha, folding.channels)))
+    for (producer, names, channels), scale in done:
+        fold_(model.get_submodule(producer), linears(model, names), scale, channels)
+    return tuple(Smoothed(producer, names, scale) for (producer, names, _), scale in done)
+
+
+class Folding(NamedTuple):
+    """A producer and every linear layer that reads it, by name, and `fold_`'s `channels`."""
+
+    producer: str
+    consumers: tuple[str, ...]
+    channels: Tensor | None = None
+
+
+@torch.no_grad()
+def foldings(model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]) -> list[Folding]:
+    """What of a run can be folded exactly: the candidates that were seen, and linear layers that attention sums over.
+
+    Those are left out of which no consumer is wanted, as ``takes(module, name)`` says. A float16 model is held in
+    float32 as well meanwhile, for in float16 halving rounds what is below 2^-13, and most weights have some of that.
+    """
+    wanted = {name for name in seen.amax if takes(model.get_submodule(name), name)}
+    found = []
+    with widened(model):
+        wide = replace(seen, probe=tree_map(_widened, seen.probe))
+        before = outputs(model, wide)
+        for producer, names in seen.feeds.items():
+            folding = Folding(producer, tuple(names))
+            if wanted.intersection(names) and _foldable(model, wide, before, folding):
+                found.append(folding)
+        folded = {name for folding in found for name in folding.consumers}
+        alone = [name for name in seen.amax if name in wanted - folded]
+        return found + [f for name in alone if (f := _mapped(model, wide, before, name)) is not None]
+
+
+def _widened(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
+
+
+def _mapped(model: nn.Module, seen: Observed, before: list[Tensor], name: str) -> Folding | None:
+    """The folding into one of the linear layers that ran just before a layer, if its channels are some of theirs."""
+    ran = list(seen.amax)
+    (consumer,) = linears(model, [name])
+    for producer in reversed(ran[: ran.index(name)][-NEAREST:]):
+        channels = channel_map(linears(model, [producer])[0], consumer, lambda: outputs(model, seen))
+        if channels is not None:
+            folding = Folding(producer, (name,), channels)
+            return folding if _foldable(model, seen, before, folding) else None
+    return None
+
+
+def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The linear layers of those names."""
+    return [module for module in map(model.get_submodule, names) if isinstance(module, nn.Linear)]
+
+
+def _foldable(model: nn.Module, seen: Observed, before: list[Tensor], folding: Folding) -> bool:
+    """Whether folding powers of two leaves every output bit as it was, for they are exact in floating point."""
+    producer, consumers = model.get_submodule(folding.producer), linears(model, folding.consumers)
+    weight = consumers[0].weight
+    numbers = torch.arange(weight.shape[1], device=weight.device) if folding.channels is None else folding.channels
+    with restored([producer, *consumers]):
+        fold_(producer, consumers, 2.0 ** (numbers % 3 - 1), folding.channels)
+        after = outputs(model, seen)
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,1 @@
+"""Running a model block by block to calibrate it, and what its layers' inputs look like."""

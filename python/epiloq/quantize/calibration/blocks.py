@@ -1,0 +1,228 @@
+"""A model as a chain of blocks, found by structure, and the inputs of each without running the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from epiloq.layer_filter import Filter
+from epiloq.quantize.calibration.inputs import PROBE_TOKENS
+
+
+def find_blocks(model: nn.Module, takes: Filter, name: str | None = None) -> dict[str, nn.Module]:
+    """The repeated layers of a model by name, in order.
+
+    They are the children of the ``ModuleList`` that holds most of the weights to quantise; the longest, between equals.
+    `name` overrides the choice. Raises ValueError if there is none, or if blocks share modules or weights.
+    """
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
+    if name is None:
+        named = (n for n, m in lists.items() if isinstance(m, nn.ModuleList))
+        name = max(named, key=lambda n: (_weights(lists[n], n, takes), len(lists[n])), default="")
+        if not name or not _weights(lists[name], name, takes):
+            raise ValueError(
+                "calibrate: model: expected linear layers to quantise inside a ModuleList of repeated blocks, found "
+                "none; name the list with `blocks` if it is there"
+            )
+    if name not in lists:
+        raise ValueError(f"calibrate: blocks: expected the name of a ModuleList, got {name!r}")
+    blocks = {f"{name}.{child}": module for child, module in lists[name].named_children()}
+    parameters = Counter(id(p) for block in blocks.values() for p in block.parameters())
+    if len(blocks) < len(lists[name]) or any(count > 1 for count in parameters.values()):
+        raise ValueError(f"calibrate: blocks: expected blocks of their own weights, but some in {name!r} share them")
+    return blocks
+
+
+def linears_of(block: nn.Module, prefix: str, takes: Filter) -> dict[str, nn.Linear]:
+    """The linear layers of a block to quantise, by their names in the model."""
+    named = ((f"{prefix}.{name}" if name else prefix, module) for name, module in block.named_modules())
+    return {name: module for name, module in named if isinstance(module, nn.Linear) and takes(module, name)}
+
+
+def _weights(module: nn.Module, name: str, takes: Filter) -> int:
+    return sum(layer.weight.numel() for layer in linears_of(module, name, takes).values())
+
+
+class _Hidden:
+    """Stands where a block's hidden states go among its arguments."""
+
+
+HIDDEN = _Hidden()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A block's arguments but for its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def filled(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with hidden states, on their device."""
+
+        def fill(value: Any) -> Any:
+            if value is HIDDEN:
+                return hidden
+            return value.to(hidden.device) if isinstance(value, Tensor) else value
+
+        return tuple(tree_map(fill, arg) for arg in self.args), {k: tree_map(fill, v) for k, v in self.kwargs.items()}
+
+    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The block's output hidden states."""
+        args, kwargs = self.filled(hidden)
+        return first(block(*args, **kwargs))
+
+
+def first(output: Any) -> Tensor:
+    """The hidden states among a block's outputs."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@dataclass
+class Recorded:
+    """What the blocks of a model are called with: hidden states of the first, everything else of all."""
+
+    hidden: list[Tensor]
+    """One for each window, on the CPU."""
+    calls: list[list[Call]]
+    """``calls[block][window]``; equal tensors are one tensor, on the CPU."""
+
+
+@torch.no_grad()
+def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tensor]) -> Recorded:
+    """Run the model on windows of tokens, ``[1, n]`` each, passing through its blocks without running them.
+
+    Raises ValueError if a block's input is not the output of the block before (as it is not where a model does
+    something in between, or where blocks pass on more than hidden states).
+    """
+    device = next(model.parameters()).device
+    with without_cache(model):
+        recorder = _Recorder(_probe(model, blocks, windows[0][:, :PROBE_TOKENS].to(device)))
+        with _replaced(blocks, recorder.stand_in):
+            for window in windows:
+                with suppress(_Enough):
+                    model(window.to(device))
+                recorder.alive.clear()
+    return recorder.found
+
+
+class _Recorder:
+    """What blocks are replaced by: each notes its arguments and hands its hidden states on."""
+
+    def __init__(self, forms: Sequence[Any]) -> None:
+        self.forms = forms
+        self.found = Recorded([], [[] for _ in forms])
+        self.pool: list[Tensor] = []
+        self.alive: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of this window, which keeps their numbers from being used again, and what is kept for them."""
+
+    def keep(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self.alive:
+            self.alive[id(value)] = value, _pooled(value.detach().cpu(), self.pool)
+        return self.alive[id(value)][1]
+
+    def stand_in(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden, call = _parted(args, kwargs)
+        if index == 0:
+            self.found.hidden.append(hidden.cpu())
+        kept = Call(
+            tuple(tree_map(self.keep, arg) for arg in call.args),
+            {name: tree_map(self.keep, value) for name, value in call.kwargs.items()},
+        )
+        self.found.calls[index].append(kept)
+        if index + 1 == len(self.forms):
+            raise _Enough
+        form = self.forms[index]
+        return hidden if isinstance(form, Tensor) else (hidden, *form[1:])
+
+
+class _Enough(Exception):
+    """Ends a run of the model after its last block."""
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Keep a transformers model from making a key-value cache, which blocks would fill each time they run."""
+    config = getattr(model, "config", None)
+    configs = [] if config is None else [config, getattr(config, "get_text_config", lambda: config)()]
+    before = [getattr(c, "use_cache", None) for c in configs]
+    for c in configs:
+        c.use_cache = False
+    try:
+        yield
+    finally:
+        for c, value in zip(configs, before, strict=True):
+            c.use_cache = value
+
+
+@contextmanager
+def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
+    before = [vars(block).get("forward") for block in blocks]
+    for index, block in enumerate(blocks):
+        block.forward = lambda *args, _index=index, **kwargs: stand_in(_index, *args, **kwargs)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """Hidden states, the first tensor among the arguments, and the rest."""
+    for position, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return value, Call((*args[:position], HIDDEN, *args[position + 1 :]), kwargs)
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return value, Call(args, {**kwargs, name: HIDDEN})
+    raise ValueError("calibrate: blocks: expected blocks that are called with a tensor")
+
+
+def _pooled(value: Tensor, pool: list[Tensor]) -> Tensor:
+    for known in pool:
+        if known.shape == value.shape and known.dtype == value.dtype and torch.equal(known, value):
+            return known
+    pool.append(value)
+    return value
+
+
+def _probe(model: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor) -> list[Any]:
+    """Each block's output on a few tokens, after checking that blocks form a chain."""
+    seen: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+    handles = [
+        block.register_forward_hook(
+            lambda m, args, kwargs, out, index=index: seen.__setitem__(index, (args, kwargs, out)), with_kwargs=True
+        )
+        for index, block in enumerate(blocks)
+    ]
+    try:
+        model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if list(seen) != list(range(len(blocks))):
+        raise ValueError("calibrate: blocks: expected every block to run, in order")
+    for index in range(len(blocks) - 1):
+        output = seen[index][2]
+        hidden, call = _parted(*seen[index + 1][:2])
+        passed = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)} - {id(hidden)}
+        others = (id(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
+        same = torch.allclose(first(output), hidden, rtol=0, atol=0, equal_nan=True)
+        if not same or passed & set(others):
+            raise ValueError(
+                f"calibrate: blocks: expected a chain, but the input of block {index + 1} is not the output of block "
+                f"{index} alone"
+            )
+    return [seen[index][2] for index in range(len(blocks))]

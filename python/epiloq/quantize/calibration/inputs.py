@@ -1,0 +1,177 @@
+"""What feeds which linear layer, found by running the model: no table of class names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from epiloq.quantize.calibration.statistics import InputStatistics
+
+Calibrate = Callable[[nn.Module], object]
+PROBE_TOKENS = 16
+
+
+@dataclass
+class Observed:
+    """A model's run on sample inputs."""
+
+    amax: dict[str, Tensor] = field(default_factory=dict)
+    """The largest magnitude in each input channel of each linear layer, float32 ``[in_features]``."""
+    feeds: dict[str, list[str]] = field(default_factory=dict)
+    """Candidates: a norm or linear layer, and the linear layers that seem to read its output."""
+    probe: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """The arguments of the model's first call, sequences of token numbers shortened."""
+
+
+class _Watch:
+    """Hooks that fill an Observed. Candidates are taken from the model's first call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.seen, self.calls = model, Observed(), 0
+        self.made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self.last_linear: dict[int, str] = {}
+
+    def before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls += 1
+        if self.seen.probe is None:
+            self.seen.probe = tree_map(_shortened, args), tree_map(_shortened, kwargs)
+
+    def before_linear(self, name: str, linear: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        if x.numel():
+            amax = x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
+            self.seen.amax[name] = torch.maximum(self.seen.amax[name], amax) if name in self.seen.amax else amax
+        if self.calls > 1 or any(name in consumers for consumers in self.seen.feeds.values()):
+            return
+        made, producer = self.made.get(id(x), (None, ""))
+        if made is None or made() is not x:
+            # Not a norm's output as it is; perhaps a gated product with the last linear layer of this width.
+            producer = self.last_linear.get(linear.in_features, "")
+        if producer:
+            self.seen.feeds.setdefault(producer, []).append(name)
+
+    def after_linear(self, name: str, linear: nn.Linear) -> None:
+        self.last_linear[linear.out_features] = name
+
+    def after_norm(self, name: str, output: object) -> None:
+        if isinstance(output, Tensor):
+            self.made[id(output)] = weakref.ref(output), name
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        handles = [self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)]
+        for name, module in self.model.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Linear):
+
+                def before(m: nn.Module, a: Any, k: Any, name: str = name) -> None:
+                    self.before_linear(name, m, a, k)  # type: ignore[arg-type]
+
+                def after(m: nn.Module, a: Any, out: Any, name: str = name) -> None:
+                    self.after_linear(name, m)  # type: ignore[arg-type]
+
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+            elif isinstance(weight, Tensor) and weight.ndim == 1:
+
+                def made(m: nn.Module, a: Any, out: Any, name: str = name) -> None:
+                    self.after_norm(name, out)
+
+                handles.append(module.register_forward_hook(made))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _shortened(value: object) -> object:
+    is_tokens = isinstance(value, Tensor) and not value.is_floating_point() and value.ndim == 2
+    return value[:, :PROBE_TOKENS] if is_tokens else value  # type: ignore[index]
+
+
+@torch.no_grad()
+def observe(model: nn.Module, calibrate: Calibrate) -> Observed:
+    """Run ``calibrate(model)`` and say what each linear layer's inputs were and what seems to produce them."""
+    watch = _Watch(model)
+    with watch.attached():
+        calibrate(model)
+    return watch.seen
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, seen: Observed) -> list[Tensor]:
+    """The floating-point tensors that the model returns for the probe."""
+    if seen.probe is None:
+        raise ValueError("calibrate: expected a function that calls the model, but the model was not called")
+    args, kwargs = seen.probe
+    return [
+        leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+@torch.no_grad()
+def last_inputs(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
+    """What each layer was last called with in a run."""
+    found: dict[str, Tensor] = {}
+    with watched(layers, found.__setitem__):
+        run()
+    return found
+
+
+@torch.no_grad()
+def input_groups(
+    layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
+) -> list[tuple[list[str], InputStatistics]]:
+    """Layers by the input that they share, as the first of the runs shows, each with the statistics of all runs."""
+    groups = shared(layers, runs[0])
+    found = [
+        (names, InputStatistics(layers[names[0]].in_features, device=layers[names[0]].weight.device))
+        for names in groups
+    ]
+    of_first = {names[0]: statistics for names, statistics in found}
+    with watched({name: layers[name] for name in of_first}, lambda name, x: of_first[name].add(x)):
+        for run in runs:
+            run()
+    return found
+
+
+@torch.no_grad()
+def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
+    """Layers by the input that they share in a run."""
+    seen: dict[str, list[object]] = {name: [] for name in layers}
+    alive: list[Tensor] = []  # So that no address is used twice.
+
+    def note(name: str, x: Tensor) -> None:
+        alive.append(x)
+        seen[name].append((x.data_ptr(), x.shape, x.stride(), x._version))
+
+    with watched(layers, note):
+        run()
+    # A layer that the first call did not reach (an expert, say) is on its own.
+    groups: dict[object, list[str]] = {}
+    for name, inputs in seen.items():
+        groups.setdefault(tuple(inputs) or name, []).append(name)
+    return list(groups.values())
+
+
+@contextmanager
+def watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``note(name, input)`` whenever one of the layers runs."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda module, args, kwargs: note(name, args[0] if args else kwargs["input"])
+
+    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

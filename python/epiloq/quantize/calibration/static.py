@@ -1,0 +1,152 @@
+"""Scales of activations that calibration fixes, one for all tokens of a layer's input, and which layers bear that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.observers import quantizer
+from epiloq.quantize.calibration.inputs import watched
+from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.grid import InputGrid
+from epiloq.weights.rounding import check_finite
+
+AUTO = "auto"
+LARGEST_ERROR = 0.1
+"""`AUTO` keeps an input dynamic if one scale for all tokens puts a token's output off by more than this part, on
+the root mean square over tokens. A scale for each token costs 0.01 to 0.02."""
+SAMPLED_WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class Static:
+    """A wish for static int8 inputs with a zero point.
+
+    keep_dynamic
+        Layers that get a scale for each token instead: a pattern of their names, as a shell matches file names;
+        `AUTO` for those whose error with one scale is above `LARGEST_ERROR`, and those that no input reached, as an
+        expert may be. None: no layer.
+    """
+
+    keep_dynamic: str | None = None
+
+    def keeps(self, names: Sequence[str], error: float) -> bool:
+        """Whether layers that share an input keep a scale for each token."""
+        if self.keep_dynamic == AUTO:
+            return error > LARGEST_ERROR
+        return self.keep_dynamic is not None and any(fnmatchcase(name, self.keep_dynamic) for name in names)
+
+
+@dataclass(frozen=True)
+class InputErrors:
+    """What quantising a layer's input costs its output, as `token_error` measures it, in either way."""
+
+    static: float
+    dynamic: float
+    kept_dynamic: bool
+
+
+def input_grid(low: Tensor, high: Tensor) -> InputGrid:
+    """Scale and zero point of inputs that lie between two numbers, as ``epiloq.quantize_int8`` chooses them."""
+    ends = torch.stack([low, high]).float()
+    check_finite("inputs", ends)
+    scale, zero = quantizer(ends)
+    assert zero is not None
+    return InputGrid(scale.reshape(1), zero.reshape(1))
+
+
+def static_int8(x: Tensor, grid: InputGrid) -> Tensor:
+    """Tokens ``[T, K]`` through int8 and back, by one scale and zero point."""
+    q, scale, zero = epiloq.quantize_int8(x.float(), scale=grid.scale, azp=grid.zero, symmetric=False)
+    return _widened(q, scale, zero)
+
+
+def dynamic_int8(x: Tensor) -> Tensor:
+    """Tokens ``[T, K]`` through int8 and back, with a scale and a zero point for each."""
+    return _widened(*epiloq.quantize_int8(x.float(), symmetric=False))
+
+
+def _widened(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    return (q.float() if zero is None else q.float() - zero) * scale
+
+
+def token_error(x: Tensor, quantised: Tensor, weight: Tensor) -> float:
+    """The root mean square, over tokens, of each token's relative output error ``|(x' - x) W^T| / |x W^T|``.
+
+    Each token counts alike: a few tokens of language models are a thousand times larger than the others, and would
+    hide in a plain norm that a scale wide enough for them leaves nothing of the rest.
+
+    Args:
+        x, quantised: ``[T, K]``.
+        weight: ``[N, K]``, of all layers that read x.
+    """
+    exact = (x.float() @ weight.t()).square().sum(-1)
+    lost = ((quantised - x) @ weight.t()).square().sum(-1)
+    some = exact > 0
+    return float((lost[some] / exact[some]).mean().sqrt()) if some.any() else 0.0
+
+
+class InputWatch:
+    """The range of every distinct input of a block's layers, and the inputs of a few windows."""
+
+    def __init__(self, groups: Sequence[Sequence[str]], layers: Mapping[str, nn.Linear]) -> None:
+        self.groups = {names[0]: list(names) for names in groups}
+        self.layers = {name: layers[name] for name in self.groups}
+        self.ends: dict[str, tuple[Tensor, Tensor]] = {}
+        self.samples: dict[str, list[Tensor]] = {name: [] for name in self.groups}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Look at what the layers are called with."""
+        with watched(self.layers, self._note):
+            yield
+
+    def _note(self, name: str, x: Tensor) -> None:
+        if not x.numel():
+            return
+        low, high = x.detach().aminmax()
+        before = self.ends.get(name, (low, high))
+        self.ends[name] = torch.minimum(low, before[0]), torch.maximum(high, before[1])
+        if len(self.samples[name]) < SAMPLED_WINDOWS:
+            self.samples[name].append(x.detach().reshape(-1, x.shape[-1]).float())
+
+    def freeze(
+        self, weights: Mapping[str, Calibrated], wish: Static
+    ) -> tuple[dict[str, InputGrid], dict[str, InputErrors]]:
+        """Scales of the layers that become static, and every layer's errors.
+
+        Raises ValueError for an input that is not finite, or that was never seen and may not stay dynamic.
+        """
+        grids: dict[str, InputGrid] = {}
+        errors: dict[str, InputErrors] = {}
+        for first, names in self.groups.items():
+            if first not in self.ends:
+                if not wish.keeps(names, float("inf")):
+                    raise ValueError(
+                        f"calibrate: {', '.join(names)}: expected inputs to fix scales by, saw none: "
+                        f"give more text, or let such layers stay dynamic (--keep-dynamic {AUTO})"
+                    )
+                errors |= dict.fromkeys(names, InputErrors(0.0, 0.0, kept_dynamic=True))
+                continue
+            try:
+                grid = input_grid(*self.ends[first])
+            except ValueError as error:
+                raise ValueError(f"calibrate: {', '.join(names)}: {error}") from error
+            x = torch.cat(self.samples[first])
+            weight = torch.cat([weights[name].dequantize() for name in names])
+            found = [token_error(x, quantise(x), weight) for quantise in (_by(grid), dynamic_int8)]
+            kept = wish.keeps(names, found[0])
+            errors |= dict.fromkeys(names, InputErrors(found[0], found[1], kept))
+            # Each its own, for files refuse tensors that share memory.
+            grids |= {} if kept else {name: InputGrid(grid.scale.clone(), grid.zero.clone()) for name in names}
+        return grids, errors
+
+
+def _by(grid: InputGrid) -> Callable[[Tensor], Tensor]:
+    return lambda x: static_int8(x, grid)

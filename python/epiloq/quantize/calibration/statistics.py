@@ -1,0 +1,71 @@
+"""What a layer's inputs looked like, gathered batch by batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq.weights.rounding import check_finite
+
+# Of a mixture of random experts, quantised by 2, 16 and 64 tokens, 4 to 64 helped alike; of thousands they are nothing.
+PRIOR_TOKENS = 16
+
+
+class InputStatistics:
+    """Streaming statistics over tokens of ``[.., K]`` inputs; products are summed in `dtype`, float32 or float64."""
+
+    def __init__(
+        self, channels: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> None:
+        self.tokens = 0
+        self._products = torch.zeros(channels, channels, dtype=dtype, device=device)
+        self._magnitudes = torch.zeros(channels, dtype=torch.float64, device=device)
+        self._amax = torch.zeros(channels, device=device)
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Count another batch in."""
+        x = x.reshape(-1, x.shape[-1])
+        if not x.numel():
+            return
+        wide = x.to(self._products.dtype)
+        self._products.addmm_(wide.t(), wide)
+        magnitudes = x.float().abs()
+        self._magnitudes += magnitudes.sum(0)  # Float32 within a batch: in float64 it takes nine times as long.
+        self._amax = torch.maximum(self._amax, magnitudes.amax(0))
+        self.tokens += x.shape[0]
+
+    @torch.no_grad()
+    def divide(self, scale: Tensor) -> None:
+        """Account for a division of the inputs' channels by ``scale`` [K]."""
+        self._products /= torch.outer(scale, scale)
+        self._magnitudes /= scale
+        self._amax /= scale
+
+    @property
+    def hessian(self) -> Tensor:
+        """``2/n sum x x^T`` ``[K, K]`` over n tokens: the second derivative of a row's squared output error."""
+        check_finite("inputs", self._products)
+        return self._products * (2 / max(self.tokens, 1))
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """The mean magnitude of each channel, float32 ``[K]``."""
+        return (self._magnitudes / max(self.tokens, 1)).float()
+
+    @property
+    def steady(self) -> tuple[Tensor, Tensor]:
+        """`hessian` and `mean_abs`, as if `PRIOR_TOKENS` more had been seen: independent channels of the mean size.
+
+        What quantises an expert that few tokens reached would else fit those few, and lose by it for all others.
+        """
+        hessian, mean_abs = self.hessian, self.mean_abs
+        share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)
+        square, size = (hessian.diagonal().mean(), mean_abs.mean()) if self.tokens else (2.0, 1.0)
+        hessian.mul_(1 - share).diagonal().add_(share * square)  # (A copy already.)
+        return hessian, mean_abs * (1 - share) + share * size
+
+    @property
+    def amax(self) -> Tensor:
+        """The largest magnitude in each channel, float32 ``[K]``."""
+        return self._amax

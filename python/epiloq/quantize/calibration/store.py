@@ -1,0 +1,113 @@
+"""Where an interrupted run's finished blocks are: a directory beside the output, with the settings that made them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from epiloq.files import write_text
+from epiloq.quantize.calibration.calibrate import Block
+from epiloq.quantize.calibration.static import InputErrors
+from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.grid import InputGrid, QuantizedWeight
+from epiloq.weights.rounding import Codebook, Parameters
+
+SETTINGS = "settings.json"
+
+
+class Store:
+    """Finished blocks of one run, a safetensors file each, written aside and renamed so that a file there is whole.
+
+    settings
+        Whatever decides the result, as JSON. A directory made with others is refused with ValueError.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], grid: Codebook[Calibrated]) -> None:
+        self.folder, self.grid = folder, grid
+        check_resumable(folder, settings)
+        file = folder / SETTINGS
+        if not file.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps(settings, indent=2) + "\n")
+
+    def write(self, block: Block) -> None:
+        """Keep a finished block."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {f"state/{name}": value for name, value in block.state.items()}
+        for name, weight in block.weights.items():
+            tensors |= {f"{part}/{name}": value for part, value in _parts(weight).items() if value is not None}
+        aside = self._file(block.name).with_suffix(".part")
+        whole = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        input_errors = {name: asdict(errors) for name, errors in block.input_errors.items()}
+        metadata = {"errors": json.dumps(block.errors), "input_errors": json.dumps(input_errors)}
+        save_file(whole, aside, metadata=metadata)
+        aside.replace(self._file(block.name))
+
+    def has(self, name: str) -> bool:
+        """Whether a block is there."""
+        return self._file(name).is_file()
+
+    def read(self, name: str) -> Block | None:
+        """A block, if it is there."""
+        from safetensors import safe_open
+
+        if not self.has(name):
+            return None
+        with safe_open(self._file(name), framework="pt") as file:
+            keys: list[str] = file.keys()
+            tensors = {key: file.get_tensor(key) for key in keys}
+            metadata = {name: json.loads(said) for name, said in file.metadata().items()}
+        names = [key.removeprefix("q/") for key in tensors if key.startswith("q/")]
+        weights = {layer: self._weight(tensors, layer) for layer in names}
+        state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
+        input_errors = {layer: InputErrors(**errors) for layer, errors in metadata["input_errors"].items()}
+        return Block(name, weights, state, metadata["errors"], input_errors)
+
+    def _weight(self, tensors: Mapping[str, Tensor], layer: str) -> Calibrated:
+        parameters = Parameters(tensors[f"scale/{layer}"], tensors.get(f"shift/{layer}"))
+        weight = self.grid.kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
+        return replace(weight, inputs=_inputs(tensors, layer)) if isinstance(weight, QuantizedWeight) else weight
+
+    def discard(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.folder)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where a directory was made with others than some of the settings."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        return
+    wanted, found = json.loads(json.dumps(settings)), json.loads(file.read_text(encoding="utf-8"))
+    differing = sorted(key for key in wanted if wanted[key] != found.get(key))
+    if differing:
+        raise ValueError(
+            f"{folder} holds a run that was interrupted, with other settings ({', '.join(differing)}): finish it with "
+            "those, or delete it"
+        )
+
+
+def _parts(weight: Calibrated) -> dict[str, Tensor | None]:
+    scale, shift = weight.parameters
+    parts: dict[str, Tensor | None] = {"q": weight.q, "scale": scale, "shift": shift}
+    if isinstance(weight, QuantizedWeight):
+        parts["perm"] = weight.perm
+        if weight.inputs is not None:
+            parts |= {"input_scale": weight.inputs.scale, "input_zero": weight.inputs.zero}
+    return parts
+
+
+def _inputs(tensors: Mapping[str, Tensor], layer: str) -> InputGrid | None:
+    if f"input_scale/{layer}" not in tensors:
+        return None
+    return InputGrid(tensors[f"input_scale/{layer}"], tensors[f"input_zero/{layer}"])

@@ -1,0 +1,1 @@
+"""Convolutional networks whose layers exchange int8: batch normalisation folded, edges planned."""

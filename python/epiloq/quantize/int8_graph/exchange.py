@@ -1,0 +1,138 @@
+"""Letting neighbouring int8 convolutions exchange int8, without a float tensor between them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node, Tracer
+from torch.nn import functional
+
+from epiloq.nn import Int8Conv2d
+from epiloq.observers import OBSERVERS
+from epiloq.quantize.int8_graph import kinds
+from epiloq.quantize.int8_graph.plan import Plan
+
+_INFINITY = math.inf
+_RELU = (torch.relu, torch.relu_, functional.relu, functional.relu_, "relu", "relu_")
+_RELU6 = (functional.relu6,)
+_CLAMP = (torch.clamp, torch.clip, "clamp", "clamp_", "clip", functional.hardtanh)
+_CLAMP_ENDS = {"min": 0, "max": 1, "min_val": 0, "max_val": 1}
+
+
+class _LayersAsLeaves(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # The package's other layers branch on their inputs' sizes and formats, which a tracer does not know.
+        return m.__module__.startswith("epiloq.nn.") or super().is_leaf_module(m, module_qualified_name)
+
+
+def exchange_int8(
+    model: nn.Module, *, calibrate: Callable[[nn.Module], object] | None = None, observer: str = "percentile"
+) -> GraphModule:
+    """The model with its `Int8Conv2d` layers linked: activations folded into them, int8 from one to the next.
+
+    - A ReLU, ReLU6, clamp or hardtanh that alone reads an `Int8Conv2d` becomes its clamp.
+    - Where every reader of a layer's result is an `Int8Conv2d` and all expect one scale and zero point (layers that
+      were calibrated on one tensor do), the layer re-quantises its sums to those.
+    - Between them, int8 goes through what moves values alone: reshaping, permuting, concatenating, enlarging to
+      nearest neighbours, shuffling pixels, pooling maxima (`int8_kinds.MOVES`). The results are those of quantising
+      later, exactly; floats that need more room afterwards are quantised before.
+    - With `calibrate`, functions of single values between layers (hard swish, sigmoid, factors and terms;
+      `int8_kinds.POINTWISE`) become tables, int8 to int8: what quantising the function of each de-quantised value
+      gives, exactly. The layer before needs a scale of its own for that, of the range that `observer` ("min-max",
+      "percentile", "mse") sees of its results while ``calibrate(model)`` runs, less the ends where the function has
+      one value. This rounds once more than floats between the layers do.
+
+    Identities and dropout in eval mode go. The layers are changed in place and shared with the result, a
+    ``torch.fx.GraphModule``; use it in the model's place. Layers that are called more than once are left alone.
+
+    Raises ValueError: the model is in training mode, or cannot be traced; no such observer.
+    """
+    if model.training:
+        raise ValueError("exchange_int8: model: expected one in eval mode")
+    if observer not in OBSERVERS:
+        raise ValueError(f"exchange_int8: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
+    tracer = _LayersAsLeaves()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:
+        raise ValueError(f"exchange_int8: model: expected one that torch.fx can trace: {error}") from error
+    linked = GraphModule(tracer.root, graph, type(model).__name__).eval()
+    for node in list(graph.nodes):
+        if kinds.kind(linked, node) in kinds.NOTHING:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    calls = Counter(id(_layer(linked, node)) for node in graph.nodes)
+    own = {node: layer for node in graph.nodes if (layer := _layer(linked, node)) and calls[id(layer)] == 1}
+    for node, layer in own.items():
+        _fold_clamps(linked, node, layer)
+    linked.recompile()
+    free = {node: layer for node, layer in own.items() if layer.output is None}
+    Plan(linked, free, {} if calibrate is None else _ranges(linked, free, calibrate, observer)).carry_out()
+    graph.lint()
+    linked.recompile()
+    return linked
+
+
+@torch.no_grad()
+def _ranges(
+    model: GraphModule, layers: Mapping[Node, Int8Conv2d], calibrate: Callable[[nn.Module], object], observer: str
+) -> dict[Node, Tensor]:
+    """Ends, float32 [2], of the results of layers that ran and gave finite ones."""
+    observers = {node: OBSERVERS[observer]() for node in layers}
+
+    def watch(node: Node) -> Callable[..., None]:
+        return lambda module, inputs, result: observers[node].add(result)
+
+    hooks = [layer.register_forward_hook(watch(node)) for node, layer in layers.items()]
+    try:
+        calibrate(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ends = {node: seen.ends() for node, seen in observers.items()}
+    return {node: end.cpu() for node, end in ends.items() if end is not None and bool(end.isfinite().all())}
+
+
+def _layer(model: GraphModule, node: Node) -> Int8Conv2d | None:
+    module = kinds.module_of(model, node)
+    return module if isinstance(module, Int8Conv2d) else None
+
+
+def _fold_clamps(model: GraphModule, node: Node, layer: Int8Conv2d) -> None:
+    while len(node.users) == 1:
+        (reader,) = node.users
+        ends = _clamp_of(model, reader)
+        if ends is None or reader.args[0] is not node:
+            return
+        lo, hi = layer.clamp or (-_INFINITY, _INFINITY)
+        layer.clamp = min(max(lo, ends[0]), ends[1]), min(max(hi, ends[0]), ends[1])
+        layer.set_quantizers()
+        reader.replace_all_uses_with(node)
+        model.graph.erase_node(reader)
+
+
+def _clamp_of(model: GraphModule, node: Node) -> tuple[float, float] | None:
+    """The ends of a node that clamps its first argument to constants."""
+    module, target = kinds.module_of(model, node), node.target
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return module.min_val, module.max_val
+    if isinstance(module, nn.ReLU) or target in _RELU:
+        return 0.0, _INFINITY
+    if target in _RELU6:
+        return 0.0, 6.0
+    if target not in _CLAMP:
+        return None
+    ends: list[object] = [None, None] if target is not functional.hardtanh else [-1.0, 1.0]
+    for i, value in enumerate(node.args[1:3]):
+        ends[i] = value
+    for name, value in node.kwargs.items():
+        if name in _CLAMP_ENDS:
+            ends[_CLAMP_ENDS[name]] = value
+    lo, hi = (default if end is None else end for end, default in zip(ends, (-_INFINITY, _INFINITY), strict=True))
+    if not isinstance(lo, (int, float)) or not isinstance(hi, (int, float)) or lo > hi:
+        return None
+    return float(lo), float(hi)

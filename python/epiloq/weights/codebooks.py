@@ -1,0 +1,143 @@
+"""Grids of weights beside integers with zero points: float8 values, and integers with real offsets in blocks.
+
+Their parameters are those that the modules measure which run such weights (``nn.Fp8Linear``, ``nn.Fp8BlockLinear``,
+``nn.OnlineQuantLinear``), so that rounding to nearest gives the weights of ``from_linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from epiloq.weights.block_quant_weight import RANGES
+from epiloq.weights.grid import QuantizedWeight
+from epiloq.weights.rounding import Parameters, spread
+
+_FP8 = torch.finfo(torch.float8_e4m3fn)
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Float8Grid:
+    """float8_e4m3fn values with a scale for each `rows` output x `group_size` input channels; -1 stands for all.
+
+    ``W = scale * q``, ``scale = max|W| / 448``, at least 2^-126.
+    """
+
+    rows: int = 1
+    group_size: int = -1
+    dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    reorders: ClassVar[bool] = False
+
+    def length(self, channels: int) -> int:
+        """Input channels in a full group of a layer with so many of them."""
+        return channels if self.group_size == -1 else self.group_size
+
+    def parameters(self, low: Tensor, high: Tensor) -> Parameters:
+        """Scales that span `low` to `high`."""
+        reach = torch.maximum(-low, high)
+        return Parameters((reach / reach.new_tensor(_FP8.max)).clamp_(min=_SMALLEST))
+
+    def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
+        """q as float32 numbers: true division, half to even, clamped. All arguments broadcast."""
+        return (weight / parameters.scale).clamp_(_FP8.min, _FP8.max).to(self.dtype).float()
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """``scale * q``, in the place of a float32 q."""
+        return q.mul_(parameters.scale)
+
+    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+        """The weight. Raises ValueError for one in another order than the layer's."""
+        _check_order(self, perm)
+        return CodedWeight(q, *parameters, self)
+
+
+@dataclass(frozen=True)
+class OffsetGrid:
+    """Integers from -2^(bits-1) to 2^(bits-1) - 1 in blocks of input channels, with a real offset unless `symmetric`.
+
+    ``W = scale * q + offset``: `epiloq.quantize_blockwise_int8` has the formula of both for 8 bits, and 4 differ in
+    the range of q alone.
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool = False
+    rows: ClassVar[int] = 1
+    dtype: ClassVar[torch.dtype] = torch.int8
+    reorders: ClassVar[bool] = False
+
+    def length(self, channels: int) -> int:
+        """Input channels in a full block, however many a layer has."""
+        return self.group_size
+
+    def parameters(self, low: Tensor, high: Tensor) -> Parameters:
+        """Scales and offsets that span `low` to `high`."""
+        lowest, highest = RANGES[self.bits]
+        reach = torch.maximum(-low, high) if self.symmetric else high - low
+        steps = reach.new_tensor(highest if self.symmetric else highest - lowest)
+        constant = reach == 0
+        scale = torch.where(constant, 1.0, (reach / steps).clamp_(min=_SMALLEST))
+        return Parameters(scale, None if self.symmetric else torch.where(constant, high, high - highest * scale))
+
+    def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
+        """q as float32 numbers: true division, half to even, clamped. All arguments broadcast."""
+        shifted = weight if parameters.shift is None else weight - parameters.shift
+        return torch.round(shifted / parameters.scale).clamp_(*RANGES[self.bits])
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """``scale * q + offset``, in the place of a float32 q."""
+        q.mul_(parameters.scale)
+        return q if parameters.shift is None else q.add_(parameters.shift)
+
+    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+        """The weight. Raises ValueError for one in another order than the layer's."""
+        _check_order(self, perm)
+        return CodedWeight(q, *parameters, self)
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A layer's weight on one of these grids.
+
+    q
+        float8_e4m3fn or int8 ``[N, K]``.
+    scale, offset
+        float32 ``[ceil(N / rows), ceil(K / group_size)]``; no offset where the grid has none.
+    """
+
+    q: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    grid: Float8Grid | OffsetGrid
+
+    @property
+    def parameters(self) -> Parameters:
+        """As the grid has them."""
+        return Parameters(self.scale, self.offset)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight ``[N, K]``, computed in float32."""
+        return self.grid.restore(self.q.float(), spread(self.parameters, self.grid, self.q.shape)).to(dtype)
+
+    def split(self, rows: Sequence[int]) -> list[CodedWeight]:
+        """One value for each of the layers whose rows were stacked. Raises ValueError if theirs share scales."""
+        if len(rows) == 1:
+            return [self]
+        if self.grid.rows != 1:
+            raise ValueError("split: rows: expected those of one layer, for they share scales")
+        parts = zip(self.q.split(list(rows)), self.parameters.split(rows), strict=True)
+        return [replace(self, q=q.clone(), scale=scale, offset=offset) for q, (scale, offset) in parts]
+
+
+Calibrated: TypeAlias = QuantizedWeight | CodedWeight
+"""What algorithms make of a layer's weight."""
+
+
+def _check_order(grid: Float8Grid | OffsetGrid, perm: Tensor | None) -> None:
+    if perm is not None:
+        raise ValueError(f"{grid}: expected columns in the layer's order: static groups, or no activation order")

@@ -1,0 +1,157 @@
+"""Integer grids for weights, and what a weight is on one.
+
+The one convention is ``W = scale * (q - zero)``: asymmetric grids hold unsigned q in 0 .. 2^bits - 1 and integer zero
+points in the same range; symmetric grids hold signed q in -2^(bits-1) .. 2^(bits-1) - 1 and no zero point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epiloq.weights.packed_weight import BITS, PackedWeight, pack_weight
+from epiloq.weights.rounding import Parameters, spread
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where weights may lie.
+
+    bits
+        2 to 8.
+    group_size
+        Input channels that share a scale; -1 for all. A last group may be shorter.
+    symmetric
+        Whether zero is in the middle, or at an integer zero point of each group.
+    scale_dtype
+        Scales are rounded to this type before weights are rounded to them, so that a checkpoint loses nothing.
+    """
+
+    bits: int = 4
+    group_size: int = -1
+    symmetric: bool = False
+    scale_dtype: torch.dtype = torch.float32
+    rows: ClassVar[int] = 1
+    reorders: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        # What they are is said by files, too.
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise ValueError(f"Grid: bits: expected 2 to 8, got {self.bits!r}")
+        if not isinstance(self.group_size, int) or (self.group_size != -1 and self.group_size < 1):
+            raise ValueError(f"Grid: group_size: expected -1 or at least 1, got {self.group_size!r}")
+
+    @property
+    def lowest(self) -> int:
+        """The smallest q."""
+        return -(1 << (self.bits - 1)) if self.symmetric else 0
+
+    @property
+    def highest(self) -> int:
+        """The largest q."""
+        return self.lowest + (1 << self.bits) - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of q."""
+        return torch.int8 if self.symmetric else torch.uint8
+
+    def length(self, channels: int) -> int:
+        """Input channels in a full group of a layer with so many of them."""
+        return channels if self.group_size == -1 else self.group_size
+
+    def parameters(self, low: Tensor, high: Tensor) -> Parameters:
+        """Scales and zero points that span `low` to `high`, and 0."""
+        low, high, steps = low.clamp(max=0), high.clamp(min=0), (1 << self.bits) - 1
+        # Symmetric grids have a point more below zero than above; half a step on either side splits the difference, as
+        # the compressed-tensors format does.
+        span = 2 * torch.maximum(-low, high) if self.symmetric else high - low
+        # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+        scale = (span / span.new_tensor(steps)).to(self.scale_dtype)
+        scale = scale.clamp_(min=torch.finfo(self.scale_dtype).tiny).float()
+        return Parameters(scale, None if self.symmetric else torch.round(-low / scale).clamp_(0, steps))
+
+    def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
+        """q as floating-point numbers: true division, half to even, clamped. All arguments broadcast."""
+        q = torch.round(weight / parameters.scale)
+        return (q if parameters.shift is None else q.add_(parameters.shift)).clamp_(self.lowest, self.highest)
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """``scale * (q - zero)``, in the place of a floating-point q."""
+        return (q if parameters.shift is None else q.sub_(parameters.shift)).mul_(parameters.scale)
+
+    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> QuantizedWeight:
+        """The weight, its zero points as integers."""
+        zero = None if parameters.shift is None else parameters.shift.to(torch.int32)
+        return QuantizedWeight(q, parameters.scale, zero, self, perm)
+
+
+@dataclass(frozen=True)
+class InputGrid:
+    """How a layer's inputs all become int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32 ``[1]``."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A layer's weight on a grid: ``W[:, perm] = scale * (q - zero)``, group by group along q's columns.
+
+    q
+        ``[N, K]``: uint8 from 0, or int8 around 0 when symmetric.
+    scale
+        float32 ``[N, G]``, G = ceil(K / group_size), representable in ``grid.scale_dtype``.
+    zero
+        int32 ``[N, G]``, None when symmetric.
+    perm
+        int64 ``[K]``: column i of q is input channel perm[i]. None: the layer's own order.
+    inputs
+        How the layer's inputs are quantised, where that is known beforehand.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    grid: Grid
+    perm: Tensor | None = None
+    inputs: InputGrid | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return self.grid.bits
+
+    @property
+    def group_size(self) -> int:
+        """Input channels that share a scale; -1 for all."""
+        return self.grid.group_size
+
+    @property
+    def parameters(self) -> Parameters:
+        """As the grid has them."""
+        return Parameters(self.scale, self.zero)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight ``[N, K]``, channels in the layer's order, computed in float32."""
+        q = self.grid.restore(self.q.float(), spread(self.parameters, self.grid, self.q.shape))
+        return (q if self.perm is None else q[:, self.perm.argsort()]).to(dtype)
+
+    def pack(self) -> PackedWeight:
+        """The same weight as ``epiloq.weight_only_mm`` takes it, its scales in 16 bits where that changes none.
+
+        There, 5 to 7 bits are 8.
+        """
+        narrow = (self.scale.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+        scale = next((scale for scale in narrow if torch.equal(scale.float(), self.scale)), self.scale)
+        bits = min(bits for bits in BITS if bits >= self.bits)
+        return pack_weight(self.q, scale, self.zero, bits=bits, group_size=self.group_size, perm=self.perm)
+
+    def split(self, rows: Sequence[int]) -> list[QuantizedWeight]:
+        """One value for each of the layers whose rows were stacked."""
+        parts = zip(self.q.split(list(rows)), self.parameters.split(rows), strict=True)
+        return [replace(self, q=q.clone(), scale=scale, zero=zero) for q, (scale, zero) in parts]

@@ -1,0 +1,316 @@
+"""PackedWeight: a weight of few bits in the order that the kernels read, with everything that gives it its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import expect_tensors
+from epiloq.weights.packed_layout import codes_of, groups_of, packed_codes, packed_parameters, parameters_of, shapes_of
+
+BITS = (2, 3, 4, 8)
+ZEROS = ("none", "zero", "offset")
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Of the order of bytes in ``q``; files carry it.
+LAYOUT = "epiloq-2"
+_WIDE = (torch.uint16, torch.uint32, torch.uint64)
+_NUMBERS = ("bits", "n", "k", "group_size")
+_TENSORS = ("q", "scale", "zero", "offset", "perm")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight:
+    """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, a group of columns at a time.
+
+    Made by `pack_weight`. The value is immutable: write to none of its tensors. (On SM90 kernels read them before those
+    launched just before have finished. Copies and element-wise operations of eager torch may fill them; kernels that
+    let the next one start early, by programmatic dependent launch, as epiloq's do and compiled code may, only if the
+    stream is synchronised in between.) They are the state dict, and with ``metadata`` what a file needs:
+
+    - ``q``: uint8 ``[slabs, K / depth, 32, bytes]``, slabs of 16 rows, in the order of the kernels (4 and 8 bits;
+      with K padded to a multiple of 128), or in planes of bits (2 and 3);
+    - ``scale``: ``[slabs, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) alike, or None: symmetric;
+    - ``perm``: int64 ``[K]`` or None: column ``j`` of ``q`` is column ``perm[j]`` of the weight (activation order).
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    offset: Tensor | None
+    perm: Tensor | None
+    bits: int
+    n: int
+    k: int
+    group_size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.n, self.k))
+
+    @property
+    def symmetric(self) -> bool:
+        return self.zero is None and self.offset is None
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the tensors do not say themselves, as strings, for the metadata of a safetensors file."""
+        return {"layout": LAYOUT, **{name: str(getattr(self, name)) for name in _NUMBERS}}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name, without copies."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    @classmethod
+    def from_state_dict(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> PackedWeight:
+        """The weight that ``state_dict()`` and ``metadata`` describe.
+
+        Raises ValueError: another layout, a tensor missing, or tensors that do not fit the sizes.
+        """
+        if metadata.get("layout") != LAYOUT:
+            raise ValueError(f"epiloq.PackedWeight: layout: expected {LAYOUT}, got {metadata.get('layout')}")
+        for name in ("q", "scale"):
+            if name not in tensors:
+                raise ValueError(f"epiloq.PackedWeight: {name}: expected a tensor, got none")
+        numbers = {name: _number(name, metadata.get(name)) for name in _NUMBERS}
+        packed = cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
+        packed.check()
+        if packed.perm is not None:
+            checked_perm(packed.perm, packed.k, packed.device, "PackedWeight")
+        # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
+        return packed.map(lambda t: t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone())
+
+    @classmethod
+    def empty(
+        cls,
+        n: int,
+        k: int,
+        bits: int,
+        group_size: int,
+        *,
+        zeros: str = "none",
+        act_order: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+    ) -> PackedWeight:
+        """A weight of zeros to load another into; ``zeros`` is "none", "zero" or "offset", ``dtype`` the scales'."""
+        check_sizes(bits, group_size, "PackedWeight", n=n, k=k)
+        if zeros not in ZEROS:
+            _refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
+        if dtype not in SCALE_DTYPES:
+            _refuse("dtype", "float16, bfloat16 or float32", dtype, "PackedWeight")
+        shapes = shapes_of(bits, n, k, group_size)
+        dtypes = {"q": torch.uint8, "scale": dtype, "zero": torch.uint8, "offset": dtype}
+        tensors = {
+            name: torch.zeros(shapes[name], dtype=kind, device=device)
+            for name, kind in dtypes.items()
+            if name in ("q", "scale", zeros)
+        }
+        if act_order:
+            tensors["perm"] = torch.arange(k, device=device)
+        numbers = {"bits": bits, "n": n, "k": k, "group_size": group_size}
+        return cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Raise ValueError unless every tensor is as the sizes ask: its shape, dtype and device, and dense."""
+        check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
+        if self.zero is not None and self.offset is not None:
+            _refuse("offset", "None beside zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
+        expected = shapes_of(self.bits, self.n, self.k, self.group_size)
+        dtypes = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
+        dtypes["offset"] = (self.scale.dtype,)
+        for name, tensor in self.state_dict().items():
+            shape = list(expected[name])
+            if list(tensor.shape) != shape or tensor.dtype not in dtypes[name] or tensor.device != self.device:
+                wanted = f"{' or '.join(map(str, dtypes[name]))} {shape} on {self.device}"
+                _refuse(name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", "PackedWeight")
+            if not tensor.is_contiguous():
+                _refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same weight, every tensor replaced by ``change(tensor)``."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.state_dict().items()}
+        return replace(self, **changed)
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """The same weight on another device. (Its tensors' types are part of what it says, and stay.)"""
+        where = torch.device(device)
+        return self.map(lambda tensor: tensor.to(where))
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``(q [N, K], scale [N, groups], zero or offset [N, groups] or None)``, with the values that were packed.
+
+        ``q`` is int8 and signed for a symmetric weight, uint8 otherwise, its columns as they were given to
+        `pack_weight`; ``zero`` is uint8.
+        """
+        codes = codes_of(self.q, self.bits)[: self.n, : self.k]
+        q = codes if not self.symmetric else codes.to(torch.int16).sub_(1 << (self.bits - 1)).to(torch.int8)
+        groups = groups_of(self.k, self.group_size)
+        scale, zero, offset = (
+            None if t is None else parameters_of(t)[: self.n, :groups].contiguous()
+            for t in (self.scale, self.zero, self.offset)
+        )
+        assert scale is not None
+        return q.contiguous(), scale, zero if offset is None else offset
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight ``[N, K]`` in float32, float16 or bfloat16, its columns the layer's input features.
+
+        Product and sum are each rounded to fp32, then to ``dtype``; the CPU's bits are the GPU's.
+        """
+        out = self.scale.new_empty((self.n, self.k), dtype=dtype)
+        _core.dequantize_weight(
+            out, self.q, self.scale, self.zero, self.offset, self.bits, self.n, self.k, self.group_size
+        )
+        return out if self.perm is None else torch.empty_like(out).index_copy_(1, self.perm, out)
+
+    def __repr__(self) -> str:
+        zeros = "symmetric" if self.symmetric else "zero points" if self.offset is None else "offsets"
+        order = "" if self.perm is None else ", activation order"
+        return (
+            f"PackedWeight([{self.n}, {self.k}], {self.bits} bits, group_size={self.group_size}, {zeros}, "
+            f"{self.scale.dtype} scales{order}, {self.device})"
+        )
+
+
+def pack_weight(
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int,
+    perm: Tensor | None = None,
+) -> PackedWeight:
+    """Pack the integers of a weight and their parameters: ``scale * (q - zero)`` or ``scale * q + offset``.
+
+    Args:
+        q: any integer dtype ``[N, K]``: from -2^(bits-1) to 2^(bits-1) - 1 with neither ``zero`` nor ``offset``, from 0
+            to 2^bits - 1 with either.
+        scale: ``[N, groups]`` float16, bfloat16 or float32, ``groups = ceil(K / group_size)``.
+        zero: integers ``[N, groups]`` from 0 to 2^bits, or to 255 for 8 bits. (Old GPTQ files store ``zero - 1``, whose
+            largest stands for 2^bits.)
+        offset: ``[N, groups]`` of the scale's dtype.
+        bits: 2, 3, 4 or 8.
+        group_size: columns that share parameters; -1 for the whole row. The last group may be short.
+        perm: activation order: integers ``[K]``, a permutation; column ``j`` of ``q`` is input feature ``perm[j]``, and
+            groups are of ``q``'s columns. For a weight in the layer's order whose column ``c`` is of group
+            ``g_idx[c]``: ``perm = g_idx.argsort(stable=True)`` and ``q[:, perm]``.
+
+    Returns:
+        The weight on q's device.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+    """
+    expect_tensors(
+        "pack_weight", {"q": q, "scale": scale}, {"zero": zero, "offset": offset, "perm": perm}, writes=False
+    )
+    _check_integers(q, bits, group_size, zero is None and offset is None)
+    n, k = q.shape
+    parameters = {"scale": scale, "zero": zero, "offset": offset}
+    _check_parameters(parameters, (n, groups_of(k, group_size)), bits, q.device)
+    order = None if perm is None else checked_perm(perm, k, q.device)
+    codes = q.to(torch.uint8) if q.dtype != torch.int8 else q.view(torch.uint8)
+    if zero is None and offset is None:
+        codes = codes + (1 << (bits - 1))  # modulo 256: negative numbers come out right
+    groups = shapes_of(bits, n, k, group_size)["scale"][1]
+    return PackedWeight(
+        packed_codes(codes, bits),
+        packed_parameters(scale, groups),
+        None if zero is None else packed_parameters(zero.to(torch.uint8), groups),
+        None if offset is None else packed_parameters(offset, groups),
+        order,
+        bits,
+        n,
+        k,
+        group_size,
+    )
+
+
+def _refuse(argument: str, expected: object, got: object, operation: str = "pack_weight") -> NoReturn:
+    raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
+
+
+def check_sizes(bits: int, group_size: int, operation: str, **sizes: int) -> None:
+    """Raise ValueError for sizes that no packed weight has."""
+    if type(bits) is not int or bits not in BITS:
+        _refuse("bits", f"one of {BITS}", repr(bits), operation)
+    if type(group_size) is not int or (group_size != -1 and group_size < 1):
+        _refuse("group_size", "-1 or at least 1", repr(group_size), operation)
+    for name, size in sizes.items():
+        if size < 0:
+            _refuse(name, "at least 0", size, operation)
+
+
+def _check_integers(q: Tensor, bits: int, group_size: int, symmetric: bool) -> None:
+    check_sizes(bits, group_size, "pack_weight")
+    _check_range("q", q, *((-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)))
+    if q.ndim != 2:
+        _refuse("q", "2 dimensions [N, K]", f"{list(q.shape)}")
+
+
+def _check_parameters(
+    parameters: Mapping[str, Tensor | None], shape: tuple[int, int], bits: int, device: torch.device
+) -> None:
+    scale, zero, offset = (parameters[name] for name in ("scale", "zero", "offset"))
+    assert scale is not None
+    if zero is not None and offset is not None:
+        _refuse("offset", "None beside zero", f"{offset.dtype} {list(offset.shape)}")
+    for name, tensor in parameters.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.device != device:
+            _refuse(name, f"{list(shape)} on {device}", f"{list(tensor.shape)} on {tensor.device}")
+    if scale.dtype not in SCALE_DTYPES:
+        _refuse("scale", "float16, bfloat16 or float32", scale.dtype)
+    if offset is not None and offset.dtype != scale.dtype:
+        _refuse("offset", f"the scale's {scale.dtype}", offset.dtype)
+    if zero is not None:
+        _check_range("zero", zero, 0, min(1 << bits, 255))
+
+
+def _check_range(name: str, tensor: Tensor, low: int, high: int, operation: str = "pack_weight") -> None:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        _refuse(name, "integers", tensor.dtype, operation)
+    if tensor.numel() == 0 or tensor.is_meta:
+        return
+    if tensor.dtype in _WIDE:  # of which torch knows no least and most; what int64 does not hold is negative there
+        low, tensor = max(low, 0), tensor.to(torch.int64)
+    least, most = (int(end) for end in tensor.aminmax())
+    if least < low or most > high:
+        _refuse(name, f"values from {low} to {high}", f"{least} to {most}", operation)
+
+
+def checked_perm(perm: Tensor, k: int, device: torch.device, operation: str = "pack_weight") -> Tensor:
+    """A copy of a permutation of ``k`` columns, as int64. Raises ValueError for what is none."""
+    _check_range("perm", perm, 0, k - 1, operation)
+    if perm.shape != (k,) or perm.device != device:
+        _refuse("perm", f"[{k}] on {device}", f"{list(perm.shape)} on {perm.device}", operation)
+    order = perm.to(torch.int64, copy=True)
+    if not order.is_meta and not bool((order.bincount(minlength=k) == 1).all()):
+        _refuse("perm", f"each of 0 to {k - 1} once", "a column twice", operation)
+    return order
+
+
+def _number(name: str, text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        return _refuse(name, "a number", text, "PackedWeight")

@@ -1,0 +1,65 @@
+"""The table of docs/choosing_a_scheme.md, from rows that are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the tool has a command line")
+scheme_table = pytest.importorskip("scheme_table", reason="the repository's tools are not here")
+ROOT = Path(__file__).parents[2]
+
+
+def row(scheme: str, perplexity: float, dynamic: int = 0) -> dict[str, Any]:
+    return {"scheme": scheme, "perplexity": perplexity, "bytes": 174_000_000, "layers": 210, "dynamic": dynamic}
+
+
+FOUND: dict[str, Any] = {
+    scheme_table.FLOAT: {"perplexity": 16.0, "bytes": 538_000_000},
+    "w4a16-g64 rtn": row("w4a16-g64", 20.0),
+    "w4a16-g64 gptq": row("w4a16-g64", 17.0),
+    "w8a8-int8-static smoothquant --keep-dynamic auto": row("w8a8-int8-static", 16.8, 12),
+    "speed": {"w4a16-g64": [0.5, 2.25]},
+}
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
+    assert len({len(line) for line in lines}) == 1
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_the_gap_is_that_between_rounding_and_the_model() -> None:
+    found = cells(scheme_table.table(FOUND))
+    assert found["floating point"][:4] == ["16.00", "+0.0 %", "", "538"]
+    assert found["`w4a16-g64 rtn`"] == ["20.00", "+25.0 %", "", "174", "0.50x", "2.25x"]
+    assert found["`w4a16-g64 gptq`"][:3] == ["17.00", "+6.2 %", "75 %"]
+    kept = found["`w8a8-int8-static smoothquant --keep-dynamic auto` (12 of 210 layers)"]
+    assert kept == ["16.80", "+5.0 %", "", "174", "", ""]
+
+
+def test_rows_that_are_missing_are_named() -> None:
+    said = scheme_table.table(FOUND).rpartition("Not measured: ")[2]
+    names = {name.strip("`.") for name in said.strip().split(", ")}
+    assert names == {row.name for row in scheme_table.ROWS} - set(FOUND)
+
+
+def test_writing_keeps_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(FOUND))
+    doc = tmp_path / "doc.md"
+    doc.write_text(f"before\n{scheme_table.BEGIN}\nold\n{scheme_table.END}\nafter\n")
+    for _ in range(2):
+        scheme_table.write(doc, tmp_path)
+        text = doc.read_text()
+        assert text.startswith(f"before\n{scheme_table.BEGIN}\n| scheme") and text.endswith(
+            f"{scheme_table.END}\nafter\n"
+        )
+        assert "old" not in text and text.count(scheme_table.BEGIN) == 1
+
+
+def test_the_document_has_the_marks() -> None:
+    text = (ROOT / "docs" / "choosing_a_scheme.md").read_text(encoding="utf-8")
+    assert text.index(scheme_table.BEGIN) < text.index(scheme_table.END)

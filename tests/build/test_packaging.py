@@ -1,0 +1,155 @@
+"""The wheel as its users get it: what it holds and shows, that it imports, and that C++ projects build against it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import epiloq
+
+ROOT = Path(__file__).parents[2]
+
+# CMake and ninja may live beside the interpreter; nothing else may help the built package to be found.
+ENVIRONMENT = {
+    key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH", "CMAKE_PREFIX_PATH")
+} | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "EPILOQ_CUDA": "OFF"}
+
+
+class Built(NamedTuple):
+    wheel: Path
+    build_dir: Path
+    site: Path
+
+
+def run(*command: str | Path, cwd: Path, **more: str) -> str:
+    result = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=ENVIRONMENT | more, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="session")
+def sources() -> Path:
+    """The checkout; skips where it, or what building needs, is not there."""
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("the sources are not here")
+    for tool in ("scikit_build_core", "pybind11"):
+        pytest.importorskip(tool, reason="building needs the tools that `make venv` installs")
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A wheel without kernels, with the C++ tests built beside it, installed into a folder of its own."""
+    root = tmp_path_factory.mktemp("packaging")
+    found = Built(root, root / "build", root / "site")
+    settings = [f"build-dir={found.build_dir}", "cmake.define.EPILOQ_TESTS=ON"]
+    options = ["--no-deps", "--no-build-isolation", *(f"--config-settings={setting}" for setting in settings)]
+    run(sys.executable, "-m", "pip", "wheel", "-q", *options, "-w", root, sources, cwd=root)
+    (wheel,) = root.glob("*.whl")
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", found.site, wheel, cwd=root)
+    return found._replace(wheel=wheel)
+
+
+def test_the_wheel_holds_the_package_the_library_and_the_cmake_files(built: Built) -> None:
+    names = zipfile.ZipFile(built.wheel).namelist()
+    expected = [
+        r"epiloq/_core\.[^/]*\.so",
+        r"epiloq/_core\.pyi",
+        r"epiloq/py\.typed",
+        r"epiloq/lib/libepiloq\.so",
+        r"epiloq/lib/cmake/epiloq/epiloqConfig\.cmake",
+        r"epiloq/lib/cmake/epiloq/epiloqConfigVersion\.cmake",
+        r"epiloq/lib/cmake/epiloq/epiloqTargets\.cmake",
+        r"epiloq/include/epiloq/version\.h",
+        r"epiloq/demo/demo\.html",
+        r"epiloq/demo/report\.html",
+        r"epiloq/pages/page\.html",
+        r"epiloq/quantize/report\.html",
+        r"epiloq-.*\.dist-info/licenses/LICENSE",
+        *(f"epiloq/include/epiloq/{header.name}" for header in (ROOT / "include" / "epiloq").iterdir()),
+    ]
+    assert [pattern for pattern in expected if sum(bool(re.fullmatch(pattern, name)) for name in names) != 1] == []
+    strange = [name for name in names if not name.startswith(("epiloq/", "epiloq-")) or "__pycache__" in name]
+    assert strange == []
+
+
+def test_the_version_is_the_same_everywhere(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    code = "import epiloq; print(epiloq.__version__, epiloq.__file__)"
+    version, where = run(sys.executable, "-c", code, cwd=built.site.parent, PYTHONPATH=str(built.site)).split()
+    assert Path(where).is_relative_to(built.site)
+    assert version == metadata["Version"] == epiloq.__version__
+
+
+def test_only_the_public_api_is_exported(built: Built) -> None:
+    exports = pytest.importorskip("exports")
+    package = built.site / "epiloq"
+    (module,) = package.glob("_core.*.so")
+    assert exports.exported(module) == ["PyInit__core"]
+    library = package / "lib" / "libepiloq.so"
+    assert exports.stray(library) == []
+    assert any(name.startswith("epiloq::scaled_mm(") for name in exports.exported(library))
+    system = re.compile(r"lib(stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so\.\d+|ld-linux.*")
+    assert [name for name in exports.needed(library) if not system.fullmatch(name)] == []
+    assert [name for name in exports.needed(module) if not system.fullmatch(name)] == ["libepiloq.so"]
+
+
+def consume(cmake_dir: str | Path, build_dir: Path) -> str:
+    """What the consumer project prints, built against an installed package."""
+    project = ROOT / "tests" / "cpp" / "consumer"
+    run("cmake", "-S", project, "-B", build_dir, f"-DCMAKE_PREFIX_PATH={cmake_dir}", cwd=build_dir)
+    run("cmake", "--build", build_dir, cwd=build_dir)
+    return run(build_dir / "consumer", cwd=build_dir)
+
+
+def products(printed: str) -> bool:
+    """Whether the consumer printed what it multiplies."""
+    found = [[float(value) for value in line.split()] for line in printed.splitlines()[1:]]
+    return found == [[2 * m * n for n in range(1, 9)] for m in range(1, 5)]
+
+
+def test_a_cmake_project_uses_the_installed_wheel(built: Built, tmp_path: Path) -> None:
+    ask = (sys.executable, "-S", "-m", "epiloq")  # -S: no site-packages, so no torch, as in a build environment
+    cmake_dir = run(*ask, "--cmake-dir", cwd=tmp_path, PYTHONPATH=str(built.site)).strip()
+    include_dir = run(*ask, "--include-dir", cwd=tmp_path, PYTHONPATH=str(built.site)).strip()
+    assert Path(include_dir, "epiloq", "scaled_mm.h").is_file()
+    printed = consume(cmake_dir, tmp_path)
+    assert printed.startswith("Unsupported: epiloq") if torch.cuda.is_available() else products(printed)
+
+
+@pytest.mark.gpu
+def test_a_cmake_project_multiplies_on_the_gpu(tmp_path: Path) -> None:
+    if shutil.which("cmake") is None or shutil.which("nvcc") is None:
+        pytest.skip("CMake or the CUDA toolkit is not installed")
+    assert products(consume(Path(epiloq.__file__).parent / "lib" / "cmake" / "epiloq", tmp_path))
+
+
+def test_the_cpp_tests_pass(built: Built) -> None:
+    output = run("ctest", "--output-on-failure", "--no-tests=error", cwd=built.build_dir)
+    assert "100% tests passed" in output
+
+
+def test_the_sdist_holds_sources_alone(sources: Path, tmp_path: Path) -> None:
+    code = "from scikit_build_core.build import build_sdist; import sys; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=sources)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "src/bindings/module.cpp"} <= set(names)
+    leftover = re.compile(r"(build|dist|\..*)/|.*(\.so|\.pyc|\.o|\.whl)$")
+    assert [name for name in names if leftover.match(name)] == []

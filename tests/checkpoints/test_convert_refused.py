@@ -1,0 +1,142 @@
+"""What `epiloq convert` cannot say in another format, and why; and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+pytest.importorskip("transformers")
+
+import epiloq
+from command_line import ROUND, run
+from epiloq.formats import convert, epiloq_modules
+from epiloq.formats.io.checkpoint import Checkpoint, Writer
+from epiloq.formats.layouts.base import FormatError
+from epiloq.quantize import QuantizedWeight, gptq
+from rounded_models import INT4, SAYABLE, same, unchanged, weights, written
+from tiny_teacher import save, tiny_model
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("teacher") / "model", tiny_model(**ROUND))
+
+
+def ordered(weight: QuantizedWeight) -> QuantizedWeight:
+    """Groups in activation order, as GPTQ makes them without static groups."""
+    x = torch.randn(200, weight.q.shape[1]) * torch.rand(weight.q.shape[1])
+    grid = replace(weight.grid, scale_dtype=torch.float16)
+    return gptq(weight.dequantize(), x.t() @ x, grid, static_groups=False)
+
+
+def test_activation_order(seed: int, teacher: Path, tmp_path: Path) -> None:
+    written(teacher, tmp_path / "in", "gptq", INT4, ordered)
+    assert json.loads((tmp_path / "in" / "config.json").read_text())["quantization_config"]["desc_act"] is True
+    report = convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "epiloq"))
+    assert report["act_order"] is True
+    assert same(weights(tmp_path / "in"), weights(tmp_path / "out"))
+    convert.perform(convert.prepare(tmp_path / "out", tmp_path / "back", "gptq"))
+    assert same(dict(Checkpoint(tmp_path / "back").tensors()), dict(Checkpoint(tmp_path / "in").tensors()))
+    for target in ("awq", "compressed-tensors"):
+        result = run("convert", tmp_path / "in", tmp_path / "no", "--format", target)
+        assert result.exit_code == 2 and "activation order" in result.output and "proj" in result.output
+        assert not (tmp_path / "no").exists()
+
+
+def sixteen(weight: QuantizedWeight) -> QuantizedWeight:
+    assert weight.zero is not None
+    return replace(weight, zero=torch.full_like(weight.zero, 16))
+
+
+def test_zero_points_of_the_first_gptq(teacher: Path, tmp_path: Path) -> None:
+    """Its 15 stands for 16, which epiloq's format says too, and the others have no field for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("epiloq.formats.table._gptq_version", lambda quantization: "gptq")
+        patch.setattr("epiloq.formats.table.on_grid", lambda weight, name: weight)
+        written(teacher, tmp_path / "in", "gptq", INT4, sixteen)
+    for target in ("awq", "compressed-tensors"):
+        result = run("convert", tmp_path / "in", tmp_path / "no", "--format", target)
+        assert result.exit_code == 2 and "zero point of 16" in result.output
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "epiloq"))
+    assert same(weights(tmp_path / "in"), weights(tmp_path / "out"))
+    result = run("convert", tmp_path / "out", tmp_path / "no", "--format", "gptq")
+    assert result.exit_code == 2 and "zero point of 16" in result.output
+    assert not (tmp_path / "no").exists()
+
+
+def wide(weight: QuantizedWeight) -> QuantizedWeight:
+    return replace(weight, scale=weight.scale * (1 + 2**-20))
+
+
+def test_scales_that_would_be_rounded(teacher: Path, tmp_path: Path) -> None:
+    written(teacher, tmp_path / "in", "compressed-tensors", INT4, wide)
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "epiloq"))
+    assert same(weights(tmp_path / "in"), weights(tmp_path / "out"))
+    for target in ("gptq", "awq"):
+        result = run("convert", tmp_path / "in", tmp_path / "no", "--format", target)
+        assert result.exit_code == 2 and "float16" in result.output and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "said"),
+    [
+        ("int8 channel", "awq", "cannot say 8 bits"),
+        ("w8a8", "gptq", "activations cannot be said"),
+        ("w8a8", "awq", "activations cannot be said"),
+        ("int4 asymmetric", "deepseek-fp8", "cannot say integers of 4 bits, only FP8 in blocks of 128 x 128"),
+        ("int4 asymmetric", "compressed-tensors", "is in the format compressed-tensors already"),
+        ("int4 asymmetric", "gguf", "there are deepseek-fp8, compressed-tensors, gptq, awq, epiloq"),
+    ],
+)
+def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, said: str) -> None:
+    written(teacher, tmp_path / "in", "compressed-tensors", SAYABLE[kind][0], unchanged)
+    result = run("convert", tmp_path / "in", tmp_path / "out", "--format", target)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-block", "w4a8-block"])
+def test_what_only_epiloq_says(tmp_path: Path, scheme: str) -> None:
+    epiloq_modules.save(epiloq.quantize_(tiny_model(**ROUND), scheme), tmp_path / "in")
+    for target in ("compressed-tensors", "gptq", "awq", "deepseek-fp8"):
+        with pytest.raises(FormatError, match=r"cannot say OnlineQuantLinear\("):
+            convert.prepare(tmp_path / "in", tmp_path / "out", target)
+
+
+def test_layers_that_differ(tmp_path: Path) -> None:
+    model = epiloq.quantize_(tiny_model(**ROUND), "w8a16", lambda module, name: name.endswith("q_proj"))
+    epiloq_modules.save(epiloq.quantize_(model, "w4a16-g32"), tmp_path / "in")
+    assert len(json.loads((tmp_path / "in" / "config.json").read_text())["quantization_config"]["modules"]) == 2
+    with pytest.raises(FormatError, match="not all alike"):
+        convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors")
+
+
+def test_existing_output_and_failures(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(teacher, tmp_path / "in", "awq", INT4, unchanged)
+    (tmp_path / "out").mkdir()
+    result = run("convert", tmp_path / "in", tmp_path / "out", "--format", "gptq")
+    assert result.exit_code == 2 and "exists already" in result.output and list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert run("convert", tmp_path / "in", tmp_path / "link", "--format", "gptq").exit_code == 2
+    before = sorted(tmp_path.iterdir())
+    for error, code in ((OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)):
+
+        def fails(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "close", fails)
+            result = run("convert", tmp_path / "in", tmp_path / "new", "--format", "gptq")
+        assert result.exit_code == code, result.output
+        assert sorted(tmp_path.iterdir()) == before
+    assert run("convert", teacher, tmp_path / "new", "--format", "gptq").exit_code == 2
+    assert run("convert", tmp_path / "absent", tmp_path / "new", "--format", "gptq").exit_code == 2
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,53 @@
+"""Which kernel serves conv2d_weight_only on SM90, against the sweep that its times were fitted to."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+import torch
+
+import conv_reference
+import epiloq
+from epiloq.bench.convolutions import LAYERS
+
+SWEEP = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/2026-11-22-conv2d-weight-only-sweep.json"
+WGMMA = re.compile(
+    r"implicit product, wgmma (\d+) weight rows x (\d+) pixels, \d warpgroups?(?:, (\d) along K)?"
+    r"(?:, K over clusters of (\d))?"
+)
+pytestmark = pytest.mark.skipif(not SWEEP.exists(), reason="results of benchmarks are in the checkout only")
+
+
+def name_in_sweep(explained: str) -> str | None:
+    if explained.startswith("the pixels as rows of a product"):
+        return None  # whose choice is weight_only_mm's
+    if explained.startswith("de-quantise"):
+        return "de-quantised, then cuDNN"
+    found = WGMMA.fullmatch(explained)
+    assert found, explained
+    rows, pixels, ways, split = (int(number or 1) for number in found.groups())
+    return f"wgmma {rows // 64},{ways},{pixels}" + (f" split {split}" if split > 1 else "")
+
+
+def behind(row: dict[str, Any]) -> float | None:
+    """What serves over the fastest; None where that is another operation's or was not timed."""
+    layer = LAYERS[row["layer"]]
+    weight = conv_reference.packed(layer.outputs, (layer.kernel, layer.kernel), layer.channels, 4, 128, "none").packed
+    x = torch.empty(row["batch"], layer.channels, *layer.image, dtype=torch.float16)
+    x = x.contiguous(memory_format=torch.channels_last)
+    with epiloq.config(arch="sm90"):
+        explained = epiloq.explain("conv2d_weight_only", x, weight, stride=layer.stride, padding=layer.padding)
+    name = name_in_sweep(explained)
+    return row["us"][name] / min(row["us"].values()) if name in row["us"] else None
+
+
+def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
+    """The bounds are what was found. weight_only_mm counts by the same code, whose numbers are fitted more often."""
+    found = [behind(row) for row in json.loads(SWEEP.read_text())["layers"]]
+    ratios = [ratio for ratio in found if ratio is not None]
+    assert len(ratios) == 6 and geometric_mean(ratios) <= 1.015 and max(ratios) <= 1.06

@@ -1,0 +1,84 @@
+"""Which tiles of many tokens serve, and which share the K of a last wave, against times of an H200.
+
+The bounds are what the fit left: they say when a time that is changed no longer fits, not how good it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from math import exp, log
+from pathlib import Path
+
+import pytest
+
+import epiloq
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"
+# What a scheme is to explain, how far behind the fastest its choices are in the mean, and at most, and its times.
+SCHEMES = {
+    "groups": ({"dtype": "float8_e4m3fn"}, 1.003, 1.05, "2026-11-25-pairs.json"),
+    "float8": ({"dtype": "float8_e4m3fn", "whole_rows": True}, 1.003, 1.03, "2026-11-25-pairs.json"),
+    "int8": ({"dtype": "int8", "whole_rows": True}, 1.018, 1.1, "2026-11-25-last-waves.json"),
+}
+TILE = re.compile(
+    r"sm90 (?:whole-row|group-wise) wgmma, (\d+) tokens x (\d+) weights(?:, 3 warpgroups)?"
+    r"(, K over clusters of 2 in a last wave)?"
+)
+
+
+SMS = 132
+
+
+def rest_of(m: int, n: int, tokens: int, weights: int, sm_count: int) -> int:
+    """Tiles that do not fill a wave."""
+    return -(-m // tokens) * -(-n // weights) % (sm_count // 2 * 2)
+
+
+def times(scheme: str, results: str) -> Iterator[tuple[int, int, int, dict[tuple[int, int, bool], float]]]:
+    """Tokens, n, k, and microseconds by the tokens and weights of a tile, and whether its last wave is shared: where
+    that may not be, "shared" is the same kernel once more."""
+    for name, n, k, m, us in json.loads((RESULTS / results).read_text())["turns"]["rows"]:
+        if name != scheme:
+            continue
+        found = defaultdict(list)
+        for tile, time in us.items():
+            tokens, weights = map(int, tile.removesuffix(" shared").split(" x "))
+            shares = tile.endswith("shared") and 0 < rest_of(m, n, tokens, weights, SMS) <= SMS // 2
+            found[tokens, weights, shares].append(time)
+        yield m, n, k, {tile: sum(all_) / len(all_) for tile, all_ in found.items()}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_waves_cost_what_they_cost(scheme: str) -> None:
+    options, mean, most, results = SCHEMES[scheme]
+    behind = []
+    for m, n, k, us in times(scheme, results):
+        kernel = epiloq.explain("groupwise_mm", **options, m=m, n=n, k=k, arch="sm90", sm_count=SMS)
+        chosen = TILE.fullmatch(kernel)
+        served = chosen and us.get((int(chosen[1]), int(chosen[2]), chosen[3] is not None))
+        if served:  # else a tile of few tokens, or one that was not timed so
+            behind.append(served / min(us.values()))
+    assert len(behind) >= 25
+    assert max(behind) < most
+    assert exp(sum(map(log, behind)) / len(behind)) < mean
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 3, 78, 114, 131, 132])
+def test_only_what_fits_half_of_a_wave_is_shared(sm_count: int) -> None:
+    """Whatever tile serves; a lone SM has nobody to share with."""
+    shared = 0
+    sizes = itertools.product(
+        (66, 129, 256, 513, 1024, 4096), (128, 2112, 4096, 6144, 17000, 28672), (256, 2048, 16384)
+    )
+    for (m, n, k), (options, *_) in itertools.product(sizes, SCHEMES.values()):
+        kernel = epiloq.explain("groupwise_mm", **options, m=m, n=n, k=k, arch="sm90", sm_count=sm_count)
+        chosen = TILE.fullmatch(kernel)
+        if chosen is None or chosen[3] is None:  # a tile of few tokens, or nothing is shared
+            continue
+        assert 0 < rest_of(m, n, int(chosen[1]), int(chosen[2]), sm_count) <= sm_count // 2, (m, n, k, kernel)
+        shared += 1
+    assert (shared > 0) == (sm_count > 1)

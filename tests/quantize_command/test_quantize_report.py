@@ -1,0 +1,179 @@
+"""The page of ``epiloq quantize``: asks nothing of the network, says what the figures say, reads well to a machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for needed in ("typer", "rich", "safetensors", "transformers", "matplotlib", "jinja2"):
+    pytest.importorskip(needed, reason="the report needs the extra demo")
+
+
+from command_line import ROUND, run
+from epiloq.quantize import Grid, QuantizedWeight, figures, report
+from epiloq.quantize.calibration.calibrate import Block
+from epiloq.quantize.calibration.tally import HIGHEST, LOWEST, Tally
+from tiny_teacher import save, tiny_model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised model with everything that a report can show."""
+    folder = tmp_path_factory.mktemp("report")
+    save(folder / "model", tiny_model(**ROUND))
+    (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (folder / "other").write_text("".join(chr(97 + i * i * i % 25) for i in range(1300)))
+    options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant", "--keep-dynamic", "*.0.mlp.down_proj")
+    texts = ("--calibration", folder / "text", "--evaluation", folder / "other", "--windows", 4, "--length", 32)
+    files = ("--output", folder / "out", "--json", folder / "r.json", "--report", folder / "copy.html")
+    result = run("quantize", folder / "model", *options, *texts, *files)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def found(made: Path) -> dict[str, Any]:
+    return json.loads((made / "r.json").read_text())  # type: ignore[no-any-return]
+
+
+class Outline(HTMLParser):
+    """What of a page matters here."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.links: list[str] = []
+        self.pictures: list[dict[str, str | None]] = []
+        self.words = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        values = dict(attrs)
+        self.ids.update([values["id"] or ""] if "id" in values else [])
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href", "srcset")]
+        self.pictures += [values] if tag == "svg" else []
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_the_page_stands_alone(made: Path) -> None:
+    html = (made / "out" / "report.html").read_text()
+    assert html == (made / "copy.html").read_text()
+    page = Outline(html)
+    assert page.tags["script"] == page.tags["link"] == page.tags["img"] == page.tags["iframe"] == 0
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"@import|url\((?!['\"]?#)", html)
+    used = {link[1:] for link in page.links} | set(re.findall(r"url\(['\"]?#(\w+)", html))
+    assert used <= set(page.ids)
+
+
+def test_the_page_reads_well_to_a_machine(made: Path) -> None:
+    html = (made / "out" / "report.html").read_text()
+    page = Outline(html)
+    assert '<html lang="en">' in html and page.tags["h1"] == 1 and "<title>epiloq: model as w8a8-int8-static" in html
+    assert len(page.pictures) == 6
+    labels = [picture["aria-label"] for picture in page.pictures]
+    assert all(picture["role"] == "img" for picture in page.pictures) and all(labels) and len(set(labels)) == 6
+    assert "prefers-color-scheme: dark" in html and "width=device-width" in html
+    assert "currentColor" in html and figures.COLOURS[0] in html
+
+
+def test_the_page_says_what_was_found(made: Path) -> None:
+    page, said = Outline((made / "out" / "report.html").read_text()), found(made)
+    assert said["perplexity"]["tokens"] == 1300 and said["perplexity"]["window"] == 512
+    for expected in (
+        f"{said['perplexity']['before']:.3f} to {said['perplexity']['after']:.3f}",
+        max(said["layer_errors"], key=said["layer_errors"].get),
+        "*.0.mlp.down_proj",
+        str(made / "text"),
+        said["environment"]["versions"],
+    ):
+        assert expected in page.words
+    assert set(said["stages"]) == {"load", "evaluate before", "quantise", "write", "evaluate after"}
+    assert sum(said["stages"].values()) <= said["seconds"] * 1.001
+    kept = [name for name, errors in said["input_errors"].items() if errors["kept_dynamic"]]
+    assert kept == ["model.layers.0.mlp.down_proj"] and set(said["input_errors"]) == set(said["layer_errors"])
+    assert sum(said["scales"]["counts"]) == 2 * (2 * 64 + 2 * 16 + 2 * 96 + 64)  # A scale for each output channel.
+
+
+def test_eval_prints_the_same_perplexity(made: Path) -> None:
+    result = run("eval", made / "out", "--text", made / "other", "--json", made / "e.json")
+    assert result.exit_code == 0, result.output
+    measured = json.loads((made / "e.json").read_text())["perplexity"]
+    assert found(made)["perplexity"]["after"] == pytest.approx(measured, rel=1e-6)
+
+
+def test_names_cannot_break_the_page(made: Path) -> None:
+    said = found(made)
+    hostile = '<script>alert("1")</script>'
+    said |= {"model": hostile, "command": hostile, "layer_errors": {f"layers.{i}.{hostile}": 0.1 for i in range(3)}}
+    html = report.render(said)
+    assert hostile not in html and Outline(html).tags["script"] == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_page_without_errors(made: Path) -> None:
+    """As of a model whose weights lie on the grid already."""
+    said = found(made)
+    said |= {"layer_errors": dict.fromkeys(said["layer_errors"], 0.0), "input_errors": {}}
+    assert Outline(report.render(said)).pictures
+
+
+def test_a_page_of_the_simplest_run(made: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", tmp_path / "out", "--json", tmp_path / "r")
+    result = run("quantize", made / "model", *options)
+    assert result.exit_code == 0 and "its weight is off" in result.output
+    said = json.loads((tmp_path / "r").read_text())
+    assert said["perplexity"] is None and said["input_errors"] == {} and said["error_of"] == "weight"
+    assert len(Outline((tmp_path / "out" / "report.html").read_text()).pictures) == 4
+
+
+def test_without_its_packages_there_is_no_page(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "REQUIRED", ("a_package_that_is_not_there",))
+    options = ("--scheme", "w8a16", "--algorithm", "rtn", "--output", tmp_path / "out")
+    result = run("quantize", made / "model", *options)
+    assert result.exit_code == 0 and "a_package_that_is_not_there" in result.output
+    assert not (tmp_path / "out" / "report.html").exists()
+    refused = run("quantize", made / "model", *options[:-1], tmp_path / "two", "--report", tmp_path / "r.html")
+    assert refused.exit_code == 1 and "a_package_that_is_not_there" in refused.output
+    assert not (tmp_path / "two").exists()
+
+
+def test_scales_are_counted_by_size(seed: int) -> None:
+    scale = torch.exp2(torch.empty(7, 30).uniform_(-20, 3))
+    scale[0, :2] = torch.tensor([2.0**-60, 2.0**60])
+    weight = QuantizedWeight(torch.zeros(7, 60, dtype=torch.int8), scale, None, Grid(8, 2, True))
+    tally = Tally()
+    for name in "ab":
+        tally.add(Block(name, {f"{name}.x": weight}, {}, {f"{name}.x": 0.5}), resumed=name == "b")
+    histogram = tally.histogram
+    edges, counts = histogram["log2_edges"], histogram["counts"]
+    assert len(edges) == len(counts) + 1 and (edges[0], edges[-1]) == (LOWEST, HIGHEST) and sum(counts) == 420
+    values = scale.double().log2().clamp(LOWEST, HIGHEST).flatten().tolist()
+    expected = [2 * sum(low <= v < high for v in values) for low, high in pairwise(edges)]
+    expected[-1] += 2 * values.count(HIGHEST)
+    assert counts == expected
+    assert tally.blocks == ["a", "b"] and tally.resumed == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["m.layers.0.mlp.up", "m.layers.1.mlp.up", "m.layers.0.q"], {"up", "q"}),
+        (["h.0.attention.output.dense", "h.0.intermediate.dense"], {"attention.output.dense", "intermediate.dense"}),
+        (["alone"], {"alone"}),
+    ],
+)
+def test_layers_are_told_apart_by_kind(names: list[str], expected: set[str]) -> None:
+    found = figures.kinds(names)
+    assert set(found) == expected and sorted(name for same in found.values() for name in same) == sorted(names)
