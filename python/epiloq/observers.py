@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.quantize.calibration.inputs import watched
 
 BINS = 2048
 # Parts of the whole range that HistogramMse tries for either end.
@@ -137,6 +137,21 @@ def quantizer(ends: Tensor, *, symmetric: bool = False) -> tuple[Tensor, Tensor 
     """Scale float32 and zero point int32 of a range, as `epiloq.quantize_int8` gives values that have it."""
     _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
     return scale, zero_point
+
+
+@contextmanager
+def watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``note(name, input)`` whenever one of the layers runs."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda module, args, kwargs: note(name, args[0] if args else kwargs["input"])
+
+    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -19,21 +19,14 @@ from command_line import ROUND, run
 from epiloq.formats import convert, epiloq_modules
 from epiloq.formats.io.checkpoint import Checkpoint, Writer
 from epiloq.formats.layouts.base import FormatError
-from epiloq.quantize import QuantizedWeight, gptq
-from rounded_models import INT4, SAYABLE, same, unchanged, weights, written
+from epiloq.quantize import QuantizedWeight
+from rounded_models import INT4, SAYABLE, ordered, same, unchanged, weights, written
 from tiny_teacher import save, tiny_model
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("teacher") / "model", tiny_model(**ROUND))
-
-
-def ordered(weight: QuantizedWeight) -> QuantizedWeight:
-    """Groups in activation order, as GPTQ makes them without static groups."""
-    x = torch.randn(200, weight.q.shape[1]) * torch.rand(weight.q.shape[1])
-    grid = replace(weight.grid, scale_dtype=torch.float16)
-    return gptq(weight.dequantize(), x.t() @ x, grid, static_groups=False)
 
 
 def test_activation_order(seed: int, teacher: Path, tmp_path: Path) -> None:

@@ -15,14 +15,13 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
     pytest.importorskip(needed, reason="the command needs the extra hf")
 
 import transformers
-from test_convert_refused import ordered
 
 from command_line import ROUND, quantize, run, teacher_and_text, text
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize import Grid, gptq
 from epiloq.quantize import job as jobs
 from epiloq.weights.codebooks import Float8Grid, OffsetGrid
-from rounded_models import INT4, unchanged, written
+from rounded_models import INT4, ordered, unchanged, written
 from tiny_teacher import save, tiny_model
 
 

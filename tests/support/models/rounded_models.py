@@ -17,7 +17,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import default_filter
-from epiloq.quantize import Grid, QuantizedWeight, rtn
+from epiloq.quantize import Grid, QuantizedWeight, gptq, rtn
 
 
 def written(
@@ -43,6 +43,13 @@ def written(
 
 def unchanged(weight: QuantizedWeight) -> QuantizedWeight:
     return weight
+
+
+def ordered(weight: QuantizedWeight) -> QuantizedWeight:
+    """Groups in activation order, as GPTQ makes them without static groups."""
+    x = torch.randn(200, weight.q.shape[1]) * torch.rand(weight.q.shape[1])
+    grid = replace(weight.grid, scale_dtype=torch.float16)
+    return gptq(weight.dequantize(), x.t() @ x, grid, static_groups=False)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from epiloq.observers import watched
 from epiloq.quantize.calibration.statistics import InputStatistics
 
 Calibrate = Callable[[nn.Module], object]
@@ -160,18 +161,3 @@ def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[l
     for name, inputs in seen.items():
         groups.setdefault(tuple(inputs) or name, []).append(name)
     return list(groups.values())
-
-
-@contextmanager
-def watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call ``note(name, input)`` whenever one of the layers runs."""
-
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        return lambda module, args, kwargs: note(name, args[0] if args else kwargs["input"])
-
-    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

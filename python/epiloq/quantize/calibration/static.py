@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.observers import quantizer
-from epiloq.quantize.calibration.inputs import watched
+from epiloq.observers import quantizer, watched
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import InputGrid
 from epiloq.weights.rounding import check_finite
