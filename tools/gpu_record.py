@@ -1,7 +1,8 @@
 """Records of runs on a GPU: written beside the results there, and kept in docs/verification.json here.
 
 gpu_record.py --collect OUT   on the GPU machine (tools/gpu_verify.sh does it): OUT/record.json from what lies in OUT
-gpu_record.py FILE            in the checkout: append a record that came back to docs/verification.json
+gpu_record.py FILE            in the checkout: put a record that came back into docs/verification.json, which keeps
+                              the latest of each card
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ def collect(out: Path) -> dict[str, Any]:
 
 
 def append(record: dict[str, Any], ledger: Path = LEDGER) -> None:
-    """Add a record to the ledger. ValueError when it lacks a field or is there already."""
+    """Put a record into the ledger in place of its card's last one. ValueError when it lacks a field or is no newer."""
     missing = [key for key in REQUIRED if key not in record]
     if missing:
         raise ValueError(f"gpu_record: record: expected {', '.join(REQUIRED)}; {', '.join(missing)} missing")
     known = json.loads(ledger.read_text(encoding="utf-8"))
-    if record in known["records"]:
-        raise ValueError(f"gpu_record: record: the ledger already has the run of {record['date']} on {record['gpu']}")
-    known["records"].append(record)
+    others = [one for one in known["records"] if one["gpu"] != record["gpu"]]
+    for last in known["records"]:
+        if last not in others and last["date"] >= record["date"]:
+            raise ValueError(f"gpu_record: record: the ledger already has {last['gpu']}'s run of {last['date']}")
+    known["records"] = [*others, record]
     known["records"].sort(key=lambda one: one["date"])
     ledger.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 

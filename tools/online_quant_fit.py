@@ -1,6 +1,6 @@
 """Fits the times of online_quant_mm's kernels on SM90 to sweeps, and says how far behind the fastest their choices are.
 
-    python tools/online_quant_fit.py [benchmarks/results/nvidia-h100/2026-11-26-online-quant-sweep.json ...]
+    python tools/online_quant_fit.py [sweep.json ...]
                                      [--steps 300] [--write]
 
 tools/online_quant_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
@@ -9,16 +9,13 @@ tools/online_quant_sweep.py makes sweeps; how a fit is made stands in times_fit.
 from __future__ import annotations
 
 from online_quant_sweep import name_of
-from times_fit import ANY, RESULTS, Subject, main
+from times_fit import MEASURED, Subject, main
 
 SUBJECT = Subject(
     header="ops/online_quant_mm/times.h",
     source="online_quant_times.cpp",
     places=(r"kMmaTimes\[\]\{.*?\n\};", r"kSm90Steps\[\]\[2\]\{.*?\n\};", r"double mma_power.*?\} kSm90Time;"),
-    sweeps={
-        RESULTS / "nvidia-h100/2026-11-27-online-quant-sweep.json": ANY,
-        RESULTS / "nvidia-h200/2026-11-26-online-quant-few-sweep.json": ANY,
-    },
+    sweeps=(MEASURED / "online_quant_h100.json", MEASURED / "online_quant_h200.json"),
     name=name_of,
     # Blocks of 128; nothing is known of a kernel that a sweep left out, being of too many tokens or shared by too many.
     takes=lambda row: row.get("group", 128) == 128,

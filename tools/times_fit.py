@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
+MEASURED = ROOT / "tests/kernel_choice/measured"
 # GB/s that memory's clock and width amount to.
 MEMORY = {"H200": 4917, "H100": 3352}
 ANY = range(1 << 31)  # tokens
@@ -43,24 +43,22 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is fitted, to which sweeps, by which tokens of each: a file's "sweep" has rows {"bits", "n", "k", "m", "us":
+    """What is fitted, to which sweeps: a file's "sweep" has rows {"bits", "n", "k", "m", "us":
     {name: microseconds}}.
 
     ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the
     same order; ``name`` is what sweeps call what `explain` says; ``takes`` tells which problems count, ``counts`` which
-    kernels of one; ``lacks_constant``: times are without what all kernels of a problem take; ``once``: tokens by which
-    a problem that several sweeps of a card have counts in the first of them only.
+    kernels of one; ``lacks_constant``: times are without what all kernels of a problem take.
     """
 
     header: str
     source: str
     places: tuple[str, ...]
-    sweeps: dict[Path, Container[int]]
+    sweeps: tuple[Path, ...]
     name: Callable[[str], str]
     takes: Callable[[Row], bool]
     counts: Callable[[Row, str], bool]
     lacks_constant: bool
-    once: Container[int] = ()
 
     @property
     def path(self) -> Path:
@@ -136,18 +134,12 @@ class Problems:
         first: list[int] = []
         us: list[float] = []
         served: list[bool] = []
-        seen: set[tuple[object, ...]] = set()
         for path in paths:
             record = json.loads(path.read_text())
             memory = next(rate for card, rate in MEMORY.items() if card in record["gpu"])
-            tokens = subject.sweeps.get(path.resolve(), ANY)
             for row in record["sweep"]:
-                problem = (memory, *(row[key] for key in ("bits", "n", "k", "m")))
-                if row["m"] not in tokens or row["m"] not in among or not subject.takes(row):
+                if row["m"] not in among or not subject.takes(row):
                     continue
-                if row["m"] in subject.once and problem in seen:
-                    continue
-                seen.add(problem)
                 names = model.add(row, memory)
                 self.rows.append({**row, "card": record["gpu"]})
                 first.append(len(us))

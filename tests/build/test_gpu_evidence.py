@@ -73,15 +73,23 @@ def test_a_run_that_left_no_results_counts_as_an_error(tmp_path: Path) -> None:
     assert gpu_record.benchmark(tmp_path / "absent.json") == {"rows": 0}
 
 
-def test_records_are_kept_once_and_in_order(ledger: Path) -> None:
-    late, early = record(date="2026-02-01"), record(date="2026-01-01")
-    gpu_record.append(late, ledger)
-    gpu_record.append(early, ledger)
-    with pytest.raises(ValueError, match="already has"):
-        gpu_record.append(late, ledger)
+def test_the_latest_record_of_each_card_is_kept(ledger: Path) -> None:
+    first, second = record(date="2026-01-01"), record(date="2026-02-01")
+    other = record(gpu="another GPU", date="2026-01-15")
+    for one in (first, other, second):
+        gpu_record.append(one, ledger)
+    for known in (second, first):
+        with pytest.raises(ValueError, match="already has a GPU's run of 2026-02-01"):
+            gpu_record.append(known, ledger)
     with pytest.raises(ValueError, match="driver missing"):
         gpu_record.append({key: value for key, value in record().items() if key != "driver"}, ledger)
-    assert json.loads(ledger.read_text()) == {"records": [early, late], "never_run": [NEVER_RUN]}
+    assert json.loads(ledger.read_text()) == {"records": [other, second], "never_run": [NEVER_RUN]}
+
+
+@pytest.mark.skipif(not gpu_status.LEDGER.exists(), reason="the ledger is in the checkout only")
+def test_the_ledger_has_one_record_of_each_card() -> None:
+    cards = [one["gpu"] for one in json.loads(gpu_status.LEDGER.read_text())["records"]]
+    assert cards and len(set(cards)) == len(cards)
 
 
 def owed(*records: dict[str, Any], digest: str = "d" * 64, never_run: tuple[dict[str, str], ...] = ()) -> list[str]:

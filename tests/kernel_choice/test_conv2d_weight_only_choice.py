@@ -1,26 +1,22 @@
-"""Which kernel serves conv2d_weight_only on SM90, against the sweep that its times were fitted to."""
+"""Which kernel conv2d_weight_only takes on SM90, against times measured on an H200."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import pytest
 import torch
 
 import conv_reference
 import epiloq
 from epiloq.bench.convolutions import LAYERS
+from sweeps import measured
 
-SWEEP = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/2026-11-22-conv2d-weight-only-sweep.json"
 WGMMA = re.compile(
     r"implicit product, wgmma (\d+) weight rows x (\d+) pixels, \d warpgroups?(?:, (\d) along K)?"
     r"(?:, K over clusters of (\d))?"
 )
-pytestmark = pytest.mark.skipif(not SWEEP.exists(), reason="results of benchmarks are in the checkout only")
 
 
 def name_in_sweep(explained: str) -> str | None:
@@ -48,6 +44,6 @@ def behind(row: dict[str, Any]) -> float | None:
 
 def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
     """The bounds are what was found. weight_only_mm counts by the same code, whose numbers are fitted more often."""
-    found = [behind(row) for row in json.loads(SWEEP.read_text())["layers"]]
+    found = [behind(row) for row in measured("conv2d_weight_only_h200")]
     ratios = [ratio for ratio in found if ratio is not None]
     assert len(ratios) == 6 and geometric_mean(ratios) <= 1.015 and max(ratios) <= 1.06

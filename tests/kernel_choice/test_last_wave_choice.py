@@ -1,28 +1,27 @@
-"""Which tiles of many tokens serve, and which share the K of a last wave, against times of an H200.
+"""Which tiles large M takes, and when the last wave uses split-K, against times measured on an H200.
 
-The bounds are what the fit left: they say when a time that is changed no longer fits, not how good it is.
+The bounds are what the fit of the cost model left. They tell when a changed cost no longer fits, not how good a choice
+is.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from math import exp, log
-from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 import epiloq
+from sweeps import measured
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200"
-# What a scheme is to explain, how far behind the fastest its choices are in the mean, and at most, and its times.
+# What to ask `explain`, and how far behind the fastest its choices are: geometric mean and maximum.
 SCHEMES = {
-    "groups": ({"dtype": "float8_e4m3fn"}, 1.003, 1.05, "2026-11-25-pairs.json"),
-    "float8": ({"dtype": "float8_e4m3fn", "whole_rows": True}, 1.003, 1.03, "2026-11-25-pairs.json"),
-    "int8": ({"dtype": "int8", "whole_rows": True}, 1.018, 1.1, "2026-11-25-last-waves.json"),
+    "groups": ({"dtype": "float8_e4m3fn"}, 1.003, 1.05),
+    "float8": ({"dtype": "float8_e4m3fn", "whole_rows": True}, 1.003, 1.03),
+    "int8": ({"dtype": "int8", "whole_rows": True}, 1.018, 1.1),
 }
 TILE = re.compile(
     r"sm90 (?:whole-row|group-wise) wgmma, (\d+) tokens x (\d+) weights(?:, 3 warpgroups)?"
@@ -38,10 +37,10 @@ def rest_of(m: int, n: int, tokens: int, weights: int, sm_count: int) -> int:
     return -(-m // tokens) * -(-n // weights) % (sm_count // 2 * 2)
 
 
-def times(scheme: str, results: str) -> Iterator[tuple[int, int, int, dict[tuple[int, int, bool], float]]]:
+def times(scheme: str) -> Iterator[tuple[int, int, int, dict[tuple[int, int, bool], float]]]:
     """Tokens, n, k, and microseconds by the tokens and weights of a tile, and whether its last wave is shared: where
     that may not be, "shared" is the same kernel once more."""
-    for name, n, k, m, us in json.loads((RESULTS / results).read_text())["turns"]["rows"]:
+    for name, n, k, m, us in measured("large_m_tiles_h200"):
         if name != scheme:
             continue
         found = defaultdict(list)
@@ -54,9 +53,9 @@ def times(scheme: str, results: str) -> Iterator[tuple[int, int, int, dict[tuple
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_waves_cost_what_they_cost(scheme: str) -> None:
-    options, mean, most, results = SCHEMES[scheme]
+    options, mean, most = SCHEMES[scheme]
     behind = []
-    for m, n, k, us in times(scheme, results):
+    for m, n, k, us in times(scheme):
         kernel = epiloq.explain("groupwise_mm", **options, m=m, n=n, k=k, arch="sm90", sm_count=SMS)
         chosen = TILE.fullmatch(kernel)
         served = chosen and us.get((int(chosen[1]), int(chosen[2]), chosen[3] is not None))
@@ -64,7 +63,7 @@ def test_waves_cost_what_they_cost(scheme: str) -> None:
             behind.append(served / min(us.values()))
     assert len(behind) >= 25
     assert max(behind) < most
-    assert exp(sum(map(log, behind)) / len(behind)) < mean
+    assert geometric_mean(behind) < mean
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 3, 78, 114, 131, 132])

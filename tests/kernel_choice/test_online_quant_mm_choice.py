@@ -12,8 +12,7 @@ import epiloq
 from blockwise_kernels import ROWS, SIZES_M, SIZES_N, kernel, tile
 from blockwise_reference import make_weight
 from online_quant_sweep import name_of
-from sweeps import sweep
-from times_fit import RESULTS
+from sweeps import measured
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -47,7 +46,7 @@ def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
 def test_smaller_blocks_are_near_the_fastest_by_the_times_of_128() -> None:
     """The bounds are what was found: nothing was fitted to these."""
     behind = []
-    for row in sweep(RESULTS / "nvidia-h100/2026-11-26-online-quant-groups-sweep.json"):
+    for row in measured("online_quant_small_blocks_h100"):
         chosen = name_of(kernel(row["m"], row["n"], row["k"], row["group"], row["bits"], "sm90"))
         behind.append(row["us"][chosen] / min(row["us"].values()))
     assert len(behind) == 64 and fmean(behind) <= 1.0085 and max(behind) <= 1.09

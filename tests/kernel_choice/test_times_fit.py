@@ -73,7 +73,7 @@ def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Fl
 def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
     subject = SUBJECTS[name]
     model = model_of(subject)
-    card = next(path for path in subject.sweeps if "h200" in str(path) and ("ring" in path.name or "few" in path.name))
+    card = next(path for path in subject.sweeps if "h200" in path.name)
     problems, now = Problems(model, subject, [card]), model.numbers()
     assert len(problems.rows) >= 30
     start = bad_start(model, problems, np.ones(len(now), bool), seed)
@@ -84,7 +84,7 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
     """The ring's times by 12 and 16 tokens: no others change. A climb goes on from there, in numbers as written."""
     subject = SUBJECTS["weight_only_mm"]
     text, model = subject.path.read_text(), model_of(subject)
-    card = next(path for path in subject.sweeps if "h100" in str(path) and "tiles" in path.name)
+    card = next(path for path in subject.sweeps if "h100" in path.name)
     problems, now = Problems(model, subject, [card], range(9, 17)), model.numbers()
     assert {row["m"] for row in problems.rows} == {12, 16}
     ring = subject.is_among(text, "kRing")
@@ -100,7 +100,7 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "mean", "most", "unknown"),
-    [("weight_only_mm", 940, 0.0085, 0.132, 130), ("online_quant_mm", 918, 0.0045, 0.083, 30)],
+    [("weight_only_mm", 325, 0.01, 0.1, 50), ("online_quant_mm", 297, 0.0045, 0.083, 20)],
 )
 def test_what_serves_is_near_the_fastest_of_all_sweeps(
     name: str, count: int, mean: float, most: float, unknown: int
@@ -111,4 +111,4 @@ def test_what_serves_is_near_the_fastest_of_all_sweeps(
     problems, times = Problems(model, subject, subject.sweeps), model.times(model.numbers())
     lost = problems.losses(times)
     assert len(problems.rows) == count and lost.mean() <= mean and lost.max() <= most
-    assert (lost > 0.1).sum() <= 1 and problems.unknown(times) <= unknown
+    assert problems.unknown(times) <= unknown

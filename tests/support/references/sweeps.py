@@ -1,4 +1,4 @@
-"""What benchmarks' sweeps measured: rows of one problem each, with the microseconds of every kernel by its name."""
+"""Kernel times measured on a GPU, in tests/kernel_choice/measured/: a card's rows of one problem each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
+MEASURED = Path(__file__).parents[2] / "kernel_choice" / "measured"
 
 
-def sweep(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        pytest.skip("results of benchmarks are in the checkout only")
-    return cast(list[dict[str, Any]], json.loads(path.read_text())["sweep"])
+def measured(name: str) -> list[Any]:
+    """The rows of a file; where a row has `us`, that is microseconds by the kernel's name."""
+    return cast(list[Any], json.loads((MEASURED / f"{name}.json").read_text())["sweep"])
