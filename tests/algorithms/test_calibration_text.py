@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from epiloq.evaluation.text import first_tokens, read_texts, sample, seen, windows
+from epiloq.evaluation.text import Document, first_tokens, place, read_texts, repeated, sample, windows
 from tiny_teacher import save
 
 
@@ -106,8 +106,15 @@ def test_what_calibration_saw_is_found_however_it_was_cut(
 
     text, other, licence = letters(5000), letters(5000), letters(200)
     some = sample(windows(tokenizer, [text], calibrated), 3)
-    assert seen(windows(tokenizer, ["preface" + text], evaluated), some)
-    assert not seen(windows(tokenizer, [other], evaluated), some)
+    later = "preface\n" + text
+    found = repeated(windows(tokenizer, [later], evaluated), some)
+    assert found is not None
+    number, token = found.calibration
+    run = "".join(tokenizer.convert_ids_to_tokens(some[number][0, token : token + 16].tolist()))
+    documents = [Document("a", "x"), Document("b", "xy"), Document("c", later)]
+    where = place(tokenizer, documents, evaluated, 1 + found.evaluation[0], found.evaluation[1])
+    assert where == f"c, line 2, column {text.index(run) + 1}"
+    assert repeated(windows(tokenizer, [other], evaluated), some) is None
     if calibrated > 500:  # A part that documents have in common is no reason.
         some = windows(tokenizer, [licence + text[:calibrated]], calibrated)[:1]
-        assert not seen(windows(tokenizer, [licence + other], evaluated), some)
+        assert repeated(windows(tokenizer, [licence + other], evaluated), some) is None

@@ -153,8 +153,6 @@ def test_texts_that_will_not_do(tmp_path: Path, teacher: Path, unread: None) -> 
     for name, said in (("short", "at least two tokens"), ("bytes", "expected UTF-8")):
         result = quantize(teacher, tmp_path / "out", *W4, "--calibration", tmp_path / name)
         assert result.exit_code == 2 and said in result.output, result.output
-    result = quantize(teacher, tmp_path / "out", *W4, "--length", 512, "--evaluation", text(teacher))
-    assert result.exit_code == 2 and "that calibration does not see" in result.output, result.output
 
 
 def test_another_run_that_was_interrupted(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +163,7 @@ def test_another_run_that_was_interrupted(tmp_path: Path, teacher: Path, monkeyp
         patch.setattr(jobs.Store, "write", stopped)
         assert quantize(teacher, tmp_path / "out", *W4).exit_code == 130
     monkeypatch.setattr(jobs, "load_float", lambda checkpoint: pytest.fail("loaded"))
-    result = quantize(teacher, tmp_path / "out", *W4, "--algorithm", "awq", "--windows", 3)
+    result = quantize(teacher, tmp_path / "out", *W4, "--algorithm", "awq", "--windows", 9)
     assert result.exit_code == 2 and "other settings (algorithm, tokens)" in result.output
 
 

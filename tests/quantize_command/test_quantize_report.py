@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
     (folder / "other").write_text("".join(chr(97 + i * i * i % 25) for i in range(1300)))
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant", "--keep-dynamic", "*.0.mlp.down_proj")
-    texts = ("--calibration", folder / "text", "--evaluation", folder / "other", "--windows", 4, "--length", 32)
+    texts = ("--calibration", folder / "text", "--evaluation", folder / "other", "--windows", 8, "--length", 32)
     files = ("--output", folder / "out", "--json", folder / "r.json", "--report", folder / "copy.html")
     result = run("quantize", folder / "model", *options, *texts, *files)
     assert result.exit_code == 0, result.output

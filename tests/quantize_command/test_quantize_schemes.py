@@ -167,7 +167,7 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
     source = models.load_float(Checkpoint(teacher))
     tokens = windows(load_tokenizer(teacher), read_texts(text(teacher)), 32)
     target = TARGETS[scheme]
-    blocks = calibrate(source, sample(tokens, 4, SEED), target.grid(), ALGORITHMS["gptq"], inputs=target.inputs)
+    blocks = calibrate(source, sample(tokens, 8, SEED), target.grid(), ALGORITHMS["gptq"], inputs=target.inputs)
     walked = {name: weight for block in blocks for name, weight in block.weights.items()}
     found = []
     for layout in FORMATS_OF[scheme]:

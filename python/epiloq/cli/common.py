@@ -31,6 +31,13 @@ def complain(command: str, message: str) -> None:
     Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
 
 
+def warn(message: str) -> None:
+    """Print on stderr what a user should know before the work begins."""
+    from rich.console import Console
+
+    Console(stderr=True).print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
 def check_installed(what: str, missing: list[str], extra: str) -> None:
     """Leave with FAILED where packages are missing that an extra of epiloq would bring."""
     if missing:

@@ -87,7 +87,8 @@ def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str
     from epiloq.formats.comparison import answers
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
-    from epiloq.quantize.checks import check_generates, check_positions
+    from epiloq.quantize.checks import check_generates
+    from epiloq.quantize.texts import check_positions
 
     parts = first_tokens(windows(load_tokenizer(a), read_texts(text), length), tokens)
     checkpoints = [Checkpoint(folder) for folder in (a, b)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, progress_stages, quiet, write_json
+from epiloq.cli.common import check_device, check_target, failures, progress_stages, quiet, warn, write_json
 
 if TYPE_CHECKING:
     from epiloq.progress import Stage
@@ -16,20 +16,26 @@ if TYPE_CHECKING:
 ALL = 0
 
 
-def measure(folder: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
-    """The figures as a JSON-ready dictionary."""
+def measure(
+    folder: Path, text: Path, tokens: int, length: int, device: str, force: bool, stage: Stage
+) -> dict[str, Any]:
+    """The figures as a JSON-ready dictionary. Raises ValueError for too little text, unless forced."""
     from epiloq.demo.layers import weight_bytes
     from epiloq.evaluation.perplexity import perplexity
     from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
-    from epiloq.quantize.checks import check_generates, check_positions
+    from epiloq.quantize.checks import check_generates
+    from epiloq.quantize.texts import check_positions, tokens_in, too_little_to_evaluate
 
     checkpoint = Checkpoint(folder)
     parts = windows(load_tokenizer(folder), read_texts(text), length)
     if tokens != ALL:
         parts = first_tokens(parts, max(tokens, 2))
     check_positions(checkpoint, parts)
+    warnings = too_little_to_evaluate(parts, force)
+    for warning in warnings:
+        warn(warning)
     model, quantization = load(checkpoint)
     check_generates(model, folder)
     model.to(device)
@@ -40,7 +46,8 @@ def measure(folder: Path, text: Path, tokens: int, length: int, device: str, sta
         "model": str(folder),
         "text": str(text),
         "perplexity": found,
-        "tokens": sum(part.numel() for part in parts),
+        "tokens": tokens_in(parts),
+        "warnings": warnings,
         "window": length,
         "quantization": (checkpoint.quantization or {}).get("quant_method"),
         "bits": quantization.grid.bits if quantization else None,
@@ -57,6 +64,7 @@ def evaluate(
     tokens: Annotated[int, typer.Option(min=ALL, help="How many tokens to evaluate at most; 0 for all.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
+    force: Annotated[bool, typer.Option("--force", help="Go on although the text is too short to tell much.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
     ] = None,
@@ -75,7 +83,7 @@ def evaluate(
     with failures("eval"):
         quiet()
         with progress_stages(console) as stage:
-            found = measure(folder, text, tokens, length, device, stage)
+            found = measure(folder, text, tokens, length, device, force, stage)
         console.print(
             f"perplexity {found['perplexity']:.3f} over {found['tokens']} tokens; "
             f"{found['file_bytes'] / 1e6:.1f} MB of weights",

@@ -17,6 +17,7 @@ from epiloq.cli.common import (
     one_of,
     progress_stages,
     quiet,
+    warn,
     write_json,
 )
 from epiloq.files import write_text
@@ -33,11 +34,14 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Do what settings say, whose names are all known, and give the report."""
     from epiloq.quantize.job import perform, prepare
 
-    with failures("quantize", GO_ON), progress_stages(console) as stage:
-        with stage("load and check", 1) as advance:
+    with failures("quantize", GO_ON):
+        with progress_stages(console) as stage, stage("load and check", 1) as advance:
             job = prepare(settings)
             advance()
-        return perform(job, stage)
+        for warning in job.texts.warnings:
+            warn(warning)
+        with progress_stages(console) as stage:
+            return perform(job, stage)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -52,8 +56,6 @@ def show(report: dict[str, Any], console: Console) -> None:
         lines.append(f"perplexity {first:.3f} before, {last:.3f} after ({100 * (last / first - 1):+.2f} %)")
     if report["calibration_windows"]:
         lines.append(f"calibrated on {report['calibration_tokens']} tokens in {report['calibration_windows']} windows")
-        if report["calibration_tokens"] < report["count"] * report["length"] / 2:
-            lines[-1] += f", of {report['count']} windows of {report['length']} that were asked for: give more text"
     name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
     lines.append(f"worst layer {name}: its {report['error_of']} is off by {100 * error:.1f} %")
     kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
@@ -119,6 +121,10 @@ def quantize(
         Path | None,
         typer.Option(metavar="FILE", help="Other text, to measure perplexity on before and after.", show_default=False),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Go on with too little text, or with text to evaluate on that calibration sees."),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
     ] = None,
@@ -176,6 +182,7 @@ def quantize(
             blocks,
             device,
             evaluation,
+            force,
             shlex.join(["epiloq", *sys.argv[1:]]),
         )
         found = run(settings, console)

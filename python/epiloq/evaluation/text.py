@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ SEED = 0
 RUN, SHORTEST_RUN = 64, 16
 
 
-def read_texts(source: str | Path | Sequence[str]) -> list[str]:
+@dataclass(frozen=True)
+class Document:
+    """A text and where it is from: a file, or "text 3" of a list."""
+
+    name: str
+    text: str
+
+
+def read_documents(source: str | Path | Sequence[str]) -> list[Document]:
     """The documents of a UTF-8 file, of every such file under a folder (hidden ones excepted), or of a list.
 
     Raises ValueError: nothing there, a file that is not text, or no text at all.
     """
     if not isinstance(source, (str, Path)):
-        texts = list(source)
+        found = [Document(f"text {number}", text) for number, text in enumerate(source, 1)]
     else:
         path = Path(source)
         if path.is_dir():
@@ -29,11 +38,16 @@ def read_texts(source: str | Path | Sequence[str]) -> list[str]:
             files = [path]
         else:
             raise ValueError(f"text: {path}: expected a text file or a folder of them, found nothing there")
-        texts = [_read(file) for file in files]
-    texts = [text for text in texts if text.strip()]
-    if not texts:
+        found = [Document(str(file), _read(file)) for file in files]
+    found = [document for document in found if document.text.strip()]
+    if not found:
         raise ValueError(f"text: {source if isinstance(source, (str, Path)) else 'list'}: expected text, found none")
-    return texts
+    return found
+
+
+def read_texts(source: str | Path | Sequence[str]) -> list[str]:
+    """The texts of `read_documents`."""
+    return [document.text for document in read_documents(source)]
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -52,15 +66,28 @@ def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Ten
     Windows of fewer than two tokens are left out. Raises ValueError for a tokenizer that cannot cut (one of those
     written in Python) or when nothing is left.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"text: tokenizer: expected a fast one, got {type(tokenizer).__name__}")
-    cut: list[list[int]] = tokenizer(
-        list(texts), truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False
-    )["input_ids"]
+    cut: list[list[int]] = _cut(tokenizer, texts, length)["input_ids"]
     found = [torch.tensor([ids], dtype=torch.int64) for ids in cut if len(ids) > 1]
     if not found:
         raise ValueError("text: expected at least two tokens, found fewer")
     return found
+
+
+def place(tokenizer: Any, documents: Sequence[Document], length: int, window: int, token: int) -> str:
+    """File, line and column (from 1) where a token of one of `windows` begins in the documents."""
+    cut = _cut(tokenizer, [document.text for document in documents], length, return_offsets_mapping=True)
+    kept = [index for index, ids in enumerate(cut["input_ids"]) if len(ids) > 1]
+    document = documents[cut["overflow_to_sample_mapping"][kept[window]]]
+    before = document.text[: cut["offset_mapping"][kept[window]][token][0]]
+    column = len(before) - before.rfind("\n")
+    return f"{document.name}, line {before.count(chr(10)) + 1}, column {column}"
+
+
+def _cut(tokenizer: Any, texts: Sequence[str], length: int, **options: bool) -> Any:
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"text: tokenizer: expected a fast one, got {type(tokenizer).__name__}")
+    cutting = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
+    return tokenizer(list(texts), **cutting, **options)
 
 
 def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor]:
@@ -90,25 +117,38 @@ def first_tokens(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
     return taken
 
 
-def seen(evaluation: Sequence[Tensor], calibration: Sequence[Tensor]) -> bool:
-    """Whether text to evaluate on holds a window of calibration, or half of one, wherever windows begin.
+@dataclass(frozen=True)
+class Repeat:
+    """Where a run of tokens is in two lists of windows: numbers of the window and of its token in either."""
+
+    evaluation: tuple[int, int]
+    calibration: tuple[int, int]
+
+
+def repeated(evaluation: Sequence[Tensor], calibration: Sequence[Tensor]) -> Repeat | None:
+    """A run of tokens of a calibration window of which text to evaluate on holds all or half, wherever windows begin.
 
     Half of its runs of `RUN` tokens (the window, where it is shorter, from `SHORTEST_RUN` tokens on): what documents
     share by way of headings and licences does not count.
     """
     texts = [window.flatten().tolist() for window in evaluation]
-    known: dict[int, set[tuple[int, ...]]] = {}
-    for window in calibration:
+    known: dict[int, dict[tuple[int, ...], tuple[int, int]]] = {}
+    for number, window in enumerate(calibration):
         row = window.flatten().tolist()
         length = min(RUN, len(row))
         if length < SHORTEST_RUN:
             continue
         if length not in known:
-            known[length] = {tuple(text[i : i + length]) for text in texts for i in range(len(text) - length + 1)}
-        runs = [tuple(row[i : i + length]) for i in range(0, len(row) - length + 1, RUN // 2)]
-        if 2 * sum(run in known[length] for run in runs) >= len(runs):
-            return True
-    return False
+            places = ((other, i) for other, text in enumerate(texts) for i in range(len(text) - length + 1))
+            known[length] = {}
+            for other, i in places:
+                known[length].setdefault(tuple(texts[other][i : i + length]), (other, i))
+        starts = range(0, len(row) - length + 1, RUN // 2)
+        runs = {start: tuple(row[start : start + length]) for start in starts}
+        common = [start for start, run in runs.items() if run in known[length]]
+        if 2 * len(common) >= len(runs):
+            return Repeat(known[length][runs[common[0]]], (number, common[0]))
+    return None
 
 
 def _hidden(file: Path, root: Path) -> bool:

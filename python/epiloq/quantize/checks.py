@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
-from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, sample, seen, windows
 from epiloq.formats import epiloq_modules
-from epiloq.formats.io.architecture import positions, skeleton
+from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
@@ -23,14 +21,12 @@ from epiloq.quantize.calibration.blocks import find_blocks, linears_of
 from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
 from epiloq.quantize.targets import TARGETS
+from epiloq.quantize.texts import needs_text
 from epiloq.schemes import SCHEMES
 from epiloq.weights.grid import Grid
 
 if TYPE_CHECKING:
     from epiloq.quantize.job import Settings
-
-# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
-EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
 
 
 def check_request(settings: Settings) -> None:
@@ -105,42 +101,3 @@ def check_generates(model: nn.Module, folder: Path) -> None:
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
-
-
-def needs_text(settings: Settings) -> bool:
-    """Whether a run looks at what the model computes."""
-    return TARGETS[settings.scheme].static or ALGORITHMS[settings.algorithm].needs_inputs
-
-
-def read_windows(settings: Settings, source: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
-    """Windows to calibrate and to evaluate on, as far as they are asked for.
-
-    Raises ValueError: no text, no tokenizer, windows longer than the model has positions, or text for both.
-    """
-    texts: list[Tensor] = []
-    evaluation: list[Tensor] = []
-    if needs_text(settings) and settings.calibration is not None:
-        found = windows(load_tokenizer(settings.model), read_texts(settings.calibration), settings.length)
-        texts = sample(found, settings.count, settings.seed)
-        check_positions(source, texts)
-    if settings.evaluation is not None:
-        found = windows(load_tokenizer(settings.model), read_texts(settings.evaluation), evaluated_length(source))
-        evaluation = first_tokens(found, EVALUATED_TOKENS)
-        if seen(evaluation, texts):
-            raise ValueError(f"{settings.evaluation}: expected text that calibration does not see, found some of it")
-    return texts, evaluation
-
-
-def evaluated_length(source: Checkpoint) -> int:
-    """Tokens in a window to evaluate on: fewer than usual where the model has no more positions."""
-    return min(EVALUATED_LENGTH, positions(source) or EVALUATED_LENGTH)
-
-
-def check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
-    """Raise ValueError for windows longer than the model has positions."""
-    most, longest = positions(source), max(text.shape[1] for text in texts)
-    if most is not None and longest > most:
-        raise ValueError(
-            f"{source.folder}: expected windows of at most {most} tokens, for which the model has positions, "
-            f"got {longest} (--length)"
-        )

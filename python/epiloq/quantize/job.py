@@ -34,8 +34,9 @@ from epiloq.quantize.calibration.calibrate import Block, calibrate
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
-from epiloq.quantize.checks import check_model, check_request, evaluated_length, read_windows
+from epiloq.quantize.checks import check_model, check_request
 from epiloq.quantize.targets import TARGETS, Target
+from epiloq.quantize.texts import Texts, evaluated_length, read_windows, tokens_in
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.rounding import Codebook
 
@@ -46,6 +47,8 @@ class Settings:
 
     evaluation
         Text to measure perplexity on, before and after.
+    force
+        Whether to go on with too little text, or with text to evaluate on that calibration sees.
     command
         What the report says this was asked by.
     """
@@ -65,6 +68,7 @@ class Settings:
     blocks: str | None = None
     device: str = "cpu"
     evaluation: Path | None = None
+    force: bool = False
     command: str = ""
 
 
@@ -72,8 +76,8 @@ class Settings:
 class Job:
     """Settings that were checked, and what they say of the model. Nothing was written yet.
 
-    texts, evaluation
-        Windows of tokens to calibrate and to evaluate on; they share none.
+    texts
+        Windows of tokens to calibrate and to evaluate on.
     quantization
         What formats of integers have words for; None for another grid.
     identity
@@ -85,8 +89,7 @@ class Job:
     settings: Settings
     source: Checkpoint
     model: nn.Module
-    texts: list[Tensor]
-    evaluation: list[Tensor]
+    texts: Texts
     grid: Codebook[Calibrated]
     quantization: Quantization | None
     identity: dict[str, Any]
@@ -111,18 +114,20 @@ class Job:
 
     def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
         """Of the text to evaluate on, if there is any."""
-        if not self.evaluation:
+        windows = self.texts.evaluation
+        if not windows:
             return None
-        with tally.timed(title, len(self.evaluation)) as advance:
-            return perplexity(model, self.evaluation, advance)
+        with tally.timed(title, len(windows)) as advance:
+            return perplexity(model, windows, advance)
 
     def report(self, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
         """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
         settings = self.settings
         found = {
             **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
-            "calibration_windows": len(self.texts),
-            "calibration_tokens": sum(window.numel() for window in self.texts),
+            "calibration_windows": len(self.texts.calibration),
+            "calibration_tokens": tokens_in(self.texts.calibration),
+            "warnings": self.texts.warnings,
             "blocks": len(tally.blocks),
             "blocks_resumed": tally.resumed,
             "error_of": tally.error_of,
@@ -136,11 +141,10 @@ class Job:
         }
         if before is not None:
             after = self.perplexity(load(Checkpoint(whole))[0].to(settings.device), tally, "evaluate after")
-            tokens = sum(window.numel() for window in self.evaluation)
             found["perplexity"] = {
                 "before": before,
                 "after": after,
-                "tokens": tokens,
+                "tokens": tokens_in(self.texts.evaluation),
                 "window": evaluated_length(self.source),
             }
         found |= {
@@ -160,8 +164,8 @@ def prepare(settings: Settings) -> Job:
     check_request(settings)
     source = Checkpoint(settings.model)
     blocks = check_model(settings, source)
-    texts, evaluation = read_windows(settings, source)
-    identity = _identity(settings, source, texts)
+    texts = read_windows(settings, source)
+    identity = _identity(settings, source, texts.calibration)
     check_resumable(_aside(settings), identity)
     model = renamed(load_float(source), source)
     layout = FORMATS[settings.layout]
@@ -170,7 +174,7 @@ def prepare(settings: Settings) -> Job:
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
     grid, quantization = target.grid(*wish), target.quantization(*wish)
     seconds = time.perf_counter() - start
-    return Job(settings, source, model, texts, evaluation, grid, quantization, identity, blocks, seconds)
+    return Job(settings, source, model, texts, grid, quantization, identity, blocks, seconds)
 
 
 def _aside(settings: Settings) -> Path:
@@ -225,7 +229,7 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
     settings = job.settings
     return calibrate(
         job.model,
-        job.texts,
+        job.texts.calibration,
         job.grid,
         ALGORITHMS[settings.algorithm],
         inputs=job.target.inputs,

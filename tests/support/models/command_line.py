@@ -33,8 +33,8 @@ def text(teacher: Path) -> Path:
 
 
 def quantize(teacher: Path, output: Path, *options: object) -> Result:
-    """``epiloq quantize`` on four short windows of the teacher's text."""
-    short = ("--windows", 4, "--length", 32, "--calibration", text(teacher))
+    """``epiloq quantize`` on eight short windows of the teacher's text."""
+    short = ("--windows", 8, "--length", 32, "--calibration", text(teacher))
     return run("quantize", teacher, "--output", output, *short, *options)
 
 

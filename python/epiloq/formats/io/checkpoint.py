@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and what describes weights that are not there any more; all else is carried over.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
+# "organisation/model"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS = {"config.json", "quant_config.json", "quantize_config.json"}
 
 
@@ -129,12 +132,23 @@ def _read_json(file: Path) -> dict[str, Any]:
     except NotADirectoryError:
         raise FormatError(f"{file.parent}: expected a model directory, found a file") from None
     except FileNotFoundError:
-        raise FormatError(f"{file}: missing") from None
+        raise FormatError(_missing(file)) from None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file}: expected JSON: {error}") from None
     if not isinstance(found, dict):
         raise FormatError(f"{file}: expected a JSON object")
     return found
+
+
+def _missing(file: Path) -> str:
+    """The sentence for a file that is not there, perhaps because a model's name on a hub was given for its folder."""
+    if file.parent.is_dir():
+        return f"{file}: missing"
+    name = file.parent.as_posix()
+    said = f"{name}: expected a model directory, found nothing there"
+    if not _HUB_NAME.fullmatch(name):
+        return said
+    return f"{said}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
 
 
 def _opened(file: Path) -> Any:

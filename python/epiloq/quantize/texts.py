@@ -1,0 +1,111 @@
+"""The text that ``epiloq quantize`` calibrates and evaluates on: read, cut, and refused where it is too little."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from epiloq.evaluation.text import first_tokens, load_tokenizer, place, read_documents, repeated, sample, windows
+from epiloq.formats.io.architecture import positions
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.targets import TARGETS
+
+if TYPE_CHECKING:
+    from epiloq.quantize.job import Settings
+
+# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
+EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
+FEWEST, FEW = 256, 2048
+"""Fewer tokens are refused, or warned of."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Windows of tokens to calibrate and to evaluate on, and what is doubtful about them, a sentence each."""
+
+    calibration: list[Tensor]
+    evaluation: list[Tensor]
+    warnings: list[str]
+
+
+def needs_text(settings: Settings) -> bool:
+    """Whether a run looks at what the model computes."""
+    return TARGETS[settings.scheme].static or ALGORITHMS[settings.algorithm].needs_inputs
+
+
+def read_windows(settings: Settings, source: Checkpoint) -> Texts:
+    """Windows to calibrate and to evaluate on, as far as they are asked for.
+
+    Raises ValueError: no text, no tokenizer, windows longer than the model has positions; unless the settings force
+    it, too little text, or text for both.
+    """
+    texts = Texts([], [], [])
+    calibration = settings.calibration if needs_text(settings) else None
+    if calibration is not None:
+        documents, tokenizer = read_documents(calibration), load_tokenizer(settings.model)
+        cut = windows(tokenizer, [document.text for document in documents], settings.length)
+        texts.calibration.extend(sample(cut, settings.count, settings.seed))
+        check_positions(source, texts.calibration)
+        texts.warnings.extend(too_little_to_calibrate(settings, texts.calibration))
+    if settings.evaluation is not None:
+        others, tokenizer = read_documents(settings.evaluation), load_tokenizer(settings.model)
+        length = evaluated_length(source)
+        found = windows(tokenizer, [document.text for document in others], length)
+        texts.evaluation.extend(first_tokens(found, EVALUATED_TOKENS))
+        texts.warnings.extend(too_little_to_evaluate(texts.evaluation, settings.force))
+        repeat = repeated(texts.evaluation, texts.calibration)
+        if repeat is not None:
+            number = next(i for i, window in enumerate(cut) if window is texts.calibration[repeat.calibration[0]])
+            here = place(tokenizer, others, length, *repeat.evaluation)
+            there = place(tokenizer, documents, settings.length, number, repeat.calibration[1])
+            said = f"evaluation text that calibration sees: {here}, is in {there}"
+            if not settings.force:
+                raise ValueError(f"{said}: give other text, or --force to measure on it all the same")
+            texts.warnings.append(f"{said}; the perplexity will be too good")
+    return texts
+
+
+def too_little_to_calibrate(settings: Settings, found: Sequence[Tensor]) -> list[str]:
+    """What to warn of. Raises ValueError for fewer than `FEWEST` tokens, unless the settings force it."""
+    tokens = tokens_in(found)
+    said = f"only {tokens} calibration tokens ({len(found)} of {settings.count} windows)"
+    if tokens < FEWEST and not settings.force:
+        raise ValueError(f"{said}: expected at least {FEWEST}; give more text (--calibration), or --force")
+    if tokens < FEW:
+        return [f"{said}; results will be poor"]
+    return [f"{said}; results may be poor"] if tokens < settings.count * settings.length / 2 else []
+
+
+def too_little_to_evaluate(found: Sequence[Tensor], force: bool) -> list[str]:
+    """What to warn of. Raises ValueError for fewer than `FEWEST` tokens, unless forced."""
+    tokens = tokens_in(found)
+    if tokens < FEWEST and not force:
+        raise ValueError(
+            f"only {tokens} tokens to evaluate on: expected at least {FEWEST}, for a perplexity over fewer says "
+            "little; give more text, or --force"
+        )
+    return [f"perplexity over only {tokens} tokens; it will be inaccurate"] if tokens < FEW else []
+
+
+def tokens_in(found: Sequence[Tensor]) -> int:
+    """How many tokens some windows have together."""
+    return sum(window.numel() for window in found)
+
+
+def evaluated_length(source: Checkpoint) -> int:
+    """Tokens in a window to evaluate on: fewer than usual where the model has no more positions."""
+    return min(EVALUATED_LENGTH, positions(source) or EVALUATED_LENGTH)
+
+
+def check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
+    """Raise ValueError for windows longer than the model has positions."""
+    most, longest = positions(source), max(text.shape[1] for text in texts)
+    if most is not None and longest > most:
+        raise ValueError(
+            f"{source.folder}: expected windows of at most {most} tokens, for which the model has positions, "
+            f"got {longest} (--length)"
+        )
