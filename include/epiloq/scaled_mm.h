@@ -22,11 +22,11 @@ struct ScaledMm {
   TensorView out;                       // [.., M, N] float16 or bfloat16, rows dense (on the CPU float32 too)
   TensorView a;                         // [.., M, K] int8, or float8 (E4M3, E5M2), rows dense
   TensorView b;                         // [K, N] of a's kind, columns dense: transposed(weight [N, K])
-  TensorView scale_a;                   // float32, one or M (a row of A each)
-  TensorView scale_b;                   // float32, one or N (a column of B each)
+  TensorView scale_a;                   // float32: one element; [M], [M, 1], or A's leading dimensions, then 1
+  TensorView scale_b;                   // float32: one element; [N], [1, N] or [N, 1]
   std::optional<TensorView> bias{};     // [N], out's dtype
   std::optional<TensorView> azp_adj{};  // [N] int32
-  std::optional<TensorView> azp{};      // int32, one or M
+  std::optional<TensorView> azp{};      // int32, in scale_a's shapes
   bool fast_accum = false;              // float8: leave sums to the tensor core, whose accumulator has about 14 bits
   int threads = 1;                      // on the CPU, at most: of those that use_openmp (threads.h) lends
   // B is a model's weight, which may be read before the stream's previous kernels have finished: none of them that lets

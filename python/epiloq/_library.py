@@ -24,6 +24,7 @@ _is_neg = Tensor.is_neg
 _grad_enabled = torch.is_grad_enabled
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
+_increment_version = torch._C._increment_version
 
 
 def register(operation: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -82,6 +83,14 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     if forward_ad._current_level >= 0:
         return False
     return not (_dispatch_modes() or _function_modes() or _transform() is not None or _tracing_state() is not None)
+
+
+def mark_written(*tensors: Tensor | None) -> None:
+    """Count a write into tensors of the caller's, so that autograd refuses those that it had saved before.
+
+    The schemas' ``Tensor(a!)`` does not: a kernel by the name of CPU or CUDA is not asked for one of ADInplaceOrView.
+    """
+    _increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 def is_transformed() -> bool:

@@ -117,23 +117,53 @@ Matrix Checker::rows(char const* argument, TensorView const& view) const {
   return {rows, cols, std::max(stride, cols)};
 }
 
-void Checker::scalar_or_vector(char const* argument, TensorView const& view, std::int64_t count,
-                               char const* thing) const {
-  std::int64_t const numel = view.numel();
-  if (numel != 1 && numel != count) {
-    fail(argument, "expected 1 element or ", count, " (one a ", thing, "), got ", describe(view));
-  }
+void Checker::contiguous(char const* argument, TensorView const& view) const {
   if (!dense(view)) fail(argument, "expected contiguous memory, got ", describe(view), "; call .contiguous()");
 }
 
 void Checker::vector(char const* argument, TensorView const& view, std::int64_t count) const {
-  if (view.numel() != count) fail(argument, "expected ", count, " elements, got ", describe(view));
-  if (!dense(view)) fail(argument, "expected contiguous memory, got ", describe(view), "; call .contiguous()");
+  if (view.rank != 1 || view.shape[0] != count) fail(argument, "expected shape [", count, "], got ", describe(view));
+  contiguous(argument, view);
 }
 
-ScaleGrid Checker::scale_grid(char const* argument, TensorView const& view, std::int64_t rows,
-                              std::int64_t cols) const {
-  if (view.rank < 1 || view.size(-1) != cols || view.numel() != rows * cols) {
+void Checker::scalar(char const* argument, TensorView const& view) const {
+  if (view.numel() != 1) fail(argument, "expected one element, got ", describe(view));
+}
+
+void Checker::scalar_or_columns(char const* argument, TensorView const& view, std::int64_t count) const {
+  bool const is_column = view.rank == 1 || (view.rank == 2 && (view.shape[0] == 1 || view.shape[1] == 1));
+  if (view.numel() != 1 && !(is_column && view.numel() == count)) {
+    fail(argument, "expected one element, [", count, "], [1, ", count, "] or [", count, ", 1], got ", describe(view));
+  }
+  contiguous(argument, view);
+}
+
+void Checker::row_values(char const* argument, TensorView const& view, char const* of_argument,
+                         TensorView const& of) const {
+  int const leading = of.rank - 1;
+  std::int64_t rows = 1;
+  for (int i = 0; i < leading; ++i) rows *= of.shape[i];
+  bool const flat = (view.rank == 1 || (view.rank == 2 && view.shape[1] == 1)) && view.shape[0] == rows;
+  bool const alike = (view.rank == leading || (view.rank == of.rank && view.size(-1) == 1)) &&
+                     std::equal(of.shape.begin(), of.shape.begin() + leading, view.shape.begin());
+  if (!flat && !alike && !(rows == 1 && view.numel() == 1)) {
+    fail(argument, "expected a value a row of ", of_argument, ", [", rows, "], [", rows, ", 1] or ", of_argument,
+         "'s leading dimensions, then 1, got ", describe(view));
+  }
+  contiguous(argument, view);
+}
+
+void Checker::scalar_or_rows(char const* argument, TensorView const& view, char const* of_argument,
+                             TensorView const& of) const {
+  if (view.numel() != 1) row_values(argument, view, of_argument, of);
+}
+
+ScaleGrid Checker::scale_grid(char const* argument, TensorView const& view, std::int64_t rows, std::int64_t cols,
+                              std::span<std::int64_t const> leading) const {
+  bool const flat = view.rank == 2 && view.shape[0] == rows;
+  bool const alike = view.rank == static_cast<int>(leading.size()) + 1 &&
+                     std::equal(leading.begin(), leading.end(), view.shape.begin());
+  if (!(flat || alike) || view.size(-1) != cols || view.numel() != rows * cols) {
     fail(argument, "expected shape [", rows, ", ", cols, "], got ", describe(view));
   }
   if (view.numel() == 0) return {rows, cols, cols, 1};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <span>
 #include <sstream>
 
 #include "core/ceil_div.h"
@@ -42,11 +43,20 @@ class Checker {
   void aligned16(char const* argument, TensorView const& view) const;
   // Rows must be dense and the leading dimensions must collapse into one.
   Matrix rows(char const* argument, TensorView const& view) const;
-  // One value, or one for each of `count` `things` (rows, columns).
-  void scalar_or_vector(char const* argument, TensorView const& view, std::int64_t count, char const* thing) const;
+  void contiguous(char const* argument, TensorView const& view) const;
+  // Exactly [count], contiguous.
   void vector(char const* argument, TensorView const& view, std::int64_t count) const;
-  // rows x cols elements, the last dimension cols, in rows that are dense or in columns that are.
-  ScaleGrid scale_grid(char const* argument, TensorView const& view, std::int64_t rows, std::int64_t cols) const;
+  void scalar(char const* argument, TensorView const& view) const;
+  // One element, [count], [1, count] or [count, 1] (as quantisers give the scales of a weight's rows), contiguous.
+  void scalar_or_columns(char const* argument, TensorView const& view, std::int64_t count) const;
+  // A value for each of the R rows of `of` [.., K]: [R], [R, 1], or the leading dimensions of `of` with or without a
+  // last dimension of 1; contiguous.
+  void row_values(char const* argument, TensorView const& view, char const* of_argument, TensorView const& of) const;
+  void scalar_or_rows(char const* argument, TensorView const& view, char const* of_argument,
+                      TensorView const& of) const;
+  // [rows, cols], or `leading` dimensions of those rows and cols, in rows that are dense or in columns that are.
+  ScaleGrid scale_grid(char const* argument, TensorView const& view, std::int64_t rows, std::int64_t cols,
+                       std::span<std::int64_t const> leading = {}) const;
   void apart(char const* argument, TensorView const& out, char const* other_argument, TensorView const& other) const;
 
  private:

@@ -48,12 +48,13 @@ QuantizedRows check_quantized(Checker const& check, TensorView const& q, TensorV
   rows.scale = scale.as<float>();
   rows.rule.power_of_two = ue8m0;
   if (granularity == Granularity::kToken) {
-    check.vector("scale", scale, matrix.rows);
+    check.row_values("scale", scale, "x", x);
     rows.tile_cols = std::max(rows.cols, 1);
     rows.tiles = 1;
     rows.scale_row = 1;
   } else {
-    ScaleGrid const grid = check.scale_grid("scale", scale, matrix.rows, ceil_div(cols, group_size));
+    std::span<std::int64_t const> const leading{x.shape.data(), static_cast<std::size_t>(x.rank - 1)};
+    ScaleGrid const grid = check.scale_grid("scale", scale, matrix.rows, ceil_div(cols, group_size), leading);
     rows.tile_cols = group_size;
     rows.tiles = static_cast<int>(grid.cols);
     rows.scale_row = grid.row_stride;

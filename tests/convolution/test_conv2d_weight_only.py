@@ -153,7 +153,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(6, 6, 4)}, "x: expected 4 dimensions"),
     ({"x": torch.zeros(1, 5, 6, 6)}, "x: expected 4 channels"),
     ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, "x: expected float16 or bfloat16 or float32"),
-    ({"bias": torch.zeros(7)}, "bias: expected 8 elements"),
+    ({"bias": torch.zeros(7)}, r"bias: expected shape \[8\]"),
     ({"bias": torch.zeros(8).half()}, "bias: expected float32"),
     ({"groups": 3}, "groups: expected a divisor of 8"),
     ({"clamp": (1.0, 0.0)}, r"clamp: expected \(lo, hi\) with lo <= hi"),

@@ -46,7 +46,7 @@ int main() {
   check(operands.gate);
   CHECK_THROWS(Unsupported, rms_norm_quant(operands.norm, nullptr), "epiloq.rms_norm_quant", "CUDA device");
   CHECK_THROWS(Unsupported, silu_and_mul_quant(operands.gate, nullptr), "epiloq.silu_and_mul_quant", "CUDA device");
-  refused(__LINE__, [](auto& o) { o.norm.weight.shape[0] = 31; }, {"rms_norm_quant: weight: expected 32 elements"});
+  refused(__LINE__, [](auto& o) { o.norm.weight.shape[0] = 31; }, {"rms_norm_quant: weight: expected shape [32]"});
   refused(__LINE__, [](auto& o) { o.norm.residual_out.reset(); }, {"residual: expected it and residual_out together"});
   refused(__LINE__, [](auto& o) { o.norm.residual->shape[0] = 4; }, {"residual: expected x's shape"});
   refused(__LINE__, [](auto& o) { o.norm.residual_out = o.norm.x; }, {"residual_out: expected memory apart"});

@@ -42,7 +42,7 @@ void misfits_are_named() {
   refused(__LINE__, [](auto& c) { c.granularity = Granularity::kTensor; }, {"scale: expected 1 elements"});
   refused(__LINE__, [](auto& c) { c.eps = NAN; }, {"eps: expected a finite number"});
   refused(__LINE__, [](auto& c) { c.group_size = 0; }, {"group_size: expected a positive integer"});
-  refused(__LINE__, [](auto& c) { c.scale_ub = c.x; }, {"scale_ub: expected 1 elements"});
+  refused(__LINE__, [](auto& c) { c.scale_ub = c.x; }, {"scale_ub: expected one element"});
 }
 
 double e4m3(std::uint8_t code) {

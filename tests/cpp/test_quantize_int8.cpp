@@ -43,7 +43,7 @@ void fitting_operands_pass() {
 void misfits_are_named() {
   refused(__LINE__, [](auto& c) { c.x.dtype = DType::kInt32; }, {"epiloq.quantize_int8: x: expected float32"});
   refused(__LINE__, [](auto& c) { c.q.shape[1] = kCols - 1; }, {"expected x's leading dimensions and at least 100"});
-  refused(__LINE__, [](auto& c) { c.scale.shape[0] = 1; }, {"scale: expected 17 elements"});
+  refused(__LINE__, [](auto& c) { c.scale.shape[0] = 1; }, {"scale: expected a value a row of x, [17]"});
   refused(__LINE__, [](auto& c) { c.azp->dtype = DType::kFloat32; }, {"azp: expected int32"});
   refused(__LINE__, [](auto& c) { c.x.strides[1] = 2; }, {"x: expected row-major memory"});
 }

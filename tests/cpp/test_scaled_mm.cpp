@@ -52,9 +52,8 @@ void misfits_are_named() {
   refused(__LINE__, [](auto& c) { c.b = transposed(c.b); }, {"b: expected [576, N]", "int8 [100, 576]"});
   refused(__LINE__, [](auto& c) { c.b.strides = {kN, 1}; }, {"b: expected column-major", "weight.t()"});
   refused(__LINE__, [](auto& c) { c.out.shape[1] = kN - 1; }, {"out: expected a's leading dimensions and 100 columns"});
-  refused(__LINE__, [](auto& c) { c.scale_a.shape[0] = 3; }, {"scale_a: expected 1 element or 17 (one a row of a)"});
-  refused(__LINE__, [](auto& c) { c.scale_b.shape[0] = 3; },
-          {"scale_b: expected 1 element or 100 (one a column of b)"});
+  refused(__LINE__, [](auto& c) { c.scale_a.shape[0] = 3; }, {"scale_a: expected a value a row of a, [17]"});
+  refused(__LINE__, [](auto& c) { c.scale_b.shape[0] = 3; }, {"scale_b: expected one element, [100]"});
   refused(__LINE__, [&](auto& c) { c.bias = TensorView(&one, DType::kFloat32, {}, {1}); }, {"bias: expected float16"});
   refused(__LINE__, [&](auto& c) { c.azp = c.scale_a; }, {"epiloq.scaled_mm_azp: azp_adj: expected the column sums"});
   refused(__LINE__, [](auto& c) { c.a.data = c.a.template as<char>() + 1; }, {"a: expected a pointer aligned to 16"});

@@ -150,7 +150,7 @@ def test_bad_experts_are_named() -> None:
     ends = torch.tensor([4, 16], dtype=torch.int32)
     with pytest.raises(ValueError, match="offs: expected either offs or masked_m, got both"):
         epiloq.grouped_mm(*good, offs=ends, masked_m=ends)
-    with pytest.raises(ValueError, match="offs: expected 2 elements"):
+    with pytest.raises(ValueError, match=r"offs: expected shape \[2\]"):
         epiloq.grouped_mm(*good, offs=ends[:1])
     with pytest.raises(ValueError, match="offs: expected ascending ends"):
         epiloq.grouped_mm(*good, offs=ends.flip(0))

@@ -164,7 +164,7 @@ BAD = {
     "out_dtype: expected": {"out_dtype": torch.int32},
     "scale_out: expected a scale": {"out_dtype": INT8},
     "scale_out: expected none": {"scale_out": torch.ones(1)},
-    "scale_out: expected 1 elements": {"scale_out": torch.ones(2), "out_dtype": INT8},
+    "scale_out: expected one element": {"scale_out": torch.ones(2), "out_dtype": INT8},
     "out: expected int8": {"scale_out": torch.ones(1), "out": torch.zeros(2, 8, 16)},
     r"out: expected \[2, 8, 16\]": {"out": torch.zeros(2, 8, 24)},
     "out: expected batches that do not overlap": {"out": torch.zeros(1, 8, 16).expand(2, 8, 16)},

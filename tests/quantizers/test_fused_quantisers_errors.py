@@ -13,7 +13,7 @@ import epiloq
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 W = torch.ones(16)
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
-    ("rms_norm_quant", (torch.ones(4, 16), torch.ones(15)), {}, "weight: expected 16 elements"),
+    ("rms_norm_quant", (torch.ones(4, 16), torch.ones(15)), {}, r"weight: expected shape \[16\]"),
     ("rms_norm_quant", (torch.ones(4, 16), W.half()), {}, "weight: expected float32"),
     ("rms_norm_quant", (torch.ones(4, 16).int(), W), {}, "x: expected float32 or float16 or bfloat16"),
     ("rms_norm_quant", (torch.ones(16, 4).t(), W), {}, "x: expected row-major"),

@@ -23,7 +23,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"eps": math.inf}, "eps: expected"),
     ({"scale": ONE, "ue8m0": True}, "ue8m0: expected none"),
     ({"scale": ONE, "scale_ub": ONE}, "scale_ub: expected none"),
-    ({"scale_ub": torch.ones(2)}, "scale_ub: expected 1 elements"),
+    ({"scale_ub": torch.ones(2)}, "scale_ub: expected one element"),
     ({"scale_ub": torch.ones(1, dtype=torch.float64)}, "scale_ub: expected float32"),
     ({"scale": torch.ones(4, 1)}, "scale: expected 1 elements for granularity tensor.*as many as granularity token"),
     ({"scale": ONE, "granularity": "token"}, "scale: expected 4 elements .*granularity tensor has or block has"),

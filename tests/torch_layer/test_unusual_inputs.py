@@ -147,7 +147,7 @@ def test_scales_of_a_type_that_no_kernel_takes_are_not_loaded() -> None:
 
 def test_a_bias_of_other_channels_is_not_prepared() -> None:
     q, scale = torch.zeros(4, 3, 3, 8, dtype=torch.int8), torch.ones(4)
-    refuses("bias: expected 4 elements", epiloq.PreparedInt8Weight.prepare, q, scale, torch.ones(5), input=(0.1, 3))
+    refuses(r"bias: expected shape \[4\]", epiloq.PreparedInt8Weight.prepare, q, scale, torch.ones(5), input=(0.1, 3))
 
 
 @pytest.mark.parametrize(

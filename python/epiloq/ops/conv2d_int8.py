@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.conv2d_host import blocks_of_sums, int_mm_in_words
@@ -185,18 +185,17 @@ def convolve(
             return refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))
         torch.ops.epiloq.conv2d_int8_out(*arguments, out=out)
         return out
-    if out is None:
-        out = _empty(x, q, where, dtype)
-    return _run(*arguments, out=out)
+    return _run(*arguments, out_dtype=dtype, out=out)
 
 
 def _run(
     x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype = torch.int8, out: Tensor | None = None
 ) -> Tensor:
-    if out is None:
-        out = _empty(x, weight, Geometry(*rest[7:]), out_dtype)
-    (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(out, x, weight, *rest)
-    return out
+    result = _empty(x, weight, Geometry(*rest[7:]), out_dtype) if out is None else out
+    (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(result, x, weight, *rest)
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 @torch.no_grad()

@@ -10,7 +10,14 @@ from torch.nn.functional import pad
 
 from epiloq import _core
 from epiloq._checks import limits
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
+from epiloq._library import (
+    direct,
+    expect_tensors,
+    mark_written,
+    refuse_backward,
+    register_product,
+    without_autocast,
+)
 from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.weight_only_mm import dense_product
@@ -108,16 +115,20 @@ def _run(
     rows = target.permute(0, 2, 3, 1)
     arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where, threads_for(x))
     if _core.conv2d_weight_only(rows, pixels, *arguments):
-        return target
+        pass
     # (On the CPU a convolution is the faster of the two.)
-    if x.is_cuda and kernel == (1, 1) and channels > 1 and place == _EVERY_PIXEL:
+    elif x.is_cuda and kernel == (1, 1) and channels > 1 and place == _EVERY_PIXEL:
         dense_product(rows, pixels, packed, bias, (bits, n, channels, group_size), (lo, hi))
-        return target
-    result = _convolution(pixels, packed, sizes, bias, place, (lo, hi))
-    # Usually already what an allocation of ours would be, so that no copy is needed.
-    if out is None and result.dtype == x.dtype and result.is_contiguous(memory_format=torch.channels_last):
-        return result
-    return target.copy_(result)
+    else:
+        result = _convolution(pixels, packed, sizes, bias, place, (lo, hi))
+        # Usually already what an allocation of ours would be, so that no copy is needed.
+        if out is None and result.dtype == x.dtype and result.is_contiguous(memory_format=torch.channels_last):
+            return result
+        with torch.no_grad():
+            target.copy_(result)
+    if out is not None:
+        mark_written(out)
+    return target
 
 
 @torch.no_grad()

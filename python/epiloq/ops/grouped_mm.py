@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, granularity_of
 
@@ -88,14 +88,15 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = empty_result("grouped_mm", a, b, out_dtype)
-    call = (out, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
+    result = empty_result("grouped_mm", a, b, out_dtype) if out is None else out
+    call = (result, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
     if a.is_cuda:
         _core.groupwise_mm(*call)
     else:
         _core.groupwise_mm_on_host(*call, threads=threads_for(a))
-    return out
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 register_product("grouped_mm", _GROUPED, _run, fake_of("grouped_mm"), "ScalarType out_dtype")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +44,8 @@ def groupwise_mm(
         a: float8_e4m3fn ``[.., M, K]``, rows dense and apart, the first on 16 bytes, as ``b`` and ``out`` are; leading
             dimensions must collapse into one.
         b: float8_e4m3fn ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
-        scale_a: float32 ``[.., M, ceil(K / 128)]``, any strides (`quantize_fp8` with granularity "group" gives it in
+        scale_a: float32 ``[.., M, ceil(K / 128)]``, any strides, perhaps all rows in one dimension
+            (`quantize_fp8` with granularity "group" gives it in
             either layout, and neither is copied; in columns it is faster for many tokens on SM90); with recipe
             (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
         scale_b: float32 ``[ceil(K / 128), ceil(N / 128)]``, any strides: ``weight_scale_inv.t()``; with recipe
@@ -112,14 +113,15 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = empty_result("groupwise_mm", a, b, out_dtype)
-    call = (out, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
+    result = empty_result("groupwise_mm", a, b, out_dtype) if out is None else out
+    call = (result, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     if a.is_cuda:
         _core.groupwise_mm(*call, constant_b=constant_b)
     else:
         _core.groupwise_mm_on_host(*call, threads=threads_for(a))
-    return out
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:

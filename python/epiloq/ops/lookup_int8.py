@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, register_product
+from epiloq._library import direct, expect_tensors, mark_written, register_product
 
 
 def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -43,6 +43,8 @@ def _run(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
         to.copy_(table.index_select(0, rows.flatten().int() + 128).view(to.shape))
     else:
         _core.lookup_int8(to, rows, table)
+    if out is not None:
+        mark_written(out)
     return result
 
 

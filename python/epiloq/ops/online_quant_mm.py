@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._checks import limits
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
@@ -125,12 +125,20 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`online_quant_mm` by its parts, for tensors that are `direct`."""
-    if out is None:
-        out = _empty(x, values)
-    call = (out, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
-    if not x.is_cuda:
+    result = _empty(x, values) if out is None else out
+    call = (result, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
+    if x.is_cuda:
+        _launch(call, staged)
+    else:
         _core.online_quant_mm_on_host(*call, staged, threads_for(x))
-        return out
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _launch(call: tuple[Any, ...], staged: bool) -> None:
+    """On CUDA: with the memory that the staged pipeline wants."""
+    out, x, values, parameters, bias, in_features, group_size, bits, lo, hi = call
     products = sums = None
     if staged or _core.online_quant_mm_needs_staging(group_size):
         staged = True
@@ -138,8 +146,8 @@ def run(
         products, sums = (out.new_empty(sizes, dtype=dtype) for dtype in (torch.int32, torch.float32))
         if bits == 4:
             call = (out, x, widen(values), parameters, bias, in_features, group_size, 8, lo, hi)
-    _core.online_quant_mm(*call, staged, products, sums)
-    return out
+    call = (*call, staged, products, sums)
+    _core.online_quant_mm(*call)
 
 
 def explain(*args: Any, **kwargs: Any) -> str:

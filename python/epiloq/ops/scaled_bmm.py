@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -86,14 +86,15 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = _empty(a, b, scale_out, out_dtype)
-    call = (out, a, b, scale_a, scale_b, scale_out)
+    result = _empty(a, b, scale_out, out_dtype) if out is None else out
+    call = (result, a, b, scale_a, scale_b, scale_out)
     if a.is_cuda:
         _core.scaled_bmm(*call)
     else:
         _core.scaled_bmm_on_host(*call, threads_for(a))
-    return out
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 def explain(*args: Any, **kwargs: Any) -> str:

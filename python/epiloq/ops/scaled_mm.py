@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,8 +39,9 @@ def scaled_mm(
         a: int8 or float8 (e4m3fn, e5m2) ``[.., M, K]``, rows dense and apart, the first on 16 bytes, as ``b`` and
             ``out`` are; leading dimensions must collapse into one.
         b: ``[K, N]`` of ``a``'s kind, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
-        scale_a: float32, one element or one a row of ``a`` (``[M]`` or ``[M, 1]``).
-        scale_b: float32, one element or one a column of ``b``.
+        scale_a: float32, one element or one a row of ``a``: ``[M]``, ``[M, 1]`` or ``[.., M, 1]``.
+        scale_b: float32, one element or one a column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as quantising the
+            weight's rows gives it.
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
         fast_accum: float8 on a GPU: all of a sum may be left to the tensor cores, whose accumulators keep about 14 bits
@@ -99,7 +100,8 @@ def scaled_mm_azp(
     Args:
         azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point
             where ``azp`` is None.
-        azp: int32, one element or one a row of ``a``; values in [-128, 127], as `quantize_int8` gives.
+        azp: int32, one element or one a row of ``a``, in ``scale_a``'s shapes; values in [-128, 127], as
+            `quantize_int8` gives.
         a, b, scale_a, scale_b, bias, out_dtype, constant_b, out: as for `scaled_mm`; int8 operands only.
 
     Raises:
@@ -139,10 +141,11 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = _empty("scaled_mm", a, b, out_dtype)
-    _launch((out, a, b, scale_a, scale_b, bias, None, None), fast_accum, constant_b)
-    return out
+    result = _empty("scaled_mm", a, b, out_dtype) if out is None else out
+    _launch((result, a, b, scale_a, scale_b, bias, None, None), fast_accum, constant_b)
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 def _run_azp(
@@ -158,10 +161,11 @@ def _run_azp(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = _empty("scaled_mm_azp", a, b, out_dtype)
-    _launch((out, a, b, scale_a, scale_b, bias, azp_adj, azp), False, constant_b)
-    return out
+    result = _empty("scaled_mm_azp", a, b, out_dtype) if out is None else out
+    _launch((result, a, b, scale_a, scale_b, bias, azp_adj, azp), False, constant_b)
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 _Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

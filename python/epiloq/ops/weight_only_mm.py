@@ -9,7 +9,14 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._checks import limits
-from epiloq._library import direct, expect_tensors, refuse_backward, register_product, without_autocast
+from epiloq._library import (
+    direct,
+    expect_tensors,
+    mark_written,
+    refuse_backward,
+    register_product,
+    without_autocast,
+)
 from epiloq._threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
 
@@ -87,14 +94,15 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight_only_mm` by its parts, for tensors that are `direct`."""
-    if out is None:
-        out = _empty(x, n)
+    result = _empty(x, n) if out is None else out
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
     x = _on_16_bytes(_in_order(x, perm, k))
-    if not _core.weight_only_mm(out, x, *packed, bias, *numbers, lo, hi, threads=threads_for(x)):
-        dense_product(out, x, packed, bias, numbers, (lo, hi))
-    return out
+    if not _core.weight_only_mm(result, x, *packed, bias, *numbers, lo, hi, threads=threads_for(x)):
+        dense_product(result, x, packed, bias, numbers, (lo, hi))
+    if out is not None:
+        mark_written(out)
+    return result
 
 
 _Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -112,6 +120,8 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
         return x
     if x.ndim == 0 or x.shape[-1] != k:
         raise ValueError(f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
+    if perm.shape != (k,):
+        raise ValueError(f"epiloq.{_NAME}: weight.perm: expected [{k}], got {list(perm.shape)}")
     return x.index_select(-1, perm)
 
 

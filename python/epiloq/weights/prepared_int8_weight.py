@@ -40,13 +40,13 @@ class _Arguments(NamedTuple):
                 self._refuse(ValueError, name, str(dtype), f"{tensor.dtype} {list(tensor.shape)}")
         if q.ndim not in (2, 4):
             self._refuse(ValueError, self.weight, "[Co, Kh, Kw, Ci / groups] or [N, K]", f"{list(q.shape)}")
-        if weight_scale.numel() not in (1, q.shape[0]):
-            expected = f"1 element or {q.shape[0]} (one an output channel)"
+        if weight_scale.numel() != 1 and weight_scale.shape != (q.shape[0],):
+            expected = f"1 element or [{q.shape[0]}], one an output channel"
             self._refuse(ValueError, "weight_scale", expected, f"{list(weight_scale.shape)}")
         if bias is not None and (not isinstance(bias, Tensor) or bias.dtype != torch.float32):
             self._refuse(ValueError, "bias", "a float32 tensor", getattr(bias, "dtype", type(bias).__name__))
-        if bias is not None and bias.numel() != q.shape[0]:
-            self._refuse(ValueError, "bias", f"{q.shape[0]} elements (one an output channel)", f"{list(bias.shape)}")
+        if bias is not None and bias.shape != (q.shape[0],):
+            self._refuse(ValueError, "bias", f"shape [{q.shape[0]}]", f"{list(bias.shape)}")
 
     def quantizer(self, name: str, value: Quantizer) -> Quantizer:
         scale, zero = value

@@ -30,7 +30,7 @@ conv::Finish checked_finish(Checker const& check, Conv2dInt8 const& call) {
     check.apart("out", call.out, argument, view);
   };
   check.tensor("scale", call.scale, {DType::kFloat32});
-  check.scalar_or_vector("scale", call.scale, co, "output channel");
+  if (call.scale.numel() != 1) check.vector("scale", call.scale, co);
   check.apart("out", call.out, "scale", call.scale);
   if (call.bias) channels("bias", *call.bias, DType::kFloat32);
   if (call.correction) channels("correction", *call.correction, DType::kInt32);
@@ -54,7 +54,7 @@ conv::Problem checked(Conv2dInt8 const& call) {
   check_out(check, call.out);
   TensorView const& w = call.weight;
   if (w.rank != 4) check.fail("weight", "expected 4 dimensions [Co, Kh, Kw, Ci / groups], got ", describe(w));
-  check.vector("weight", w, w.numel());
+  check.contiguous("weight", w);
   ops::conv2d::Shape const shape =
       ops::conv2d::checked_shape(check, call.out, call.x, {w.size(0), w.size(1), w.size(2), w.size(3)}, call.geometry);
   std::int64_t const terms = w.size(1) * w.size(2) * w.size(3);
@@ -114,7 +114,7 @@ void finish_conv2d_int8(TensorView const& acc, Conv2dInt8 const& call) {
   if (sums.rows != out.rows || sums.cols != out.cols) {
     check.fail("out", "expected as many rows and columns as acc, got ", describe(call.out), " for ", describe(acc));
   }
-  check.vector("acc", acc, acc.numel());
+  check.contiguous("acc", acc);
   check.apart("out", call.out, "acc", acc);
   conv::finish_on_host(acc.as<std::int32_t>(), sums.rows, static_cast<int>(sums.cols), checked_finish(check, call),
                        call.out.dtype, call.out.data, out.stride);

@@ -78,12 +78,12 @@ gemm::GroupScales check_scale(Checker const& check, char const* argument, char c
 // scale_a as a matrix: leading dimensions, where it has them, are a's, and collapse like them.
 TensorView scale_rows(GroupwiseMm const& call, Checker const& check) {
   TensorView const& scale = call.scale_a;
-  if (scale.rank == 2) return scale;
+  if (scale.rank == 2 && !call.masked_m) return scale;
   bool const like_a = scale.rank == call.a.rank && call.rows_per_scale == 1 &&
                       std::equal(scale.shape.begin(), scale.shape.begin() + scale.rank - 1, call.a.shape.begin());
   if (!like_a) {
-    check.fail("scale_a", "expected two dimensions, or a scale a row and a's leading dimensions, got ", describe(scale),
-               " for ", describe(call.a));
+    check.fail("scale_a", call.masked_m ? "expected" : "expected two dimensions, or",
+               " a scale a row and a's leading dimensions, got ", describe(scale), " for ", describe(call.a));
   }
   std::int64_t rows = 1, stride = 0;
   for (int i = scale.rank - 2; i >= 0; --i) {

@@ -38,7 +38,7 @@ void shaped(Checker const& check, char const* name, TensorView const& view, DTyp
   bool const fits = view.rank == expected.rank &&
                     std::equal(view.shape.begin(), view.shape.begin() + view.rank, expected.shape.begin());
   if (!fits) check.fail(name, "expected ", describe(expected), ", got ", describe(view));
-  check.vector(name, view, view.numel());
+  check.contiguous(name, view);
   check.aligned16(name, view);
 }
 

@@ -40,7 +40,7 @@ Sizes checked(QuantizeBlockwiseInt8 const& call) {
     if (!same_leading(call.x, view) || view.size(-1) != sizes.blocks) {
       check.fail(name, "expected x's leading dimensions and ", sizes.blocks, " blocks, got ", describe(view));
     }
-    check.vector(name, view, view.numel());
+    check.contiguous(name, view);
     check.apart(name, view, "x", call.x);
     check.apart(name, view, "out", call.q);
   };

@@ -50,10 +50,13 @@ void check_scales(Checker const& check, QuantizeFp8 const& call, Sizes& sizes) {
                describe(call.scale), others_that_fit(call, sizes.x));
   }
   if (call.granularity == Granularity::kTensor || call.granularity == Granularity::kToken) {
-    check.vector("scale", call.scale, count);
+    call.granularity == Granularity::kTensor ? check.scalar("scale", call.scale)
+                                             : check.row_values("scale", call.scale, "x", call.x);
     sizes.grid = {count, 1, call.granularity == Granularity::kToken ? 1 : 0, 0};
   } else {
-    sizes.grid = check.scale_grid("scale", call.scale, rows, cols);
+    bool const by_rows = call.granularity == Granularity::kGroup;
+    std::span<std::int64_t const> const leading{call.x.shape.data(), static_cast<std::size_t>(call.x.rank - 1)};
+    sizes.grid = check.scale_grid("scale", call.scale, rows, cols, by_rows ? leading : leading.first(0));
   }
 }
 
@@ -90,7 +93,7 @@ Sizes checked(QuantizeFp8 const& call) {
   if (!call.is_static) check.apart("scale", call.scale, "x", call.x);
   if (call.scale_ub) {
     check.tensor("scale_ub", *call.scale_ub, {DType::kFloat32});
-    check.vector("scale_ub", *call.scale_ub, 1);
+    check.scalar("scale_ub", *call.scale_ub);
     check.apart("out", call.q, "scale_ub", *call.scale_ub);
     if (!call.is_static) check.apart("scale", call.scale, "scale_ub", *call.scale_ub);
   }

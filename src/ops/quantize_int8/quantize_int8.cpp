@@ -24,14 +24,11 @@ Sizes checked(QuantizeInt8 const& call) {
                describe(call.q));
   }
   check.tensor("scale", call.scale, {DType::kFloat32});
-  if (call.is_static) {
-    check.scalar_or_vector("scale", call.scale, sizes.x.rows, "row of x");
-  } else {
-    check.vector("scale", call.scale, sizes.x.rows);
-  }
+  bool const one = call.is_static && call.scale.numel() == 1;
+  if (!one) check.row_values("scale", call.scale, "x", call.x);
   if (call.azp) {
     check.tensor("azp", *call.azp, {DType::kInt32});
-    check.vector("azp", *call.azp, call.scale.numel());
+    one ? check.scalar("azp", *call.azp) : check.row_values("azp", *call.azp, "x", call.x);
   }
   constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
   if (sizes.x.rows > kMaxSize || sizes.q.cols > kMaxSize) {

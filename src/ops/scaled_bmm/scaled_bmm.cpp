@@ -59,7 +59,7 @@ void check_out(ScaledBmm const& call, Checker const& check, Sizes& sizes) {
     if (is_float8(call)) check.fail("a", "expected int8 beside scale_out, got ", describe(call.a));
     check.tensor("out", call.out, {DType::kInt8});
     check.tensor("scale_out", *call.scale_out, {DType::kFloat32});
-    check.vector("scale_out", *call.scale_out, 1);
+    check.scalar("scale_out", *call.scale_out);
     check.apart("out", call.out, "scale_out", *call.scale_out);
   } else {
     check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});

@@ -64,14 +64,12 @@ Sizes check_operands(ScaledMm const& call, Checker const& check) {
   return sizes;
 }
 
-void check_epilogue(ScaledMm const& call, Checker const& check, std::int64_t m, std::int64_t n) {
+// `rows`: what scale_a and azp have a value a row of.
+void check_epilogue(ScaledMm const& call, Checker const& check, TensorView const& rows, std::int64_t n) {
   check.tensor("scale_a", call.scale_a, {DType::kFloat32});
   check.tensor("scale_b", call.scale_b, {DType::kFloat32});
-  if (call.a.rank == 2 && call.scale_a.rank == 2 && call.scale_a.size(1) == m && m != 1) {
-    check.fail("scale_a", "expected a scale a row, [", m, "] or [", m, ", 1], got ", describe(call.scale_a));
-  }
-  check.scalar_or_vector("scale_a", call.scale_a, m, "row of a");
-  check.scalar_or_vector("scale_b", call.scale_b, n, "column of b");
+  check.scalar_or_rows("scale_a", call.scale_a, "a", rows);
+  check.scalar_or_columns("scale_b", call.scale_b, n);
   if (call.bias) {
     check.tensor("bias", *call.bias, {call.out.dtype});
     check.vector("bias", *call.bias, n);
@@ -84,7 +82,7 @@ void check_epilogue(ScaledMm const& call, Checker const& check, std::int64_t m, 
   if (call.azp) {
     if (!call.azp_adj) check.fail("azp_adj", "expected the column sums of b beside azp, got none");
     check.tensor("azp", *call.azp, {DType::kInt32});
-    check.scalar_or_vector("azp", *call.azp, m, "row of a");
+    check.scalar_or_rows("azp", *call.azp, "a", rows);
   }
 }
 
@@ -109,7 +107,7 @@ void check_range_and_overlap(ScaledMm const& call, Checker const& check, std::in
 Sizes checked(ScaledMm const& call) {
   Checker const check(call.azp_adj || call.azp ? "scaled_mm_azp" : "scaled_mm", call.a.device);
   Sizes const sizes = check_operands(call, check);
-  check_epilogue(call, check, sizes.a.rows, sizes.weight.rows);
+  check_epilogue(call, check, call.a, sizes.weight.rows);
   check_range_and_overlap(call, check, sizes.a.cols);
   return sizes;
 }
@@ -229,7 +227,7 @@ void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {
       rows.stride != rows.cols || call.out.size(0) != rows.rows) {
     check.fail("out", "expected a contiguous matrix like acc, got ", describe(call.out), " for ", describe(acc));
   }
-  check_epilogue(call, check, rows.rows, rows.cols);
+  check_epilogue(call, check, acc, rows.cols);
   if (acc.dtype == DType::kFloat32) {
     if (call.azp_adj) check.fail("acc", "expected int32 beside a zero point, got ", describe(acc));
     return evaluate<epilogue::Scaled, float>(acc, call);

@@ -55,7 +55,7 @@ void expect_shape(Checker const& check, char const* argument, TensorView const& 
     ++i;
   }
   if (!fits) check.fail(argument, "expected [", expected.str(), "], got ", describe(view));
-  check.vector(argument, view, view.numel());
+  check.contiguous(argument, view);
 }
 
 void check_format(Checker const& check, int bits, std::int64_t group_size) {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._checks import expect_positive
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
 
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 
@@ -56,7 +56,7 @@ def quantize_blockwise_int8(
         return q, scale, offset, total
     q, scale, maybe_offset, total = _expect_out(out, symmetric)
     if direct((x, q, scale, total), (maybe_offset,)):
-        _core.quantize_blockwise_int8(q, x, scale, maybe_offset, total, group_size)
+        _quantise_out(x, group_size, q, scale, maybe_offset, total)
     else:
         required = {"x": x, "out": q, "scale": scale, "sum": total}
         expect_tensors("quantize_blockwise_int8", required, {"offset": maybe_offset}, writes=True)
@@ -110,6 +110,7 @@ def _with_none(q: Tensor, scale: Tensor, total: Tensor) -> Quantised:
 
 def _quantise_out(x: Tensor, group_size: int, q: Tensor, scale: Tensor, offset: Tensor | None, total: Tensor) -> None:
     _core.quantize_blockwise_int8(q, x, scale, offset, total, group_size)
+    mark_written(q, scale, offset, total)
 
 
 def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantised | None = None) -> str:

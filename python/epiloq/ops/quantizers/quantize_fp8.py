@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -58,7 +58,8 @@ def quantize_fp8(
 
     Returns:
         ``q`` of ``dtype`` ``[.., K']`` and ``scale`` float32: ``[1]`` for the tensor, ``[.., 1]`` for tokens,
-        ``[.., ceil(K / g)]`` for groups, ``[ceil(N / g), ceil(K / g)]`` for blocks.
+        ``[.., ceil(K / g)]`` for groups, ``[ceil(N / g), ceil(K / g)]`` for blocks. What is given may flatten rows:
+        ``[M]`` or ``[M, 1]`` for tokens, ``[M, ceil(K / g)]`` for groups.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -73,7 +74,7 @@ def quantize_fp8(
         q, out_scale = out
         arguments = (x, q, out_scale, granularity, group_size, scale_ub, eps, ue8m0, is_static)
         if direct((x, q, out_scale), (scale_ub,)):
-            _run(*arguments)
+            _run_into(*arguments)
         else:
             tensors = {"x": x, "out": q, "scale": out_scale}
             expect_tensors("quantize_fp8", tensors, {"scale_ub": scale_ub}, writes=True)
@@ -140,6 +141,12 @@ def _run(
     is_static: bool,
 ) -> None:
     _core.quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, eps, scale_ub)
+
+
+def _run_into(x: Tensor, q: Tensor, scale: Tensor, *rest: Any) -> None:
+    _run(x, q, scale, *rest)
+    is_static = rest[-1]
+    mark_written(q, None if is_static else scale)
 
 
 def _empty_dynamic(
@@ -227,6 +234,6 @@ for _schema, _function, _shapes in (
         _static,
         _empty_static,
     ),
-    (f"out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}, bool is_static) -> ()", _run, _fake_out),
+    (f"out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}, bool is_static) -> ()", _run_into, _fake_out),
 ):
     register("quantize_fp8", f"quantize_fp8_{_schema}", _function, _shapes)

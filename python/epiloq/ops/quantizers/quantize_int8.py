@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._checks import expect_positive
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,8 +39,8 @@ def quantize_int8(
 
     Args:
         x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
-        scale: static: float32, one element or one a row. It is returned as it came.
-        azp: static and asymmetric: int32, as many elements as ``scale``.
+        scale: static: float32, one element or one a row: ``[M]``, ``[M, 1]`` or ``[.., 1]``. It is returned as it came.
+        azp: static and asymmetric: int32, as many elements as ``scale``, in those shapes.
         symmetric: False asks for zero points; taken from ``azp`` where ``scale`` is given.
         granularity: "token" or "tensor"; of measured scales.
         pad_to: q's columns are rounded up to a multiple of this and the extra ones are 0 (16 suits `scaled_mm`).
@@ -60,7 +60,7 @@ def quantize_int8(
     if out is not None:
         q, out_scale, out_azp = out
         if direct((x, q, out_scale), (out_azp,)):
-            _run(x, q, out_scale, out_azp, scale is not None, range_includes_zero)
+            _run_into(x, q, out_scale, out_azp, scale is not None, range_includes_zero)
         else:
             expect_tensors("quantize_int8", {"x": x, "out": q, "scale": out_scale}, {"azp": out_azp}, writes=True)
             torch.ops.epiloq.quantize_int8_out(x, q, out_scale, out_azp, scale is not None, range_includes_zero)
@@ -138,6 +138,11 @@ def _measure_tensor(x: Tensor, symmetric: bool, range_includes_zero: bool) -> tu
 
 def _run(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, range_includes_zero: bool) -> None:
     _core.quantize_int8(q, x, scale, azp, is_static, range_includes_zero)
+
+
+def _run_into(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, *rest: bool) -> None:
+    _run(x, q, scale, azp, is_static, *rest)
+    mark_written(q, *(() if is_static else (scale, azp)))
 
 
 def _empty_q(x: Tensor, pad_to: int) -> Tensor:
@@ -223,7 +228,7 @@ for _schema, _function, _shapes in (
     (
         "out(Tensor x, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? azp, bool is_static, bool range_includes_zero)"
         " -> ()",
-        _run,
+        _run_into,
         _fake_out,
     ),
 ):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -91,7 +91,7 @@ def rms_norm_quant(
     expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
     expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
     if out is not None:
-        _run_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
+        _write_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
         return out
     measure = (granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
     required: dict[str, Any] = {"x": x, "weight": weight}
@@ -108,7 +108,7 @@ def rms_norm_quant(
     return tuple(refuse_backward("rms_norm_quant", result) for result in results)
 
 
-def _run_into(
+def _write_into(
     x: Tensor,
     weight: Tensor,
     eps: float,
@@ -124,7 +124,7 @@ def _run_into(
     q, scale, residual_out = out[0], out[1], out[2] if residual is not None else None
     arguments = (x, weight, eps, residual, q, scale, residual_out, granularity, group_size, ue8m0)
     if direct((x, weight, q, scale), (residual, residual_out)):
-        return _run(*arguments)
+        return _run_into(*arguments)
     tensors = {"x": x, "weight": weight, "out": q, "scale": scale}
     optional = {"residual": residual, "residual_out": residual_out}
     expect_tensors("rms_norm_quant", tensors, optional, writes=True)
@@ -153,6 +153,20 @@ def _run(
         row = x.to(torch.float32)
         inverse = (row.square().mean(-1, keepdim=True) + eps).sqrt_().reciprocal_()
         quantise_on_cpu(row * inverse * weight.to(torch.float32), q, scale, granularity, group_size, ue8m0)
+
+
+def _run_into(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    residual_out: Tensor | None,
+    *measure: Any,
+) -> None:
+    _run(x, weight, eps, residual, q, scale, residual_out, *measure)
+    mark_written(q, scale, residual_out)
 
 
 def quantise_on_cpu(values: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None:
@@ -260,7 +274,7 @@ for _schema, _function, _shapes in (
     (
         "rms_norm_quant_out(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(a!) q, Tensor(b!) scale,"
         f" Tensor(c!)? residual_out, {_MEASURE}) -> ()",
-        _run,
+        _run_into,
         _fake_out,
     ),
 ):

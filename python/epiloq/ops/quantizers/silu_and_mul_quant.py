@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, refuse_backward, register
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 from epiloq.ops.quantizers.rms_norm_quant import DTYPES, quantise_on_cpu
 
@@ -55,7 +55,7 @@ def silu_and_mul_quant(
             raise ValueError(f"epiloq.silu_and_mul_quant: out: expected (q, scale), got {len(out)} elements")
         arguments = (x, *out, granularity, group_size, ue8m0)
         if direct((x, *out)):
-            _run(*arguments)
+            _run_into(*arguments)
         else:
             expect_tensors("silu_and_mul_quant", {"x": x, "out": out[0], "scale": out[1]}, {}, writes=True)
             torch.ops.epiloq.silu_and_mul_quant_out(*arguments)
@@ -75,6 +75,11 @@ def _run(x: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int,
     with torch.no_grad():
         gate, up = x.to(torch.float32).chunk(2, -1) if x.shape[-1] else (x, x)
         quantise_on_cpu(functional.silu(gate) * up, q, scale, granularity, group_size, ue8m0)
+
+
+def _run_into(x: Tensor, q: Tensor, scale: Tensor, *measure: Any) -> None:
+    _run(x, q, scale, *measure)
+    mark_written(q, scale)
 
 
 def _empty(
@@ -119,6 +124,6 @@ def _fake_out(*_: Any) -> None:
 _MEASURE = "str granularity, int group_size, bool ue8m0"
 for _schema, _function, _shapes in (
     (f"(Tensor x, {_MEASURE}, str scale_layout, ScalarType dtype, int pad_to) -> (Tensor, Tensor)", _gate, _empty),
-    (f"_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}) -> ()", _run, _fake_out),
+    (f"_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}) -> ()", _run_into, _fake_out),
 ):
     register("silu_and_mul_quant", f"silu_and_mul_quant{_schema}", _function, _shapes)
