@@ -30,8 +30,10 @@ struct GroupwiseMm {
   int depth_per_scale = 128;             // of K: 128, or -1 for all of it (scale_a [M, 1], scale_b [E, 1, N])
   std::optional<TensorView> offs{};      // int32 [E], ascending, the last at most M
   std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, ..] then
-  bool constant_b = false;               // B is a model's weight, as in scaled_mm.h; without experts
-  int threads = 1;                       // on the CPU, at most: of those that use_openmp (threads.h) lends
+  // B is a model's weight, as in scaled_mm.h; without experts. Unsafe if a preceding kernel that triggers programmatic
+  // dependent launch may still be writing B.
+  bool constant_b = false;
+  int threads = 1;  // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
 // What the choice of a kernel depends on.

@@ -29,9 +29,9 @@ struct ScaledMm {
   std::optional<TensorView> azp{};      // int32, in scale_a's shapes
   bool fast_accum = false;              // float8: leave sums to the tensor core, whose accumulator has about 14 bits
   int threads = 1;                      // on the CPU, at most: of those that use_openmp (threads.h) lends
-  // B is a model's weight, which may be read before the stream's previous kernels have finished: none of them that lets
-  // the next one start early (programmatic dependent launch), as epiloq's do, may have written it since the last one
-  // that does not; or since one of epiloq's quantisers, which wait first. Copies and eager torch's own kernels may.
+  // B is a model's weight: the kernel may load its first tiles before the preceding kernel on the stream has finished.
+  // Unsafe if a preceding kernel that triggers programmatic dependent launch may still be writing B. epiloq's kernels
+  // are such kernels; one of epiloq's quantisers, or a kernel without dependent launch, in between makes it safe.
   bool constant_b = false;
 };
 

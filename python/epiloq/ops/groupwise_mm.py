@@ -54,8 +54,8 @@ def groupwise_mm(
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128), (128, 128, 128) or
             (1, 1, 128).
         out_dtype: bfloat16, float16 or float32; ``out``'s dtype where ``out`` is given.
-        constant_b: ``b`` is a model's weight, which nothing launched shortly before writes, as for
-            `epiloq.scaled_mm`.
+        constant_b: ``b`` is a model's weight, as for `epiloq.scaled_mm`. Unsafe if a preceding kernel that triggers
+            programmatic dependent launch may still be writing ``b``.
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:

@@ -47,11 +47,10 @@ def scaled_mm(
         fast_accum: float8 on a GPU: all of a sum may be left to the tensor cores, whose accumulators keep about 14 bits
             on Hopper. It is where that is faster, by more than 128 tokens; else, and without ``fast_accum``, sums are
             added up in fp32 every 128 of K.
-        constant_b: ``b`` is a model's weight, written long before. A GPU may then read its first tiles while kernels
-            before this one still run, which takes up to 5 % off few tokens on large weights. Not of a ``b`` that a
-            kernel which lets the next one start early (programmatic dependent launch), as epiloq's do, has written
-            since the last one that does not, or since the last of epiloq's quantisers; what eager torch's own write,
-            copies among it, is there in time.
+        constant_b: ``b`` is a model's weight, written long before. On SM90 the kernel then loads its first tiles of
+            ``b`` before the preceding kernel has finished: up to 5 % faster at small M. Unsafe if a preceding kernel
+            that triggers programmatic dependent launch may still be writing ``b``. epiloq's kernels are such kernels,
+            eager torch's are not; one of epiloq's quantisers in between makes it safe (docs/numerics.md).
         out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
 
     Returns:
@@ -102,7 +101,9 @@ def scaled_mm_azp(
             where ``azp`` is None.
         azp: int32, one element or one a row of ``a``, in ``scale_a``'s shapes; values in [-128, 127], as
             `quantize_int8` gives.
-        a, b, scale_a, scale_b, bias, out_dtype, constant_b, out: as for `scaled_mm`; int8 operands only.
+        constant_b: as for `scaled_mm`. Unsafe if a preceding kernel that triggers programmatic dependent launch may
+            still be writing ``b``.
+        a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`; int8 operands only.
 
     Raises:
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.

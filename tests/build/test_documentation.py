@@ -1,0 +1,124 @@
+"""What the documentation shows is true: Python runs as it stands, commands and options exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import documents
+
+pytestmark = pytest.mark.skipif(not documents.PAGES[0].exists(), reason="the documentation is in the checkout only")
+LANGUAGES = {"", "python", "sh", "cmake", "cpp", "json", "text", "setup", "check"}
+
+
+def identity(page: Path) -> str:
+    return str(page.relative_to(documents.ROOT))
+
+
+every_page = pytest.mark.parametrize("page", documents.PAGES, ids=identity)
+with_python = pytest.mark.parametrize(
+    "page",
+    [page for page in documents.PAGES if any(block.language == "python" for block in documents.blocks(page))],
+    ids=identity,
+)
+
+
+@with_python
+def test_blocks_run_in_order_as_they_stand(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epiloq_in_transformers: None
+) -> None:
+    """In one namespace, which hidden steps do not share: what a reader copies is all there is."""
+    from command_line import run
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    shown: dict[str, Any] = {"__name__": "__main__"}
+    for block in documents.blocks(page):
+        if block.language in ("python", "setup", "check"):
+            code = compile("\n" * (block.line - 1) + block.text, identity(page), "exec")
+            names = {"python": shown, "check": shown | {"error": documents.error}, "setup": {}}[block.language]
+            exec(code, names)
+        elif block.is_run:
+            for program, *arguments in documents.commands(block):
+                if program == "epiloq":
+                    result = run(*arguments)
+                    assert result.exit_code == 0, (arguments, result.output)
+
+
+@every_page
+def test_blocks_are_of_known_languages(page: Path) -> None:
+    assert {block.language for block in documents.blocks(page)} <= LANGUAGES
+
+
+def check_epiloq(arguments: list[str]) -> None:
+    """The command exists, takes these options and as many arguments."""
+    typer_main = pytest.importorskip("typer.main")
+    from epiloq.cli import app
+
+    group = typer_main.get_command(app.create_app())
+    if not arguments or arguments[0].startswith("-"):
+        return
+    command = group.get_command(None, arguments[0])
+    assert command is not None, arguments
+    with command.context_class(command, info_name=arguments[0]) as context:
+        _, left, _ = command.make_parser(context).parse_args(args=arguments[1:])
+    assert not left, (arguments, left)
+
+
+def check_make(arguments: list[str]) -> None:
+    makefile = (documents.ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in arguments:
+        assert "=" in target or re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
+
+
+def check_pip(arguments: list[str]) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer")
+    extras = tomllib.loads((documents.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    for word in arguments:
+        assert not re.match(r"epiloq\b", word), f"{word}: epiloq is on no index; install from the sources"
+        if found := re.fullmatch(r"\.\[([\w,-]+)\]", word):
+            assert set(found[1].split(",")) <= extras.keys(), word
+
+
+def check_python(arguments: list[str]) -> None:
+    if arguments[0] == "-m" and arguments[1] == "epiloq":
+        assert arguments[2:] in (["--cmake-dir"], ["--include-dir"])
+    elif not arguments[0].startswith("-"):
+        assert (documents.ROOT / arguments[0]).exists(), arguments
+
+
+CHECKS = {"epiloq": check_epiloq, "make": check_make, "pip": check_pip, "python": check_python}
+
+
+@every_page
+def test_commands_and_options_exist(page: Path) -> None:
+    for block in documents.blocks(page):
+        if block.language == "sh":
+            for program, *arguments in documents.commands(block):
+                CHECKS.get(program, lambda _: None)(arguments)
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in documents.links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in documents.anchors(file), target
+
+
+def test_nobody_is_sent_to_an_index() -> None:
+    """epiloq is on none: texts say `pip install '.[extra]'`."""
+    for page in documents.PAGES:
+        assert not re.search(r"pip install ['\"]?epiloq\b", page.read_text(encoding="utf-8")), page
+
+
+def test_the_readme_is_short() -> None:
+    assert len((documents.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
