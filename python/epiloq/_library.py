@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from epiloq import _threads
+
 # define/impl rather than custom_op, which costs 10 us a call.
 LIBRARY = torch.library.Library("epiloq", "DEF")
 
@@ -72,6 +74,8 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     """
     if is_dynamo_compiling():
         return False
+    if _threads.forked:
+        _threads.use_own_threads()
     for tensor in required:
         if (type(tensor) is not Tensor and type(tensor) is not Parameter) or _is_neg(tensor):
             return False
@@ -103,6 +107,8 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
 
     ``writes``: the call has outputs to write into, which as elsewhere in torch excludes gradients.
     """
+    if not is_dynamo_compiling():
+        _threads.use_own_threads()
     for name, value in {**required, **optional}.items():
         if value is None and name in optional:
             continue

@@ -16,6 +16,31 @@ def threads_for(x: Tensor) -> int:
     return 1 if x.is_cuda else torch.get_num_threads()
 
 
+forked = False  # in a child, until its first operation
+
+
+def _in_child() -> None:
+    global forked
+    forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def use_own_threads() -> None:
+    """Keep torch to one thread in a forked child, which has a copy of the parent's pool but none of its threads.
+
+    torch would wait for those for ever. It is done once, by the first operation of a child: who sets another number
+    afterwards knows that there is no pool.
+    """
+    global forked
+    if forked:
+        forked = False
+        if torch.get_num_threads() > 1:
+            torch.set_num_threads(1)
+
+
 def lend_threads() -> None:
     """Give the C++ side the OpenMP runtime that torch is linked to; where there is none, it works on one thread."""
     try:

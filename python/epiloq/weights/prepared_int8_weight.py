@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq._checks import limits
+from epiloq._threads import use_own_threads
 
 Quantizer = tuple[float, int]
 
@@ -131,6 +132,7 @@ class PreparedInt8Weight:
         input: Quantizer,
         output: Quantizer | None,
     ) -> PreparedInt8Weight:
+        use_own_threads()
         arguments.check_tensors(q, weight_scale, bias)
         q = (q if q.ndim == 4 else q[:, None, None, :]).contiguous()
         weight_scale, bias = weight_scale.detach(), None if bias is None else bias.detach()

@@ -80,7 +80,7 @@ def _groupwise() -> Arguments:
         "a": fp8(SIZE, k),
         "b": fp8(SIZE, k).t(),
         "scale_a": positive(SIZE, 2),
-        "scale_b": positive(2, 1),
+        "scale_b": positive(2, -(-SIZE // 128)),
         "bias": torch.randn(SIZE).bfloat16(),
         "out": torch.full((SIZE, SIZE), 7.0).bfloat16(),
     }
@@ -92,7 +92,7 @@ def _grouped() -> Arguments:
         "a": fp8(SIZE, k),
         "b": fp8(experts, SIZE, k).mT,
         "scale_a": positive(SIZE, 2),
-        "scale_b": positive(experts, 2, 1),
+        "scale_b": positive(experts, 2, -(-SIZE // 128)),
         "offs": torch.arange(1, experts + 1, dtype=torch.int32),
         "out": torch.full((SIZE, SIZE), 7.0).bfloat16(),
     }
@@ -128,13 +128,18 @@ def _few_bits_of(x: Tensor, weight: Any, bias: Tensor, out: Tensor, **parts: Ten
 
 
 def _in_blocks() -> Arguments:
-    weight = epiloq.online_quant_weight(ints(SIZE, SIZE), positive(SIZE, 2), positive(SIZE, 2), group_size=8)
+    weight = epiloq.online_quant_weight(ints(SIZE, SIZE), positive(SIZE, 2), positive(SIZE, 2), group_size=SIZE // 2)
     out = torch.full((SIZE, SIZE), 7.0)
     return {"x": torch.randn(SIZE, SIZE), "w_q": weight, "bias": torch.randn(SIZE), "out": out}
 
 
 def _block_weight() -> Arguments:
-    return {"w_q": ints(SIZE, SIZE), "w_scale": positive(SIZE, 2), "w_offset": positive(SIZE, 2), "group_size": 8}
+    return {
+        "w_q": ints(SIZE, SIZE),
+        "w_scale": positive(SIZE, 2),
+        "w_offset": positive(SIZE, 2),
+        "group_size": SIZE // 2,
+    }
 
 
 def _image() -> Arguments:
@@ -182,9 +187,10 @@ def _rows_to(dtype: torch.dtype, groups: int = 1, width: int = 1, **more: Any) -
     return arguments
 
 
-def _fp8_call(granularity: str, **fixed: Any) -> Callable[..., Any]:
+def _fp8_call(granularity: str) -> Callable[..., Any]:
     def call(x: Tensor, q: Tensor, scale: Tensor, scale_ub: Tensor | None = None) -> Any:
-        return epiloq.quantize_fp8(x, granularity=granularity, scale_ub=scale_ub, out=(q, scale), **fixed)
+        how: Any = {"granularity": granularity, "group_size": SIZE // 2}
+        return epiloq.quantize_fp8(x, scale_ub=scale_ub, out=(q, scale), **how)
 
     return call
 
@@ -194,7 +200,7 @@ def _norm(x: Tensor, weight: Tensor, residual: Tensor, q: Tensor, scale: Tensor,
 
 
 def _blockwise(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor, total: Tensor) -> Any:
-    return epiloq.quantize_blockwise_int8(x, 8, out=(q, scale, offset, total))
+    return epiloq.quantize_blockwise_int8(x, SIZE // 2, out=(q, scale, offset, total))
 
 
 _Q, _NONE = ("q", "scale"), ()
@@ -271,10 +277,10 @@ OPERATIONS = (
         {"scale": _ROWS, "scale_ub": _ONE},
         _Q,
     ),
-    Operation("quantize_fp8", _fp8_call("group", group_size=8), _rows_to(FP8, 2), {"scale": _TWO}, _Q),
+    Operation("quantize_fp8", _fp8_call("group"), _rows_to(FP8, 2), {"scale": _TWO}, _Q),
     Operation(
         "quantize_fp8",
-        lambda x, scale: epiloq.quantize_fp8(x, granularity="block", group_size=8, scale=scale),
+        lambda x, scale: epiloq.quantize_fp8(x, granularity="block", group_size=SIZE // 2, scale=scale),
         lambda: {"x": torch.randn(SIZE, SIZE), "scale": positive(2, 2)},
         {"scale": ((2, 2),)},
         _NONE,
