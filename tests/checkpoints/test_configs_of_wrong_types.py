@@ -43,7 +43,11 @@ def group(found: dict[str, Any]) -> dict[str, Any]:
     [
         ("gptq", lambda found: found.update(bits=4.9), "bits: expected 2 to 8, got 4.9"),
         ("gptq", lambda found: found.update(bits=float("inf")), "bits: expected 2 to 8, got inf"),
-        ("gptq", lambda found: found.update(group_size=32.7), "group_size: expected -1 or at least 1, got 32.7"),
+        (
+            "gptq",
+            lambda found: found.update(group_size=32.7),
+            "group_size: expected -1 or at least 1, got 32.7",
+        ),
         ("compressed-tensors", lambda found: found.update(config_groups=["x"]), "config_groups: expected one"),
         ("compressed-tensors", lambda found: group(found).update(weights=["x"]), "weights: expected an object"),
         ("compressed-tensors", lambda found: group(found).update(input_activations=3), "input_activations: expected"),
@@ -85,6 +89,6 @@ def test_groups_of_columns(directories: Path, tmp_path: Path, change: Callable[[
 
 
 def test_formats_come_when_they_are_asked_for() -> None:
-    assert callable(epiloq.formats.layouts.awq.to_packed) and callable(epiloq.formats.io.gguf_model.load)
+    assert callable(epiloq.formats.awq.to_packed) and callable(epiloq.formats.gguf_model.load)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         epiloq.formats.nonsense  # noqa: B018

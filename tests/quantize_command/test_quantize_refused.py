@@ -75,7 +75,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
         ("missing shard", "model-00002-of-00002.safetensors: missing"),
         ("outside", "expected safetensors files beside it"),
         ("other config", "disagree|mismatch|size"),
-        ("more layers", "missing keys"),
+        ("more layers", "config.json disagrees with the tensors: expected"),
         ("unknown model", "NoSuchModel"),
         ("no linear", "found none"),
         ("nan", "finite"),

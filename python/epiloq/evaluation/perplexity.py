@@ -9,6 +9,26 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+def logits_of(model: nn.Module, window: Tensor) -> Tensor:
+    """What a causal language model answers to int64 ``[1, n]``, ``[n, vocabulary]`` on the model's device.
+
+    Raises ValueError for a model that cannot run: what its configuration says fits its tensors, but not together.
+    """
+    import torch
+
+    from epiloq.formats.io.safe_files import reason
+
+    device = next(model.parameters()).device
+    try:
+        logits: Tensor = model(window.to(device), use_cache=False).logits[0]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        name = type(model).__name__
+        raise ValueError(f"{name}: cannot run as its config.json describes it: {reason(error)}") from error
+    return logits
+
+
 def perplexity(model: nn.Module, windows: list[Tensor], advance: Callable[[], None] = lambda: None) -> float:
     """Perplexity of a causal language model over int64 [1, n] windows, each seen without the others.
 
@@ -17,13 +37,11 @@ def perplexity(model: nn.Module, windows: list[Tensor], advance: Callable[[], No
     """
     import torch
 
-    device = next(model.parameters()).device
     total, predicted = torch.zeros((), dtype=torch.float64), 0
     with torch.inference_mode():
         for window in windows:
-            tokens = window.to(device)
-            logits = model(tokens, use_cache=False).logits[0, :-1].float()
-            loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+            logits = logits_of(model, window)[:-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, window[0, 1:].to(logits.device), reduction="none")
             total += loss.sum(dtype=torch.float64).cpu()
             predicted += loss.numel()
             advance()

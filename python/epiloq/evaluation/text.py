@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epiloq.formats.io.safe_files import check_folder, reason
+
 SEED = 0
 # Tokens that texts have in common by more than chance.
 RUN, SHORTEST_RUN = 64, 16
@@ -51,13 +53,14 @@ def read_texts(source: str | Path | Sequence[str]) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A model directory's tokenizer. Raises ValueError if there is none."""
+    """A model directory's tokenizer. Raises ValueError if there is none, or none that can be read."""
     from transformers import AutoTokenizer
 
+    check_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: no tokenizer: {str(error).strip().splitlines()[0]}") from error
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises Exception itself for a file that it cannot read
+        raise ValueError(f"{folder}: no tokenizer: {reason(error)}") from error
 
 
 def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Tensor]:
@@ -87,7 +90,10 @@ def _cut(tokenizer: Any, texts: Sequence[str], length: int, **options: bool) -> 
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"text: tokenizer: expected a fast one, got {type(tokenizer).__name__}")
     cutting = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
-    return tokenizer(list(texts), **cutting, **options)
+    try:
+        return tokenizer(list(texts), **cutting, **options)
+    except Exception as error:
+        raise ValueError(f"text: the tokenizer cannot cut it: {reason(error)}") from error
 
 
 def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq.evaluation.perplexity import logits_of
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 
@@ -88,9 +89,10 @@ def answers(
     lost_a = lost_b = divergence = torch.zeros((), dtype=torch.float64)
     largest, agreed, tokens, predicted = 0.0, 0, 0, 0
     for window in windows:
-        logits = [
-            model(window.to(next(model.parameters()).device), use_cache=False).logits[0].cpu() for model in (a, b)
-        ]
+        logits = [logits_of(model, window).cpu() for model in (a, b)]
+        if logits[0].shape != logits[1].shape:
+            sizes = " and ".join(str(each.shape[-1]) for each in logits)
+            raise FormatError(f"expected two models of one vocabulary, got {sizes} tokens")
         p, q = (values.float().log_softmax(-1) for values in logits)
         # A token that A rules out counts nothing, whatever B makes of it.
         each = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1).double()

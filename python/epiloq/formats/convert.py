@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over, written_whole
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carried, carry_over, written_whole
 from epiloq.formats.io.model import Target
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
@@ -38,6 +38,7 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
     if output.exists() or output.is_symlink():
         raise FormatError(f"{output} exists already: choose another output, or move it away")
     layers = Layers(Checkpoint(source))
+    carried(source)
     if layers.format is None:
         raise FormatError(f"{source}: expected a quantised model, got one in floating point; use epiloq quantize")
     if layers.format == name:

@@ -80,7 +80,7 @@ class Layers:
             where = self.checkpoint.where(part)
             raise FormatError(f"{where}: expected the group of each of {columns} columns, got {list(index.shape)}")
         length = quantization.grid.length(len(index)) if quantization is not None else len(index)
-        return not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // length)
+        return not torch.equal(index.to(torch.int64), torch.arange(len(index)) // length)
 
     def weight(self, layer: str) -> Weight:
         """What a quantised layer's tensors stand for. Raises FormatError, naming file and layer, if they disagree."""

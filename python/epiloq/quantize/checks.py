@@ -10,7 +10,7 @@ from torch import nn
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.io.architecture import skeleton
-from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.checkpoint import Checkpoint, carried
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import default_filter
@@ -58,6 +58,7 @@ def check_model(settings: Settings, source: Checkpoint) -> int:
     """
     if source.quantization is not None:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
+    carried(source.folder)
     outline = skeleton(source, "meta")
     if settings.layout == epiloq_modules.METHOD:  # It has a matrix an expert, even where the model's files stack them.
         take_apart_(outline)

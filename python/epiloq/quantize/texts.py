@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from epiloq.evaluation.text import first_tokens, load_tokenizer, place, read_documents, repeated, sample, windows
-from epiloq.formats.io.architecture import positions
+from epiloq.formats.io.architecture import positions, vocabulary
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.targets import TARGETS
@@ -102,10 +102,15 @@ def evaluated_length(source: Checkpoint) -> int:
 
 
 def check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
-    """Raise ValueError for windows longer than the model has positions."""
+    """Raise ValueError for windows longer than the model has positions, or tokens that it does not know."""
     most, longest = positions(source), max(text.shape[1] for text in texts)
     if most is not None and longest > most:
         raise ValueError(
             f"{source.folder}: expected windows of at most {most} tokens, for which the model has positions, "
             f"got {longest} (--length)"
+        )
+    known, largest = vocabulary(source), max(int(text.max()) for text in texts)
+    if known is not None and largest >= known:
+        raise ValueError(
+            f"{source.folder}: expected a tokenizer with ids below {known}, the model's vocab_size, got {largest}"
         )

@@ -42,8 +42,10 @@ class Grid:
         # What they are is said by files, too.
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"Grid: bits: expected 2 to 8, got {self.bits!r}")
-        if not isinstance(self.group_size, int) or (self.group_size != -1 and self.group_size < 1):
+        if type(self.group_size) is not int or (self.group_size != -1 and self.group_size < 1):
             raise ValueError(f"Grid: group_size: expected -1 or at least 1, got {self.group_size!r}")
+        if self.group_size >= 1 << 31:
+            raise ValueError(f"Grid: group_size: expected less than 2^31, got {self.group_size}")
 
     @property
     def lowest(self) -> int:

@@ -254,6 +254,8 @@ def check_sizes(bits: int, group_size: int, operation: str, **sizes: int) -> Non
         _refuse("bits", f"one of {BITS}", repr(bits), operation)
     if type(group_size) is not int or (group_size != -1 and group_size < 1):
         _refuse("group_size", "-1 or at least 1", repr(group_size), operation)
+    if group_size >= 1 << 31:
+        _refuse("group_size", "less than 2^31", group_size, operation)
     for name, size in sizes.items():
         if size < 0:
             _refuse(name, "at least 0", size, operation)

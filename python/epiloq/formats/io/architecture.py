@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.names import Names
+from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.mixtures import stacked, take_apart_
 
@@ -23,7 +25,10 @@ def architecture(checkpoint: Checkpoint) -> Any:
 
     names = checkpoint.config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    found = getattr(transformers, name, None) if name else None
+    try:
+        found = getattr(transformers, name, None) if name else None
+    except Exception:  # A model that needs a package which is not there.
+        found = None
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise FormatError(
             f"{checkpoint.folder / 'config.json'}: architectures: expected a model that transformers has, got {names!r}"
@@ -36,15 +41,29 @@ def transformers_config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        # Asked to decide about code in the directory, it would ask at the terminal.
+        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # huggingface_hub has kinds of its own for values of a wrong type
-        reason = " ".join(str(error).split())
-        raise FormatError(f"{checkpoint.folder / 'config.json'}: transformers cannot read it: {reason}") from error
+        where = checkpoint.folder / "config.json"
+        raise FormatError(f"{where}: transformers cannot read it: {reason(error)}") from error
 
 
 def positions(checkpoint: Checkpoint) -> int | None:
     """How many tokens a language model sees at once, where its config.json says so, by whatever name."""
-    found = getattr(transformers_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+    return _positive(checkpoint, "max_position_embeddings")
+
+
+def vocabulary(checkpoint: Checkpoint) -> int | None:
+    """How many tokens a language model knows, where its config.json says so."""
+    return _positive(checkpoint, "vocab_size")
+
+
+def _positive(checkpoint: Checkpoint, key: str) -> int | None:
+    config = transformers_config(checkpoint)
+    try:
+        found = getattr(config.get_text_config(), key, None)
+    except Exception as error:
+        raise FormatError(f"{checkpoint.folder / 'config.json'}: {reason(error)}") from error
     return found if isinstance(found, int) and found > 0 else None
 
 
@@ -53,13 +72,44 @@ def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
 
     On "meta" it has none, and takes no memory. Experts of which the files hold a matrix each are apart, and the
     checkpoint's tensors have the model's names from now on.
+
+    Raises FormatError for a model that transformers cannot build, or that is far larger than the files.
     """
     config = transformers_config(checkpoint)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with _default_dtype(config.dtype or torch.float32), torch.device(device):
-        model: nn.Module = architecture(checkpoint)(config).eval()
-    return renamed(model, checkpoint)
+    limits, kind = checkpoint.limits, architecture(checkpoint)
+    outline = renamed(_built(kind, config, limits, "meta"), checkpoint)
+    try:
+        limits.check_size(outline)
+    except FormatError as error:
+        raise _first_other_shape(outline, checkpoint) or error from None
+    return outline if device == "meta" else renamed(_built(kind, config, limits, device), checkpoint)
+
+
+def _built(kind: Any, config: Any, limits: Limits, device: str) -> nn.Module:
+    """A model of a configuration. Raises FormatError for whatever stops transformers from building it."""
+    dtype = config.dtype or torch.float32
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise FormatError(f"{limits.where}: dtype: expected a floating-point type of 2 to 8 bytes, got {dtype!r}")
+    try:
+        with _default_dtype(dtype), torch.device(device), limits.while_building():
+            model: nn.Module = kind(config).eval()
+    except FormatError:
+        raise
+    except Exception as error:  # Its own checks are few: a value of a wrong kind is found by whatever uses it.
+        raise FormatError(f"{limits.where}: transformers cannot build the model: {reason(error)}") from error
+    return model
+
+
+def _first_other_shape(model: nn.Module, checkpoint: Checkpoint) -> FormatError | None:
+    """Of a model that is too large, the tensor that the files have in another shape, if any."""
+    for name, target in model.state_dict(keep_vars=True).items():
+        entry = checkpoint.entries.get(name)
+        if entry is not None and target.numel() > 8 * max(1, entry.nbytes):
+            wanted, found = list(target.shape), list(entry.shape)
+            return FormatError(f"{checkpoint.where(name)}: config.json asks for {wanted}, got {entry.dtype} {found}")
+    return None
 
 
 def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from epiloq.formats.io.limits import Limits
+from epiloq.formats.io.safe_files import check_folder, check_regular, read_json, status
 from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
 from epiloq.formats.layouts.base import FormatError
 
@@ -22,27 +23,33 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and what describes weights that are not there any more; all else is carried over.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
-# "organisation/model"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS = {"config.json", "quant_config.json", "quantize_config.json"}
 
 
 class Checkpoint:
     """A model directory opened for reading: which file holds which tensor, every one of them checked to be there.
 
-    Raises FormatError: no config.json, no safetensors weights, an index that names files outside the directory or
-    that are missing, a file whose header and length disagree, a tensor that its file does not hold. Pickles are never
-    opened.
+    Raises FormatError: no config.json, special files (FIFOs, devices, links to nothing), no safetensors weights, an
+    index that names files outside the directory or that are missing, a file whose header and length disagree, a tensor
+    that its file does not hold, numbers of layers that no file of so many tensors has. Pickles are never opened.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.config = _read_json(self.folder / "config.json")
+        self.config = read_json(self.folder / "config.json")
+        check_folder(self.folder)
         self.entries: dict[str, Entry] = {}
         self.files = self._weight_map()
         self.stored: dict[str, str] = {}
         """Names in the files by the names used here, where they differ."""
         self._opened: dict[str, Any] = {}
+        self.limits.check_config(self.config)
+
+    @property
+    def limits(self) -> Limits:
+        """How large a model these files can be of."""
+        nbytes = sum(entry.nbytes for entry in self.entries.values())
+        return Limits(str(self.folder / "config.json"), len(self.entries), nbytes)
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -103,12 +110,12 @@ class Checkpoint:
         return f"{self.folder / file}: {self.stored_name(name)}"
 
     def _weight_map(self) -> dict[str, str]:
-        if (self.folder / INDEX).is_file():
-            weight_map = _read_json(self.folder / INDEX).get("weight_map")
+        if status(self.folder / INDEX) is not None:
+            weight_map = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise FormatError(f"{self.folder / INDEX}: weight_map: expected names of files by names of tensors")
             files: dict[str, str] = weight_map
-        elif (self.folder / SINGLE).is_file():
+        elif status(self.folder / SINGLE) is not None:
             self.entries = read_header(self.folder / SINGLE)
             return dict.fromkeys(self.entries, SINGLE)
         else:
@@ -116,7 +123,7 @@ class Checkpoint:
         for file in sorted(set(files.values())):
             if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
                 raise FormatError(f"{self.folder / INDEX}: expected safetensors files beside it, got {file!r}")
-            if not (self.folder / file).is_file():
+            if status(self.folder / file) is None:
                 raise FormatError(f"{self.folder / file}: missing, though {INDEX} names it")
             found = read_header(self.folder / file)
             for name in sorted(name for name, holder in files.items() if holder == file):
@@ -124,31 +131,6 @@ class Checkpoint:
                     raise FormatError(f"{self.folder / file}: {name}: expected a tensor, found none")
                 self.entries[name] = found[name]
         return files
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except NotADirectoryError:
-        raise FormatError(f"{file.parent}: expected a model directory, found a file") from None
-    except FileNotFoundError:
-        raise FormatError(_missing(file)) from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: expected JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{file}: expected a JSON object")
-    return found
-
-
-def _missing(file: Path) -> str:
-    """The sentence for a file that is not there, perhaps because a model's name on a hub was given for its folder."""
-    if file.parent.is_dir():
-        return f"{file}: missing"
-    name = file.parent.as_posix()
-    said = f"{name}: expected a model directory, found nothing there"
-    if not _HUB_NAME.fullmatch(name):
-        return said
-    return f"{said}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
 
 
 def _opened(file: Path) -> Any:
@@ -219,16 +201,33 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def carry_over(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside weights and configuration: tokenizer, generation, templates, notes, code.
+def carried(source: Path) -> list[Path]:
+    """What belongs to a model beside weights and configuration, relative to its directory: tokenizer, generation,
+    templates, notes, code. Hidden files are left out, and folders behind links.
 
-    Hidden files stay, and folders behind links.
+    Raises FormatError for a special file, a link to nothing, or a directory that is not there any more.
     """
-    for place, folders, files in os.walk(source):
+    found: list[Path] = []
+    for place, folders, files in os.walk(source, onerror=_raise):
         folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
-        kept = target / Path(place).relative_to(source)
+        here = Path(place).relative_to(source)
         for name in sorted(files):
-            described = kept == target and (name in DESCRIPTIONS or name.endswith(".index.json"))
+            described = here == Path() and (name in DESCRIPTIONS or name.endswith(".index.json"))
             if not described and not name.startswith(".") and Path(name).suffix not in WEIGHTS:
-                kept.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(Path(place) / name, kept / name)
+                check_regular(source / here / name)
+                found.append(here / name)
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise FormatError(f"{error.filename}: cannot be read any more: {error.strerror}") from error
+
+
+def carry_over(source: Path, target: Path) -> None:
+    """Copy `carried` files. Raises FormatError, naming the file, for one that vanished or changed its kind."""
+    for name in carried(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(source / name, target / name)
+        except FileNotFoundError:
+            raise FormatError(f"{source / name}: vanished while it was being copied") from None

@@ -12,6 +12,7 @@ from torch import nn
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
+from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
@@ -27,22 +28,23 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
     """
     if checkpoint.quantization is not None:
         raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
+    skeleton(checkpoint, "meta")  # Refuses what would take gigabytes to build.
     try:
         model, info = architecture(checkpoint).from_pretrained(
             checkpoint.folder,
             dtype="auto",
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # To be named here.
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise FormatError(f"{checkpoint.folder}: {str(error).strip().splitlines()[0]}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info[kind]:
-            raise FormatError(
-                f"{checkpoint.folder}: config.json disagrees with the tensors: "
-                f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:3])}"
-            )
+    except Exception as error:
+        raise FormatError(f"{checkpoint.folder}: transformers cannot open it: {reason(error)}") from error
+    where = f"{checkpoint.folder}: config.json disagrees with the tensors"
+    if info["missing_keys"]:
+        raise FormatError(f"{where}: expected {', '.join(sorted(map(str, info['missing_keys']))[:3])}, found none")
+    for name, found, wanted in info["mismatched_keys"]:
+        raise FormatError(f"{where}: {name}: expected {list(wanted)}, got {list(found)}")
     model.eval()
     return model  # type: ignore[no-any-return]
 

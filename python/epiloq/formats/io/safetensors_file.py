@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from epiloq.formats.io.safe_files import check_regular
 from epiloq.formats.layouts.base import FormatError
 
 METADATA = "__metadata__"
@@ -69,7 +70,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     Raises FormatError, naming file and tensor: an incomplete or senseless header, an unknown type, bytes that are more
     or fewer than the shape asks for, that lie outside the file, or that two tensors share; bytes of no tensor.
     """
-    size = file.stat().st_size
+    size = check_regular(file).st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):

@@ -18,6 +18,7 @@ from epiloq.formats.layouts.base import (
     FormatError,
     agrees,
     divides,
+    flag,
     full,
     groups_of,
     require,
@@ -146,7 +147,11 @@ def parse(found: Mapping[str, Any]) -> tuple[Grid, str]:
     size = found.get("group_size", found.get("q_group_size"))
     if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
         raise FormatError("awq: quantization_config: expected 4 bits and a group_size")
-    version = str(found.get("version", "gemm")).lower()
+    flag(found, "zero_point", True, "awq")  # Layers have zero points in either case.
+    version = found.get("version", "gemm")
+    if not isinstance(version, str):
+        raise FormatError(f"awq: quantization_config: version: expected a name, got {version!r}")
+    version = version.lower()
     _layout(version)
     return Grid(BITS, size, symmetric=False), version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -187,6 +187,14 @@ def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
         device = device or found.device
         if found.device != device:
             raise FormatError(f"{name}: expected a tensor on {device}, got one on {found.device}")
+
+
+def flag(found: Mapping[str, Any], key: str, default: bool, layout: str) -> bool:
+    """An entry of a configuration that is true or false. Raises FormatError for anything else."""
+    value = found.get(key)
+    if value is not None and type(value) is not bool:
+        raise FormatError(f"{layout}: quantization_config: {key}: expected true or false, got {value!r}")
+    return default if value is None else value
 
 
 def divides(what: str, size: int, multiple: int, layout: str) -> None:

@@ -18,6 +18,7 @@ from epiloq.formats.layouts.base import (
     Quantization,
     agrees,
     divides,
+    flag,
     full,
     groups_of,
     order_of,
@@ -144,9 +145,10 @@ def parse(found: Mapping[str, Any]) -> tuple[Quantization, str]:
     """What a ``quantization_config`` says, and the version. Raises FormatError for what epiloq does not read."""
     version = found.get("checkpoint_format", "gptq")
     _check(version)
+    flag(found, "desc_act", False, "gptq")  # Groups say themselves whether they are in activation order.
     if found.get("bits") is None or found.get("group_size") is None:
         raise FormatError("gptq: quantization_config: expected bits and group_size")
-    return Quantization(Grid(found["bits"], found["group_size"], bool(found.get("sym", True)))), version
+    return Quantization(Grid(found["bits"], found["group_size"], flag(found, "sym", True, "gptq"))), version
 
 
 def _check(version: str, bits: int = 4) -> None:

@@ -175,6 +175,9 @@ class _Work:
         self, name: str, block: nn.Module, layers: dict[str, nn.Linear], calls: Sequence[Call], hidden: Sequence[Tensor]
     ) -> Block:
         """Fold the block's layers in place, quantise them, and say what came of it."""
+        for n, layer in layers.items():
+            if not torch.isfinite(layer.weight).all():
+                raise ValueError(f"{n}.weight: expected finite numbers, found NaN or infinity")
         weights: dict[str, Calibrated] = {}
         errors: dict[str, float] = {}
         if not self.algorithm.needs_inputs:

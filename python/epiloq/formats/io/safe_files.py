@@ -1,0 +1,105 @@
+"""Files of a model directory, checked before they are opened: regular, of a bearable size, JSON objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from epiloq.formats.layouts.base import FormatError
+
+LARGEST_JSON = 64 << 20
+"""Bytes; the index of a model of a trillion parameters takes about 20 MB, a tokenizer of 260,000 words 35 MB."""
+
+# "organisation/model"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+LONGEST_REASON = 240
+"""Characters of what another package says; some print a page."""
+
+_SPECIAL = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def status(file: Path) -> os.stat_result | None:
+    """What the file system says of a file, links followed; None where nothing has that name.
+
+    Raises FormatError for a link that leads nowhere or round in a circle, and for a name that no file can have.
+    """
+    try:
+        return file.stat()
+    except NotADirectoryError:
+        raise FormatError(f"{file.parent}: expected a model directory, found a file") from None
+    except FileNotFoundError:
+        if file.is_symlink():
+            target = os.readlink(file)
+            raise FormatError(f"{file}: expected a file, found a link to {target}, which is missing") from None
+        return None
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{file}: expected a file: {getattr(error, 'strerror', error)}") from None
+
+
+def check_regular(file: Path) -> os.stat_result:
+    """Raise FormatError unless a name is that of a regular file, perhaps through links; return its status."""
+    found = status(file)
+    if found is None:
+        raise FormatError(_missing(file))
+    if not stat.S_ISREG(found.st_mode):
+        kind = _SPECIAL.get(stat.S_IFMT(found.st_mode), "something else")
+        raise FormatError(f"{file}: expected a regular file, found {kind}")
+    return found
+
+
+def _missing(file: Path) -> str:
+    """The sentence for a file that is not there, perhaps because a model's name on a hub was given for its folder."""
+    if file.parent.is_dir():
+        return f"{file}: missing"
+    name = file.parent.as_posix()
+    said = f"{name}: expected a model directory, found nothing there"
+    if not _HUB_NAME.fullmatch(name):
+        return said
+    return f"{said}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
+
+
+def check_folder(folder: Path) -> None:
+    """Raise FormatError unless all that a model directory shows is regular files and directories.
+
+    Whatever reads the directory afterwards (transformers, a tokenizer) then neither waits for a FIFO nor reads a device
+    without end. Hidden entries are left alone, as by everything else here.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not entry.name.startswith(".") and not entry.is_dir():
+            found = check_regular(entry)
+            if entry.suffix == ".json" and found.st_size > LARGEST_JSON:
+                raise FormatError(f"{entry}: expected at most {LARGEST_JSON:,} bytes of JSON, got {found.st_size:,}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises FormatError, naming the file, for anything else."""
+    size = check_regular(file).st_size
+    if size > LARGEST_JSON:
+        raise FormatError(f"{file}: expected at most {LARGEST_JSON:,} bytes of JSON, got {size:,}")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{file}: expected a JSON object")
+    return found
+
+
+def reason(error: Exception) -> str:
+    """An exception of another package as part of a sentence, on one line."""
+    text = shorten(str(error), LONGEST_REASON, placeholder=" …")
+    plain = isinstance(error, (OSError, RuntimeError, ValueError)) and text
+    return text if plain else f"{type(error).__name__}: {text}" if text else type(error).__name__
