@@ -1,33 +1,92 @@
-"""Which layers of a model are quantised where nobody says which."""
+"""Which layers of a model are quantised where nobody says which, and patterns that leave some out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
+from epiloq.linears.parent_reads import read_by_parents
+from epiloq.linears.subclasses import is_plain
 from epiloq.mixtures import routers
 
 Filter = Callable[[nn.Module, str], bool]
+Reason = Callable[[nn.Module, str], "str | None"]
+REGEX, READS = "re:", " reads its weight"
 
 
 def default_filter(model: nn.Module) -> Filter:
     """What `quantize_` takes without a ``filter_fn``; its docstring says which layers that are."""
+    reason = reasons(model)
+    return lambda module, name: isinstance(module, nn.Linear) and reason(module, name) is None
+
+
+def reasons(model: nn.Module) -> Reason:
+    """Why a linear layer of a model stays in floating point unless it is asked for; None of one that does not."""
     modules = list(model.modules())
     embedded = {_identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-    encoders = (module for module in modules if isinstance(module, nn.TransformerEncoderLayer))
-    left_out = {id(child) for encoder in encoders for child in encoder.children()}
-    left_out |= {id(router) for router in routers(model).values()}
+    left_out = {id(router): "a router of experts" for router in routers(model).values()}
+    for name, parent in read_by_parents(model).items():
+        left_out[id(model.get_submodule(name))] = f"{parent}{READS}"
     output_embeddings = getattr(model, "get_output_embeddings", None)
     if output_embeddings is not None:
-        left_out.add(id(output_embeddings()))
+        left_out[id(output_embeddings())] = "the output head"
+    kept = kept_in_float32(model)
 
-    def takes(module: nn.Module, name: str) -> bool:
-        if type(module) is not nn.Linear or id(module) in left_out or name.rpartition(".")[2] == "lm_head":
-            return False
-        return _identity(module.weight) not in embedded
+    def reason(module: nn.Module, name: str) -> str | None:
+        if id(module) in left_out:
+            return left_out[id(module)]
+        if name.rpartition(".")[2] == "lm_head":
+            return "the output head"
+        if not is_plain(module):
+            return f"{type(module).__name__} is no plain linear layer"
+        if kept(f"{name}.weight"):
+            return "the model keeps it in float32"
+        if _identity(module.weight) in embedded:  # type: ignore[arg-type]
+            return "it shares its weight with an embedding"
+        return None
 
-    return takes
+    return reason
+
+
+def kept_in_float32(model: Any) -> Callable[[str], bool]:
+    """Whether a model of transformers keeps a tensor of this name in float32 whatever its own type is."""
+    names = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    names |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if not names:
+        return lambda name: False
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
+    return lambda name: pattern.search(name) is not None
+
+
+def ignored(patterns: Sequence[str], name: str) -> str | None:
+    """The first of some patterns that a layer's name matches.
+
+    A pattern is the name of a layer or of a module that holds it, the same with ``*`` and ``?`` as a shell matches file
+    names, or, after ``re:``, a regular expression for the beginning of the name.
+    """
+    return next((pattern for pattern in patterns if _matches(pattern, name)), None)
+
+
+def check_patterns(patterns: Iterable[str], names: Sequence[str], where: str) -> None:
+    """Raise ValueError for a pattern that is no regular expression, or that none of the layers' names matches."""
+    for pattern in patterns:
+        try:
+            found = any(_matches(pattern, name) for name in names)
+        except re.error as error:
+            raise ValueError(f"{where}: {pattern!r}: expected a regular expression: {error}") from error
+        if not found:
+            example = f", as {names[0]!r}" if names else ""
+            raise ValueError(f"{where}: expected patterns of layers' names{example}, but none is like {pattern!r}")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith(REGEX):
+        return re.match(pattern.removeprefix(REGEX), name) is not None
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def _identity(weight: Tensor) -> tuple[object, int]:

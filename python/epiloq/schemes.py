@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from epiloq.layer_filter import Filter, default_filter
+from epiloq.layer_filter import Filter
+from epiloq.linears.choice import choose
+from epiloq.linears.conv1d import transposed
 from epiloq.mixtures import apart, left_stacked, settle_
 from epiloq.nn import (
     Fp8BlockLinear,
@@ -51,6 +53,10 @@ class Scheme:
     def layer(self) -> type[nn.Module]:
         """What the scheme replaces: ``nn.Linear`` or ``nn.Conv2d``."""
         return nn.Conv2d if issubclass(self.module, (Int8Conv2d, WeightOnlyConv2d)) else nn.Linear
+
+    def check_convertible(self, layer: nn.Module) -> None:
+        """Raise ValueError unless `convert` can take a layer as it is."""
+        self.module.check_convertible(layer, **self.options)
 
     def convert(self, layer: nn.Module, **seen: Any) -> nn.Module:
         """The quantised layer of a float one, with what calibration saw of its inputs."""
@@ -155,6 +161,7 @@ def quantize_(
     scheme: str,
     filter_fn: Filter | None = None,
     *,
+    ignore: str | Sequence[str] = (),
     calibrate: Callable[[nn.Module], object] | None = None,
     observer: str = "min-max",
 ) -> nn.Module:
@@ -164,11 +171,15 @@ def quantize_(
         One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``.
     filter_fn
         ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear`` (``torch.nn.Conv2d``), subclasses
-        included. Without it a layer is taken if its type is exactly that, except an output head (called "lm_head",
-        given by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``) and
-        the feed-forward layers directly in a ``torch.nn.TransformerEncoderLayer``, whose fused path reads their
-        float weights (to take those, call ``torch.backends.mha.set_fastpath_enabled(False)`` as well), and routers
-        of experts.
+        included, and of linear layers also about GPT-2's ``Conv1D``, as a transposed ``torch.nn.Linear``. Without it
+        a layer is taken if it computes what its base class does, except an output head (called "lm_head", given by
+        the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``), routers of
+        experts, layers that a model of transformers keeps in float32, and layers whose weight the code of a module
+        around them reads (for the feed-forward layers of ``torch.nn.TransformerEncoderLayer``, call
+        ``torch.backends.mha.set_fastpath_enabled(False)`` if you choose them).
+    ignore
+        Layers to leave in floating point, whatever `filter_fn` says: names of layers or of modules that hold them, with
+        ``*`` and ``?`` as a shell matches file names, or regular expressions after "re:".
     calibrate
         ``calibrate(model)`` runs the float model on sample inputs, while the smallest and largest input of every
         chosen layer are recorded. Static schemes need it, the others do not call it. It runs under
@@ -184,7 +195,8 @@ def quantize_(
     The stacked experts of a model in transformers count as linear layers, one for each matrix of each expert
     (``model.layers.0.mlp.experts.7.gate_proj``), and run as ``nn.GatedExperts`` where all of a layer's are quantised by
     "fp8-block", "fp8-token", "fp8" (by the token, then) or "w8a8-int8", else one by one in ``nn.ExpertLinears``. A
-    warning names experts of other structures, which stay in floating point.
+    warning names experts of other structures, which stay in floating point, and, unless `filter_fn` chose them, layers
+    that cannot be quantised or whose weight other code reads.
 
     Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
     else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not
@@ -192,7 +204,8 @@ def quantize_(
 
     Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
     chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
-    ``from_linear``); a layer that cannot be converted; a chosen layer that calibration never reached, or reached with
+    ``from_linear``); a pattern to ignore that matches nothing; a layer chosen by `filter_fn` that cannot be converted,
+    or no layer that can; a chosen layer that calibration never reached, or reached with
     NaN or infinite inputs.
     """
     if scheme not in SCHEMES:
@@ -205,23 +218,29 @@ def quantize_(
             f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
-    with apart(model) if chosen.layer is nn.Linear else nullcontext():
-        _convert(model, chosen, filter_fn, calibrate, OBSERVERS[observer])
-    left = left_stacked(model) if chosen.layer is nn.Linear and filter_fn is None else {}
-    for name, reason in left.items():
-        warnings.warn(f"quantize_: {name}: its experts stay in floating point: {reason}", stacklevel=2)
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    with ExitStack() as stack:
+        if chosen.layer is nn.Linear:
+            stack.enter_context(transposed(model))
+            stack.enter_context(apart(model))
+        groups, left = choose(model, chosen.layer, filter_fn, patterns, chosen.check_convertible)
+        _convert(model, groups, chosen, calibrate, OBSERVERS[observer])
+    if chosen.layer is nn.Linear and filter_fn is None:
+        left |= {f"the experts of {name}": reason for name, reason in left_stacked(model).items()}
+    if left:
+        said = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+        warnings.warn(f"quantize_: left in floating point: {said}", stacklevel=2)
     return model
 
 
 def _convert(
     model: nn.Module,
+    groups: list[list[str]],
     chosen: Scheme,
-    filter_fn: Filter | None,
     calibrate: Callable[[nn.Module], object] | None,
     observer: Callable[[], Observer],
 ) -> None:
-    """`quantize_`, of a model whose experts are taken apart."""
-    groups = _choose(model, filter_fn, chosen)
+    """`quantize_`, given the names of the layers, of a model whose experts are taken apart."""
     inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
         symmetric = chosen.options.get("symmetric", False)
@@ -238,34 +257,3 @@ def _convert(
             setattr(model.get_submodule(parent), leaf, quantised)
         # As soon as a layer's experts are complete, their float weights are released.
         settle_(model, names[0].rpartition(".")[0].rpartition(".")[0])
-
-
-def _choose(model: nn.Module, filter_fn: Filter | None, scheme: Scheme) -> list[list[str]]:
-    """Names of the layers to replace, those of one layer together, each known to be convertible."""
-    kind, words = (nn.Linear, "linear layer") if scheme.layer is nn.Linear else (nn.Conv2d, "convolution")
-    if isinstance(model, kind):
-        raise ValueError(
-            f"quantize_: model: expected a module that contains {words}s, got a {words}; "
-            f"use the from_{kind.__name__.lower()} of a class in epiloq.nn for it"
-        )
-    takes = filter_fn or (default_filter(model) if kind is nn.Linear else _is_conv2d)
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, kind) and takes(module, name):
-            names.setdefault(module, []).append(name)
-    if not names:
-        raise ValueError(
-            f"quantize_: filter_fn: expected at least one torch.nn.{kind.__name__} to be chosen, got none; "
-            "layers that are quantised already do not count"
-        )
-    for module, (name, *_) in names.items():
-        try:
-            scheme.module.check_convertible(module, **scheme.options)
-        except ValueError as error:
-            raise ValueError(f"quantize_: layer {name!r}: {error}") from error
-    # Names alone, so that the float layers are not kept alive.
-    return list(names.values())
-
-
-def _is_conv2d(module: nn.Module, _: str) -> bool:
-    return type(module) is nn.Conv2d

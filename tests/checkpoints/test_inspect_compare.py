@@ -204,4 +204,4 @@ def test_compare_refuses_other_models(teacher: Path, tmp_path: Path) -> None:
     result = run("compare", teacher, tmp_path / "other")
     assert result.exit_code == 2 and "[128, 256] of" in " ".join(result.output.split())
     result = run("compare", teacher, tmp_path / "absent")
-    assert result.exit_code == 2 and "config.json: missing" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "absent: expected a model directory" in " ".join(result.output.split())

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder / "model", tiny_model(**ROUND))
     (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant-search", "--keep-dynamic", KEPT)
-    text = ("--calibration", folder / "text", "--windows", 4, "--length", 32)
+    text = ("--calibration", folder / "text", "--windows", 8, "--length", 32)
     result = run("quantize", folder / "model", *options, *text, "--output", folder / "out")
     assert result.exit_code == 0 and KEPT in result.output, result.output
     return folder

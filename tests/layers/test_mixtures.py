@@ -166,7 +166,7 @@ def test_experts_that_stay_are_named(seed: int) -> None:
     assert mixtures.left_stacked(model) == {
         f"model.layers.{layer}.mlp.experts": "has_bias is True, expected False" for layer in range(2)
     }
-    with pytest.warns(UserWarning, match=r"layers.1.mlp.experts: its experts stay in floating point: has_bias is True"):
+    with pytest.warns(UserWarning, match=r"the experts of model.layers.1.mlp.experts \(has_bias is True"):
         epiloq.quantize_(model, "fp8-block")
     assert isinstance(model.model.layers[0].self_attn.q_proj, Fp8BlockLinear)
     assert not isinstance(model.model.layers[0].mlp.experts, (GatedExperts, ExpertLinears))

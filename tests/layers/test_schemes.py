@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import epiloq
 from epiloq import schemes
@@ -21,7 +21,7 @@ FP8 = ("fp8", "fp8-token", "fp8-block")
 WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")
 NAMES = (*INT8, *BLOCKS, *FP8, *WEIGHT_ONLY)
 INTEGERS = (*INT8, *BLOCKS, *WEIGHT_ONLY)
-QUANTISED = (Int8Linear, OnlineQuantLinear, WeightOnlyLinear)
+QUANTISED = (Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear)
 
 
 def quantised(model: nn.Module) -> list[str]:
@@ -121,15 +121,115 @@ def test_an_output_head_is_left_alone_by_default(make: Callable[[], LanguageMode
     assert model.get_submodule(model.head_name) is head
 
 
-def test_subclasses_are_left_alone_by_default_but_can_be_chosen(seed: int) -> None:
-    class Special(nn.Linear):
-        pass
+def test_subclasses_that_compute_the_same_are_taken_and_others_can_be_chosen(seed: int) -> None:
+    class Same(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T + self.bias
 
-    model = nn.Sequential(nn.Linear(16, 16), Special(16, 16))
+    class Rectified(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    class Routing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).topk(2).indices  # type: ignore[no-any-return]
+
+    class Adapted(nn.Linear):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__(inputs, outputs)
+            self.adapter = nn.Parameter(torch.zeros(outputs))
+
+    class Masked(nn.Linear):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__(inputs, outputs)
+            self.register_buffer("mask", torch.ones(outputs, inputs))
+
+    model = nn.Sequential(*(kind(16, 16) for kind in (nn.Linear, Same, Rectified, Routing, Adapted, Masked)))
+    model.append(nn.MultiheadAttention(16, 2))
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    x, exact = torch.randn(3, 16), model[1]
+    expected = exact(x)
     epiloq.quantize_(model, "w8a8-int8")
-    assert quantised(model) == ["0"]
-    epiloq.quantize_(model, "w8a8-int8", lambda module, name: isinstance(module, Special))
     assert quantised(model) == ["0", "1"]
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items() if name[0] in "23456")
+    assert float((model[1](x) - expected).detach().norm() / expected.detach().norm()) < 0.05
+    epiloq.quantize_(model, "w8a8-int8", lambda module, name: isinstance(module, Rectified))
+    assert quantised(model) == ["0", "1", "2"]
+
+
+class Peeking(nn.Module):
+    """Reads weights of its children in every way that counts, and in some that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e, self.f = (nn.Linear(16, 16) for _ in range(6))
+        self.inner = nn.ModuleDict({"g": nn.Linear(16, 16)})
+        self.slices = 1
+
+    def _apply_b(self, x: Tensor) -> Tensor:
+        return x @ self.b.weight
+
+    @property
+    def type_of_c(self) -> torch.dtype:
+        return self.c.weight.dtype
+
+    def reset(self) -> None:
+        nn.init.zeros_(self.f.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.a.weight, self.a.bias)
+        x = self._apply_b(x).to(self.type_of_c)
+        layer = self.d
+        x = x + layer.weight.sum() + self.inner.g.weight.sum()
+        if self.training:
+            return x @ self.e.weight
+        if self.slices > 1 and x.shape[0] > 2:
+            return x @ self.f.weight
+        return self.f(self.e(self.d(self.c(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "fp8-token", "w8a8-block", "w4a16-g32"])
+def test_layers_whose_weight_is_read_stay_and_are_named(seed: int, scheme: str) -> None:
+    model, x = nn.Sequential(Peeking(), nn.Linear(16, 16)).eval(), torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+        with pytest.warns(UserWarning, match=r"0\.a \(Peeking reads its weight\).*0\.inner\.g") as warned:
+            epiloq.quantize_(model, scheme)
+        found = model(x)
+    assert quantised(model) == ["0.e", "0.f", "1"]
+    assert all(f"0.{name} (" in str(warned[0].message) for name in "abcd")
+    assert float((found - expected).norm() / expected.norm()) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        ("0", ["0.0", "0.1"]),
+        ("0.1", ["0.1"]),
+        (["*.1"], ["0.1", "1.1"]),
+        (["re:1\\.", "0.0"], ["0.0", "1.0", "1.1"]),
+        (["?.0"], ["0.0", "1.0"]),
+    ],
+)
+def test_layers_to_ignore(patterns: str | list[str], left: list[str]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)), nn.Linear(16, 16))
+    epiloq.quantize_(model, "w8a16", ignore=patterns)
+    assert quantised(model) == [name for name in ("0.0", "0.1", "1.0", "1.1", "2") if name not in left]
+
+
+@pytest.mark.parametrize(("pattern", "said"), [("*.q_proj", "none is like"), ("re:(", "expected a regular expression")])
+def test_patterns_that_say_nothing(pattern: str, said: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=f"quantize_: ignore: .*{said}"):
+        epiloq.quantize_(model, "w8a16", ignore=pattern)
+    assert type(model[0]) is nn.Linear
+
+
+def test_layers_that_cannot_be_quantised_stay_and_are_named(seed: int) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64), nn.Linear(16, 0))
+    with pytest.warns(UserWarning, match=r"left in floating point: 1 \(.*float64\); 2 \(.*at least 1"):
+        epiloq.quantize_(model, "w8a8-int8")
+    assert quantised(model) == ["0"]
 
 
 @pytest.mark.parametrize("mask", [False, True])

@@ -49,10 +49,14 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "a format that there is not": ((*W4, "--format", "gguf"), "compressed-tensors"),
     "a format without words for activations": (("--scheme", "w8a8-int8", "--format", "gptq"), "activations"),
     "a format without words for float8": (("--scheme", "fp8-token", "--format", "awq"), "can be written as"),
-    "sizes that the format has no word for": (("--scheme", "w4a16-g128"), "multiple of 128"),
+    "sizes that the format cannot hold": (
+        ("--scheme", "w4a16-g128", "--format", "compressed-tensors"),
+        "in_features: expected a multiple of 128, got 64; type --format gptq or --format epiloq or "
+        "--scheme w4a16-g32 --format compressed-tensors instead",
+    ),
     "sizes that blocks do not fill": (
         ("--scheme", "fp8-block", "--format", "compressed-tensors"),
-        "in_features: expected a multiple of 128, got 64",
+        "type --format deepseek-fp8 or --format epiloq or --scheme fp8 --format compressed-tensors or",
     ),
     "a text that is not there": ((*W4, "--calibration", "absent.txt"), "nothing there"),
     "layers that are not dynamic anyway": ((*W4, "--keep-dynamic", "auto"), "no static scales"),
@@ -87,7 +91,7 @@ def bert(folder: Path) -> Path:
 
 
 def without_blocks(folder: Path) -> Path:
-    return save(folder, transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=24, n_head=2)))
+    return save(folder, transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=0, n_embd=24, n_head=2)))
 
 
 def with_another_config(folder: Path) -> Path:

@@ -56,7 +56,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
     elif how == "no linear":
         return save(
             folder.with_name("gpt2"),
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=24, n_head=2)),
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=0, n_embd=24, n_head=2)),
         )
     elif how == "nan":
         tensors = load_file(weights)
@@ -101,7 +101,7 @@ def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said
         (("--scheme", "w3a16"), "w4a16-g64"),
         (("--scheme", "w4a16-g32", "--algorithm", "magic"), "smoothquant"),
         (("--scheme", "w4a16-g32", "--format", "gguf"), "compressed-tensors"),
-        (("--scheme", "w4a16-g128"), "multiple of 128"),
+        (("--scheme", "w4a16-g128", "--format", "awq"), "multiple of 128"),
         (("--scheme", "w8a8-int8", "--format", "awq"), "activations"),
         (("--scheme", "w8a16", "--format", "awq"), "4 bits"),
         (("--scheme", "w4a16-g32", "--calibration", "absent.txt"), "nothing there"),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from epiloq.quantize.job import Settings
 
+SHOWN = 3
+"""Names of layers in a line."""
 GO_ON = "; what was finished is kept, and the same command goes on from there"
 
 
@@ -38,7 +40,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
         with progress_stages(console) as stage, stage("load and check", 1) as advance:
             job = prepare(settings)
             advance()
-        for warning in job.texts.warnings:
+        for warning in job.warnings:
             warn(warning)
         with progress_stages(console) as stage:
             return perform(job, stage)
@@ -62,8 +64,22 @@ def show(report: dict[str, Any], console: Console) -> None:
     if kept:
         lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
     lines += [f"experts in floating point: {name}: {reason}" for name, reason in report["float_experts"].items()]
+    lines += left_in_floating_point(report["float_layers"])
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def left_in_floating_point(layers: dict[str, str]) -> list[str]:
+    """A line for each reason why layers were left, with the first of their names."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in layers.items():
+        by_reason.setdefault(reason, []).append(name)
+
+    def line(reason: str, names: list[str]) -> str:
+        more = ", …" if len(names) > SHOWN else ""
+        return f"{len(names)} layers in floating point: {', '.join(names[:SHOWN])}{more}: {reason}"
+
+    return [line(reason, names) for reason, names in by_reason.items()]
 
 
 def quantize(
@@ -90,7 +106,8 @@ def quantize(
         typer.Option(
             "--format",
             metavar="F",
-            help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq: the first that can say the scheme.",
+            help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq; by default the first that can hold the "
+            "layers as the scheme has them.",
             show_default=False,
         ),
     ] = None,
@@ -112,6 +129,15 @@ def quantize(
     windows: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 32,
     length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows of the text are taken.")] = 0,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Layers to leave in floating point: a name, one like '*.down_proj', or a regular expression after "
+            "'re:'; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     blocks: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
@@ -157,11 +183,12 @@ def quantize(
         from epiloq.quantize import report as page
         from epiloq.quantize.algorithms.table import ALGORITHMS
         from epiloq.quantize.job import Settings
-        from epiloq.quantize.outputs import choose, schemes
+        from epiloq.quantize.outputs import schemes
         from epiloq.quantize.targets import TARGETS
 
         one_of(scheme, schemes(), "--scheme")
-        layout = choose(scheme, None if layout is None else one_of(layout, FORMATS, "--format"), symmetric)
+        if layout is not None:
+            one_of(layout, FORMATS, "--format")
         algorithm = one_of(algorithm or TARGETS[scheme].algorithm, ALGORITHMS, "--algorithm")
         absent = page.missing()
         if report is not None:
@@ -183,6 +210,7 @@ def quantize(
             device,
             evaluation,
             force,
+            tuple(ignore or ()),
             shlex.join(["epiloq", *sys.argv[1:]]),
         )
         found = run(settings, console)

@@ -13,6 +13,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, blank
 from epiloq.formats.weights import Weight
+from epiloq.linears.conv1d import TransposedConv1D
 from epiloq.mixtures import left_beside
 
 
@@ -56,6 +57,9 @@ def refusal(layers: Layers, layout: Format) -> str | None:
         if layout.name != "epiloq":
             return f"{layout.name}: cannot say layers that are not all alike; only the format epiloq can"
         return None
+    transposed = [name for name in layers.readers if isinstance(layers.linears[name], TransposedConv1D)]
+    if transposed and not layout.conv1d:
+        return f"{transposed[0]}: {layout.name}: cannot hold a Conv1D, only torch.nn.Linear"
     tried = set()
     for name, reader in layers.readers.items():
         key = (reader.quantization, repr(reader.module), layers.shape(name), layers.ordered(name))

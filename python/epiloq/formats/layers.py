@@ -14,6 +14,7 @@ from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
+from epiloq.linears.conv1d import TransposedConv1D, as_linear
 from epiloq.mixtures import why_stacked
 
 _Found = TypeVar("_Found")
@@ -31,7 +32,8 @@ class Layers:
         self.model = skeleton(checkpoint, "meta") if model is None else renamed(model, checkpoint)
         found = {} if checkpoint.quantization is None else readers(checkpoint)
         self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
-        self.linears = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        linears = ((name, as_linear(module)) for name, module in self.model.named_modules())
+        self.linears = {name: linear for name, linear in linears if linear is not None}
         self.unused = frozenset(cache_scales(checkpoint))
         """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
@@ -97,7 +99,10 @@ class Layers:
         if layer in self.readers:
             return self.weight(layer).dequantize()
         name = f"{layer}.weight"
-        return self.checkpoint.tensor(name).float() if name in self.checkpoint.files else None
+        if name not in self.checkpoint.files:
+            return None
+        weight = self.checkpoint.tensor(name).float()
+        return weight.t() if isinstance(self.linears[layer], TransposedConv1D) else weight
 
     def _named(self, layer: str, read: Callable[[dict[str, Tensor]], _Found]) -> _Found:
         tensors = {part: self.checkpoint.tensor(name) for part, name in self.parts[layer].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +47,15 @@ class Format:
     to_tensors
         A layer's tensors by the last part of their names, given how layers are quantised (None: not as integers on a
         grid) and the model's type.
+    conv1d
+        Whether readers take GPT-2's ``Conv1D`` for the linear layer that it is.
     """
 
     name: str
     scale_dtype: Callable[[torch.dtype, str | None], torch.dtype]
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
     config: Callable[[Quantization | None, Written], dict[str, Any]]
+    conv1d: bool = False
 
 
 def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
@@ -95,7 +99,11 @@ def _to_gptq(weight: Weight, quantization: Quantization | None, dtype: torch.dty
 
 def _gptq_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
     described = _grid_of(quantization)
-    return gptq.config(described.grid, _gptq_version(described), written.act_order)
+    found = gptq.config(described.grid, _gptq_version(described), written.act_order)
+    # Readers take every linear layer of the blocks for quantised but those named here.
+    lists = {name.split(".0.")[0] for name in written.quantised if ".0." in name}
+    beside = [name for name in written.ignored if name.startswith(tuple(f"{each}." for each in lists))]
+    return found | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in beside}} if beside else {})
 
 
 def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -149,14 +157,14 @@ def _grid_of(quantization: Quantization | None) -> Quantization:
 _TABLE = (
     Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
     Format("compressed-tensors", _as_model, _to_compressed, _compressed_config),
-    Format("gptq", _half, _to_gptq, _gptq_config),
+    Format("gptq", _half, _to_gptq, _gptq_config, conv1d=True),
     Format(
         "awq",
         _half,
         _to_awq,
         lambda quantization, written: awq.config(_grid_of(quantization).grid, written.ignored),
     ),
-    Format("epiloq", _as_model, _to_epiloq, _epiloq_config),
+    Format("epiloq", _as_model, _to_epiloq, _epiloq_config, conv1d=True),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}
 # The names that config.json has for them.

@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from epiloq.formats import epiloq_modules
 from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint, carried
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.table import FORMATS
-from epiloq.layer_filter import default_filter
-from epiloq.mixtures import take_apart_
+from epiloq.linears.conv1d import TransposedConv1D, transpose_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
-from epiloq.quantize.calibration.blocks import find_blocks, linears_of
 from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
+from epiloq.quantize.plan import Plan, plan
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
-from epiloq.schemes import SCHEMES
 from epiloq.weights.grid import Grid
 
 if TYPE_CHECKING:
@@ -50,51 +46,31 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
 
 
-def check_model(settings: Settings, source: Checkpoint) -> int:
-    """How many blocks a model has, after comparing the request with its outline, which has no values.
+def check_model(settings: Settings, source: Checkpoint) -> Plan:
+    """What becomes of a model's layers, after comparing the request with its outline, which has no values.
 
     Raises ValueError: a model that is quantised already, that has no perplexity though it is asked for, no blocks or
-    layers to quantise, layers that the scheme or the format cannot take, or names that it does not have.
+    layers to quantise, a format that can take few of them, or names that it does not have.
     """
     if source.quantization is not None:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
     carried(source.folder)
-    outline = skeleton(source, "meta")
-    if settings.layout == epiloq_modules.METHOD:  # It has a matrix an expert, even where the model's files stack them.
-        take_apart_(outline)
+    outline = transpose_(skeleton(source, "meta"))
     if settings.evaluation is not None:
         check_generates(outline, settings.model)
-    takes = default_filter(outline)
-    blocks = find_blocks(outline, takes, settings.blocks)
-    layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
-    _check_layers(settings, source, layers)
-    layout, target = FORMATS[settings.layout], TARGETS[settings.scheme]
-    shapes = {(layer.out_features, layer.in_features): name for name, layer in reversed(layers.items())}
-    for shape, name in sorted(shapes.items()):
-        weight, quantization = target.blank(shape, settings.symmetric), target.quantization(settings.symmetric)
-        try:
-            layout.to_tensors(weight, quantization, next(outline.parameters()).dtype)
-        except FormatError as error:
-            raise FormatError(f"{settings.model}: {name}: {error}") from error
-    pattern = settings.keep_dynamic
-    if pattern is not None and pattern != AUTO and not any(fnmatchcase(name, pattern) for name in layers):
-        raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layers' names, but none is like {pattern!r}")
-    return len(blocks)
-
-
-def _check_layers(settings: Settings, source: Checkpoint, layers: dict[str, nn.Linear]) -> None:
-    scheme = SCHEMES[settings.scheme]
-    for name, layer in layers.items():
+    found = plan(settings, outline)
+    for name, layer in found.layers.items():
         entry = source.entries.get(f"{name}.weight")
-        if entry is not None and entry.shape != layer.weight.shape:
+        shape = tuple(layer.weight.shape[:: -1 if isinstance(layer, TransposedConv1D) else 1])
+        if entry is not None and entry.shape != shape:
             raise FormatError(
                 f"{source.where(f'{name}.weight')}: config.json disagrees with the tensors: "
-                f"expected {list(layer.weight.shape)}, got {list(entry.shape)}"
+                f"expected {list(shape)}, got {list(entry.shape)}"
             )
-        try:
-            scheme.module.check_convertible(layer, **scheme.options)
-        except ValueError as error:
-            raise ValueError(f"{settings.model}: {name}: {error}") from error
+    pattern = settings.keep_dynamic
+    if pattern is not None and pattern != AUTO and not any(fnmatchcase(name, pattern) for name in found.layers):
+        raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layers' names, but none is like {pattern!r}")
+    return found
 
 
 def check_generates(model: nn.Module, folder: Path) -> None:

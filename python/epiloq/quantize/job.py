@@ -25,6 +25,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load, load_float, save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
+from epiloq.linears.conv1d import transpose_
 from epiloq.mixtures import reason_against, stacked, take_apart_
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
@@ -35,6 +36,7 @@ from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.checks import check_model, check_request
+from epiloq.quantize.plan import Plan
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, evaluated_length, read_windows, tokens_in
 from epiloq.weights.codebooks import Calibrated
@@ -45,6 +47,10 @@ from epiloq.weights.rounding import Codebook
 class Settings:
     """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
 
+    layout
+        None: the first format that can hold the layers as the scheme has them.
+    ignore
+        Patterns of names of layers to leave in floating point; see `epiloq.layer_filter.ignored`.
     evaluation
         Text to measure perplexity on, before and after.
     force
@@ -57,7 +63,7 @@ class Settings:
     output: Path
     scheme: str
     algorithm: str = "gptq"
-    layout: str = "compressed-tensors"
+    layout: str | None = None
     calibration: Path | None = None
     symmetric: bool = False
     count: int = 32
@@ -69,6 +75,7 @@ class Settings:
     device: str = "cpu"
     evaluation: Path | None = None
     force: bool = False
+    ignore: tuple[str, ...] = ()
     command: str = ""
 
 
@@ -80,6 +87,8 @@ class Job:
         Windows of tokens to calibrate and to evaluate on.
     quantization
         What formats of integers have words for; None for another grid.
+    plan
+        What becomes of the layers.
     identity
         What a run must have in common with one that it goes on with, but for the grid.
     seconds
@@ -93,7 +102,7 @@ class Job:
     grid: Codebook[Calibrated]
     quantization: Quantization | None
     identity: dict[str, Any]
-    blocks: int
+    plan: Plan
     seconds: float
 
     @property
@@ -105,6 +114,11 @@ class Job:
     def aside(self) -> Path:
         """Where the run keeps what is not finished."""
         return _aside(self.settings)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know before the work, a sentence each."""
+        return [*self.plan.notes, *self.texts.warnings]
 
     @property
     def float_experts(self) -> dict[str, str]:
@@ -125,9 +139,11 @@ class Job:
         settings = self.settings
         found = {
             **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+            "layout": self.plan.layout,
             "calibration_windows": len(self.texts.calibration),
             "calibration_tokens": tokens_in(self.texts.calibration),
-            "warnings": self.texts.warnings,
+            "warnings": self.warnings,
+            "float_layers": dict(self.plan.left),
             "blocks": len(tally.blocks),
             "blocks_resumed": tally.resumed,
             "error_of": tally.error_of,
@@ -163,18 +179,18 @@ def prepare(settings: Settings) -> Job:
     start, target = time.perf_counter(), TARGETS[settings.scheme]
     check_request(settings)
     source = Checkpoint(settings.model)
-    blocks = check_model(settings, source)
+    plan = check_model(settings, source)
     texts = read_windows(settings, source)
-    identity = _identity(settings, source, texts.calibration)
+    identity = _identity(settings, source, plan, texts.calibration)
     check_resumable(_aside(settings), identity)
-    model = renamed(load_float(source), source)
-    layout = FORMATS[settings.layout]
+    model = transpose_(renamed(load_float(source), source))
+    layout = FORMATS[plan.layout]
     if layout.name == epiloq_modules.METHOD:
         take_apart_(model)
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
     grid, quantization = target.grid(*wish), target.quantization(*wish)
     seconds = time.perf_counter() - start
-    return Job(settings, source, model, texts, grid, quantization, identity, blocks, seconds)
+    return Job(settings, source, model, texts, grid, quantization, identity, plan, seconds)
 
 
 def _aside(settings: Settings) -> Path:
@@ -204,7 +220,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
         finished = (block.weights for block in map(store.read, tally.blocks) if block is not None)
         weights = ((name, job.target.said(weight)) for found in finished for name, weight in found.items())
         quantization = None if job.quantization is None else replace(job.quantization, dynamic=tally.dynamic)
-        save(job.model, weights, job.source, whole, FORMATS[settings.layout], quantization)
+        save(job.model, weights, job.source, whole, FORMATS[job.plan.layout], quantization)
         advance()
     found = job.report(whole, tally, before, start)
     if settings.output.exists():
@@ -216,7 +232,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
 
 def _quantise(job: Job, store: Store, tally: Tally) -> None:
     settings = job.settings
-    with tally.timed("quantise", job.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
+    with tally.timed("quantise", job.plan.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):
             resumed = store.has(block.name)
             if not resumed:
@@ -235,7 +251,8 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
         inputs=job.target.inputs,
         alpha=settings.alpha,
         static=Static(settings.keep_dynamic) if job.target.static else None,
-        blocks=settings.blocks,
+        blocks=job.plan.lists,
+        filter_fn=lambda module, name: name in job.plan.layers,
         finished=store.read,
         device=settings.device,
     )
@@ -262,7 +279,7 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _identity(settings: Settings, source: Checkpoint, texts: Sequence[Tensor]) -> dict[str, Any]:
+def _identity(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:
     """Whatever decides the values of a finished block, but for the grid."""
     digest = hashlib.sha256()
     for window in texts:
@@ -276,7 +293,8 @@ def _identity(settings: Settings, source: Checkpoint, texts: Sequence[Tensor]) -
         "algorithm": settings.algorithm,
         "alpha": settings.alpha,
         "keep_dynamic": settings.keep_dynamic,
-        "blocks": settings.blocks,
+        "blocks": list(plan.lists),
+        "layers in floating point": sorted(plan.left),
         "tokens": digest.hexdigest(),
         "torch": torch.__version__,
     }

@@ -17,6 +17,7 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
+from epiloq.linears.conv1d import TransposedConv1D
 from epiloq.mixtures import left_beside, settle_, together_
 from epiloq.weights.grid import QuantizedWeight
 
@@ -104,8 +105,10 @@ def save(
     for name, weight in weights:
         target.layer(name, weight, None if quantization is None else quantization.of(name))
     for name, tensor in distinct(model).items():
-        if name.removesuffix(".weight") not in target.quantised:
-            target.writer.add(source.stored_name(name), tensor)
+        layer = name.removesuffix(".weight")
+        if layer not in target.quantised:
+            is_conv1d = layer != name and isinstance(model.get_submodule(layer), TransposedConv1D)
+            target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     target.close(linears | left_beside(model, target.quantised))
     carry_over(source.folder, folder)

@@ -18,7 +18,8 @@ class EpiloqConfig(QuantizationConfigMixin):
         One of ``epiloq.schemes.available()`` that needs no calibration: what to make of the linear layers after
         loading. None opens directories that are quantised already, whatever `scheme` says.
     modules_to_not_convert
-        Names of linear layers, or of modules that hold them, to leave in floating point, beside the output head.
+        Names of linear layers, or of modules that hold them, to leave in floating point, or patterns of such names, as
+        ``ignore`` of `epiloq.quantize_` has them.
 
     What else a config.json has under ``quantization_config`` is kept as it is, and saved again.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
@@ -17,7 +17,6 @@ from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import in_format, tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
-from epiloq.layer_filter import default_filter
 from epiloq.mixtures import named_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 from epiloq.schemes import SCHEMES, available, quantize_
@@ -80,12 +79,8 @@ class EpiloqQuantizer(HfQuantizer):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")
         assert self.quantization_config.scheme is not None
-        left, usual = tuple(self.quantization_config.modules_to_not_convert or ()), default_filter(model)
-
-        def takes(module: nn.Module, name: str) -> bool:
-            return usual(module, name) and not any(f"{name}.".startswith(f"{other}.") for other in left)
-
-        return quantize_(model, self.quantization_config.scheme, takes)
+        left = tuple(self.quantization_config.modules_to_not_convert or ())
+        return quantize_(model, self.quantization_config.scheme, ignore=left)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
         """What transformers changes as it loads, without stacking experts that are apart; newer ones name the model."""

@@ -17,6 +17,7 @@ from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.integrations.transformers.names import check
+from epiloq.linears.conv1d import as_linear
 from epiloq.mixtures import settle_, together_, why_stacked
 
 
@@ -99,14 +100,15 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
         found = model.get_submodule(name)
     except AttributeError:
         found = None
-    if not isinstance(found, nn.Linear):
+    linear = None if found is None else as_linear(found)
+    if linear is None:
         is_what = "nothing of that name" if found is None else type(found).__name__
         why = why_stacked(model, name)
         raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}{why}")
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
-    return found
+    return linear
 
 
 def open_layers(model: Any) -> None:

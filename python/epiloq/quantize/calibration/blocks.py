@@ -16,27 +16,47 @@ from epiloq.layer_filter import Filter
 from epiloq.quantize.calibration.inputs import PROBE_TOKENS
 
 
-def find_blocks(model: nn.Module, takes: Filter, name: str | None = None) -> dict[str, nn.Module]:
+def block_lists(model: nn.Module, takes: Filter) -> list[str]:
+    """Names of the ``ModuleList``s in no other that hold weights to quantise, those with most first, then the longest.
+
+    Raises ValueError if there is none.
+    """
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    weights = {n: _weights(m, n, takes) for n, m in lists.items()}
+    ordered = sorted(lists, key=lambda n: (weights[n], len(lists[n])), reverse=True)
+    found: list[str] = []
+    for name in ordered:
+        apart = all(not name.startswith(f"{other}.") and not other.startswith(f"{name}.") for other in found)
+        if weights[name] and apart:
+            found.append(name)
+    if not found:
+        raise ValueError(
+            "calibrate: model: expected linear layers to quantise inside a ModuleList of repeated blocks, found "
+            "none; name the list with `blocks` if it is there"
+        )
+    return found
+
+
+def find_blocks(model: nn.Module, takes: Filter, names: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The repeated layers of a model by name, in order.
 
     They are the children of the ``ModuleList`` that holds most of the weights to quantise; the longest, between equals.
-    `name` overrides the choice. Raises ValueError if there is none, or if blocks share modules or weights.
+    `names` overrides the choice. Raises ValueError if there is none, or if blocks share modules or weights.
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
-    if name is None:
-        named = (n for n, m in lists.items() if isinstance(m, nn.ModuleList))
-        name = max(named, key=lambda n: (_weights(lists[n], n, takes), len(lists[n])), default="")
-        if not name or not _weights(lists[name], name, takes):
+    if names is None:
+        names = block_lists(model, takes)[:1]
+    blocks: dict[str, nn.Module] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if name not in lists:
+            raise ValueError(f"calibrate: blocks: expected the name of a ModuleList, got {name!r}")
+        children = {f"{name}.{child}": module for child, module in lists[name].named_children()}
+        parameters = Counter(id(p) for block in children.values() for p in block.parameters())
+        if len(children) < len(lists[name]) or any(count > 1 for count in parameters.values()):
             raise ValueError(
-                "calibrate: model: expected linear layers to quantise inside a ModuleList of repeated blocks, found "
-                "none; name the list with `blocks` if it is there"
+                f"calibrate: blocks: expected blocks of their own weights, but some in {name!r} share them"
             )
-    if name not in lists:
-        raise ValueError(f"calibrate: blocks: expected the name of a ModuleList, got {name!r}")
-    blocks = {f"{name}.{child}": module for child, module in lists[name].named_children()}
-    parameters = Counter(id(p) for block in blocks.values() for p in block.parameters())
-    if len(blocks) < len(lists[name]) or any(count > 1 for count in parameters.values()):
-        raise ValueError(f"calibrate: blocks: expected blocks of their own weights, but some in {name!r} share them")
+        blocks |= children
     return blocks
 
 

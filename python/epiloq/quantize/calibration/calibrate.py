@@ -49,7 +49,7 @@ def calibrate(
     inputs: Codebook[Calibrated] = INT8,
     alpha: float = ALPHA,
     static: Static | None = None,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     filter_fn: Filter | None = None,
     finished: Callable[[str], Block | None] = lambda name: None,
     device: torch.device | str | None = None,
@@ -67,7 +67,8 @@ def calibrate(
         inputs: how the layers' inputs will be rounded, which the search for SmoothQuant's alpha looks at.
         alpha: of SmoothQuant, where it is not searched for; see `smooth_scale`.
         static: fix scales of the layers' int8 inputs too, as the quantised (and folded) blocks before make them.
-        blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default.
+        blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default. Several
+            where neither the algorithm nor `static` looks at inputs.
         filter_fn: as for `epiloq.quantize_`, within the blocks.
         finished: asked for each block's name; a Block that it returns (of an interrupted run) is used as it is.
         device: where a block is while it is worked on; by default where it is already.
@@ -78,6 +79,8 @@ def calibrate(
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
+    if not any(linears_of(block, name, takes) for name, block in found.items()):
+        raise ValueError("calibrate: filter_fn: expected at least one linear layer in the blocks, got none")
     if not 0 <= alpha <= 1:
         raise ValueError(f"calibrate: alpha: expected 0 to 1, got {alpha}")
     if static is not None and not isinstance(grid, Grid):

@@ -1,0 +1,70 @@
+"""Which layers of a model `quantize_` replaces, and which stay in floating point for a reason worth a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from epiloq.layer_filter import READS, Filter, Reason, check_patterns, ignored, reasons
+
+_WORDS: dict[type[nn.Module], str] = {nn.Linear: "linear layer", nn.Conv2d: "convolution"}
+
+
+def choose(
+    model: nn.Module,
+    kind: type[nn.Module],
+    filter_fn: Filter | None,
+    patterns: Sequence[str],
+    check: Callable[[nn.Module], None],
+) -> tuple[list[list[str]], dict[str, str]]:
+    """Names of the layers to replace, those of one layer together, each known to be convertible; and what is left.
+
+    That is layers by name with the reason why they stay in floating point, but for those nobody expects to be replaced
+    (output heads, routers). ``check(layer)`` raises ValueError for one that cannot be converted. Raises ValueError as
+    `quantize_` says.
+    """
+    words = _WORDS[kind]
+    if isinstance(model, kind):
+        raise ValueError(
+            f"quantize_: model: expected a module that contains {words}s, got a {words}; "
+            f"use the from_{kind.__name__.lower()} of a class in epiloq.nn for it"
+        )
+    modules = list(model.named_modules(remove_duplicate=False))
+    named = [(name, module) for name, module in modules if isinstance(module, kind)]
+    check_patterns(patterns, [name for name, _ in [*named, *modules]], "quantize_: ignore")
+    against = _reasons(model, filter_fn, kind)
+    names: dict[nn.Module, list[str]] = {}
+    left: dict[str, str] = {}
+    for name, module in named:
+        if ignored(patterns, name) is not None:
+            continue
+        reason = against(module, name)
+        if reason is None:
+            names.setdefault(module, []).append(name)
+        elif reason.endswith(READS):
+            left[name] = reason
+    for layer, (name, *_) in list(names.items()):
+        try:
+            check(layer)
+        except ValueError as error:
+            if filter_fn is not None:
+                raise ValueError(f"quantize_: layer {name!r}: {error}") from error
+            left[name] = str(error)
+            del names[layer]
+    if not names:
+        said = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+        raise ValueError(
+            f"quantize_: filter_fn: expected at least one torch.nn.{kind.__name__} to be chosen, got none; "
+            f"{said or 'layers that are quantised already do not count'}"
+        )
+    # Names alone, so that the float layers are not kept alive.
+    return list(names.values()), left
+
+
+def _reasons(model: nn.Module, filter_fn: Filter | None, kind: type[nn.Module]) -> Reason:
+    """Why a layer is not to be replaced; None if it is."""
+    if filter_fn is None and kind is nn.Linear:
+        return reasons(model)
+    takes = filter_fn or (lambda module, name: type(module) is kind)
+    return lambda module, name: None if takes(module, name) else "not chosen"

@@ -1,0 +1,174 @@
+"""Layers whose weight the code of a module around them reads, rather than call the layer: found in its source.
+
+The methods that ``forward`` reaches are searched for ``self.layer.weight``. Of a branch whose condition follows from
+the module's own attributes (``self.training`` is false, for models are quantised for inference) the dead half counts
+for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+_UNKNOWN = object()
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
+
+def read_by_parents(model: nn.Module) -> dict[str, str]:
+    """Modules by name whose ``weight`` is read by a module that holds them, and the class of that one."""
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        if type(module).forward is nn.Module.forward or not module._modules:
+            continue
+        for path in _paths(module):
+            name = f"{prefix}.{path}" if prefix else path
+            found.setdefault(name, type(module).__name__)
+    return found
+
+
+def _paths(module: nn.Module) -> set[str]:
+    """Paths of modules, from this one, whose weight its ``forward`` or what that calls reads."""
+    search = _Search(module)
+    pending, seen = ["forward"], set[str]()
+    while pending:
+        method = pending.pop()
+        if method in seen:
+            continue
+        seen.add(method)
+        tree = _source(_function(type(module), method))
+        if tree is not None:
+            search.aliases = {}
+            search.visit(tree)
+            pending += sorted(search.methods - seen)
+    return search.found
+
+
+def _function(kind: type, name: str) -> Any:
+    """A method, or what computes a property, without the wrappers around it."""
+    found = inspect.getattr_static(kind, name, None)
+    found = found.fget if isinstance(found, property) else found
+    return inspect.unwrap(found) if inspect.isfunction(found) else None
+
+
+@cache
+def _source(function: Any) -> ast.AST | None:
+    """None where there is no source, as for functions made at run time."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+class _Search(ast.NodeVisitor):
+    """What of a module's methods matters: paths whose weight is read, and other methods that are used."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.found: set[str] = set()
+        self.methods: set[str] = set()
+        self.aliases: dict[str, list[str]] = {}
+
+    def visit_If(self, node: ast.If) -> None:
+        known = self._value(node.test)
+        if known is _UNKNOWN:
+            self._visit_all([node.test, *node.body, *node.orelse])
+        else:
+            self._visit_all(node.body if known else node.orelse)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        known = self._value(node.test)
+        self._visit_all(
+            [node.test, node.body, node.orelse] if known is _UNKNOWN else [node.body if known else node.orelse]
+        )
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        path = self._path(node.value)
+        for target in node.targets:
+            if isinstance(target, ast.Name) and path:
+                self.aliases[target.id] = path
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path = self._path(node)
+        if path is None:
+            self.generic_visit(node)
+            return
+        if _function(type(self.module), path[0]) is not None and len(path) == 1:
+            self.methods.add(path[0])
+        for end, part in enumerate(path):
+            if end and part == "weight" and self._is_module(path[:end]):
+                self.found.add(".".join(path[:end]))
+
+    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            self.visit(node)
+
+    def _is_module(self, path: list[str]) -> bool:
+        try:
+            self.module.get_submodule(".".join(path))
+        except AttributeError:
+            return False
+        return True
+
+    def _path(self, node: ast.AST) -> list[str] | None:
+        """The names in ``self.a.b``, which may have another name by now."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or (node.id != "self" and node.id not in self.aliases):
+            return None
+        return [*self.aliases.get(node.id, []), *reversed(names)]
+
+    def _value(self, node: ast.AST) -> Any:
+        """What an expression is, as far as it follows from the module's attributes."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            inner = self._value(node.operand)
+            return inner if inner is _UNKNOWN else not inner
+        if isinstance(node, ast.BoolOp):
+            return self._combined(node)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            sides = self._value(node.left), self._value(node.comparators[0])
+            return _UNKNOWN if _UNKNOWN in sides else self._compared(node.ops[0], *sides)
+        path = self._path(node)
+        return self._attribute(path) if path else _UNKNOWN
+
+    def _combined(self, node: ast.BoolOp) -> Any:
+        values, decisive = [self._value(value) for value in node.values], isinstance(node.op, ast.Or)
+        if any(value is not _UNKNOWN and bool(value) == decisive for value in values):
+            return decisive
+        return _UNKNOWN if any(value is _UNKNOWN for value in values) else not decisive
+
+    def _compared(self, op: ast.cmpop, left: Any, right: Any) -> Any:
+        try:
+            return bool(_COMPARISONS[type(op)](left, right))
+        except TypeError:
+            return _UNKNOWN
+
+    def _attribute(self, path: list[str]) -> Any:
+        if path == ["training"]:
+            return False
+        value: Any = self.module
+        for name in path:
+            value = getattr(value, name, _UNKNOWN)
+        return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN

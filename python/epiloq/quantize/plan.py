@@ -1,0 +1,184 @@
+"""Which layers of a model ``epiloq quantize`` will quantise and in which format, found before any weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from epiloq.formats import epiloq_modules
+from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.table import FORMATS
+from epiloq.layer_filter import check_patterns, ignored, reasons
+from epiloq.linears.conv1d import TransposedConv1D
+from epiloq.mixtures import take_apart_
+from epiloq.quantize.calibration.blocks import block_lists, find_blocks
+from epiloq.quantize.outputs import refusals
+from epiloq.quantize.targets import TARGETS
+from epiloq.quantize.texts import needs_text
+from epiloq.schemes import SCHEMES
+
+if TYPE_CHECKING:
+    from epiloq.quantize.job import Settings
+
+FEW, MOST = 0.05, 0.5
+"""Parts of the weights that a format may leave in floating point to be chosen, or at all."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a model's layers.
+
+    layout
+        The format, a key of FORMATS.
+    lists
+        The names of the lists whose children are the blocks.
+    blocks
+        How many blocks there are.
+    layers
+        Linear layers to quantise, without values.
+    left
+        Linear layers of the blocks that stay in floating point, and why.
+    notes
+        What a user should know before the work, a sentence each.
+    """
+
+    layout: str
+    lists: tuple[str, ...]
+    blocks: int
+    layers: Mapping[str, nn.Linear]
+    left: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def plan(settings: Settings, outline: Any) -> Plan:
+    """What to do with a model, given without values. Raises ValueError, which says what to ask for instead."""
+    layout = settings.layout
+    if layout == epiloq_modules.METHOD:  # It has a matrix an expert, even where the model's files stack them.
+        take_apart_(outline)
+    lists = _lists(settings, outline)
+    wanted, left = _layers(settings, outline, lists)
+    formats = [name for name, reason in refusals(settings.scheme, settings.symmetric).items() if reason is None]
+    unfit = {name: _unfit(settings, wanted, name, settings.scheme) for name in formats}
+    parts = {name: _part(wanted, unfit[name]) for name in formats}
+    notes: tuple[str, ...] = ()
+    if layout is None:
+        layout = next((name for name in formats if parts[name] <= FEW), min(formats, key=lambda name: parts[name]))
+        if layout != formats[0]:
+            notes = (f"format {layout}: {_cannot(settings, wanted, unfit[formats[0]], formats[0])}",)
+        if layout == epiloq_modules.METHOD:
+            take_apart_(outline)
+            wanted, left = _layers(settings, outline, lists)
+            unfit[layout] = _unfit(settings, wanted, layout, settings.scheme)
+    if _part(wanted, unfit[layout]) > MOST:
+        raise FormatError(f"{settings.model}: {_cannot(settings, wanted, unfit[layout], layout)}")
+    left |= unfit[layout]
+    layers = {name: layer for name, layer in wanted.items() if name not in left}
+    return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes)
+
+
+def _any(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def _lists(settings: Settings, outline: Any) -> tuple[str, ...]:
+    """The lists of blocks: of an encoder and a decoder both. Raises ValueError if those are to be calibrated."""
+    reason = reasons(outline)
+
+    def takes(module: nn.Module, name: str) -> bool:
+        return reason(module, name) is None
+
+    if settings.blocks is not None:
+        find_blocks(outline, takes, settings.blocks)
+        return (settings.blocks,)
+    two = getattr(outline.config, "is_encoder_decoder", False)
+    if two and needs_text(settings):
+        raise ValueError(
+            f"{settings.model}: {type(outline).__name__} is an encoder and a decoder, which cannot be calibrated block "
+            "by block: take a scheme without static scales and --algorithm rtn, or name one of both with --blocks"
+        )
+    return tuple(block_lists(outline, takes)[: None if two else 1])
+
+
+def _layers(
+    settings: Settings, outline: nn.Module, lists: tuple[str, ...]
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Linear layers of the blocks by name that can be quantised, and why others cannot or shall not be."""
+    reason, scheme = reasons(outline), SCHEMES[settings.scheme]
+    named = [(name, m) for name, m in outline.named_modules() if name.startswith(tuple(f"{each}." for each in lists))]
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
+    check_patterns(settings.ignore, [*linears, *(name for name, _ in outline.named_modules())], "--ignore")
+    left: dict[str, str] = {}
+    for name, module in linears.items():
+        why, pattern = reason(module, name), ignored(settings.ignore, name)
+        if why is None and pattern is not None:
+            why = f"--ignore {pattern}"
+        if why is None:
+            try:
+                scheme.check_convertible(module)
+            except ValueError as error:
+                why = str(error)
+        if why is not None:
+            left[name] = why
+    wanted = {name: module for name, module in linears.items() if name not in left}
+    if not wanted:
+        said = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3])
+        raise ValueError(
+            f"{settings.model}: expected linear layers to quantise in {', '.join(lists)}, found none: {said}"
+        )
+    return wanted, left
+
+
+def _unfit(settings: Settings, layers: Mapping[str, nn.Linear], layout: str, scheme: str) -> dict[str, str]:
+    """Layers that a format cannot hold when quantised by a scheme, and why."""
+    target, found = TARGETS[scheme], FORMATS[layout]
+    quantization = target.quantization(settings.symmetric)
+    known: dict[tuple[int, int, bool], str | None] = {}
+
+    def reason(layer: nn.Linear) -> str | None:
+        if isinstance(layer, TransposedConv1D) and not found.conv1d:
+            return f"{layout}: cannot hold a Conv1D, only torch.nn.Linear"
+        weight = target.blank((layer.out_features, layer.in_features), settings.symmetric)
+        try:
+            found.to_tensors(weight, quantization, layer.weight.dtype)
+        except FormatError as error:
+            return str(error)
+        return None
+
+    for layer in layers.values():
+        key = layer.out_features, layer.in_features, isinstance(layer, TransposedConv1D)
+        if key not in known:
+            known[key] = reason(layer)
+    found_of = {n: (x.out_features, x.in_features, isinstance(x, TransposedConv1D)) for n, x in layers.items()}
+    return {name: why for name, key in found_of.items() if (why := known[key]) is not None}
+
+
+def _part(layers: Mapping[str, nn.Linear], unfit: Mapping[str, str]) -> float:
+    """Which part of the weights of some layers a format cannot hold."""
+    sizes = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
+    return sum(sizes[name] for name in unfit) / sum(sizes.values())
+
+
+def _cannot(settings: Settings, layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], layout: str) -> str:
+    """The sentence that a format cannot hold layers, and what to type for another that can."""
+    why, _ = Counter(unfit.values()).most_common(1)[0]
+    name = next(name for name, reason in unfit.items() if reason == why)
+    formats = [
+        f"--format {other}"
+        for other, refused in refusals(settings.scheme, settings.symmetric).items()
+        if refused is None and _part(layers, _unfit(settings, layers, other, settings.scheme)) <= FEW
+    ]
+    schemes = [
+        f"--scheme {other} --format {layout}"
+        for other in TARGETS
+        if other != settings.scheme and other.split("-")[0] == settings.scheme.split("-")[0]
+        if refusals(other, settings.symmetric)[layout] is None
+        and _part(layers, _unfit(settings, layers, layout, other)) <= FEW
+    ]
+    said = f"{layout} cannot hold {len(unfit)} of {len(layers)} layers, {name} among them: {why}"
+    if settings.layout is None:
+        return f"{said}; for {layout} type {' or '.join(schemes)}" if schemes else said
+    return f"{said}; type {' or '.join([*formats, *schemes])} instead" if formats or schemes else said
