@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.common import check_target, failures, progress_stages, quiet, write_json
+from epiloq.cli.common import check_installed, check_target, failures, progress_stages, quiet, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,9 @@ NAMED = 4
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory, quantised or not.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model directory, quantised or not, or a GGUF file.")
+    ],
     check: Annotated[
         bool, typer.Option("--check", help="Also decode every layer, and look for values that are not finite.")
     ] = False,
@@ -32,8 +35,9 @@ def inspect(
     Examples:\n
       epiloq inspect model-w4\n
       epiloq inspect model-w4 --check --json facts.json\n
+      epiloq inspect model-q4_k_m.gguf\n
 
-    Exit codes: 0 all well; 2 the directory is bad, in one sentence that names the file and the tensor.
+    Exit codes: 0 all well; 2 the model is bad, in one sentence that names the file and the tensor.
     """
     from rich.console import Console
 
@@ -41,10 +45,16 @@ def inspect(
     console = Console()
     with failures("inspect"):
         quiet()
-        from epiloq.formats import inspection
+        from epiloq.formats import gguf_inspection, inspection
         from epiloq.formats.io.checkpoint import Checkpoint
         from epiloq.formats.layers import Layers
 
+        if gguf_inspection.is_gguf(folder):
+            check_installed("inspect", [] if find_spec("gguf") else ["gguf"], "gguf")
+            facts = gguf_inspection.inspect(folder, check)
+            show_gguf(facts, console)
+            write_json(json_file, facts)
+            return
         layers = Layers(Checkpoint(folder))
         facts = inspection.inspect(layers)
         if check:
@@ -54,6 +64,17 @@ def inspect(
         write_json(json_file, facts)
         if facts.get("wrong"):
             raise ValueError(next(iter(facts["wrong"].values())))
+
+
+def show_gguf(facts: dict[str, Any], console: Console) -> None:
+    """Print the facts of a GGUF file."""
+    lines = [
+        f"{facts['model']}: {shortened(facts['architectures'])}, format gguf ({facts['architecture']}), "
+        f"{facts['bytes'] / 1e6:.1f} MB in {facts['tensors']} tensors"
+    ]
+    for row in facts["kinds"]:
+        lines.append(f"  {row['kind']}: {row['tensors']} tensors, {row['bytes'] / 1e6:.1f} MB: {row['runs']}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 
 def show(facts: dict[str, Any], console: Console) -> None:

@@ -8,14 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats.io.gguf_config import ARCHITECTURES, EMBEDDING, ROPE_FACTORS, Architecture, config_of
+from epiloq.formats.io.gguf_file import GgufFile, Stored
+from epiloq.formats.io.limits import Limits
+from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts import gguf
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.layouts.gguf import KINDS, GgufFile, Stored
+from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.nn import OnlineQuantLinear, WeightOnlyLinear
 
-# Architectures by their GGUF name, and the layers whose rows llama.cpp reorders: pairs that rotate together lie side by
-# side there, and half a head apart in transformers.
-ROTATED = {"llama": {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}}
+_HEAD = "lm_head.weight"
 
 
 @torch.no_grad()
@@ -24,77 +26,118 @@ def load(
 ) -> nn.Module:
     """The model of a GGUF file, in evaluation mode on the CPU.
 
-    Linear layers of Q4_0, Q4_1 or Q8_0 blocks become ``WeightOnlyLinear`` or, with int8 activations,
+    Linear layers of a kind of block in ``gguf_blocks.KINDS`` become ``WeightOnlyLinear`` or, with int8 activations,
     ``OnlineQuantLinear``, and so does an output head that shares such blocks with the embedding. All other tensors,
-    embeddings and layers of other kinds too, are de-quantised into `dtype`.
+    embeddings and layers of other kinds too, are de-quantised and rounded to `dtype`.
 
     Args:
-        path: a file of architecture "llama".
-        activations: "int8" quantises them in the same blocks of 32 at run time; None leaves them in floating point.
+        path: a file of one of the architectures llama, qwen2, qwen3, gemma, gemma2, gemma3.
+        activations: "int8" quantises them in the weight's groups at run time; None leaves them in floating point.
         dtype: float32, float16 or bfloat16.
 
     Raises:
-        FormatError: another architecture; a tensor that is missing, that the model has not, or of another shape.
+        FormatError: another architecture; a value that is not understood; a tensor that is missing, that the model has
+            not, of another shape, or that is not finite.
     """
-    import gguf as package
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = Path(path)
-    file = GgufFile(path)
-    if file.architecture not in ROTATED:
-        known = ", ".join(ROTATED)
-        raise FormatError(f"{path}: general.architecture: expected one of {known}, got {file.architecture}")
-    classes: Any = AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    model: nn.Module = classes.from_config(config, dtype=dtype).eval()
-    arch = next(key for key, name in package.MODEL_ARCH_NAMES.items() if name == file.architecture)
-    names = package.get_tensor_name_map(arch, config.num_hidden_layers)
-    unused = dict(file.tensors)
-    quantised: list[tuple[str, Stored, Tensor | None]] = []
+    file = GgufFile(Path(path))
+    model, places = outline(file, "cpu", dtype)
+    architecture = ARCHITECTURES[file.architecture]
     linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantised: list[tuple[str, Stored, Tensor | None]] = []
     for name, target in model.state_dict(keep_vars=True).items():
-        stored = _find(file, names.get_name(name, try_suffixes=(".weight", ".bias")), config.tie_word_embeddings)
-        if stored is None:
-            raise FormatError(f"{path}: {name}: expected a tensor, found none")
-        if stored.shape != tuple(target.shape):
-            raise FormatError(f"{path}: {stored.name}: expected {list(target.shape)}, got {list(stored.shape)}")
-        unused.pop(stored.name, None)
-        rows = _rows(file.architecture, name, config, target.shape[0])
+        stored, rows = places[name], _rows(architecture, name, model.config, target.shape[0])
         if name in linears and stored.kind in KINDS:
             quantised.append((name, stored, rows))
-        else:
+            continue
+        try:
             values = stored.dequantize()
-            target.copy_(values if rows is None else values[rows])
-    if left := sorted(unused.keys() - {"rope_freqs.weight"}):
-        raise FormatError(f"{path}: {left[0]}: not a tensor of this model")
+        except FormatError as error:
+            raise FormatError(f"{file.path}: {error}") from error
+        if is_norm(name):
+            values = values - architecture.norm_offset
+        target.copy_(values if rows is None else values[rows])
     for name, stored, rows in quantised:
-        _replace(model, name.removesuffix(".weight"), linears[name], stored, rows, activations)
-    return model
+        try:
+            layer = _layer(linears[name], stored, rows, activations)
+        except ValueError as error:
+            raise FormatError(f"{file.path}: {stored.name}: {error}") from error
+        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.train(False))
+    return model  # type: ignore[no-any-return]
 
 
-def _find(file: GgufFile, name: str | None, tied: bool) -> Stored | None:
-    found = file.tensors.get(name or "")
-    return file.tensors.get("token_embd.weight") if found is None and name == "output.weight" and tied else found
+def outline(file: GgufFile, device: str, dtype: torch.dtype) -> tuple[Any, dict[str, Stored]]:
+    """The model that a file describes with any values, and the file's tensor for each of the model's.
+
+    Raises FormatError where they disagree; nothing is allocated before that.
+    """
+    import gguf as package
+    from transformers import AutoModelForCausalLM
+
+    classes: Any = AutoModelForCausalLM
+    limits = Limits(str(file.path), len(file.tensors), file.nbytes)
+
+    def built(device: str) -> Any:
+        try:
+            with torch.device(device), limits.while_building():
+                return classes.from_config(config, dtype=dtype).eval()
+        except FormatError:
+            raise
+        except Exception as error:
+            raise FormatError(f"{file.path}: transformers cannot build the model: {reason(error)}") from error
+
+    try:
+        config = config_of(file)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(f"{file.path}: transformers cannot describe the model: {reason(error)}") from error
+    model = built("meta")
+    arch = next(key for key, name in package.MODEL_ARCH_NAMES.items() if name == file.architecture)
+    names = package.get_tensor_name_map(arch, config.num_hidden_layers)
+    unused, places = set(file.tensors) - {ROPE_FACTORS}, {}
+    for name, target in model.state_dict().items():
+        stored = file.tensors.get(names.get_name(name, try_suffixes=(".weight", ".bias")) or "")
+        if stored is None and name == _HEAD and config.tie_word_embeddings:
+            stored = file.tensors[EMBEDDING]
+        if stored is None:
+            raise FormatError(f"{file.path}: {name}: expected a tensor, found none")
+        if stored.shape != tuple(target.shape):
+            raise FormatError(f"{file.path}: {stored.name}: expected {list(target.shape)}, got {list(stored.shape)}")
+        unused.discard(stored.name)
+        places[name] = stored
+    if unused:
+        raise FormatError(f"{file.path}: {min(unused)}: not a tensor of this model")
+    limits.check_size(model)
+    return (model if device == "meta" else built(device)), places
 
 
-def _rows(architecture: str, name: str, config: object, count: int) -> Tensor | None:
+def is_norm(name: str) -> bool:
+    """Whether a tensor of a model is a norm's weight."""
+    return name.endswith("norm.weight")
+
+
+def _rows(architecture: Architecture, name: str, config: object, count: int) -> Tensor | None:
     """Which row of the file is each row of a layer; None for all in order."""
     layer = name.split(".")[-2]
-    if layer not in ROTATED[architecture]:
+    if layer not in architecture.rotated:
         return None
-    heads = getattr(config, ROTATED[architecture][layer])
+    heads = getattr(config, architecture.rotated[layer])
     return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
-def _replace(
-    model: nn.Module, name: str, linear: nn.Linear, stored: Stored, rows: Tensor | None, activations: str | None
-) -> None:
+def _layer(linear: nn.Linear, stored: Stored, rows: Tensor | None, activations: str | None) -> nn.Module:
     blocks = stored.blocks() if rows is None else stored.blocks()[rows]
     shape = (linear.out_features, linear.in_features)
-    layer: nn.Module
     if activations is None:
-        layer = WeightOnlyLinear.from_packed(gguf.to_packed(blocks, kind=stored.kind, shape=shape), linear.bias)
-    else:
-        layer = OnlineQuantLinear.from_prepared(gguf.to_online(blocks, kind=stored.kind, shape=shape), linear.bias)
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer.train(linear.training))
+        packed = gguf.to_packed(blocks, kind=stored.kind, shape=shape)
+        _check_finite(packed.scale, packed.offset)
+        return WeightOnlyLinear.from_packed(packed, linear.bias)
+    online = gguf.to_online(blocks, kind=stored.kind, shape=shape)
+    _check_finite(online.scale, online.offset)
+    return OnlineQuantLinear.from_prepared(online, linear.bias)
+
+
+def _check_finite(*parameters: Tensor | None) -> None:
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters if parameter is not None):
+        raise FormatError("holds NaN or infinity")

@@ -1,0 +1,59 @@
+"""What a GGUF file holds and how each kind of block runs, told without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epiloq.formats.io.gguf_file import GgufFile, Stored
+from epiloq.formats.io.gguf_model import load, outline
+from epiloq.formats.layouts.gguf_blocks import KINDS
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file rather than of a model directory, by its name."""
+    return path.suffix == ".gguf"
+
+
+def inspect(path: Path, check: bool = False) -> dict[str, Any]:
+    """The facts as a JSON-ready dictionary. With `check`, every value is decoded too.
+
+    kinds
+        For each kind of block: how many tensors of how many bytes, and how they run.
+
+    Raises FormatError for a file that is bad, in an architecture that is not read, or that disagrees with itself.
+    """
+    file = GgufFile(path)
+    model, places = outline(file, "meta", torch.float32)
+    if check:
+        load(path)
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    kinds: dict[tuple[str, str], list[Stored]] = {}
+    for name, stored in places.items():
+        kinds.setdefault((stored.kind, how(stored.kind, name in linears)), []).append(stored)
+    return {
+        "model": str(path),
+        "format": "gguf",
+        "architecture": file.architecture,
+        "architectures": [type(model).__name__],
+        "tensors": len(file.tensors),
+        "bytes": sum(len(stored.data) for stored in file.tensors.values()),
+        "kinds": [
+            {"kind": kind, "tensors": len(found), "bytes": sum(len(stored.data) for stored in found), "runs": runs}
+            for (kind, runs), found in sorted(kinds.items())
+        ],
+    }
+
+
+def how(kind: str, linear: bool) -> str:
+    """How the tensors of a kind of block run."""
+    if kind == "F32":
+        return "in floating point"
+    if not linear or kind not in KINDS:
+        return "de-quantised, then rounded to the model's type (exact in float32)"
+    found = KINDS[kind]
+    zeros = "with offsets" if found.offset else "symmetric"
+    parameters = "float32" if kind.endswith("_K") else "float16"
+    return f"on its integers, held in {found.bits} bits, groups of {found.group}, {zeros}, {parameters} scales: exact"

@@ -1,0 +1,226 @@
+"""A transformers configuration from a GGUF file's values: each is applied, known to change nothing, or refused by name.
+
+The keys are llama.cpp's (``llama-arch.cpp``, ``llama-model.cpp``); what they mean for positions is its
+``ggml_rope_ext``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import log
+from typing import Any
+
+from epiloq.formats.io.gguf_file import Array, GgufFile
+from epiloq.formats.layouts.base import FormatError
+
+# Of every architecture: what the model computes does not depend on them.
+_IGNORED = {"rope.scaling.finetuned", "tensor_data_layout", "use_parallel_residual"}
+# What must say so if it is there.
+_FIXED: Mapping[str, Any] = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "pooling_type": 0}
+EMBEDDING, _OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of llama.cpp's as transformers has it.
+
+    config
+        The name of its configuration in transformers.
+    rotated
+        Layers of which llama.cpp stores the two rows that rotate together side by side, and whose heads they have.
+    norm_offset
+        What llama.cpp adds to the weights of norms: Gemma's multiply by one plus the weight.
+    rope_factors
+        Whether llama.cpp reads "rope_freqs.weight".
+    finish
+        Whatever else the values say; takes the values, and changes the configuration.
+    """
+
+    config: str
+    rotated: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    rope_factors: bool = False
+    finish: Callable[[_Values, Config], None] = lambda values, config: None
+
+
+class _Values:
+    """A file's values of its architecture, each used once or refused in the end."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.prefix = file, f"{file.architecture}."
+        self.left = {k.removeprefix(self.prefix): v for k, v in file.values.items() if k.startswith(self.prefix)}
+
+    def where(self, key: str) -> str:
+        return f"{self.file.path}: {self.prefix}{key}"
+
+    def take(self, key: str, kinds: tuple[type, ...], default: Any = None) -> Any:
+        """A value of one of some types; raises FormatError if it is of another, or missing without a default."""
+        value = self.left.pop(key, default)
+        if value is None or isinstance(value, bool) != (bool in kinds) or not isinstance(value, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise FormatError(f"{self.where(key)}: expected {wanted}, got {value!r}")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A number from 1; of an array, the number that all its entries are."""
+        value = self.left.get(key)
+        if isinstance(value, Array) and len(set(value.values)) == 1:
+            self.left[key] = value.values[0]
+        found: int = self.take(key, (int,), default)
+        if not 1 <= found < 1 << 31:
+            raise FormatError(f"{self.where(key)}: expected 1 to 2^31 - 1, got {found}")
+        return found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number that is finite and more than 0."""
+        found = float(self.take(key, (int, float), default))
+        if not 0 < found < float("inf"):
+            raise FormatError(f"{self.where(key)}: expected a number above 0, got {found}")
+        return found
+
+    def refuse_others(self) -> None:
+        """Raise FormatError for a value that nothing has used, as it may change what the model computes."""
+        for key, value in sorted(self.left.items()):
+            if key not in _IGNORED and (key not in _FIXED or _FIXED[key] != value):
+                raise FormatError(f"{self.where(key)}: not understood; it may change what the model computes")
+
+
+def _rope(values: _Values, context: int, head: int) -> Config:
+    """The rotary positions. transformers' "longrope", with one list for short and long, divides each frequency."""
+    known: Config = {"rope_type": "default", "rope_theta": values.number("rope.freq_base", 10000.0)}
+    if (rotated := values.size("rope.dimension_count", head)) != head:
+        raise FormatError(f"{values.where('rope.dimension_count')}: expected {head}, a whole head, got {rotated}")
+    factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
+    kind = values.take("rope.scaling.type", (str,), "linear" if factor != 1 else "none")
+    original = values.size("rope.scaling.original_context_length", context)
+    attention = values.number("rope.scaling.attn_factor", values.number("rope.scaling.yarn_attn_factor", 1.0))
+    fast, slow = values.number("rope.scaling.yarn_beta_fast", 32.0), values.number("rope.scaling.yarn_beta_slow", 1.0)
+    mixed = values.number("rope.scaling.yarn_ext_factor", 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise FormatError(f"{values.where('rope.scaling.type')}: expected none, linear or yarn, got {kind}")
+    if (attention != 1 and kind != "yarn") or mixed != 1:
+        raise FormatError(f"{values.where('rope.scaling')}: attention or mixing factors are not understood here")
+    divided = _rope_factors(values, head)
+    if divided is not None:
+        if kind == "yarn":
+            raise FormatError(f"{values.file.path}: {ROPE_FACTORS}: not understood beside rope.scaling.type yarn")
+        factors = [each * (factor if kind == "linear" else 1) for each in divided]
+        both = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}
+        return known | both | {"rope_type": "longrope", "original_max_position_embeddings": context}
+    if kind == "linear" and factor != 1:
+        return known | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and factor != 1:
+        said = {"factor": factor, "original_max_position_embeddings": original, "beta_fast": fast, "beta_slow": slow}
+        return known | said | {"rope_type": "yarn", "attention_factor": attention * (1 + 0.1 * log(factor))}
+    return known
+
+
+def _rope_factors(values: _Values, head: int) -> list[float] | None:
+    """What frequencies are divided by; None where nothing is said, or all are 1."""
+    stored = values.file.tensors.get(ROPE_FACTORS)
+    if stored is None:
+        return None
+    where = f"{values.file.path}: {ROPE_FACTORS}"
+    if not ARCHITECTURES[values.file.architecture].rope_factors:
+        raise FormatError(f"{where}: not understood in the architecture {values.file.architecture}")
+    if stored.shape != (head // 2,):
+        raise FormatError(f"{where}: expected [{head // 2}], got {list(stored.shape)}")
+    factors: list[float] = stored.dequantize().tolist()
+    if min(factors) <= 0:
+        raise FormatError(f"{where}: expected numbers above 0, got {min(factors)}")
+    return None if set(factors) == {1.0} else factors
+
+
+def _biases(values: _Values, config: Config) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in values.file.tensors
+
+
+def _soft_caps(values: _Values, config: Config) -> None:
+    """llama.cpp tells Gemma 2 27B, whose queries are scaled by another width, by its number of layers."""
+    config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 50.0)
+    config["final_logit_softcapping"] = values.number("final_logit_softcapping", 30.0)
+    config["sliding_window"] = values.size("attention.sliding_window", 4096)
+    config["query_pre_attn_scalar"] = _query_scale(config, layers_of_27b=46)
+
+
+def _gemma3(values: _Values, config: Config) -> None:
+    pattern = values.size("attention.sliding_window_pattern", 6)
+    config["sliding_window"] = values.size("attention.sliding_window")
+    config["layer_types"] = [
+        "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(config["num_hidden_layers"])
+    ]
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0)}
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    config["query_pre_attn_scalar"] = _query_scale(config, layers_of_27b=62)
+    if "final_logit_softcapping" in values.left:
+        config["final_logit_softcapping"] = values.number("final_logit_softcapping")
+
+
+def _query_scale(config: Config, layers_of_27b: int) -> int:
+    large = config["num_hidden_layers"] == layers_of_27b
+    return int(config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"])
+
+
+_PAIRS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+ARCHITECTURES = {
+    "llama": Architecture("llama", _PAIRS, rope_factors=True, finish=_biases),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", finish=_biases),
+    "gemma": Architecture("gemma", norm_offset=1.0),
+    "gemma2": Architecture("gemma2", norm_offset=1.0, finish=_soft_caps),
+    "gemma3": Architecture("gemma3_text", norm_offset=1.0, finish=_gemma3),
+}
+
+
+def config_of(file: GgufFile) -> Any:
+    """The configuration of transformers for a file of one of `ARCHITECTURES`.
+
+    Raises FormatError, naming the value or the tensor: another architecture, a value that is missing, of another kind,
+    that disagrees with the tensors, or that is not understood.
+    """
+    from transformers import AutoConfig
+
+    known = ARCHITECTURES.get(file.architecture)
+    if known is None:
+        expected = ", ".join(ARCHITECTURES)
+        raise FormatError(f"{file.path}: general.architecture: expected one of {expected}, got {file.architecture}")
+    values = _Values(file)
+    embedding = file.tensors.get(EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise FormatError(f"{file.path}: {EMBEDDING}: expected a matrix, found none")
+    hidden, heads = values.size("embedding_length"), values.size("attention.head_count")
+    layers, context = values.size("block_count"), values.size("context_length")
+    vocabulary = values.size("vocab_size", embedding.shape[0])
+    if (vocabulary, hidden) != embedding.shape:
+        raise FormatError(f"{file.path}: {EMBEDDING}: expected {[vocabulary, hidden]}, got {list(embedding.shape)}")
+    if layers > (most := len(file.tensors)):
+        where = values.where("block_count")
+        raise FormatError(f"{where}: expected at most {most}, as the file has {most} tensors, got {layers:,}")
+    head = values.size("attention.key_length", hidden // heads)
+    if (value_length := values.size("attention.value_length", head)) != head:
+        raise FormatError(f"{values.where('attention.value_length')}: expected {head}, got {value_length}")
+    config: Config = {
+        "hidden_size": hidden,
+        "intermediate_size": values.size("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.size("attention.head_count_kv", heads),
+        "head_dim": head,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": _OUTPUT not in file.tensors,
+        "rope_parameters": _rope(values, context, head),
+    }
+    for name in ("bos", "eos"):
+        token = file.values.get(f"tokenizer.ggml.{name}_token_id")
+        config[f"{name}_token_id"] = token if type(token) is int and token < vocabulary else None
+    known.finish(values, config)
+    window = values.left.get("attention.sliding_window", 0)
+    if window == 0 or (type(window) is int and window >= context):
+        values.left.pop("attention.sliding_window", None)
+    values.refuse_others()
+    return AutoConfig.for_model(known.config, **config)

@@ -1,0 +1,299 @@
+"""Models of GGUF files, every architecture and kind of block, against transformers with float weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn import OnlineQuantLinear, WeightOnlyLinear
+
+pytest.importorskip("gguf")
+pytest.importorskip("numpy")
+transformers = pytest.importorskip("transformers")
+
+import gguf_files
+from epiloq.formats.io import gguf_model
+from epiloq.formats.io.gguf_file import GgufFile
+from gguf_files import ARCHITECTURES, HEADS, HIDDEN, VOCABULARY, reference, write
+
+MIXED = {
+    "attn_q": "Q4_0",
+    "attn_k": "Q4_1",
+    "attn_v": "Q8_0",
+    "attn_output": "F16",
+    "ffn_down": "Q5_0",
+    "ffn_gate": "Q5_1",
+    "ffn_up": "BF16",
+    "token_embd": "Q8_0",
+    "output": "Q4_0",
+}
+K_QUANTS = {
+    "attn_q": "Q4_K",
+    "attn_k": "Q5_K",
+    "attn_v": "Q6_K",
+    "attn_output": "Q3_K",
+    "ffn_down": "Q2_K",
+    "ffn_": "Q4_K",
+    "token_embd": "Q6_K",
+    "output": "Q6_K",
+}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 23))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Sums in another order, through all layers."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kinds", [MIXED, K_QUANTS], ids=["mixed", "k-quants"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@torch.no_grad()
+def test_models_run_on_the_integers_of_a_file(seed: int, tmp_path: Path, arch: str, kinds: dict[str, str]) -> None:
+    model = reference(arch)
+    write(tmp_path / "tiny.gguf", model, arch, kinds)
+    ids = tokens()
+    expected = model(ids).logits
+    ours: Any = gguf_model.load(tmp_path / "tiny.gguf")
+    assert type(ours) is type(model) and not ours.training
+    layer, other = ours.model.layers[1], model.model.layers[1]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        found = getattr(layer.self_attn, name)
+        assert isinstance(found, WeightOnlyLinear)
+        assert torch.equal(found.weight.dequantize(), getattr(other.self_attn, name).weight)
+    assert isinstance(layer.mlp.down_proj, WeightOnlyLinear) and isinstance(ours.lm_head, WeightOnlyLinear)
+    assert type(layer.self_attn.o_proj) is (nn.Linear if kinds is MIXED else WeightOnlyLinear)
+    close(ours(ids).logits, expected)
+    integers: Any = gguf_model.load(tmp_path / "tiny.gguf", activations="int8")
+    assert isinstance(integers.model.layers[0].self_attn.q_proj, OnlineQuantLinear)
+    assert isinstance(integers.lm_head, OnlineQuantLinear)
+    assert (integers(ids).logits - expected).norm() < 0.06 * expected.norm()
+    half: Any = gguf_model.load(tmp_path / "tiny.gguf", dtype=torch.bfloat16)
+    assert half.model.norm.weight.dtype == torch.bfloat16
+    assert (half(ids).logits.float() - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gemma"])
+@torch.no_grad()
+def test_transformers_reads_the_same_model(seed: int, tmp_path: Path, arch: str) -> None:
+    """Its own reading of the file. (It knows no Gemma of the first version.)"""
+    model = reference(arch)
+    write(tmp_path / "tiny.gguf", model, arch, {"attn_": "Q8_0", "ffn_": "Q4_0", "token_embd": "F16"})
+    options: Any = {"gguf_file": "tiny.gguf", "dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    ids = tokens()
+    for layer in theirs.model.layers if arch in ("gemma2", "gemma3") else []:
+        layer.self_attn.scaling = 128**-0.5  # It has its own default, of models of other sizes.
+    close(gguf_model.load(tmp_path / "tiny.gguf")(ids).logits, theirs(ids).logits)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@torch.no_grad()
+def test_tied_heads_are_the_embedding(seed: int, tmp_path: Path, arch: str) -> None:
+    model = reference(arch, tied=True)
+    write(tmp_path / "tiny.gguf", model, arch, MIXED)
+    assert "output.weight" not in GgufFile(tmp_path / "tiny.gguf").tensors
+    ids = tokens()
+    close(gguf_model.load(tmp_path / "tiny.gguf")(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_biases_of_a_llama(seed: int, tmp_path: Path) -> None:
+    """Of q and k they are in the order of the rows."""
+    model = reference("llama", attention_bias=True)
+    write(tmp_path / "tiny.gguf", model, "llama", MIXED)
+    ids = tokens()
+    close(gguf_model.load(tmp_path / "tiny.gguf")(ids).logits, model(ids).logits)
+
+
+HEAD = HIDDEN // HEADS
+
+
+def llama3(head: int, factor: float, original: int, theta: float = 10000.0) -> torch.Tensor:
+    """What llama.cpp's conversion writes of Llama 3.1's scaling: one over a frequency's factor."""
+    frequencies = 1 / theta ** (torch.arange(0, head, 2).double() / head)
+    turns = original * frequencies / (2 * torch.pi)
+    smooth = ((turns - 1) / 3).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SCALINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        "llama",
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {},
+    ),
+    "old linear": ("llama", {"rope_type": "linear", "factor": 4.0}, {"rope.scale_linear": 4.0}, {}),
+    "none": ("llama", {}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
+    "qwen2 linear": ("qwen2", {"rope_type": "linear", "factor": 2.0}, {"rope.scaling.factor": 2.0}, {}),
+    "yarn": (
+        "qwen3",
+        YARN,
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+        {},
+    ),
+    "yarn with a factor": (
+        "llama",
+        YARN | {"attention_factor": 1.5 * (1 + 0.1 * torch.tensor(4.0).log().item())},
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.attn_factor": 1.5,
+        },
+        {},
+    ),
+    "llama 3.1": (
+        "llama",
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {},
+        {"rope_freqs.weight": llama3(HEAD, 8.0, 32)},
+    ),
+    "factors of one": ("llama", {}, {}, {"rope_freqs.weight": torch.ones(HEAD // 2)}),
+}
+
+
+@pytest.mark.parametrize("how", SCALINGS)
+@torch.no_grad()
+def test_scaled_positions_are_applied(seed: int, tmp_path: Path, how: str) -> None:
+    """As llama.cpp does; transformers, given the same scaling in its own words, is the reference."""
+    arch, said, values, extra = SCALINGS[how]
+    model = reference(arch, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **said})
+    plain = reference(arch)
+    plain.load_state_dict(model.state_dict())
+    write(tmp_path / "tiny.gguf", model, arch, values=values, extra=extra)
+    ids = tokens()
+    expected = model(ids).logits
+    close(gguf_model.load(tmp_path / "tiny.gguf")(ids).logits, expected)
+    assert torch.allclose(plain(ids).logits, expected, atol=1e-2) == (not said)
+
+
+@torch.no_grad()
+def test_scaled_positions_of_gemma3_are_those_of_global_layers(seed: int, tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    model = reference("gemma3", rope_parameters=rope)
+    write(tmp_path / "tiny.gguf", model, "gemma3", values={"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    ids = tokens()
+    close(gguf_model.load(tmp_path / "tiny.gguf")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("arch", "values", "extra", "said"),
+    [
+        (
+            "llama",
+            {"rope.scaling.type": "longrope"},
+            {},
+            "llama.rope.scaling.type: expected none, linear or yarn, got longrope",
+        ),
+        (
+            "llama",
+            {"rope.scaling.yarn_log_multiplier": 0.1},
+            {},
+            "llama.rope.scaling.yarn_log_multiplier: not understood",
+        ),
+        ("llama", {"rope.scaling.attn_factor": 1.5}, {}, "llama.rope.scaling: attention or mixing factors"),
+        ("llama", {"rope.dimension_count": 16}, {}, "llama.rope.dimension_count: expected 64, a whole head, got 16"),
+        ("llama", {"expert_count": 8}, {}, "llama.expert_count: not understood"),
+        ("llama", {"attention.sliding_window": 8}, {}, "llama.attention.sliding_window: not understood"),
+        ("llama", {"attention.causal": False}, {}, "llama.attention.causal: not understood"),
+        ("llama", {"attention.scale": 0.5}, {}, "llama.attention.scale: not understood"),
+        ("llama", {"attention.value_length": 32}, {}, "llama.attention.value_length: expected 64, got 32"),
+        ("llama", {"block_count": None}, {}, "llama.block_count: expected int, got None"),
+        ("llama", {"block_count": 3_000_000}, {}, "llama.block_count: expected at most 21"),
+        ("llama", {"block_count": 3}, {}, "model.layers.2.self_attn.q_proj.weight: expected a tensor, found none"),
+        ("llama", {"vocab_size": 8_000_000}, {}, r"token_embd.weight: expected \[8000000, 256\], got \[160, 256\]"),
+        ("llama", {"feed_forward_length": 1 << 30}, {}, "blk.0.ffn_gate.weight: expected .*1073741824"),
+        ("llama", {"attention.head_count": "4"}, {}, "llama.attention.head_count: expected int, got '4'"),
+        ("llama", {"attention.head_count_kv": 3}, {}, "blk.0.attn_k.weight: expected"),
+        (
+            "llama",
+            {"attention.layer_norm_rms_epsilon": float("nan")},
+            {},
+            "epsilon: expected a number above 0, got nan",
+        ),
+        ("llama", {"rope.freq_base": -1.0}, {}, "rope.freq_base: expected a number above 0"),
+        ("llama", {}, {"rope_freqs.weight": torch.ones(7)}, r"rope_freqs.weight: expected \[32\], got \[7\]"),
+        ("llama", {}, {"rope_freqs.weight": torch.zeros(32)}, "rope_freqs.weight: expected numbers above 0"),
+        (
+            "qwen2",
+            {},
+            {"rope_freqs.weight": torch.ones(32)},
+            "rope_freqs.weight: not understood in .* qwen2",
+        ),
+        (
+            "llama",
+            {},
+            {"blk.0.attn_sinks.weight": torch.ones(4)},
+            "attn_sinks.weight: not a tensor of this model",
+        ),
+        ("qwen3", {}, {"blk.0.attn_q.bias": torch.ones(512)}, "expected a tensor, found none"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    seed: int, tmp_path: Path, arch: str, values: dict[str, Any], extra: dict[str, torch.Tensor], said: str
+) -> None:
+    write(tmp_path / "tiny.gguf", reference(arch), arch, MIXED, values=values, extra=extra)
+    with pytest.raises(FormatError, match=said) as caught:
+        gguf_model.load(tmp_path / "tiny.gguf")
+    assert str(tmp_path / "tiny.gguf") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_tensors_are_named(seed: int, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", reference("llama"), "llama", MIXED, drop="blk.1.attn_v.weight")
+    with pytest.raises(FormatError, match=r"model.layers.1.self_attn.v_proj.weight: expected a tensor, found none"):
+        gguf_model.load(tmp_path / "tiny.gguf")
+
+
+def test_other_architectures_are_named(seed: int, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", reference("llama"), "llama", MIXED)
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    (tmp_path / "tiny.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
+    with pytest.raises(FormatError, match=r"general\.architecture: expected one of llama, .*, got mamba"):
+        gguf_model.load(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("attn_q", {"attn_q": "Q4_K"}), ("ffn_norm", {}), ("attn_v", {"attn_v": "Q8_0"})],
+)
+def test_numbers_not_finite_name_the_tensor(seed: int, tmp_path: Path, name: str, kinds: dict[str, str]) -> None:
+    path = tmp_path / "tiny.gguf"
+    write(path, reference("llama"), "llama", kinds)
+    stored = GgufFile(path).tensors[f"blk.1.{name}.weight"]
+    whole, part = bytearray(path.read_bytes()), bytes(stored.data)
+    at = whole.index(part)
+    whole[at : at + 2] = b"\x00\x7c"  # Infinity in float16.
+    if stored.kind == "F32":
+        whole[at : at + 4] = b"\x00\x00\xc0\x7f"
+    path.write_bytes(bytes(whole))
+    for activations in (None, "int8"):
+        with pytest.raises(FormatError, match=rf"blk\.1\.{name}\.weight: holds NaN or infinity"):
+            gguf_model.load(path, activations=activations)  # type: ignore[arg-type]
+
+
+def test_the_support_agrees_with_the_package() -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    for kind, (nbytes, size, _) in gguf_files.KINDS.items():
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[kind]] == (size, nbytes)
