@@ -15,7 +15,7 @@ LOCAL := EPILOQ_CUDA=$(LOCAL_CUDA) EPILOQ_ARCHS='$(LOCAL_ARCHS)'
 
 SOURCES := CMakeLists.txt pyproject.toml LICENSE README.md $(shell find cmake third_party include src python -type f \
   ! -path '*/__pycache__/*' ! -name '_core*.so')
-CXX_SOURCES := $(shell find include src tests/cpp tools -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES := $(shell find include src tests/cpp tools examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 TOOLS := $(VENV)/.tools
 # One stamp for each way to build, so that a change of EPILOQ_CUDA installs anew.
 INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))

@@ -111,7 +111,7 @@ def test_only_the_public_api_is_exported(built: Built) -> None:
 
 def consume(cmake_dir: str | Path, build_dir: Path) -> str:
     """What the consumer project prints, built against an installed package."""
-    project = ROOT / "tests" / "cpp" / "consumer"
+    project = ROOT / "examples" / "cpp"
     run("cmake", "-S", project, "-B", build_dir, f"-DCMAKE_PREFIX_PATH={cmake_dir}", cwd=build_dir)
     run("cmake", "--build", build_dir, cwd=build_dir)
     return run(build_dir / "consumer", cwd=build_dir)
