@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from epiloq.linears.parent_reads import read_by_parents
@@ -52,11 +53,12 @@ def reasons(model: nn.Module) -> Reason:
     return reason
 
 
-def kept_in_float32(model: Any) -> Callable[[str], bool]:
-    """Whether a model of transformers keeps a tensor of this name in float32 whatever its own type is."""
-    names = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    names |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
-    if not names:
+def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[[str], bool]:
+    """Whether a model of transformers keeps a tensor of this name in float32 when its own type is another."""
+    names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype == torch.float16:
+        names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    if not names or dtype not in (torch.float16, torch.bfloat16):
         return lambda name: False
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
     return lambda name: pattern.search(name) is not None

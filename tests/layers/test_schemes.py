@@ -157,6 +157,17 @@ def test_subclasses_that_compute_the_same_are_taken_and_others_can_be_chosen(see
     assert quantised(model) == ["0", "1", "2"]
 
 
+class Aside(nn.Module):
+    """Has no forward, and is called by another method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.Linear(16, 16)
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self.h(self.h(x)) + self.h.weight.sum()  # type: ignore[no-any-return]
+
+
 class Peeking(nn.Module):
     """Reads weights of its children in every way that counts, and in some that do not."""
 
@@ -164,7 +175,7 @@ class Peeking(nn.Module):
         super().__init__()
         self.a, self.b, self.c, self.d, self.e, self.f = (nn.Linear(16, 16) for _ in range(6))
         self.inner = nn.ModuleDict({"g": nn.Linear(16, 16)})
-        self.slices = 1
+        self.slices, self.aside = 1, Aside()
 
     def _apply_b(self, x: Tensor) -> Tensor:
         return x @ self.b.weight
@@ -177,6 +188,7 @@ class Peeking(nn.Module):
         nn.init.zeros_(self.f.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.aside.twice(x)
         x = nn.functional.linear(x, self.a.weight, self.a.bias)
         x = self._apply_b(x).to(self.type_of_c)
         layer = self.d
@@ -193,7 +205,9 @@ def test_layers_whose_weight_is_read_stay_and_are_named(seed: int, scheme: str) 
     model, x = nn.Sequential(Peeking(), nn.Linear(16, 16)).eval(), torch.randn(3, 16)
     with torch.no_grad():
         expected = model(x)
-        with pytest.warns(UserWarning, match=r"0\.a \(Peeking reads its weight\).*0\.inner\.g") as warned:
+        with pytest.warns(
+            UserWarning, match=r"0\.a \(Peeking reads its weight\).*0\.inner\.g.*0\.aside\.h \(Aside reads"
+        ) as warned:
             epiloq.quantize_(model, scheme)
         found = model(x)
     assert quantised(model) == ["0.e", "0.f", "1"]

@@ -34,36 +34,35 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 def read_by_parents(model: nn.Module) -> dict[str, str]:
     """Modules by name whose ``weight`` is read by a module that holds them, and the class of that one."""
+    modules = dict(model.named_modules())
     found: dict[str, str] = {}
-    for prefix, module in model.named_modules():
-        if type(module).forward is nn.Module.forward or not module._modules:
+    pending = [(name, "forward") for name, module in modules.items() if module._modules]
+    seen = set(pending)
+    while pending:
+        prefix, method = pending.pop()
+        module = modules[prefix]
+        tree = _source(_function(type(module), method))
+        if tree is None:
             continue
-        for path in _paths(module):
-            name = f"{prefix}.{path}" if prefix else path
-            found.setdefault(name, type(module).__name__)
+        search = _Search(module)
+        search.visit(tree)
+        for path in search.found:
+            found.setdefault(_joined(prefix, path), type(module).__name__)
+        others = {(_joined(prefix, path), name) for path, name in search.methods} - seen
+        pending += sorted(others)
+        seen |= others
     return found
 
 
-def _paths(module: nn.Module) -> set[str]:
-    """Paths of modules, from this one, whose weight its ``forward`` or what that calls reads."""
-    search = _Search(module)
-    pending, seen = ["forward"], set[str]()
-    while pending:
-        method = pending.pop()
-        if method in seen:
-            continue
-        seen.add(method)
-        tree = _source(_function(type(module), method))
-        if tree is not None:
-            search.aliases = {}
-            search.visit(tree)
-            pending += sorted(search.methods - seen)
-    return search.found
+def _joined(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path
 
 
 def _function(kind: type, name: str) -> Any:
-    """A method, or what computes a property, without the wrappers around it."""
+    """A method of a module's own, or what computes a property, without the wrappers around it."""
     found = inspect.getattr_static(kind, name, None)
+    if found is inspect.getattr_static(nn.Module, name, None):
+        return None
     found = found.fget if isinstance(found, property) else found
     return inspect.unwrap(found) if inspect.isfunction(found) else None
 
@@ -83,7 +82,8 @@ class _Search(ast.NodeVisitor):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.found: set[str] = set()
-        self.methods: set[str] = set()
+        self.methods: set[tuple[str, str]] = set()
+        """Paths of modules, from this one, and methods of theirs."""
         self.aliases: dict[str, list[str]] = {}
 
     def visit_If(self, node: ast.If) -> None:
@@ -111,22 +111,22 @@ class _Search(ast.NodeVisitor):
         if path is None:
             self.generic_visit(node)
             return
-        if _function(type(self.module), path[0]) is not None and len(path) == 1:
-            self.methods.add(path[0])
         for end, part in enumerate(path):
-            if end and part == "weight" and self._is_module(path[:end]):
+            held = self._held(path[:end])
+            if held is not None and end and part == "weight":
                 self.found.add(".".join(path[:end]))
+            elif held is not None and _function(type(held), part) is not None:
+                self.methods.add((".".join(path[:end]), part))
 
     def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
         for node in nodes:
             self.visit(node)
 
-    def _is_module(self, path: list[str]) -> bool:
+    def _held(self, path: list[str]) -> nn.Module | None:
         try:
-            self.module.get_submodule(".".join(path))
+            return self.module.get_submodule(".".join(path))
         except AttributeError:
-            return False
-        return True
+            return None
 
     def _path(self, node: ast.AST) -> list[str] | None:
         """The names in ``self.a.b``, which may have another name by now."""

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.evaluation.perplexity import perplexity
 from epiloq.evaluation.text import SEED
-from epiloq.formats import epiloq_modules
 from epiloq.formats.io.architecture import renamed
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load, load_float, save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
 from epiloq.linears.conv1d import transpose_
-from epiloq.mixtures import reason_against, stacked, take_apart_
+from epiloq.mixtures import reason_against, stacked
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.smoothquant import ALPHA
@@ -36,7 +35,7 @@ from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.checks import check_model, check_request
-from epiloq.quantize.plan import Plan
+from epiloq.quantize.plan import Plan, take_experts_apart_
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, evaluated_length, read_windows, tokens_in
 from epiloq.weights.codebooks import Calibrated
@@ -185,8 +184,7 @@ def prepare(settings: Settings) -> Job:
     check_resumable(_aside(settings), identity)
     model = transpose_(renamed(load_float(source), source))
     layout = FORMATS[plan.layout]
-    if layout.name == epiloq_modules.METHOD:
-        take_apart_(model)
+    take_experts_apart_(model, layout.name)
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
     grid, quantization = target.grid(*wish), target.quantization(*wish)
     seconds = time.perf_counter() - start

@@ -14,6 +14,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import check_patterns, ignored, reasons
 from epiloq.linears.conv1d import TransposedConv1D
+from epiloq.linears.sequential_experts import unstack_
 from epiloq.mixtures import take_apart_
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
 from epiloq.quantize.outputs import refusals
@@ -57,8 +58,8 @@ class Plan:
 def plan(settings: Settings, outline: Any) -> Plan:
     """What to do with a model, given without values. Raises ValueError, which says what to ask for instead."""
     layout = settings.layout
-    if layout == epiloq_modules.METHOD:  # It has a matrix an expert, even where the model's files stack them.
-        take_apart_(outline)
+    if layout is not None:
+        take_experts_apart_(outline, layout)
     lists = _lists(settings, outline)
     wanted, left = _layers(settings, outline, lists)
     formats = [name for name, reason in refusals(settings.scheme, settings.symmetric).items() if reason is None]
@@ -69,8 +70,7 @@ def plan(settings: Settings, outline: Any) -> Plan:
         layout = next((name for name in formats if parts[name] <= FEW), min(formats, key=lambda name: parts[name]))
         if layout != formats[0]:
             notes = (f"format {layout}: {_cannot(settings, wanted, unfit[formats[0]], formats[0])}",)
-        if layout == epiloq_modules.METHOD:
-            take_apart_(outline)
+        if take_experts_apart_(outline, layout):
             wanted, left = _layers(settings, outline, lists)
             unfit[layout] = _unfit(settings, wanted, layout, settings.scheme)
     if _part(wanted, unfit[layout]) > MOST:
@@ -78,6 +78,13 @@ def plan(settings: Settings, outline: Any) -> Plan:
     left |= unfit[layout]
     layers = {name: layer for name, layer in wanted.items() if name not in left}
     return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes)
+
+
+def take_experts_apart_(model: nn.Module, layout: str) -> list[str]:
+    """Make a matrix an expert where a format has that though the model's files stack them; give what was changed."""
+    if layout == epiloq_modules.METHOD:
+        return take_apart_(model)
+    return unstack_(model, layout)
 
 
 def _any(module: nn.Module, name: str) -> bool:

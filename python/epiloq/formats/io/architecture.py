@@ -16,6 +16,8 @@ from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
+from epiloq.layer_filter import kept_in_float32
+from epiloq.linears.sequential_experts import unstack_
 from epiloq.mixtures import stacked, take_apart_
 
 
@@ -99,6 +101,10 @@ def _built(kind: Any, config: Any, limits: Limits, device: str) -> nn.Module:
         raise
     except Exception as error:  # Its own checks are few: a value of a wrong kind is found by whatever uses it.
         raise FormatError(f"{limits.where}: transformers cannot build the model: {reason(error)}") from error
+    kept = kept_in_float32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if kept(name):
+            parameter.data = parameter.data.float()
     return model
 
 
@@ -131,7 +137,9 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
         return names
     # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.
     matrices = {names.of(name).rsplit(".", 3)[0] for name in checkpoint.files}
-    return Names(model) if take_apart_(model, lambda name: name in matrices) else names
+    changed = take_apart_(model, lambda name: name in matrices)
+    changed += unstack_(model, (checkpoint.quantization or {}).get("quant_method", ""), lambda name: name in matrices)
+    return Names(model) if changed else names
 
 
 def has_no_use_for(model: nn.Module, name: str) -> bool:

@@ -33,10 +33,21 @@ class StoredLinear(nn.Module):
         # A bias in the file is the layer's, though the model has none: old GPTQ files hold zeros.
         if linear.bias is not None or BIAS in parts:
             self._expect(BIAS, self.dtype, (self.out_features,))
+        else:
+            self.register_parameter(BIAS, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "weight" or name in self._parameters:
+            return super().__getattr__(name)
+        # For models that initialise a child's weight: one without values, which transformers takes for loaded.
+        outline = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        outline._is_hf_initialized = True  # type: ignore[attr-defined]
+        return outline
 
     def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.empty(shape, dtype=dtype, device="meta")
-        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        # Not by register_parameter, which takes __getattr__'s answer for an attribute that is there already.
+        self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def opened(self) -> nn.Module:
         """The module that runs the layer, on its tensors' device. Raises FormatError, which names file and layer."""

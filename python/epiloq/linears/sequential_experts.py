@@ -1,0 +1,43 @@
+"""Stacked experts that transformers takes for a list of modules in files of some formats (Llama-4's, so far)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def unstack_(model: Any, method: str, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Put lists of modules in the place of the stacked experts that transformers replaces in files of a method.
+
+    They have the same weights, ``[E, K, 2 N]`` and ``[E, N, K]`` before, a matrix a linear layer then. Gives the names
+    of those that were replaced, of which ``takes(name)``.
+    """
+    found = {name: kind for name, module in model.named_modules() if (kind := _kind(module, method)) and takes(name)}
+    for name, kind in found.items():
+        parent, _, leaf = name.rpartition(".")
+        before: Any = model.get_submodule(name)
+        with torch.device("meta"):
+            made = kind(model.config.get_text_config())
+        for expert, gate_up, down in zip(made, before.gate_up_proj.data, before.down_proj.data, strict=True):
+            gate, up = gate_up.t().chunk(2)
+            for layer, weight in ((expert.gate_proj, gate), (expert.up_proj, up), (expert.down_proj, down.t())):
+                layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        setattr(model.get_submodule(parent), leaf, made.train(before.training))
+    return list(found)
+
+
+def _kind(module: nn.Module, method: str) -> Any:
+    """The class of such a list for a module, if there is one."""
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    from transformers.quantizers import base
+
+    table: dict[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
+    entry = table.get(type(module).__name__)
+    stacked = {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
+    if entry is None or not stacked or method not in [getattr(m, "value", m) for m in entry["quantization_methods"]]:
+        return None
+    return entry["module_name"]
