@@ -159,3 +159,29 @@ def test_errors() -> None:
         rtn(torch.tensor([[1.0, float("nan")]]), Grid())
     with pytest.raises(ValueError, match="float16"):
         rtn(torch.tensor([[1e9, 0.0]]), Grid(scale_dtype=torch.float16))
+
+
+@pytest.mark.parametrize("grid", [Grid(8, -1, True), Grid(4, 32), Grid(4, 64, True), Grid(3, 32)])
+@pytest.mark.parametrize("std", [8e-4, 1e-4, 3e-5])
+def test_scales_below_the_normal_float16_numbers(seed: int, grid: Grid, std: float) -> None:
+    """To one part in 64 or better they cost next to nothing, and no value is clipped."""
+    weight = torch.randn(64, 256) * std
+    exact = rtn(weight, grid)
+    half = rtn(weight, replace(grid, scale_dtype=torch.float16))
+    assert torch.equal(half.scale.half().float(), half.scale) and (half.scale > 0).all()
+    if float(exact.scale.min()) > 64 * 2**-24:
+        errors = [float((value.dequantize() - weight).norm() / weight.norm()) for value in (half, exact)]
+        assert errors[0] < 1.04 * errors[1]
+    small = exact.scale < 2**-14
+    assert (half.scale >= exact.scale)[small].all()
+
+
+def test_a_grid_that_widens_has_float32_scales_where_float16_is_too_coarse(seed: int) -> None:
+    grid = Grid(4, 32, scale_dtype=torch.float16, widens=True)
+    for size, dtype in ((1.0, torch.float16), (1e-3, torch.float16), (1e-6, torch.float32)):
+        value = rtn(torch.randn(8, 64) * size, grid)
+        assert value.pack().scale.dtype == dtype
+        nearest = rtn(torch.randn(8, 64) * size, replace(grid, scale_dtype=torch.float32, widens=False))
+        assert value.scale.shape == nearest.scale.shape
+    dead = rtn(torch.zeros(8, 64), grid)
+    assert not dead.dequantize().any() and dead.scale.isfinite().all()

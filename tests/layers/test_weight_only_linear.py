@@ -266,3 +266,22 @@ def test_schemes(seed: int, scheme: str) -> None:
     alone = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)
     x = torch.randn(5, 20)
     assert torch.equal(model.blocks[1].up(x), alone(x))
+
+
+@pytest.mark.parametrize("std", [8e-4, 1e-4, 1e-6])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_small_float16_weights_lose_no_more_than_large_ones(seed: int, device: str, scheme: str, std: float) -> None:
+    """Their scales are below the normal numbers of float16, some below all of its numbers."""
+    bits, group_size, zeros = SCHEMES[scheme]
+
+    def error(size: float) -> float:
+        linear = nn.Linear(256, 64, bias=False, device=device)
+        nn.init.normal_(linear.weight, std=size)
+        exact = linear.half().weight.detach().float()
+        layer = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)
+        x = torch.eye(256, dtype=torch.float16, device=device)
+        found = layer.weight.dequantize()
+        assert torch.allclose(layer(x).t().float(), found, atol=2**-24, rtol=2e-3)
+        return float((found - exact).norm() / exact.norm())
+
+    assert error(std) < 1.06 * error(1.0)

@@ -24,7 +24,7 @@ from epiloq.formats.io.checkpoint import Checkpoint, Writer
 from epiloq.formats.layers import Layers
 from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
-from tiny_teacher import save
+from tiny_teacher import save, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +199,27 @@ def test_shards_and_their_index(teacher: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     files = {file.name for file in (tmp_path / "shards").iterdir()} - {"config.json", "model.safetensors.index.json"}
     assert files == set(again.files.values()) == set(index["weight_map"].values())
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "epiloq"])
+@pytest.mark.parametrize("std", [8e-4, 1e-5])
+def test_small_weights_of_a_float16_model(tmp_path: Path, std: float, layout: str) -> None:
+    """Scales are below float16's normal numbers; formats that can hold float32 ones have those where need be."""
+    model = tiny_model(**ROUND)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+    save(tmp_path / "model", model.half())
+    options = ("--scheme", "w8a16", "--algorithm", "rtn", "--format", layout, "--json", tmp_path / "r.json")
+    result = run("quantize", tmp_path / "model", "--output", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    worst = max(json.loads((tmp_path / "r.json").read_text())["layer_errors"].values())
+    assert worst < (0.008 if std > 1e-4 or layout != "gptq" else 0.012)
+    found = models.from_directory(tmp_path / "out")
+    source = models.load_float(Checkpoint(tmp_path / "model"))
+    for name, layer in found.named_modules():
+        if isinstance(layer, WeightOnlyLinear):
+            exact = source.get_parameter(f"{name}.weight").detach().float()
+            assert float((layer.weight.dequantize() - exact).norm() / exact.norm()) == pytest.approx(
+                json.loads((tmp_path / "r.json").read_text())["layer_errors"][name], rel=1e-3
+            )

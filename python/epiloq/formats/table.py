@@ -44,6 +44,8 @@ class Format:
 
     scale_dtype
         The type to which scales should be rounded, given the model's and how activations are quantised.
+    widens
+        Whether a layer may have float32 scales instead.
     to_tensors
         A layer's tensors by the last part of their names, given how layers are quantised (None: not as integers on a
         grid) and the model's type.
@@ -56,6 +58,7 @@ class Format:
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
     config: Callable[[Quantization | None, Written], dict[str, Any]]
     conv1d: bool = False
+    widens: bool = False
 
 
 def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
@@ -156,7 +159,7 @@ def _grid_of(quantization: Quantization | None) -> Quantization:
 # In order of preference.
 _TABLE = (
     Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
-    Format("compressed-tensors", _as_model, _to_compressed, _compressed_config),
+    Format("compressed-tensors", _as_model, _to_compressed, _compressed_config, widens=True),
     Format("gptq", _half, _to_gptq, _gptq_config, conv1d=True),
     Format(
         "awq",
@@ -164,7 +167,7 @@ _TABLE = (
         _to_awq,
         lambda quantization, written: awq.config(_grid_of(quantization).grid, written.ignored),
     ),
-    Format("epiloq", _as_model, _to_epiloq, _epiloq_config, conv1d=True),
+    Format("epiloq", _as_model, _to_epiloq, _epiloq_config, conv1d=True, widens=True),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}
 # The names that config.json has for them.

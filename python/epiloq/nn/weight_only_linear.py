@@ -16,6 +16,7 @@ from epiloq.nn.kept_dtypes import KeptDtypes
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
+from epiloq.weights.scales import scales_in, wide_enough
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
 _BUFFERS = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
@@ -228,7 +229,11 @@ def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tupl
     low, high = padded.amin(-1), padded.amax(-1)
     span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
     # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
-    scale = (span / span.new_tensor((1 << bits) - 1)).to(weight.dtype).clamp_(min=torch.finfo(weight.dtype).tiny)
+    dtype = weight.dtype
+    if not weight.is_meta:
+        largest = float(weight.abs().max()) * (2 if symmetric else 1) / ((1 << bits) - 1)
+        dtype = wide_enough(largest, dtype)
+    scale = scales_in(span / span.new_tensor((1 << bits) - 1), dtype)
     step, lowest, most = scale.float(), -(1 << (bits - 1)) if symmetric else 0, (1 << bits) - 1
     zero = None if symmetric else torch.round(-low.clamp(max=0) / step).nan_to_num_(0).clamp_(0, most)
     q = torch.round(padded / step.unsqueeze(-1)).nan_to_num_(0)

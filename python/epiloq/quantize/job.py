@@ -186,7 +186,7 @@ def prepare(settings: Settings) -> Job:
     layout = FORMATS[plan.layout]
     take_experts_apart_(model, layout.name)
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
-    grid, quantization = target.grid(*wish), target.quantization(*wish)
+    grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
     return Job(settings, source, model, texts, grid, quantization, identity, plan, seconds)
 

@@ -46,11 +46,13 @@ class Target:
         """Whether scales of activations come from calibration."""
         return self.activations == "int8-static"
 
-    def grid(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Codebook[Calibrated]:
+    def grid(
+        self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32, widens: bool = False
+    ) -> Codebook[Calibrated]:
         """The grid of its weights; what is asked for counts where a grid has it."""
         if not isinstance(self.base, Grid):
             return self.base
-        return replace(self.base, symmetric=self.base.symmetric or symmetric, scale_dtype=scale_dtype)
+        return replace(self.base, symmetric=self.base.symmetric or symmetric, scale_dtype=scale_dtype, widens=widens)
 
     def quantization(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Quantization | None:
         """What formats of integers have words for; None for another grid."""

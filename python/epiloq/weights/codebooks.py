@@ -37,6 +37,10 @@ class Float8Grid:
         """Input channels in a full group of a layer with so many of them."""
         return channels if self.group_size == -1 else self.group_size
 
+    def suited(self, weight: Tensor) -> Float8Grid:
+        """This one: its scales are float32."""
+        return self
+
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales that span `low` to `high`."""
         reach = torch.maximum(-low, high)
@@ -74,6 +78,10 @@ class OffsetGrid:
     def length(self, channels: int) -> int:
         """Input channels in a full block, however many a layer has."""
         return self.group_size
+
+    def suited(self, weight: Tensor) -> OffsetGrid:
+        """This one: its scales are float32."""
+        return self
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales and offsets that span `low` to `high`."""

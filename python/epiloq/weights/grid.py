@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epiloq.weights.packed_weight import BITS, PackedWeight, pack_weight
 from epiloq.weights.rounding import Parameters, spread
+from epiloq.weights.scales import scales_in, wide_enough
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,15 @@ class Grid:
         Whether zero is in the middle, or at an integer zero point of each group.
     scale_dtype
         Scales are rounded to this type before weights are rounded to them, so that a checkpoint loses nothing.
+    widens
+        Whether scales are float32 instead for a weight that is so small that this type holds them to few bits.
     """
 
     bits: int = 4
     group_size: int = -1
     symmetric: bool = False
     scale_dtype: torch.dtype = torch.float32
+    widens: bool = False
     rows: ClassVar[int] = 1
     reorders: ClassVar[bool] = True
 
@@ -66,6 +70,13 @@ class Grid:
         """Input channels in a full group of a layer with so many of them."""
         return channels if self.group_size == -1 else self.group_size
 
+    def suited(self, weight: Tensor) -> Grid:
+        """The grid to fit to a weight: this one, or one with float32 scales."""
+        if not self.widens:
+            return self
+        largest = float(weight.abs().max()) * (2 if self.symmetric else 1) / ((1 << self.bits) - 1)
+        return replace(self, scale_dtype=wide_enough(largest, self.scale_dtype))
+
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales and zero points that span `low` to `high`, and 0."""
         low, high, steps = low.clamp(max=0), high.clamp(min=0), (1 << self.bits) - 1
@@ -73,8 +84,7 @@ class Grid:
         # the compressed-tensors format does.
         span = 2 * torch.maximum(-low, high) if self.symmetric else high - low
         # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
-        scale = (span / span.new_tensor(steps)).to(self.scale_dtype)
-        scale = scale.clamp_(min=torch.finfo(self.scale_dtype).tiny).float()
+        scale = scales_in(span / span.new_tensor(steps), self.scale_dtype).float()
         return Parameters(scale, None if self.symmetric else torch.round(-low / scale).clamp_(0, steps))
 
     def round(self, weight: Tensor, parameters: Parameters) -> Tensor:

@@ -61,6 +61,9 @@ class Codebook(Protocol[_Kept]):
     def length(self, channels: int) -> int:
         """Input channels in a full group of a layer with so many of them."""
 
+    def suited(self, weight: Tensor) -> Codebook[_Kept]:
+        """The grid to fit to a weight: this one, or one whose parameters are of a finer type."""
+
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """What spans the values of groups from the smallest to the largest, each float32."""
 
@@ -103,6 +106,7 @@ def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -
     check_finite("weight", weight)
     if weight.numel() == 0:
         raise ValueError(f"fit: weight: expected at least one element, got shape {list(weight.shape)}")
+    grid = grid.suited(weight)
     measure = _Error(moments, grid.length(weight.shape[1])) if moments is not None else None
     at_once = max(1, SEARCHED // weight.shape[1] // grid.rows) * grid.rows if grid.rows > 0 else weight.shape[0]
     found = [_fit_rows(part.float(), grid, measure) for part in weight.split(at_once)]
