@@ -14,9 +14,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from epiloq import _threads
+from epiloq._parameters import FrozenParameter
 
 # define/impl rather than custom_op, which costs 10 us a call.
 LIBRARY = torch.library.Library("epiloq", "DEF")
+
+# Tensors that are what their memory says.
+PLAIN = frozenset({Tensor, Parameter, FrozenParameter})
 
 # Looked up once: `direct` is on the path of every call.
 _any_requires_grad = torch._C._any_requires_grad
@@ -77,10 +81,10 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     if _threads.forked:
         _threads.use_own_threads()
     for tensor in required:
-        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or _is_neg(tensor):
+        if type(tensor) not in PLAIN or _is_neg(tensor):
             return False
     for maybe in optional:
-        if maybe is not None and ((type(maybe) is not Tensor and type(maybe) is not Parameter) or _is_neg(maybe)):
+        if maybe is not None and (type(maybe) not in PLAIN or _is_neg(maybe)):
             return False
     if required[0].is_meta or (_grad_enabled() and _any_requires_grad(*required, *optional)):
         return False

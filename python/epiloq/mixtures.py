@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from epiloq.nn import ExpertLinears, GatedExperts
 from epiloq.nn.experts.expert_linears import Projections
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.nn.quantized_layer import StoredTensors
 
 # What transformers' experts interface says of a module, and must say of one that can be taken apart: the first two in
 # every version, the others since there is a choice.
@@ -162,11 +163,24 @@ def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tupl
             yield name, module
 
 
+def file_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict as files have it: of quantised layers their `file_state`."""
+    state: dict[str, Tensor] = model.state_dict()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (GatedExperts, StoredTensors)) and not isinstance(_parent(model, name), GatedExperts):
+            prefix = f"{name}." if name else ""
+            own = [key for key in state if key.startswith(prefix)]
+            stored = {f"{prefix}{part}": tensor for part, tensor in module.file_state().items()}
+            state = {key: tensor for key, tensor in state.items() if key not in own} | stored
+    return state
+
+
 def _count(module: nn.Module) -> int:
     """How many experts a module holds; 0 if it holds none."""
     if isinstance(module, (ExpertLinears, GatedExperts)):
         return module.experts
-    if type(module).__module__.startswith("torch.nn."):  # Weights of convolutions have three dimensions too.
+    # Weights of convolutions, and packed ones, have three dimensions too.
+    if isinstance(module, StoredTensors) or type(module).__module__.startswith("torch.nn."):
         return 0
     shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
     return next((shape[0] for shape in shapes if min(shape) > 1), 0)

@@ -140,6 +140,24 @@ def quantizer(ends: Tensor, *, symmetric: bool = False) -> tuple[Tensor, Tensor 
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode and without gradients; afterwards each of its modules has its own mode again.
+
+    So that samples change no running statistics, and dropout does not change what layers see.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            # Not by `eval()`, which some models refuse or extend.
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call ``note(name, input)`` whenever one of the layers runs."""
 

@@ -23,7 +23,7 @@ from epiloq.nn import (
     WeightOnlyConv2d,
     WeightOnlyLinear,
 )
-from epiloq.observers import OBSERVERS, Observer, input_quantizers
+from epiloq.observers import OBSERVERS, Observer, evaluating, input_quantizers
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
@@ -182,9 +182,10 @@ def quantize_(
         ``*`` and ``?`` as a shell matches file names, or regular expressions after "re:".
     calibrate
         ``calibrate(model)`` runs the float model on sample inputs, while the smallest and largest input of every
-        chosen layer are recorded. Static schemes need it, the others do not call it. It runs under
-        ``torch.no_grad``; put the model in eval mode first. One range serves all tokens: where a few of them are
-        far larger than the rest (in language models the inputs of some down projections), leave the layer out.
+        chosen layer are recorded. Static schemes need it, the others do not call it. It runs in evaluation mode
+        under ``torch.no_grad``; then each module has its own mode again. One range serves all tokens: where a few of
+        them are far larger than the rest (in language models the inputs of some down projections), leave the layer
+        out.
     observer
         What range of a layer's inputs a static scheme takes: "min-max" (all of it), "percentile" (99.99 % of the
         values) or "mse" (the one with the least squared error); see ``epiloq.observers``.
@@ -244,12 +245,9 @@ def _convert(
     inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
         symmetric = chosen.options.get("symmetric", False)
-        inputs = input_quantizers(
-            {names[0]: model.get_submodule(names[0]) for names in groups},
-            lambda: calibrate(model),
-            observer,
-            symmetric=symmetric,
-        )
+        layers = {names[0]: model.get_submodule(names[0]) for names in groups}
+        with evaluating(model):
+            inputs = input_quantizers(layers, lambda: calibrate(model), observer, symmetric=symmetric)
     for names, seen in zip(groups, inputs, strict=True):
         quantised = chosen.convert(model.get_submodule(names[0]), **seen)
         for name in names:

@@ -83,7 +83,7 @@ def test_written_by_the_package(even: Path, tmp_path: Path, dtype: torch.dtype) 
     layers, tensors = block_layers(model), load_file(folder / "model.safetensors")
     assert len(layers) == 14 and quantization is None
     for name, layer in layers.items():
-        state = layer.state_dict()
+        state = layer.file_state()
         assert torch.equal(state["weight"].view(torch.uint8), tensors[f"{name}.weight"].view(torch.uint8))
         assert tensors[f"{name}.weight_scale"].dtype == dtype
         assert torch.equal(state["weight_scale_inv"], tensors[f"{name}.weight_scale"].float())

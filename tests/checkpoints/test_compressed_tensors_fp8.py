@@ -113,7 +113,7 @@ def test_written_by_the_package(
         (activation, weight)
     }
     for name, layer in layers.items():
-        state = layer.state_dict()
+        state = layer.file_state()
         assert torch.equal(state["weight"].view(torch.uint8), tensors[f"{name}.weight"].view(torch.uint8))
         assert tensors[f"{name}.weight_scale"].dtype == dtype
         assert torch.equal(state["weight_scale"], tensors[f"{name}.weight_scale"].float().flatten())
@@ -151,7 +151,7 @@ def test_the_package_reads_what_epiloq_writes(ours: Path, scheme: str) -> None:
     model, _ = models.load(Checkpoint(ours / scheme))
     logits_by_equal_layers(theirs, fp8_layers(model))
     for name, layer in fp8_layers(model).items():
-        state = layer.state_dict()
+        state = layer.file_state()
         values = state["weight"].float() * state["weight_scale"].view(-1, 1)
         assert torch.equal(theirs.get_parameter(f"{name}.weight"), values), name
 

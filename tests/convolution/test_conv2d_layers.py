@@ -87,7 +87,7 @@ def test_dtypes(seed: int, device: str) -> None:
     layer = Int8Conv2d.from_conv2d(conv, input_scale=0.03, input_zero_point=0)
     y = layer(x)
     layer.half()
-    assert layer.weight_scale.dtype == torch.float32 and layer.weight.dtype == torch.int8
+    assert layer.weight_scale.dtype == torch.float32 and layer.weight_q.dtype == torch.int8
     assert layer(x.half()).dtype == torch.float16 and error(layer(x.half()).float(), y) < 0.02
     few = WeightOnlyConv2d.from_conv2d(conv, bits=8)
     expected = few(x)
@@ -113,7 +113,7 @@ def test_weight_only_conv2d(
     exact.weight.data.copy_(restored)
     expected = exact(x.double()).relu()
     assert (layer(x) - expected).abs().max() <= 2.0**-19 * expected.abs().max().clamp(min=1)
-    assert layer.weight_bytes == layer.weight.nbytes
+    assert layer.weight_bytes == layer.packed.nbytes
     again = WeightOnlyConv2d.from_conv2d(nn.Conv2d(8, 16, **options).to(device), **how)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x), layer(x))

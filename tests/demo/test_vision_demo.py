@@ -97,8 +97,8 @@ def test_convolutions_beyond_the_limit_take_the_other_scheme() -> None:
     model, samples = Small().eval(), [torch.randn(4, 32, 9, 9)]
     made = networks.quantise(model, Variant("mixed", "conv-w4a16", "w8a16", limit=0.02), samples)
     assert made.exceptions == ("hard",)
-    assert made.network.get_submodule("easy").weight.bits == 4
-    assert made.network.get_submodule("hard").weight.bits == 8
+    assert made.network.get_submodule("easy").bits == 4
+    assert made.network.get_submodule("hard").bits == 8
     assert isinstance(made.network.get_submodule("linear"), epiloq.nn.WeightOnlyLinear)
     assert set(made.errors) == {"easy", "hard", "linear"} and max(made.errors.values()) < 0.02
     assert isinstance(model.hard, nn.Conv2d)

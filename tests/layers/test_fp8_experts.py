@@ -56,14 +56,14 @@ def test_state(seed: int) -> None:
     expected = layer(x, offs=offs)
     state = layer.state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
-        "weight": (2, 17, 150),
+        "weight_q": (2, 17, 150),
         "weight_scale_inv": (2, 1, 2),
     }
     fresh = Fp8BlockExperts(2, 150, 17, device="meta")
     fresh.load_state_dict(state, assign=True)
     for other in (fresh, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half()):
         assert torch.equal(other(x, offs=offs), expected)
-    assert layer.weight_bytes == 2 * (24 * 160 + 2 * 4)
+    assert layer.weight_bytes == 2 * (17 * 150 + 24 * 160 + 2 * 4)
     assert repr(layer) == "Fp8BlockExperts(experts=2, in_features=150, out_features=17)"
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, offs=offs), expected)

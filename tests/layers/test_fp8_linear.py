@@ -136,7 +136,7 @@ def test_from_linear_leaves_the_linear_alone(name: str, seed: int) -> None:
     layer.bias.add_(1)
     assert all(torch.equal(linear.state_dict()[key], tensor) for key, tensor in before.items())
     assert not layer.training
-    assert not any(buffer.requires_grad for buffer in layer.buffers())
+    assert not any(buffer.requires_grad for buffer in layer.parameters())
 
 
 @pytest.mark.parametrize("name", ["token-channel", "block"])

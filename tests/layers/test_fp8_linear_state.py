@@ -30,7 +30,7 @@ def test_state_dict_through_safetensors(
 ) -> None:
     kind, x = KINDS[name], torch.randn(4, in_features)
     layer = kind.from_linear(make_linear(in_features, out_features), x)
-    shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+    shapes = {"weight_q": (out_features, in_features), "bias": (out_features,)}
     if name == "block":
         shapes["weight_scale_inv"] = (-(-out_features // 128), -(-in_features // 128))
     else:
@@ -39,7 +39,7 @@ def test_state_dict_through_safetensors(
         shapes["input_scale"] = (1,)
     state = layer.state_dict()
     assert {key: tuple(tensor.shape) for key, tensor in state.items()} == shapes
-    assert state["weight"].dtype == torch.float8_e4m3fn
+    assert state["weight_q"].dtype == torch.float8_e4m3fn
     assert all(tensor.is_contiguous() for tensor in state.values())
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
 
@@ -59,10 +59,10 @@ def test_assigned_tensors_may_lie_anywhere_in_memory(offset: int, seed: int) -> 
     layer, x = Fp8BlockLinear.from_linear(make_linear(32, 16)), torch.randn(4, 32)
     state = layer.state_dict()
     buffer = torch.zeros(16 * 32 + 16, dtype=torch.float8_e4m3fn)
-    state["weight"] = buffer[offset : offset + 16 * 32].view(16, 32).copy_(state["weight"])
+    state["weight_q"] = buffer[offset : offset + 16 * 32].view(16, 32).copy_(state["weight_q"])
     other = Fp8BlockLinear(32, 16, device="meta")
     other.load_state_dict(state, assign=True)
-    assert other.weight.data_ptr() % 16 == 0
+    assert other.weight_q.data_ptr() % 16 == 0
     assert torch.equal(other(x), layer(x))
 
 
@@ -71,22 +71,22 @@ def test_loading_keeps_addresses_and_the_given_dict(name: str, seed: int) -> Non
     x = torch.randn(4, 17)
     first = nn.Sequential(KINDS[name].from_linear(make_linear(17, 9), x))
     second = nn.Sequential(KINDS[name].from_linear(make_linear(17, 9), x - 1))
-    addresses = [buffer.data_ptr() for buffer in second.buffers()]
+    addresses = [buffer.data_ptr() for buffer in second.parameters()]
     state = dict(first.state_dict())
     kept = {key: (tensor.data_ptr(), tensor.shape) for key, tensor in state.items()}
     second.load_state_dict(state)
     assert torch.equal(second(x), first(x))
-    assert [buffer.data_ptr() for buffer in second.buffers()] == addresses
+    assert [buffer.data_ptr() for buffer in second.parameters()] == addresses
     assert {key: (tensor.data_ptr(), tensor.shape) for key, tensor in state.items()} == kept
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"weight": torch.zeros(9, 17)},
-        {"weight": torch.zeros(9, 17, dtype=torch.float8_e5m2)},
-        {"weight": torch.zeros(9, 17, dtype=torch.int8)},
-        {"weight": torch.zeros(16, 32, dtype=torch.float8_e4m3fn)},
+        {"weight_q": torch.zeros(9, 17)},
+        {"weight_q": torch.zeros(9, 17, dtype=torch.float8_e5m2)},
+        {"weight_q": torch.zeros(9, 17, dtype=torch.int8)},
+        {"weight_q": torch.zeros(16, 32, dtype=torch.float8_e4m3fn)},
         {"weight_scale_inv": torch.zeros(9)},
         {"weight_scale_inv": torch.zeros(1, 1, dtype=torch.int32)},
         {"bias": torch.zeros(9, dtype=torch.int32)},
@@ -119,9 +119,9 @@ def test_scales_in_other_floating_point_types_become_float32(dtype: torch.dtype,
 def test_dtype_moves_change_the_bias_alone(convert: Callable[[nn.Module], nn.Module], name: str, seed: int) -> None:
     x = torch.randn(4, 17)
     layer = KINDS[name].from_linear(make_linear(17, 9), x)
-    before = {key: buffer.clone() for key, buffer in layer.named_buffers()}
+    before = {key: buffer.clone() for key, buffer in layer.named_parameters()}
     assert convert(layer) is layer
-    after = dict(layer.named_buffers())
+    after = dict(layer.named_parameters())
     assert after.pop("bias").dtype == torch.float16
     before.pop("bias")
     assert all(equal(after[key], old) for key, old in before.items())
@@ -134,7 +134,7 @@ def test_meta_and_back(name: str, seed: int) -> None:
     layer = KINDS[name].from_linear(make_linear(17, 9), x)
     state, expected = layer.state_dict(), layer(x)
     layer.to("meta")
-    assert all(buffer.is_meta for buffer in layer.buffers())
+    assert all(buffer.is_meta for buffer in layer.parameters())
     layer.to_empty(device="cpu").load_state_dict(state)
     assert torch.equal(layer(x), expected)
 
@@ -143,8 +143,8 @@ def test_meta_and_back(name: str, seed: int) -> None:
 def test_from_a_linear_on_meta(name: str) -> None:
     linear = nn.Linear(17, 9, device="meta", dtype=torch.bfloat16)
     layer = KINDS[name].from_linear(linear, torch.ones(1))
-    assert all(buffer.is_meta for buffer in layer.buffers())
-    assert layer.weight.shape == (16, 32)
+    assert all(buffer.is_meta for buffer in layer.parameters())
+    assert layer.weight_q.shape == (9, 17) and layer.weight.shape == (9, 17)
     assert layer.bias.dtype == torch.bfloat16
 
 
@@ -155,7 +155,7 @@ def test_copies_are_equal_and_independent(duplicate: Callable[[nn.Module], nn.Mo
     layer = KINDS[name].from_linear(make_linear(17, 9), x)
     expected, other = layer(x), duplicate(layer)
     assert torch.equal(other(x), expected)
-    for buffer in layer.buffers():
+    for buffer in layer.parameters():
         buffer.zero_()
     assert torch.equal(other(x), expected)
 
@@ -174,6 +174,6 @@ def test_repr_and_weight_bytes() -> None:
         "Fp8Linear(in_features=100, out_features=17, bias=False, activation=static, weight=channel)"
     )
     assert repr(Fp8BlockLinear(100, 17)) == "Fp8BlockLinear(in_features=100, out_features=17, bias=True)"
-    assert Fp8Linear(100, 17, activation="static").weight_bytes == 24 * 112 + 24 * 4
+    assert Fp8Linear(100, 17, activation="static").weight_bytes == 17 * 100 + 17 * 4 + 24 * 112 + 24 * 4
     assert Fp8Linear(576, 1536, weight="tensor").weight_bytes == 1536 * 576 + 4
     assert Fp8BlockLinear(576, 1536).weight_bytes == 1536 * 576 + 12 * 5 * 4

@@ -84,7 +84,7 @@ def rounded(x: Tensor, grid: tuple[float, int]) -> Tensor:
 def weight_of(layer: Any) -> Tensor:
     """The weight of a quantised layer, float64."""
     state = layer.state_dict()
-    weight = state["weight"].double()
+    weight = state["weight_q"].double()
     if "weight_scale" in state:
         return weight * state["weight_scale"].double().view(-1, 1)
     wide = state["weight_scale_inv"].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -189,10 +189,20 @@ def test_float_experts_are_a_plain_loop(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state(kind: str, seed: int) -> None:
-    """A matrix an expert, as the layers have it, though they lie behind each other in memory."""
+    """Stacked, and in files a matrix an expert, as the layers have it; either is loaded."""
     apart = quantised(floats(150, 72), KINDS[kind][0])
     whole, arguments = together(apart), routed(9, 150, torch.float32)
-    state, layers = whole.state_dict(), apart.state_dict()
+    assert {name.rpartition(".")[0] for name in whole.state_dict()} == {"gate_up", "down"}
+    assert all(tensor is whole.get_parameter(name) for name, tensor in whole.state_dict(keep_vars=True).items())
+    state, layers = (
+        whole.file_state(),
+        {
+            f"{name}.{part}": tensor
+            for name, layer in apart.named_modules()
+            if hasattr(layer, "file_state")
+            for part, tensor in layer.file_state().items()
+        },
+    )
     assert state.keys() == layers.keys()
     for name, tensor in layers.items():
         assert state[name].dtype == tensor.dtype
@@ -201,7 +211,15 @@ def test_state(kind: str, seed: int) -> None:
     blank = together(quantised(floats(150, 72), KINDS[kind][0]))
     assert not torch.equal(blank(*arguments), y)
     blank.load_state_dict({name: tensor.clone() for name, tensor in layers.items()})
-    for other in (blank, copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)), copy.deepcopy(whole).bfloat16()):
+    stacked = together(quantised(floats(150, 72), KINDS[kind][0]))
+    stacked.load_state_dict(whole.state_dict())
+    for other in (
+        blank,
+        stacked,
+        copy.deepcopy(whole),
+        pickle.loads(pickle.dumps(whole)),
+        copy.deepcopy(whole).bfloat16(),
+    ):
         assert torch.equal(other(*arguments), y)
     linears = dict(whole.linears())
     assert list(linears)[:4] == ["0.gate_proj", "0.up_proj", "0.down_proj", "1.gate_proj"]
@@ -211,12 +229,12 @@ def test_state(kind: str, seed: int) -> None:
 
 def test_state_that_does_not_fit(seed: int) -> None:
     whole = together(quantised(floats(64, 32), Int8Linear.from_linear))
-    state = whole.state_dict()
+    state = whole.file_state()
     missing = {name: tensor for name, tensor in state.items() if name != "2.up_proj.weight_scale"}
     with pytest.raises(RuntimeError, match=r"Missing key.*2.up_proj.weight_scale"):
         whole.load_state_dict(missing)
     with pytest.raises(
-        RuntimeError, match=r"1.down_proj.weight: expected torch.int8 \[64, 32\], got torch.int8 \[64, 31\]"
+        RuntimeError, match=r"1.down_proj.weight_q: expected torch.int8 \[64, 32\], got torch.int8 \[64, 31\]"
     ):
         whole.load_state_dict({**state, "1.down_proj.weight": state["1.down_proj.weight"][:, :31]})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*9.down_proj.weight"):
@@ -228,11 +246,11 @@ def test_state_of_a_module_without_values(kind: str, seed: int) -> None:
     """From "meta" by assigning or after `to_empty`, whose memory holds anything, where gate is padded too."""
     whole, arguments = together(quantised(floats(150, 50), KINDS[kind][0])), routed(9, 150, torch.float32)
     y = whole(*arguments)
-    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in whole.file_state().items()}
     assigned = copy.deepcopy(whole).to("meta")
     assigned.load_state_dict(state, assign=True)
     filled = copy.deepcopy(whole).to("meta").to_empty(device="cpu")
-    for buffer in filled.buffers():
+    for buffer in filled.parameters():
         buffer.view(torch.uint8).fill_(0x7E)
     filled.load_state_dict(state)
     for other in (assigned, filled):

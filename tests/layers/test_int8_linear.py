@@ -189,7 +189,7 @@ def test_from_linear_leaves_the_linear_alone(seed: int) -> None:
     layer.bias.add_(1)
     assert all(torch.equal(linear.state_dict()[name], tensor) for name, tensor in before.items())
     assert not layer.training
-    assert not any(buffer.requires_grad for buffer in layer.buffers())
+    assert not any(buffer.requires_grad for buffer in layer.parameters())
 
 
 def test_the_bias_follows_the_dtype_of_the_input(seed: int) -> None:

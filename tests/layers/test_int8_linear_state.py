@@ -24,7 +24,7 @@ def test_state_dict_through_safetensors(
 ) -> None:
     linear, x = make_linear(in_features, out_features), torch.randn(4, in_features)
     layer = make_layer(linear, x, activation, symmetric)
-    shapes = {"weight": (out_features, in_features), "weight_scale": (out_features,), "bias": (out_features,)}
+    shapes = {"weight_q": (out_features, in_features), "weight_scale": (out_features,), "bias": (out_features,)}
     if activation == "static":
         shapes |= {"input_scale": (1,)} if symmetric else {"input_scale": (1,), "input_zero_point": (1,)}
     state = layer.state_dict()
@@ -49,7 +49,7 @@ def test_assigned_tensors_may_lie_anywhere_in_memory(offset: int, seed: int) -> 
     layer, x = Int8Linear.from_linear(make_linear(32, 16)), torch.randn(4, 32)
     state = layer.state_dict()
     buffer = torch.zeros(16 * 32 + 16, dtype=torch.int8)
-    state["weight"] = buffer[offset : offset + 16 * 32].view(16, 32).copy_(state["weight"])
+    state["weight_q"] = buffer[offset : offset + 16 * 32].view(16, 32).copy_(state["weight_q"])
     other = Int8Linear(32, 16, device="meta")
     other.load_state_dict(state, assign=True)
     assert torch.equal(other(x), layer(x))
@@ -58,7 +58,7 @@ def test_assigned_tensors_may_lie_anywhere_in_memory(offset: int, seed: int) -> 
 def test_loading_piece_by_piece_from_meta(seed: int) -> None:
     x = torch.randn(4, 17)
     layer = make_layer(make_linear(17, 9), x, "static", False)
-    for names in (("weight", "input_zero_point"), ("input_zero_point", "weight")):
+    for names in (("weight_q", "input_zero_point"), ("input_zero_point", "weight_q")):
         empty = Int8Linear(17, 9, activation="static", symmetric=False, device="meta")
         state = layer.state_dict()
         for name in (*names, "weight_scale", "bias", "input_scale"):
@@ -70,21 +70,21 @@ def test_loading_inside_a_model_keeps_addresses_and_the_given_dict(seed: int) ->
     x = torch.randn(4, 17)
     first = nn.Sequential(make_layer(make_linear(17, 9), x, "static", False))
     second = nn.Sequential(make_layer(make_linear(17, 9), x - 1, "static", False))
-    addresses = [buffer.data_ptr() for buffer in second.buffers()]
+    addresses = [buffer.data_ptr() for buffer in second.parameters()]
     state = dict(first.state_dict())
     kept = {name: (tensor.data_ptr(), tensor.shape) for name, tensor in state.items()}
     second.load_state_dict(state)
     assert torch.equal(second(x), first(x))
-    assert [buffer.data_ptr() for buffer in second.buffers()] == addresses
+    assert [buffer.data_ptr() for buffer in second.parameters()] == addresses
     assert {name: (tensor.data_ptr(), tensor.shape) for name, tensor in state.items()} == kept
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"weight": torch.zeros(9, 17)},
-        {"weight": torch.zeros(9, 17, dtype=torch.int32)},
-        {"weight": torch.zeros(16, 32, dtype=torch.int8)},
+        {"weight_q": torch.zeros(9, 17)},
+        {"weight_q": torch.zeros(9, 17, dtype=torch.int32)},
+        {"weight_q": torch.zeros(16, 32, dtype=torch.int8)},
         {"weight_scale": torch.zeros(16)},
         {"bias": torch.zeros(9, dtype=torch.int32)},
     ],
@@ -130,9 +130,9 @@ def test_dtype_moves_change_the_bias_alone(
 ) -> None:
     linear, x = make_linear(17, 9), torch.randn(4, 17)
     layer = make_layer(linear, x, activation, symmetric)
-    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in layer.named_parameters()}
     assert convert(layer) is layer
-    after = dict(layer.named_buffers())
+    after = dict(layer.named_parameters())
     assert after.pop("bias").dtype == torch.float16
     before.pop("bias")
     assert all(after[name].dtype == old.dtype and torch.equal(after[name], old) for name, old in before.items())
@@ -145,7 +145,7 @@ def test_meta_and_back(activation: str, symmetric: bool, seed: int) -> None:
     layer = make_layer(linear, x, activation, symmetric)
     state, expected = layer.state_dict(), layer(x)
     layer.to("meta")
-    assert all(buffer.is_meta for buffer in layer.buffers())
+    assert all(buffer.is_meta for buffer in layer.parameters())
     layer.to_empty(device="cpu").load_state_dict(state)
     assert torch.equal(layer(x), expected)
 
@@ -158,8 +158,8 @@ def test_from_a_linear_on_meta() -> None:
         input_scale=torch.ones(1),
         input_zero_point=3,
     )
-    assert all(buffer.is_meta for buffer in layer.buffers())
-    assert layer.weight.shape == (16, 32)
+    assert all(buffer.is_meta for buffer in layer.parameters())
+    assert layer.weight_q.shape == (9, 17) and layer.weight.shape == (9, 17)
     assert layer.bias.dtype == torch.bfloat16
 
 
@@ -172,7 +172,7 @@ def test_copies_are_equal_and_independent(
     layer = make_layer(make_linear(17, 9), x, activation, symmetric)
     expected, other = layer(x), duplicate(layer)
     assert torch.equal(other(x), expected)
-    for buffer in layer.buffers():
+    for buffer in layer.parameters():
         buffer.zero_()
     assert torch.equal(other(x), expected)
 
@@ -198,5 +198,5 @@ def test_repr_and_weight_bytes() -> None:
     assert repr(layer) == (
         "Int8Linear(in_features=100, out_features=17, bias=False, activation=static, symmetric=False)"
     )
-    assert layer.weight_bytes == 24 * 112 + 24 * 4 + 24 * 4
+    assert layer.weight_bytes == 17 * 100 + 17 * 4 + 24 * 112 + 24 * 4 + 24 * 4
     assert Int8Linear(576, 1536).weight_bytes == 1536 * 576 + 1536 * 4

@@ -54,22 +54,33 @@ def test_leading_dimensions_and_views(seed: int, leading: tuple[int, ...]) -> No
     assert torch.equal(layer(columns), layer(columns.contiguous()))
 
 
+def unpacked(layer: OnlineQuantLinear) -> dict[str, torch.Tensor]:
+    """The state of a layer as files have it."""
+    q, scale, offset = layer.prepared.unpack()
+    if layer.bits == 4:
+        low, high = torch.nn.functional.pad(q, (0, q.shape[1] % 2)).view(torch.uint8).view(q.shape[0], -1, 2).unbind(2)
+        q = ((low & 15) | (high << 4)).view(torch.int8)
+    assert torch.equal(layer.file_state()["weight"], q)
+    state = {"weight": q, "weight_scale": scale, "weight_offset": offset, "bias": layer.bias}
+    return {name: tensor.detach() for name, tensor in state.items() if tensor is not None}
+
+
 @pytest.mark.parametrize(("bits", "symmetric"), KINDS)
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict(seed: int, bits: int, symmetric: bool, assign: bool) -> None:
     layer = OnlineQuantLinear.from_linear(make_linear(101, 17), bits=bits, group_size=32, symmetric=symmetric)
-    state = layer.state_dict()
+    state = unpacked(layer)
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     assert shapes["weight"] == (torch.int8, (17, 101 if bits == 8 else 51))
     assert shapes["weight_scale"] == (torch.float32, (17, 4))
     assert ("weight_offset" in shapes) != symmetric and shapes["bias"] == (torch.float32, (17,))
     with torch.device("meta" if assign else "cpu"):
         other = OnlineQuantLinear(101, 17, bits=bits, group_size=32, symmetric=symmetric)
-    model, values = nn.Sequential(other), other.values
+    model, values = nn.Sequential(other), other.weight_q.data_ptr()
     model.load_state_dict({f"0.{name}": tensor.clone() for name, tensor in state.items()}, assign=assign)
     x = torch.randn(3, 101)
     assert torch.equal(model(x), layer(x))
-    assert assign or other.values is values
+    assert assign or other.weight_q.data_ptr() == values
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_state_dicts_that_do_not_fit(seed: int, change: dict[str, torch.Tensor |
     layer = OnlineQuantLinear.from_linear(make_linear(101, 17), group_size=32)
     x = torch.randn(3, 101)
     before = layer(x)
-    state = {name: t for name, t in (layer.state_dict() | change).items() if t is not None}
+    state = {name: t for name, t in (unpacked(layer) | change).items() if t is not None}
     with pytest.raises(RuntimeError, match=text):
         layer.load_state_dict(state)
     assert torch.equal(layer(x), before)
@@ -98,7 +109,7 @@ def test_casts_move_the_bias_alone(seed: int) -> None:
     expected = layer(torch.ones(2, 64))
     half = copy.deepcopy(layer).to(torch.bfloat16)
     assert half.bias is not None and half.bias.dtype == torch.bfloat16
-    assert half.parameters_of_blocks.dtype == torch.float32
+    assert half.weight_parameters.dtype == torch.float32
     torch.testing.assert_close(half(torch.ones(2, 64)), expected, rtol=0, atol=1e-2)
     assert half(torch.ones(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
@@ -106,7 +117,7 @@ def test_casts_move_the_bias_alone(seed: int) -> None:
 def test_meta_and_repr() -> None:
     with torch.device("meta"):
         layer = OnlineQuantLinear.from_linear(nn.Linear(64, 16), bits=4, group_size=64, symmetric=False)
-        assert layer.values.is_meta and layer(torch.empty(2, 64)).shape == (2, 16)
+        assert layer.weight_q.is_meta and layer(torch.empty(2, 64)).shape == (2, 16)
     assert "bits=4, group_size=64, symmetric=False" in repr(layer)
     assert layer.weight_bytes == 16 * 64 + 2 * 3 * 16 * 4
 

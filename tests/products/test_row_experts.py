@@ -50,14 +50,14 @@ def test_state(seed: int, experts: type[Int8Experts] | type[Fp8Experts]) -> None
     expected = layer(x, offs=offs)
     state = layer.state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
-        "weight": (2, 17, 150),
+        "weight_q": (2, 17, 150),
         "weight_scale": (2, 17),
     }
     fresh = experts(2, 150, 17, device="meta")
     fresh.load_state_dict(state, assign=True)
     for other in (fresh, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half()):
         assert torch.equal(other(x, offs=offs), expected)
-    assert layer.weight_bytes == 2 * (24 * 160 + 24 * 4)
+    assert layer.weight_bytes == 2 * (17 * 150 + 17 * 4 + 24 * 160 + 24 * 4)
     assert repr(layer) == f"{experts.__name__}(experts=2, in_features=150, out_features=17)"
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, offs=offs), expected)

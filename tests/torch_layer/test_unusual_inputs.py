@@ -279,7 +279,7 @@ def test_a_static_zero_point_that_int8_does_not_have_is_not_loaded(point: int) -
         layer.load_state_dict(state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
     layer.load_state_dict(before | {"input_zero_point": torch.tensor([-128], dtype=torch.int32)})
-    assert layer.get_buffer("input_zero_point").item() == -128
+    assert layer.get_parameter("input_zero_point").item() == -128
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 2.0**-127, math.inf, math.nan])
@@ -291,4 +291,4 @@ def test_a_static_scale_that_divides_nothing_is_not_loaded(kind: Any, scale: flo
         layer.load_state_dict(before | {"input_scale": torch.tensor([scale])})
     assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
     layer.load_state_dict(before | {"input_scale": torch.tensor([2.0**-126])})
-    assert layer.get_buffer("input_scale").item() == 2.0**-126
+    assert layer.get_parameter("input_scale").item() == 2.0**-126

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
 def dequantised(layer: Any) -> torch.Tensor:
     if isinstance(layer, WeightOnlyLinear):
         return layer.weight.dequantize()
-    state = layer.state_dict()
+    state = layer.file_state()
     if isinstance(layer, Int8Linear):
         return state["weight"] * state["weight_scale"][:, None]  # type: ignore[no-any-return]
     if isinstance(layer, Fp8Linear):

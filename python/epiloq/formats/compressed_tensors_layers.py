@@ -186,7 +186,7 @@ def to_fp8(
 
 def from_fp8(layer: Fp8Linear | Fp8BlockLinear, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors that `to_fp8` takes; those that it took, if `dtype` is that of their scales."""
-    state = layer.state_dict()
+    state = layer.file_state()
     if isinstance(layer, Fp8BlockLinear):
         scale = state["weight_scale_inv"]
     else:

@@ -73,18 +73,14 @@ def _attributes(*names: str) -> dict[str, Callable[[Any], Any]]:
     return {name: attrgetter(name) for name in names}
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in module.state_dict().items() if name != "bias"}
+def _state(module: Any) -> dict[str, Tensor]:
+    """A module's tensors but for a bias, as files have them."""
+    return {name: tensor for name, tensor in module.file_state().items() if name != "bias"}
 
 
 def _as_it_is(values: Callable[[Any], Tensor]) -> Callable[[Any, Options], Weight]:
     """A weight in the module's own words; `values` gives the weight that a module stands for."""
     return lambda module, options: ModuleWeight(type(module).__name__, options, _state(module), lambda: values(module))
-
-
-def _scaled_rows(module: modules.Int8Linear | modules.Fp8Linear) -> Tensor:
-    state = _state(module)
-    return state["weight"].float() * state["weight_scale"].view(-1, 1)
 
 
 def _int8(module: modules.Int8Linear, options: Options) -> Weight:
@@ -111,9 +107,9 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
 def _weight_only(module: modules.WeightOnlyLinear, options: Options) -> Weight:
     described = _weight_only_described(options)
     if described is None:
-        return OffsetWeight.of(module.weight)
-    q, scale, zero = module.weight.unpack()
-    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.weight.perm)
+        return OffsetWeight.of(module.packed)
+    q, scale, zero = module.packed.unpack()
+    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.packed.perm)
 
 
 def _weight_only_described(options: Options) -> Quantization | None:
@@ -127,13 +123,13 @@ _TABLE = (
     Kind(
         modules.Fp8Linear,
         _attributes("activation") | {"weight": attrgetter("weight_scales")},
-        _as_it_is(_scaled_rows),
+        _as_it_is(modules.Fp8Linear.dequantized_weight),
     ),
     Kind(modules.Fp8BlockLinear, {}, _blocks),
     Kind(
         modules.OnlineQuantLinear,
         _attributes("bits", "group_size", "symmetric"),
-        _as_it_is(lambda module: module.prepared.dequantize()),
+        _as_it_is(modules.OnlineQuantLinear.dequantized_weight),
     ),
     Kind(
         modules.WeightOnlyLinear,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.nn.quantized_layer import QuantizedLayer
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 
 Clamp = tuple[float, float]
@@ -31,7 +32,7 @@ def padding_of(conv: nn.Conv2d) -> Padding:
     return conv.padding if isinstance(conv.padding, str) else cast(Sequence[int], conv.padding)
 
 
-class QuantizedConv2d(nn.Module):
+class QuantizedConv2d(QuantizedLayer):
     """The sizes of a convolution that is not trained."""
 
     def __init__(
@@ -44,8 +45,9 @@ class QuantizedConv2d(nn.Module):
         dilation: Pair,
         groups: int,
         clamp: Clamp | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         name = type(self).__name__
         self.in_channels, self.out_channels = in_channels, out_channels
         height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
@@ -61,6 +63,11 @@ class QuantizedConv2d(nn.Module):
             raise ValueError(f"{name}: clamp: expected lo <= hi, got {clamp}")
         self.geometry: Geometry = geometry(name, self.kernel_size, stride, padding, dilation, groups)
         self.clamp = clamp
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[out_channels, in_channels / groups, Kh, Kw]``."""
+        return self.out_channels, self.in_channels // self.geometry.groups, *self.kernel_size
 
     def _check_image(self, x: torch.Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_channels:

@@ -18,6 +18,7 @@ from epiloq.nn.prepared_linear import (
     PreparedLinear,
     check_linear,
 )
+from epiloq.nn.quantized_layer import convert_input
 
 
 class Fp8BlockLinear(PreparedLinear):
@@ -27,15 +28,17 @@ class Fp8BlockLinear(PreparedLinear):
     contiguous ``[.., out_features]`` in the dtype of `x`. Every 128 values of a token have a scale, measured, see
     ``epiloq.quantize_fp8``; the product is ``epiloq.groupwise_mm``.
 
-    Buffers, as the state dict and DeepSeek-V3's checkpoints hold them (N = out_features, K = in_features):
-        weight            float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
+    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+        weight_q          float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
         weight_scale_inv  float32 [ceil(N / 128), ceil(K / 128)], the scale, max|W| / 448 of the block, at least 2^-126
         bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    In memory N is rounded up to 8 and K to 16, with zeros, so that every size runs on the fast kernels; an
-    out_features that is not a multiple of 8 costs one copy of `y`.
+    Files, such as DeepSeek-V3's checkpoints, have `weight_q` under "weight". `weight` is the float weight
+    that these stand for, computed when it is read. Kernels read N rounded up to 8 and K to 16, with zeros: of other
+    sizes they get padded copies, and an out_features that is not a multiple of 8 costs one copy of `y`.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
+    PARTS = ("weight_q", "bias", "weight_scale_inv")
 
     weight_scale_inv: Tensor
 
@@ -48,9 +51,9 @@ class Fp8BlockLinear(PreparedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, dtype)
         blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
-        self._hold("weight", (out_features, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_q", (out_features, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale_inv", blocks, (1, 1), torch.float32, device)
         self._hold("bias", (out_features,), (N_MULTIPLE,), dtype, device, wanted=bias)
 
@@ -74,7 +77,7 @@ class Fp8BlockLinear(PreparedLinear):
         ).train(linear.training)
         if not values.is_meta:
             q, scale = epiloq.quantize_fp8(values.contiguous(), granularity="block", pad_to=K_MULTIPLE)
-            layer._fill(weight=q, weight_scale_inv=scale, bias=linear.bias)
+            layer._fill(weight_q=q, weight_scale_inv=scale, bias=linear.bias)
         return layer
 
     @staticmethod
@@ -83,17 +86,21 @@ class Fp8BlockLinear(PreparedLinear):
         check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self._direct(x, FLOAT_DTYPES, ("weight", "bias", "weight_scale_inv"))
+        x, parts = convert_input(self, x), self._made
+        call = self._direct(x, FLOAT_DTYPES, parts)
         if call is not None:
             call.append(threads_for(x))
             _core.fp8_block_linear(*call)
             return cast(Tensor, call[0])
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = epiloq.groupwise_mm(
-            q, self.weight.t(), scale, self.weight_scale_inv.t(), bias, out_dtype=x.dtype, constant_b=True
-        )
+        weight_q, bias, weight_scale_inv = parts
+        bias = None if bias is None else bias.to(x.dtype)
+        y = epiloq.groupwise_mm(q, weight_q.t(), scale, weight_scale_inv.t(), bias, out_dtype=x.dtype, constant_b=True)
         return self._result(y, x)
+
+    def dequantized_weight(self) -> Tensor:
+        scale = self.weight_scale_inv.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        return self.weight_q.float() * scale[: self.out_features, : self.in_features]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

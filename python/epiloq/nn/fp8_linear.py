@@ -21,10 +21,10 @@ from epiloq.nn.prepared_linear import (
     check_linear,
     number,
 )
+from epiloq.nn.quantized_layer import convert_input
 
 ACTIVATIONS = ("token", "tensor", "static")
 WEIGHTS = ("channel", "tensor")
-_PARTS = ("weight", "bias", "weight_scale", "input_scale")
 
 
 class Fp8Linear(PreparedLinear):
@@ -41,16 +41,18 @@ class Fp8Linear(PreparedLinear):
     weight
         ``"channel"``: a scale for each output feature. ``"tensor"``: one for all of W.
 
-    Buffers, as the state dict holds them (N = out_features, K = in_features):
-        weight        float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
+    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+        weight_q      float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
         weight_scale  float32 [N], or [1] for "tensor": max|W| / 448, at least 2^-126
         bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
         input_scale   float32 [1], static only
-    In memory N is rounded up to 8 and K to 16, with zeros, so that every size runs on the fast kernels; an
-    out_features that is not a multiple of 8 costs one copy of `y`.
+    `weight` is the float weight that these stand for, computed when it is read. Kernels read N rounded up to 8 and K
+    to 16, with zeros: of other sizes they get padded copies, and an out_features that is not a multiple of 8 costs one
+    copy of `y`.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
+    PARTS = ("weight_q", "bias", "weight_scale", "input_scale")
 
     weight_scale: Tensor
     input_scale: Tensor | None
@@ -66,12 +68,12 @@ class Fp8Linear(PreparedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, dtype)
         check_choice("Fp8Linear", "activation", activation, ACTIVATIONS)
         check_choice("Fp8Linear", "weight", weight, WEIGHTS)
         self.activation, self.weight_scales = activation, weight
         n, scales, multiple = (out_features, out_features, N_MULTIPLE) if weight == "channel" else (out_features, 1, 1)
-        self._hold("weight", (n, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_q", (n, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale", (scales,), (multiple,), torch.float32, device)
         self._hold("bias", (n,), (N_MULTIPLE,), dtype, device, wanted=bias)
         self._hold("input_scale", (1,), (1,), torch.float32, device, wanted=activation == "static")
@@ -111,9 +113,9 @@ class Fp8Linear(PreparedLinear):
             return layer
         granularity = "token" if weight == "channel" else "tensor"
         q, weight_scale = epiloq.quantize_fp8(values.contiguous(), granularity=granularity, pad_to=K_MULTIPLE)
-        layer._fill(weight=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         if layer.input_scale is not None:
             layer.input_scale.fill_(scale)
+        layer._fill(weight_q=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         return layer
 
     @staticmethod
@@ -122,18 +124,18 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, _PARTS)
+        x, parts = convert_input(self, x), self._made
+        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
         if call is not None:
             call += [self.activation == "token", threads_for(x)]
             _core.fp8_linear(*call)
             return cast(Tensor, call[0])
+        weight_q, bias, weight_scale, input_scale = parts
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         granularity = "token" if self.activation == "token" else "tensor"
-        q, scale = epiloq.quantize_fp8(
-            self._tokens(x), granularity=granularity, scale=self.input_scale, pad_to=K_MULTIPLE
-        )
-        bias = None if self.bias is None else self.bias.to(out_dtype)
-        y = epiloq.scaled_mm(q, self.weight.t(), scale, self.weight_scale, bias, out_dtype=out_dtype, constant_b=True)
+        q, scale = epiloq.quantize_fp8(self._tokens(x), granularity=granularity, scale=input_scale, pad_to=K_MULTIPLE)
+        bias = None if bias is None else bias.to(out_dtype)
+        y = epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, out_dtype=out_dtype, constant_b=True)
         return self._result(y, x)
 
     def extra_repr(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq._library import is_transformed, refuse_backward_to
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT, convert_input
 from epiloq.ops.conv2d import Padding, Pair
 from epiloq.ops.conv2d_int8 import convolve
 from epiloq.weights.prepared_int8_weight import (
@@ -33,30 +34,30 @@ class Int8Conv2d(QuantizedConv2d):
     in channels_last memory: int8 where the layer has an output quantiser, else of x's dtype (of `dtype` after an int8
     `x`). See ``epiloq.conv2d_int8``.
 
-    Buffers, as the state dict holds them (C = in_channels / groups):
-        weight              int8 [out_channels, Kh, Kw, C]
+    Parameters without gradients, which are the state dict (C = in_channels / groups):
+        weight_q            int8 [out_channels, Kh, Kw, C]
         weight_scale        float32 [out_channels]
         bias                float32 [out_channels], in real numbers
         input_scale         float32 [1]
         input_zero_point    int32 [1] in [-128, 127]
         output_scale        float32 [1], with an output quantiser alone
         output_zero_point   int32 [1]
-    None of them follows ``.to(dtype)``. What the kernels take besides is derived when these are loaded;
-    `set_quantizers` changes the scales and needs no float weight.
+    None of them follows ``.to(dtype)``. What the kernels take besides is made from these before the next call.
+    `set_quantizers` changes the scales and needs no float weight. `weight` is the float weight ``[out_channels, C, Kh,
+    Kw]`` that these stand for, computed when it is read.
 
     Raises ValueError for sizes that do not fit, or sums of more than 65793 products, which int32 might not hold.
     """
 
-    weight: Tensor
     weight_scale: Tensor
-    bias: Tensor | None
+    RENAMED = FILES_SAY_WEIGHT
+    # None of the float tensors follows casts: they say numbers that integers stand for.
+    FOLLOWS = frozenset()
+
     input_scale: Tensor
     input_zero_point: Tensor
     output_scale: Tensor | None
     output_zero_point: Tensor | None
-    scale: Tensor
-    shift: Tensor | None
-    correction: Tensor | None
 
     def __init__(
         self,
@@ -74,23 +75,20 @@ class Int8Conv2d(QuantizedConv2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, clamp)
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, clamp, dtype)
         n, channels = out_channels, in_channels // groups
         _check_terms(self.kernel_size[0] * self.kernel_size[1] * channels)
         weight = torch.zeros(n, *self.kernel_size, channels, dtype=torch.int8, device=device)
         ones, one = (torch.ones(count, dtype=torch.float32, device=device) for count in (n, 1))
         zero = torch.zeros(1, dtype=torch.int32, device=device)
-        self.register_buffer("weight", weight)
-        self.register_buffer("weight_scale", ones)
-        self.register_buffer("bias", torch.zeros_like(ones) if bias else None)
-        self.register_buffer("input_scale", one)
-        self.register_buffer("input_zero_point", zero)
-        self.register_buffer("output_scale", one.clone() if quantized_output else None)
-        self.register_buffer("output_zero_point", zero.clone() if quantized_output else None)
-        for name in ("scale", "shift", "correction"):
-            self.register_buffer(name, None, persistent=False)
-        self._derive()
+        self._store("weight_q", weight)
+        self._store("weight_scale", ones)
+        self._store("bias", torch.zeros_like(ones) if bias else None)
+        self._store("input_scale", one)
+        self._store("input_zero_point", zero)
+        self._store("output_scale", one.clone() if quantized_output else None)
+        self._store("output_zero_point", zero.clone() if quantized_output else None)
+        self._settle()
 
     @classmethod
     @torch.no_grad()
@@ -125,7 +123,7 @@ class Int8Conv2d(QuantizedConv2d):
             dtype=conv.weight.dtype,
         ).train(conv.training)
         q, scale = nearest_int8(conv.weight.float().permute(0, 2, 3, 1))
-        layer.weight.copy_(q)
+        layer.weight_q.copy_(q)
         layer.weight_scale.copy_(scale)
         if layer.bias is not None and conv.bias is not None:
             layer.bias.copy_(conv.bias)
@@ -160,11 +158,12 @@ class Int8Conv2d(QuantizedConv2d):
             self.input_scale.fill_(into[0])
             self.input_zero_point.fill_(into[1])
         if onto is not None:
-            self.output_scale = torch.full_like(self.input_scale, onto[0])
-            self.output_zero_point = torch.full_like(self.input_zero_point, onto[1])
-        self._derive()
+            self._store("output_scale", torch.full_like(self.input_scale, onto[0]))
+            self._store("output_zero_point", torch.full_like(self.input_zero_point, onto[1]))
+        self._settle()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = convert_input(self, x)
         self._check_image(x)
         image = x
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
@@ -177,51 +176,49 @@ class Int8Conv2d(QuantizedConv2d):
         pixels = x.permute(0, 2, 3, 1).contiguous()
         if self.output_scale is not None:
             out_dtype = torch.int8
-        parameters = Int8Parameters(self.scale, self.shift, self.correction, *self._numbers)
-        y = convolve("conv2d_int8", pixels, self.weight, parameters, self.geometry, out_dtype)
+        y = convolve("conv2d_int8", pixels, self.weight_q, Int8Parameters(*self._made), self.geometry, out_dtype)
         return refuse_backward_to(image, "nn.Int8Conv2d", y).permute(0, 3, 1, 2)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes that stand for the float weight in memory."""
-        return self.weight.nbytes + self.weight_scale.nbytes + self.scale.nbytes
+        return self.weight_q.nbytes + 2 * self.weight_scale.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type that the layer stands in for; casts change it."""
+        return self._dtype
+
+    def dequantized_weight(self) -> Tensor:
+        return (self.weight_q.float() * self.weight_scale.view(-1, 1, 1, 1)).permute(0, 3, 1, 2)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bias={self.bias is not None}, quantized_output={self.output_scale is not None}"
 
-    @torch.no_grad()
-    def _derive(self) -> None:
-        """What the kernels take, from the buffers; reads the zero points, so not while a graph is captured."""
-        if self.weight.is_meta:
-            self.scale, self._numbers = torch.empty_like(self.weight_scale), (0, 0, 0.0, 0.0)
-            return
+    def _make(self) -> Any:
+        """What the kernels take; reads the zero points, so not while a graph is captured."""
+        if self.weight_q.is_meta:
+            return torch.empty_like(self.weight_scale), None, None, 0, 0, 0.0, 0.0
         prepared = PreparedInt8Weight.prepare(
-            self.weight, self.weight_scale, self.bias, input=self.input, output=self.output
+            self.weight_q, self.weight_scale, self.bias, input=self.input, output=self.output
         )
         p = prepared.parameters("conv2d_int8", to_int8=self.output_scale is not None, clamp=self.clamp)
-        self.scale, self.shift, self.correction = p.scale, p.bias, p.correction
-        self._numbers = (p.input_zero, p.output_zero, p.lo, p.hi)
+        return p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
     ) -> None:
-        # A layer learns from what it loads whether it hands on int8; not from a part of one.
-        for name, like in (("output_scale", self.input_scale), ("output_zero_point", self.input_zero_point)):
-            if prefix + name in state_dict or prefix + "weight" in state_dict:
-                given = state_dict.get(prefix + name)
-                self._buffers[name] = None if given is None else torch.empty_like(like)
+        # A layer learns from what it loads whether it hands on int8; a part of it may say that it does.
+        outputs = {"output_scale": self.input_scale, "output_zero_point": self.input_zero_point}
+        names = {name.removeprefix(prefix) for name in state_dict}
+        given = {self.RENAMED.get(name, name) for name in names}
+        whole = {name for name, held in self._parameters.items() if held is not None} - outputs.keys() <= given
+        for name, like in outputs.items():
+            if name in given and self._parameters[name] is None:
+                self._store(name, torch.empty_like(like))
+            elif name not in given and whole:
+                self._store(name, None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        self._derive()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Conv2d:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-                self.dtype = new.dtype if new.is_floating_point() else self.dtype
-        return self
 
 
 def _check_terms(terms: int) -> None:

@@ -21,10 +21,11 @@ from epiloq.nn.prepared_linear import (
     check_choice,
     check_linear,
     number,
+    padded,
 )
+from epiloq.nn.quantized_layer import convert_input
 
 ACTIVATIONS = ("dynamic", "static")
-_PARTS = ("weight", "bias", "weight_scale", "azp_adj", "input_scale", "input_zero_point")
 
 
 def max_in_features(symmetric: bool) -> int:
@@ -54,26 +55,25 @@ class Int8Linear(PreparedLinear):
         ``"dynamic"``: a scale (and, unless `symmetric`, a zero point) for each token, see ``epiloq.quantize_int8``.
         ``"static"``: one scale (and zero point) for all tokens, held in `input_scale` (and `input_zero_point`).
 
-    Buffers, as the state dict holds them (N = out_features, K = in_features):
-        weight            int8 [N, K], scale * q with q = round-half-even(W / scale)
+    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+        weight_q          int8 [N, K], scale * q with q = round-half-even(W / scale)
         weight_scale      float32 [N] = max(max_k |W[n, k]| / 127, 2^-126)
         bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
         input_scale       float32 [1], static only
         input_zero_point  int32 [1] in [-128, 127], static and asymmetric only
-    In memory `weight` is ``[N rounded up to 8, K rounded up to 16]`` with zeros around (the per-channel vectors
-    alike), so that every size runs on the fast kernels; an out_features that is not a multiple of 8 costs one copy
-    of `y`. `azp_adj`, int32 [N padded], the zero point's correction, is derived: the sums of the weight's rows,
-    multiplied by `input_zero_point` when static. Load these tensors with ``load_state_dict`` rather than assigning
-    to them, for that keeps `azp_adj` in step.
+    `weight` is the float weight that these stand for, computed when it is read. Kernels read N rounded up to 8 and K
+    to 16, with zeros: of other sizes they get padded copies, made before the first call, and an out_features that is
+    not a multiple of 8 costs one copy of `y`. With a zero point they also get the sums of the weight's rows (times
+    `input_zero_point` when static). Both follow what is loaded or written.
 
     Raises ValueError for an `in_features` whose int32 sums could overflow (131056 symmetric, 65792 asymmetric, at
     most).
     """
 
     WEIGHT_DTYPE = torch.int8
+    PARTS = ("weight_q", "bias", "weight_scale", "azp_adj", "input_scale", "input_zero_point")
 
     weight_scale: Tensor
-    azp_adj: Tensor | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
 
@@ -88,18 +88,16 @@ class Int8Linear(PreparedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, dtype)
         check_choice("Int8Linear", "activation", activation, ACTIVATIONS)
         _check_in_features(in_features, symmetric)
         self.activation, self.symmetric = activation, symmetric
         static, n, k = activation == "static", out_features, in_features
-        self._hold("weight", (n, k), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_q", (n, k), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale", (n,), (N_MULTIPLE,), torch.float32, device)
         self._hold("bias", (n,), (N_MULTIPLE,), dtype, device, wanted=bias)
         self._hold("input_scale", (1,), (1,), torch.float32, device, wanted=static)
         self._hold("input_zero_point", (1,), (1,), torch.int32, device, wanted=static and not symmetric)
-        azp_adj = None if symmetric else torch.zeros_like(self.weight_scale, dtype=torch.int32)
-        self.register_buffer("azp_adj", azp_adj, persistent=False)
 
     @classmethod
     @torch.no_grad()
@@ -138,12 +136,11 @@ class Int8Linear(PreparedLinear):
         if weight.is_meta:
             return layer
         q, weight_scale, _ = epiloq.quantize_int8(weight.contiguous(), pad_to=K_MULTIPLE)
-        layer._fill(weight=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         if layer.input_scale is not None:
             layer.input_scale.fill_(scale)
         if layer.input_zero_point is not None:
             layer.input_zero_point.fill_(zero_point)
-        layer._derive()
+        layer._fill(weight_q=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         return layer
 
     @staticmethod
@@ -153,29 +150,31 @@ class Int8Linear(PreparedLinear):
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, _PARTS)
+        x, parts = convert_input(self, x), self._made
+        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
         if call is not None:
             call.append(threads_for(x))
             _core.int8_linear(*call)
             return cast(Tensor, call[0])
         tokens = self._tokens(x)
+        weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = parts
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         q, scale, azp = epiloq.quantize_int8(
             tokens,
-            scale=self.input_scale,
-            azp=self.input_zero_point,
+            scale=input_scale,
+            azp=input_zero_point,
             symmetric=self.symmetric,
             pad_to=K_MULTIPLE,
         )
-        weight = self.weight.t()
-        bias = None if self.bias is None else self.bias.to(out_dtype)
-        if self.azp_adj is None:
-            y = epiloq.scaled_mm(q, weight, scale, self.weight_scale, bias, out_dtype=out_dtype, constant_b=True)
+        weight = weight_q.t()
+        bias = None if bias is None else bias.to(out_dtype)
+        if azp_adj is None:
+            y = epiloq.scaled_mm(q, weight, scale, weight_scale, bias, out_dtype=out_dtype, constant_b=True)
         else:
             # A static zero point is already a factor of azp_adj.
             token_azp = azp if self.activation == "dynamic" else None
             y = epiloq.scaled_mm_azp(
-                q, weight, scale, self.weight_scale, self.azp_adj, token_azp, bias, out_dtype=out_dtype, constant_b=True
+                q, weight, scale, weight_scale, azp_adj, token_azp, bias, out_dtype=out_dtype, constant_b=True
             )
         # A static quantiser's integers have no gradient to lose, so that torch would go on without one.
         return self._result(refuse_backward_to(x, "nn.Int8Linear", y), x)
@@ -186,16 +185,10 @@ class Int8Linear(PreparedLinear):
             f"activation={self.activation}, symmetric={self.symmetric}"
         )
 
-    def _derive(self) -> None:
-        """azp_adj: in place, for captured CUDA graphs keep its address, unless its device changes."""
-        if self.azp_adj is None:
-            return
-        sums = self.weight.sum(dim=1, dtype=torch.int32)
-        if self.input_zero_point is not None:
-            if self.input_zero_point.device != self.weight.device:
-                return  # Loading from "meta" piece by piece: the other piece is still to come.
-            sums *= self.input_zero_point
-        if self.azp_adj.device == sums.device:
-            self.azp_adj.copy_(sums)
-        else:
-            self.azp_adj = sums
+    def _padded(self, name: str) -> Tensor | None:
+        if name != "azp_adj":
+            return super()._padded(name)
+        if self.symmetric:
+            return None
+        sums, zero_point = self.weight_q.sum(dim=1, dtype=torch.int32), self._stored("input_zero_point")
+        return padded(sums if zero_point is None else sums * zero_point, self._padded_shapes["weight_scale"])

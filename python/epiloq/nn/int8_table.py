@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.nn.kept_dtypes import KeptDtypes
+from epiloq.nn.quantized_layer import StoredTensors
 from epiloq.weights.prepared_int8_weight import Quantizer
 
 
-class Int8Quantize(KeptDtypes):
+class Int8Quantize(StoredTensors):
     """``q = clamp(round(x / scale) + zero_point, -128, 127)`` of a floating-point x; see ``epiloq.quantize_int8``.
 
-    Four-dimensional results are in channels_last memory. Buffers: scale float32 [1], zero_point int32 [1].
+    Four-dimensional results are in channels_last memory. Parameters without gradients: scale float32 [1],
+    zero_point int32 [1].
     """
 
     scale: Tensor
@@ -23,8 +24,8 @@ class Int8Quantize(KeptDtypes):
 
     def __init__(self, output: Quantizer, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.tensor([output[0]], dtype=torch.float32, device=device))
-        self.register_buffer("zero_point", torch.tensor([output[1]], dtype=torch.int32, device=device))
+        self._store("scale", torch.tensor([output[0]], dtype=torch.float32, device=device))
+        self._store("zero_point", torch.tensor([output[1]], dtype=torch.int32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.permute(0, 2, 3, 1).contiguous() if x.ndim == 4 else x.contiguous()
@@ -32,14 +33,14 @@ class Int8Quantize(KeptDtypes):
         return q.permute(0, 3, 1, 2) if x.ndim == 4 else q
 
 
-class Int8Table(KeptDtypes):
-    """``table[q + 128]`` of an int8 q: a function of one value between two grids. Buffer: table int8 [256]."""
+class Int8Table(StoredTensors):
+    """``table[q + 128]`` of an int8 q: a function of one value between two grids. Stored: table int8 [256]."""
 
     table: Tensor
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.register_buffer("table", torch.arange(-128, 128, dtype=torch.int8, device=device))
+        self._store("table", torch.arange(-128, 128, dtype=torch.int8, device=device))
 
     @classmethod
     def from_function(

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import direct_parts
-from epiloq.nn.kept_dtypes import KeptDtypes
+from epiloq.nn.direct_call import takes_directly
 from epiloq.nn.prepared_linear import check_linear
+from epiloq.nn.quantized_layer import QuantizedLayer, convert_input
 from epiloq.ops.online_quant_mm import run
-from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare
+from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs
 
 _NAME = "OnlineQuantLinear"
+_STORED = ("weight_q", "bias", "weight_parameters")
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -49,23 +50,25 @@ def quantise_weight(
     return q.contiguous(), scale.squeeze(2), None if symmetric else offset.squeeze(2)
 
 
-class OnlineQuantLinear(KeptDtypes):
+class OnlineQuantLinear(QuantizedLayer):
     """``y = x W^T + bias`` with W in blocks of `group_size` along K, and x quantised in the same blocks on the way in.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` has the dtype
     of `x`: see ``epiloq.online_quant_mm``, which also takes the weight as `prepared` gives it.
 
-    State dict, with N = out_features, K = in_features, G = ceil(K / group_size):
+    Parameters without gradients, which are the state dict: `weight_q` and `weight_parameters`, in the kernels' order,
+    as ``epiloq.BlockQuantWeight`` describes its values and parameters, and `bias` ``[out_features]`` of the layer's
+    float dtype, the only one that ``.to(dtype)`` converts. `prepared` is the first two as a value, `weight` the float
+    weight, computed when it is read.
+
+    Files have the weight unpacked, and it is loaded so too, with N = out_features, K = in_features,
+    G = ceil(K / group_size):
         weight         int8 [N, K]; at 4 bits int8 [N, ceil(K / 2)], value 2i in the low half of byte i
         weight_scale   float32 [N, G]
         weight_offset  float32 [N, G], unless `symmetric`: W is about weight_scale * weight + weight_offset
-        bias           [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    In memory the weight lies as the kernels want it, in `values` and `parameters` (see ``epiloq.BlockQuantWeight``).
     """
 
-    values: Tensor
-    parameters_of_blocks: Tensor
-    bias: Tensor | None
+    weight_parameters: Tensor
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class OnlineQuantLinear(KeptDtypes):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         for name, value in (("in_features", in_features), ("out_features", out_features), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{_NAME}: {name}: expected at least 1, got {value}")
@@ -91,9 +94,12 @@ class OnlineQuantLinear(KeptDtypes):
         q = torch.zeros((out_features, in_features), dtype=torch.int8, device=device)
         zeros = torch.zeros((out_features, blocks), dtype=torch.float32, device=device)
         weight = prepare(q, zeros, None if symmetric else zeros, group_size, bits)
-        self.register_buffer("values", weight.values, persistent=False)
-        self.register_buffer("parameters_of_blocks", weight.parameters, persistent=False)
-        self.register_buffer("bias", torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+        self._take(weight, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+
+    def _take(self, weight: BlockQuantWeight, bias: Tensor | None) -> None:
+        self._store("weight_q", weight.values)
+        self._store("weight_parameters", weight.parameters)
+        self._store("bias", bias)
 
     @classmethod
     @torch.no_grad()
@@ -114,9 +120,7 @@ class OnlineQuantLinear(KeptDtypes):
             device=device,
             dtype=None if bias is None else bias.dtype,
         )
-        layer._set(weight, assign=True)
-        if layer.bias is not None and bias is not None:
-            layer.bias.copy_(bias)
+        layer._take(weight, None if bias is None else bias.detach().clone())
         return layer
 
     @classmethod
@@ -141,9 +145,8 @@ class OnlineQuantLinear(KeptDtypes):
         ).train(linear.training)
         if not linear.weight.is_meta:
             q, scale, offset = quantise_weight(linear.weight.detach(), group_size, bits, symmetric)
-            layer._set(prepare(q, scale, offset, group_size, bits), assign=True)
-            if layer.bias is not None:
-                layer.bias.copy_(linear.bias)
+            bias = None if linear.bias is None else linear.bias.detach().clone()
+            layer._take(prepare(q, scale, offset, group_size, bits), bias)
         return layer
 
     @staticmethod
@@ -155,12 +158,12 @@ class OnlineQuantLinear(KeptDtypes):
     def prepared(self) -> BlockQuantWeight:
         """The weight as ``epiloq.online_quant_mm`` takes it."""
         return BlockQuantWeight(
-            self.values, self.parameters_of_blocks, self.out_features, self.in_features, self.group_size, self.bits
+            self.weight_q, self.weight_parameters, self.out_features, self.in_features, self.group_size, self.bits
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = direct_parts(self, x, self.in_features, ("values", "bias", "parameters_of_blocks"))
-        if parts is not None:
+        x, parts = convert_input(self, x), self._all_stored(_STORED)
+        if takes_directly(x, self.in_features, parts):
             values, bias, parameters = parts
             numbers = (self.in_features, self.group_size, self.bits)
             return run(x, values, parameters, bias, *numbers, -inf, inf, False)
@@ -176,7 +179,7 @@ class OnlineQuantLinear(KeptDtypes):
     @property
     def weight_bytes(self) -> int:
         """Bytes that stand for the float weight in memory: values with padding, parameters of blocks."""
-        return self.values.nbytes + self.parameters_of_blocks.nbytes
+        return self.weight_q.nbytes + self.weight_parameters.nbytes
 
     def extra_repr(self) -> str:
         return (
@@ -184,26 +187,26 @@ class OnlineQuantLinear(KeptDtypes):
             f"bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric}"
         )
 
-    def _set(self, weight: BlockQuantWeight, *, assign: bool) -> None:
-        """In place, for captured CUDA graphs keep its address, unless the memory is to be the new weight's."""
-        if assign:
-            self.values, self.parameters_of_blocks = weight.values, weight.parameters
-        else:
-            self.values.copy_(weight.values)
-            self.parameters_of_blocks.copy_(weight.parameters)
+    def dequantized_weight(self) -> Tensor:
+        return self.prepared.dequantize()
 
-    def _stored_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        """What the state dict holds beside the bias, by name."""
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[out_features, in_features]``."""
+        return self.out_features, self.in_features
+
+    def file_state(self) -> dict[str, Tensor]:
+        q, scale, offset = self.prepared.unpack()
+        tensors = (q if self.bits == 8 else pack_pairs(q), scale, offset)
+        found = {name: t for name, t in zip(self._unpacked_shapes(), tensors, strict=False) if t is not None}
+        return found if self.bias is None else found | {"bias": self.bias.detach()}
+
+    def _unpacked_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        """What files, and state dicts of earlier versions, have beside the bias, by name."""
         n, k = self.out_features, self.in_features
         parameter = (torch.float32, (n, -(-k // self.group_size)))
         shapes = {"weight": (torch.int8, (n, k if self.bits == 8 else (k + 1) // 2)), "weight_scale": parameter}
         return shapes if self.symmetric else shapes | {"weight_offset": parameter}
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        q, scale, offset = self.prepared.unpack()
-        tensors = (q if self.bits == 8 else pack_pairs(q), scale, offset)
-        destination.update({prefix + name: t for name, t in zip(self._stored_shapes(), tensors, strict=False)})
 
     def _load_from_state_dict(
         self,
@@ -215,27 +218,46 @@ class OnlineQuantLinear(KeptDtypes):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        given: dict[str, Tensor] = {}
-        for name, (dtype, shape) in self._stored_shapes().items():
-            tensor = state_dict.pop(prefix + name, None)  # load_state_dict's own copy of the dict.
-            if tensor is None:
-                missing_keys.append(prefix + name)
-            elif tensor.shape != shape or tensor.dtype != dtype:
+        shapes = self._unpacked_shapes()
+        names = {name.removeprefix(prefix) for name in state_dict}
+        given = {name: state_dict.pop(prefix + name) for name in shapes if name in names}
+        for name, tensor in given.items():
+            dtype, shape = shapes[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
                 error_msgs.append(
                     f"{_NAME}: {prefix}{name}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
                 )
-            else:
-                given[name] = tensor
-        if len(given) == len(self._stored_shapes()) and not error_msgs:
-            weight = epiloq.online_quant_weight(
-                given["weight"],
-                given["weight_scale"],
-                given.get("weight_offset"),
-                group_size=self.group_size,
-                bits=self.bits,
-                in_features=self.in_features,
-            )
-            self._set(weight, assign=bool(local_metadata.get("assign_to_params_buffers", False)))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+                return
+        if given:
+            state_dict.update({prefix + name: tensor for name, tensor in self._packed(given).items()})
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        if given:  # What is missing beside has the names that it would come under.
+            missing = [key for key in missing if key not in (f"{prefix}weight_q", f"{prefix}weight_parameters")]
+            missing += [prefix + name for name in shapes if name not in given]
+        missing_keys += missing
+
+    @torch.no_grad()
+    def _packed(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of tensors that came unpacked, beside what the layer holds of those that did not."""
+        device = next(iter(given.values())).device
+        parts: dict[str, Tensor | None] = {"weight": None, "weight_scale": None, "weight_offset": None}
+        if not self.weight_q.is_meta:
+            parts["weight"], *_ = self.prepared.unpack()
+        if not self.weight_parameters.is_meta:
+            parts["weight_scale"], parts["weight_offset"] = self.prepared.scale, self.prepared.offset
+        scaled = parts["weight_scale"] is not None or len(given.keys() - {"weight"}) > 0
+        parts |= given
+        if "weight" in given and self.bits == 4:
+            parts["weight"] = unpack_pairs(given["weight"], self.in_features)
+        q, scale, offset = (
+            torch.zeros(shape, dtype=dtype, device=device) if part is None else part.to(device)
+            for part, (dtype, shape) in zip(parts.values(), self._whole_shapes(), strict=True)
         )
+        weight = prepare(q.contiguous(), scale, None if self.symmetric else offset, self.group_size, self.bits)
+        found = {"weight_q": weight.values} if "weight" in given else {}
+        return found | {"weight_parameters": weight.parameters} if scaled else found
+
+    def _whole_shapes(self) -> list[tuple[torch.dtype, tuple[int, int]]]:
+        n, k = self.out_features, self.in_features
+        return [(torch.int8, (n, k)), *2 * [(torch.float32, (n, -(-k // self.group_size)))]]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from epiloq._library import PLAIN
 from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import direct_parts
-from epiloq.nn.kept_dtypes import KeptDtypes
+from epiloq.nn.direct_call import takes_directly
+from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT, QuantizedLayer
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = FLOAT_DTYPES[1:]
@@ -54,43 +56,51 @@ def check_choice(name: str, argument: str, value: object, choices: tuple[str, ..
         raise ValueError(f"{name}: {argument}: expected one of {', '.join(choices)}, got {value!r}")
 
 
-def padded(tensor: Tensor, shape: torch.Size) -> Tensor:
+def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`tensor` with zeros appended along each dimension up to `shape`; itself where kernels can read it so."""
-    # Tensors of a safetensors file lie in one buffer, at addresses that need not be multiples of 16.
-    if tensor.shape == shape and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+    aligned = is_compiling() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+    if tensor.shape == shape and aligned:
         return tensor
     filled = tensor.new_zeros(shape)
-    filled[tuple(map(slice, tensor.shape))] = tensor
+    # As bytes, for not every backend copies float8.
+    part, values = filled[tuple(map(slice, tensor.shape))], tensor
+    if tensor.dtype.itemsize == 1:
+        part, values = part.view(torch.uint8), tensor.view(torch.uint8)
+    part.copy_(values)
     return filled
 
 
-def _cropped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The leading `shape` of `tensor` in storage of its own; itself when there is nothing to cut."""
-    if tensor.shape == shape:
-        return tensor
-    return tensor[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
+class PreparedLinear(QuantizedLayer):
+    """A linear layer for inference, of tensors that kernels read padded with zeros.
 
-
-class PreparedLinear(KeptDtypes):
-    """A linear layer for inference, of buffers that are padded with zeros in memory and bare in the state dict.
-
-    Only `bias` follows ``.to(dtype)``. Loading takes tensors of the state dict's shapes, floating-point ones in any
-    floating-point dtype where the buffer is not of one byte, and keeps the buffers' addresses (unless assigned).
+    Stored tensors have the sizes of the layer. Of sizes that kernels do not take, they get padded copies. Only `bias`
+    follows ``.to(dtype)``. Loading takes floating-point tensors in any floating-point dtype where the layer's is not
+    of one byte, and keeps the parameters' addresses (unless assigned).
     """
 
+    RENAMED = FILES_SAY_WEIGHT
     WEIGHT_DTYPE: ClassVar[torch.dtype]
+    PARTS: ClassVar[tuple[str, ...]]
+    """What kernels take, in their order, the weight first, then the bias."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(dtype)
         _check_sizes(self._class(), in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._padded_shapes: dict[str, tuple[int, ...]] = {}
 
     def _class(self) -> str:
         return type(self).__name__
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[out_features, in_features]``."""
+        return self.out_features, self.in_features
+
+    @property
+    def padded_in_features(self) -> int:
+        """As many as kernels read."""
+        return self._padded_shapes["weight_q"][-1]
 
     def _hold(
         self,
@@ -101,33 +111,37 @@ class PreparedLinear(KeptDtypes):
         device: torch.device | str | None,
         wanted: bool = True,
     ) -> None:
-        """Register a buffer of `shape` in the state dict and of its `multiples` in memory, None unless `wanted`."""
-        buffer = None
-        if wanted:
-            self._shapes[name] = shape
-            in_memory = [-(-size // multiple) * multiple for size, multiple in zip(shape, multiples, strict=True)]
-            buffer = torch.zeros(in_memory, dtype=dtype, device=device)
-        self.register_buffer(name, buffer)
+        """Store a tensor of `shape`, which kernels read padded to `multiples`; None unless `wanted`."""
+        padding = zip(shape, multiples, strict=True)
+        self._padded_shapes[name] = tuple(-(-size // multiple) * multiple for size, multiple in padding)
+        self._store(name, torch.zeros(shape, dtype=dtype, device=device) if wanted else None)
 
+    @torch.no_grad()
     def _fill(self, **tensors: Tensor | None) -> None:
-        """Copy tensors of the state dict's shapes, or padded ones, into the buffers of their names."""
+        """Copy tensors, which may be padded, into the parameters of their names."""
         for name, tensor in tensors.items():
-            buffer = self._buffers[name]
-            if buffer is not None and tensor is not None:
-                buffer[tuple(map(slice, tensor.shape))] = tensor
+            held = self._parameters[name]
+            if held is not None and tensor is not None:
+                held.copy_(tensor[tuple(map(slice, held.shape))])
+        self._settle()
 
-    def _derive(self) -> None:
-        """Recompute what follows from the buffers; called after they were filled or loaded."""
+    def _make(self) -> Any:
+        return tuple(self._padded(name) for name in self.PARTS)
+
+    def _padded(self, name: str) -> Tensor | None:
+        stored = self._stored(name)
+        return None if stored is None else padded(stored, self._padded_shapes[name])
 
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
 
-    def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], names: tuple[str, ...]) -> list[Any] | None:
-        """Where one call of C++ serves: what it may write, `x`, and the buffers of these names. Of one of `dtypes`, and
-        with nothing to cut off along N. Otherwise None."""
-        parts = direct_parts(self, x, self.in_features, names) if x.dtype in dtypes else None
-        if parts is None or parts[0].shape[0] != self.out_features:
+    def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: tuple[Any, ...]) -> list[Any] | None:
+        """Where one call of C++ serves: what it may write, `x`, and the layer's parts. Of one of `dtypes`, and with
+        nothing to cut off along N. Otherwise None."""
+        if x.dtype not in dtypes or not takes_directly(x, self.in_features, parts):
+            return None
+        if parts[0].shape[0] != self.out_features:
             return None
         return [x.new_empty((*x.shape[:-1], self.out_features)), x, *parts]
 
@@ -141,61 +155,26 @@ class PreparedLinear(KeptDtypes):
         y = y[:, : self.out_features].contiguous().to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
+    def dequantized_weight(self) -> Tensor:
+        """The float weight that the stored values and scales stand for, float32 ``[out_features, in_features]``."""
+        scale = self._stored("weight_scale")
+        assert scale is not None
+        return self.weight_q.float() * scale.view(-1, 1)
+
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: values with padding, scales, what is derived from them."""
+        """Bytes that stand for the float weight in memory: values, scales, and what kernels read beside these."""
         not_weight = ("bias", "input_scale", "input_zero_point")
-        return sum(t.nbytes for name, t in self._buffers.items() if t is not None and name not in not_weight)
+        tensors = [t for name, t in self._parameters.items() if name not in not_weight]
+        tensors += [t for name, t in zip(self.PARTS, self._made, strict=True) if name not in not_weight]
+        return sum(t.nbytes for t in {id(t): t for t in tensors if t is not None}.values())
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, shape in self._shapes.items():
-            destination[prefix + name] = _cropped(destination[prefix + name], shape)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, shape in self._shapes.items():
-            given, buffer = state_dict.get(prefix + name), self.get_buffer(name)
-            if given is None:
-                continue
-            if given.shape != shape or not _same_kind(given.dtype, buffer.dtype):
-                error_msgs.append(
-                    f"{self._class()}: {prefix}{name}: expected {buffer.dtype} {list(shape)}, "
-                    f"got {given.dtype} {list(given.shape)}"
-                )
-                return
-            if name in _STATIC_RANGES and not given.is_meta:
-                low, high = _STATIC_RANGES[name]
-                if not low <= (value := given.item()) <= high:
-                    error_msgs.append(f"{self._class()}: {prefix}{name}: expected {low:g} to {high:g}, got {value}")
-                    return
-            kept = given if name == "bias" else given.to(buffer.dtype)
-            state_dict[prefix + name] = padded(kept, buffer.shape)  # load_state_dict's own copy of the dict.
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._derive()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The pickle module, unlike torch.save, has no way for float8 (torch 2.13): its bytes go instead.
-        return self.__dict__ | {"_buffers": self._buffers | {"weight": self.weight.view(torch.uint8)}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.weight = self.weight.view(self.WEIGHT_DTYPE)
-
-
-def _same_kind(given: torch.dtype, held: torch.dtype) -> bool:
-    """Whether a tensor may be loaded: weights of a byte as they are, other floating-point values in any such dtype."""
-    return given == held or (given.is_floating_point and held.is_floating_point and held.itemsize > 1)
+    def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
+        if name in _STATIC_RANGES and type(given) in PLAIN and not given.is_meta and given.shape == held.shape:
+            low, high = _STATIC_RANGES[name]
+            if not low <= (value := given.item()) <= high:
+                return f"expected {low:g} to {high:g}, got {value}"
+        return super()._fitting(name, given, held)
 
 
 def number(

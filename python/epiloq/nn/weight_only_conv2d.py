@@ -9,22 +9,23 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
-from epiloq.nn.kept_dtypes import KeptDtypes
+from epiloq.nn.quantized_layer import convert_input
 from epiloq.nn.weight_only_linear import check_zeros, kind_of_zeros, nearest
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")
 
 
-class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
+class WeightOnlyConv2d(QuantizedConv2d):
     """``y = clamp(conv2d(x, W) + bias)`` with W of 2, 3, 4 or 8 bits, see ``epiloq.conv2d_weight_only``.
 
     For inference. `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, best in channels_last memory; `y`
     is ``[B, out_channels, P, Q]`` in the dtype of `x` and channels_last memory. Made by `from_conv2d` or `from_packed`.
 
-    Buffers, as the state dict holds them: `weight_q`, `weight_scale`, and where there are such `weight_zero` and
-    `weight_offset`, as ``epiloq.PackedConv2dWeight`` describes them; `bias` ``[out_channels]`` of the layer's float
-    dtype, the only one that ``.to(dtype)`` converts.
+    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
+    `weight_zero` and `weight_offset`, as ``epiloq.PackedConv2dWeight`` describes them; `bias` ``[out_channels]`` of the
+    layer's float dtype, the only one that ``.to(dtype)`` converts. `packed` is these as a value, `weight` the float
+    weight, computed when it is read.
     """
 
     weight_q: Tensor
@@ -55,10 +56,11 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
                 f"got {list(bias.shape)} on {bias.device}"
             )
         layer = cls(weight.channels * groups, weight.n, weight.kernel, stride, padding, dilation, groups, clamp)
+        layer._dtype = weight.scale.dtype
         layer.bits, layer.group_size, layer.padded_channels = weight.bits, weight.group_size, weight.padded_channels
         for name in _PARTS:
-            layer.register_buffer(f"weight_{name}", getattr(weight, name))
-        layer.register_buffer("bias", None if bias is None else bias.detach().clone())
+            layer._store(f"weight_{name}", getattr(weight, name))
+        layer._store("bias", None if bias is None else bias.detach().clone())
         return layer
 
     @classmethod
@@ -98,8 +100,8 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
         return kind_of_zeros(self)
 
     @property
-    def weight(self) -> PackedConv2dWeight:
-        """The weight as a value, which shares the buffers."""
+    def packed(self) -> PackedConv2dWeight:
+        """The weight as a value, which shares the parameters."""
         return PackedConv2dWeight(
             self.weight_q,
             self.weight_scale,
@@ -114,12 +116,13 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        x = convert_input(self, x)
         self._check_image(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         place = self.geometry
         return epiloq.conv2d_weight_only(
             x,
-            self.weight,
+            self.packed,
             bias,
             stride=place.stride,
             padding=place.padding,
@@ -131,7 +134,10 @@ class WeightOnlyConv2d(KeptDtypes, QuantizedConv2d):
     @property
     def weight_bytes(self) -> int:
         """Bytes that stand for the float weight in memory: integers with padding, scales, zero points."""
-        return self.weight.nbytes
+        return self.packed.nbytes
+
+    def dequantized_weight(self) -> Tensor:
+        return self.packed.dequantize()
 
     def extra_repr(self) -> str:
         own = f"bias={self.bias is not None}, bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}"

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 import epiloq
+from epiloq._library import PLAIN
 from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import direct_parts
-from epiloq.nn.kept_dtypes import KeptDtypes
+from epiloq.nn.direct_call import takes_directly
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
+from epiloq.nn.quantized_layer import QuantizedLayer, convert_input, expected
 from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
-_BUFFERS = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
+_STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
 
 
-class WeightOnlyLinear(KeptDtypes):
+class WeightOnlyLinear(QuantizedLayer):
     """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, see ``epiloq.weight_only_mm`` and ``epiloq.PackedWeight``.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
@@ -33,10 +34,11 @@ class WeightOnlyLinear(KeptDtypes):
     act_order
         Whether input features are permuted.
 
-    Buffers, as the state dict holds them: `weight_q`, `weight_scale`, and where there are such `weight_zero`,
-    `weight_offset` and `weight_perm`, as ``epiloq.PackedWeight`` describes them; `bias` ``[out_features]`` of the
-    layer's float dtype, the only one that ``.to(dtype)`` converts. Loading takes scales and offsets in the dtype that
-    they come in.
+    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
+    `weight_zero`, `weight_offset` and `weight_perm`, as ``epiloq.PackedWeight`` describes them; `bias`
+    ``[out_features]`` of the layer's float dtype, the only one that ``.to(dtype)`` converts. Loading takes scales and
+    offsets in the dtype that they come in. `packed` is these as a value, `weight` the float weight, computed when it is
+    read.
 
     Raises ValueError for sizes below 1, other bits, group sizes or zeros.
     """
@@ -61,22 +63,20 @@ class WeightOnlyLinear(KeptDtypes):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
                 raise ValueError(f"WeightOnlyLinear: {name}: expected at least 1, got {size}")
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        packed = PackedWeight.empty(
-            out_features, in_features, bits, group_size, zeros=zeros, act_order=act_order, dtype=dtype, device=device
-        )
+        options: dict[str, Any] = {"zeros": zeros, "act_order": act_order, "dtype": self._dtype, "device": device}
+        packed = PackedWeight.empty(out_features, in_features, bits, group_size, **options)
         self._take(packed, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
 
     def _take(self, packed: PackedWeight, bias: Tensor | None) -> None:
         self.in_features, self.out_features = packed.k, packed.n
         self.bits, self.group_size = packed.bits, packed.group_size
         for name in _PARTS:
-            self.register_buffer(f"weight_{name}", getattr(packed, name))
-        self.register_buffer("bias", bias)
+            self._store(f"weight_{name}", getattr(packed, name))
+        self._store("bias", bias)
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
@@ -87,7 +87,7 @@ class WeightOnlyLinear(KeptDtypes):
                 f"got {list(bias.shape)} on {bias.device}"
             )
         layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
+        QuantizedLayer.__init__(layer, weight.scale.dtype)
         layer._take(weight, None if bias is None else bias.detach().clone())
         return layer
 
@@ -127,8 +127,8 @@ class WeightOnlyLinear(KeptDtypes):
         return kind_of_zeros(self)
 
     @property
-    def weight(self) -> PackedWeight:
-        """The weight as a value, which shares the buffers."""
+    def packed(self) -> PackedWeight:
+        """The weight as a value, which shares the parameters."""
         return PackedWeight(
             self.weight_q,
             self.weight_scale,
@@ -142,21 +142,33 @@ class WeightOnlyLinear(KeptDtypes):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = direct_parts(self, x, self.in_features, _BUFFERS)
-        if parts is not None:
+        x, parts = convert_input(self, x), self._all_stored(_STORED)
+        if takes_directly(x, self.in_features, parts):
             q, bias, scale, zero, offset, perm = parts
             numbers = (self.bits, self.out_features, self.in_features, self.group_size)
             return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"WeightOnlyLinear: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = epiloq.weight_only_mm(dense_rows(x.reshape(-1, self.in_features)), self.weight, bias)
+        own = None if self.bias is None else self.bias.to(x.dtype)
+        y = epiloq.weight_only_mm(dense_rows(x.reshape(-1, self.in_features)), self.packed, own)
         return y.view(*x.shape[:-1], self.out_features)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes that stand for the float weight in memory: integers with padding, scales, zero points, the order."""
-        return self.weight.nbytes
+        return self.packed.nbytes
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[out_features, in_features]``."""
+        return self.out_features, self.in_features
+
+    def dequantized_weight(self) -> Tensor:
+        if not is_compiling():
+            return self.packed.dequantize()
+        # By an operation that is in a graph: products with ones and zeros are exact.
+        ones = torch.eye(self.in_features, device=self.weight_q.device)
+        return epiloq.weight_only_mm(ones, self.packed).t()
 
     def extra_repr(self) -> str:
         return (
@@ -165,42 +177,19 @@ class WeightOnlyLinear(KeptDtypes):
             f"act_order={self.weight_perm is not None}"
         )
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, buffer in list(self._buffers.items()):
-            given = state_dict.get(prefix + name)
-            if buffer is None or given is None:
-                continue
-            known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES
-            both_float = known and buffer.is_floating_point()
-            if given.shape != buffer.shape or not (both_float or given.dtype == buffer.dtype):
-                error_msgs.append(
-                    f"WeightOnlyLinear: {prefix}{name}: expected {buffer.dtype} {list(buffer.shape)}, "
-                    f"got {given.dtype} {list(given.shape)}"
-                )
-                return
-            if name == "weight_perm":
-                try:
-                    checked_perm(given, self.in_features, given.device, "WeightOnlyLinear")
-                except ValueError as error:
-                    error_msgs.append(f"{prefix}{error}")
-                    return
-            if name != "bias" and given.dtype != buffer.dtype:
-                self._buffers[name] = torch.empty_like(buffer, dtype=given.dtype)
-            # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
-            if given.data_ptr() % 16 != 0 or not given.is_contiguous():
-                state_dict[prefix + name] = given.clone(memory_format=torch.contiguous_format)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
+        known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES
+        both_float = known and held.is_floating_point()
+        if given.shape != held.shape or not (both_float or given.dtype == held.dtype):
+            return expected(held, given)
+        if name == "weight_perm" and type(given) in PLAIN and not given.is_meta:
+            try:
+                checked_perm(given, self.in_features, given.device, "WeightOnlyLinear")
+            except ValueError as error:
+                return str(error).rpartition(": ")[2]
+        if name != "bias" and given.dtype != held.dtype:
+            self._store(name, torch.empty_like(held, dtype=given.dtype))
+        return given
 
 
 def kind_of_zeros(layer: nn.Module) -> str:

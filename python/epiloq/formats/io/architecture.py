@@ -18,7 +18,7 @@ from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
 from epiloq.linears.sequential_experts import unstack_
-from epiloq.mixtures import stacked, take_apart_
+from epiloq.mixtures import file_state, stacked, take_apart_
 
 
 def architecture(checkpoint: Checkpoint) -> Any:
@@ -166,10 +166,10 @@ def model_config(model: nn.Module) -> dict[str, Any]:
 
 
 def distinct(model: nn.Module) -> Mapping[str, Tensor]:
-    """The state dict without second names of tied weights."""
+    """The state dict as files have it, without second names of tied weights."""
     seen: set[tuple[int, torch.Size]] = set()
     found = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in file_state(model).items():
         identity = (tensor.data_ptr(), tensor.shape)
         if tensor.numel() == 0 or identity not in seen:
             found[name] = tensor

@@ -17,7 +17,7 @@ from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import in_format, tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
-from epiloq.mixtures import named_layers
+from epiloq.mixtures import file_state, named_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 from epiloq.schemes import SCHEMES, available, quantize_
 
@@ -89,7 +89,7 @@ class EpiloqQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
-        said, state = self.quantization_config.to_dict(), model.state_dict()
+        said, state = self.quantization_config.to_dict(), file_state(model)
         layers = epiloq_modules.layers_of(model)
         if said["quant_method"] == epiloq_modules.METHOD:
             said = epiloq_modules.config(epiloq_modules.groups_of(layers))
@@ -99,7 +99,7 @@ class EpiloqQuantizer(HfQuantizer):
         for name, module in named_layers(model, None):
             if name not in layers:
                 continue
-            for key in module.state_dict().keys() - {BIAS}:
+            for key in file_state(module).keys() - {BIAS}:
                 del state[f"{name}.{key}"]
             try:
                 if name not in self.readers:

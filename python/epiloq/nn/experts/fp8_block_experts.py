@@ -18,14 +18,15 @@ class Fp8BlockExperts(Experts):
     Weights are float8_e4m3fn with a scale for 128 x 128 of them, activations float8_e4m3fn with a scale for 128 of a
     token, measured at run time, as `Fp8BlockLinear` has them.
 
-    Buffers, as the state dict holds them (E = experts, N = out_features, K = in_features):
-        weight            float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
+    Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
+        weight_q          float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
         weight_scale_inv  float32 [E, ceil(N / 128), ceil(K / 128)], max|W| / 448 of the block, at least 2^-126
-    In memory N is rounded up to 8 and K to 16, with zeros.
+    Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
     SCALE, ROWS_PER_SCALE = "weight_scale_inv", FP8_BLOCK
+    PARTS = ("weight_q", "weight_scale_inv")
     GATED: ClassVar[Mapping[str, Any]] = {"dtype": WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
 
     weight_scale_inv: Tensor
@@ -36,8 +37,12 @@ class Fp8BlockExperts(Experts):
 
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = epiloq.quantize_fp8(values, granularity="block", pad_to=K_MULTIPLE)
-        self.weight[expert, : self.out_features] = q
+        self.weight_q[expert] = q[:, : self.in_features]
         self.weight_scale_inv[expert] = scale
+
+    def dequantized_weight(self) -> Tensor:
+        scale = self.weight_scale_inv.repeat_interleave(FP8_BLOCK, 1).repeat_interleave(FP8_BLOCK, 2)
+        return self.weight_q.float() * scale[:, : self.out_features, : self.in_features]
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return epiloq.quantize_fp8(x, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
@@ -51,5 +56,7 @@ class Fp8BlockExperts(Experts):
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
-        weight, weight_scale = self.weight.mT, self.weight_scale_inv.mT
-        return epiloq.grouped_mm(q, weight, scale, weight_scale, offs=offs, masked_m=masked_m, out_dtype=out_dtype)
+        weight_q, weight_scale_inv = (part.mT for part in self._made)
+        return epiloq.grouped_mm(
+            q, weight_q, scale, weight_scale_inv, offs=offs, masked_m=masked_m, out_dtype=out_dtype
+        )

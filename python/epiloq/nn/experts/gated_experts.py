@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.prepared_linear import K_MULTIPLE
+from epiloq.nn.quantized_layer import convert_input
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class GatedExperts(nn.Module):
     another, and summed in fp32, always in the same order. Nothing is read back to the host. Raises ValueError for
     other shapes, and on a CPU for numbers of experts that there are not.
 
-    The state dict holds a matrix an expert, as checkpoints do: what the linear layers of `kind` hold, under names like
-    ``7.gate_proj.weight``. In memory gate and up lie behind each other. Layers that scale activations by the tensor
-    (``Fp8Linear`` of activation "tensor") are run with a scale a token, which is finer.
+    Stored, and in the state dict, are the tensors of all experts together, those of gate and up behind each other, in
+    `gate_up` and `down`. State dicts may also hold a matrix an expert, as `file_state` gives them and checkpoints have
+    them: what the linear layers of `kind` hold, under names like ``7.gate_proj.weight``. Layers that scale
+    activations by the tensor (``Fp8Linear`` of activation "tensor") are run with a scale a token, which is finer.
     """
 
     def __init__(
@@ -77,7 +80,6 @@ class GatedExperts(nn.Module):
         self.gate_up = kind.experts(experts, hidden, 2 * self.up_begins, device=device)
         self.down = kind.experts(experts, intermediate, hidden, device=device)
         self.act_fn = None if act_fn is None or _is_silu(act_fn) else act_fn
-        self.register_state_dict_post_hook(_as_files_have_it)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -92,7 +94,7 @@ class GatedExperts(nn.Module):
         found = [linears.layers(expert) for expert in range(linears.experts)]
         if any(Kind.of(layer) != kind for layers in found for layer in layers):
             return None
-        device = first.weight.device
+        device = first.weight_q.device
         module = cls(
             kind,
             linears.experts,
@@ -108,6 +110,7 @@ class GatedExperts(nn.Module):
                     state = layer.state_dict()
                     for part, place in module._places(expert, projection).items():
                         place.copy_(state[part])
+            module._settle()
         return module.train(linears.training)
 
     def linears(self, device: torch.device | str | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -117,13 +120,24 @@ class GatedExperts(nn.Module):
                 rows, columns = self.hidden, self.intermediate
                 if projection != self.projections.down:
                     rows, columns = columns, rows
-                where = self.down.weight.device if device is None else torch.device(device)
+                where = self.down.weight_q.device if device is None else torch.device(device)
                 layer = self.kind.linear(columns, rows, False, **self.kind.options, device=where)
                 if where.type != "meta":
                     layer.load_state_dict(self._tensors(expert, projection))
                 yield f"{expert}.{projection}", layer
 
+    def file_state(self) -> dict[str, Tensor]:
+        """The tensors of each expert's layers by their names in files; views of the parameters, without copies."""
+        names = {name: given for given, name in self.kind.linear.RENAMED.items()}
+        return {
+            f"{expert}.{projection}.{names.get(part, part)}": tensor.detach()
+            for expert in range(self.experts)
+            for projection in self.projections
+            for part, tensor in self._tensors(expert, projection).items()
+        }
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        hidden_states = convert_input(self, hidden_states)
         # Kernels see padded widths only, so that they would take some others too.
         check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, self.experts)
         routing = Routing.of(top_k_index, self.experts)
@@ -136,23 +150,29 @@ class GatedExperts(nn.Module):
             gate, up = gate_up.chunk(2, -1)
             q, scale = self.down.quantise(self.act_fn(gate) * up)
         # What pads each half is zero, and so are its products.
-        y = self.down.multiply(q[:, : self.down.weight.shape[-1]], scale, hidden_states.dtype, offs=routing.ends)
+        y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(y[:, : self.hidden], top_k_weights)
 
-    def _materialise(self, device: torch.device) -> None:
+    def _settle(self) -> None:
+        for experts in (self.gate_up, self.down):
+            experts._settle()
+
+    def _begin(self, device: torch.device) -> None:
         """Zeros on a device in the place of tensors on "meta"."""
         for experts in (self.gate_up, self.down):
-            for part in ("weight", experts.SCALE):
-                experts.register_buffer(part, torch.zeros_like(experts.get_buffer(part), device=device))
+            for part in ("weight_q", experts.SCALE):
+                held = experts.get_parameter(part)
+                if held.is_meta:
+                    experts._store(part, torch.zeros_like(held, device=device))
 
     def _clear_padding(self) -> None:
-        """Zero what pads gate and up, of which nothing is in a state dict."""
+        """Zero what pads gate and up, of which no expert's matrix has anything."""
         shared = self.gate_up.ROWS_PER_SCALE
         for begin in (0, self.up_begins):
             padding = slice(begin + self.intermediate, begin + self.up_begins)
-            self.gate_up.weight[:, padding].zero_()
+            self.gate_up.weight_q.view(torch.uint8)[:, padding].zero_()
             scales = slice(-(-padding.start // shared), padding.stop // shared)
-            self.gate_up.get_buffer(self.gate_up.SCALE)[:, scales] = 0
+            self.gate_up.get_parameter(self.gate_up.SCALE)[:, scales] = 0
 
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
         """Where the tensors of one linear layer lie in memory, by the last part of their names."""
@@ -163,8 +183,8 @@ class GatedExperts(nn.Module):
         shared = experts.ROWS_PER_SCALE
         scales = slice(begin // shared, begin // shared - (-rows // shared))
         return {
-            "weight": experts.weight[expert, begin : begin + rows, : experts.in_features],
-            experts.SCALE: experts.get_buffer(experts.SCALE)[expert, scales],
+            "weight_q": experts.weight_q[expert, begin : begin + rows],
+            experts.SCALE: experts.get_parameter(experts.SCALE)[expert, scales],
         }
 
     def _tensors(self, expert: int, projection: str) -> dict[str, Tensor]:
@@ -193,23 +213,6 @@ def _gathered(q: Tensor, scale: Tensor, rows: Tensor, column: bool) -> tuple[Ten
     return gathered, scale.t()[:, filled].t()[: len(rows)]
 
 
-def _stacked_names(module: GatedExperts, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
-        for part in ("weight", experts.SCALE):
-            yield f"{prefix}{name}.{part}", experts.get_buffer(part)
-
-
-def _as_files_have_it(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
-    """Give a state dict the matrices one by one, which are views of the stacked ones."""
-    assert isinstance(module, GatedExperts)
-    for name, _ in _stacked_names(module, prefix):
-        del state[name]
-    for expert in range(module.experts):
-        for projection in module.projections:
-            for part, tensor in module._tensors(expert, projection).items():
-                state[f"{prefix}{expert}.{projection}.{part}"] = tensor.detach()
-
-
 @torch.no_grad()
 def _take(
     module: nn.Module,
@@ -221,30 +224,32 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Copy the matrices of a state dict to their places, and leave the stacked ones as they then are."""
+    """Copy the matrices of a state dict that has one an expert to their places; stacked ones are loaded as ever."""
     assert isinstance(module, GatedExperts)
-    if module.down.weight.is_meta and metadata.get("assign_to_params_buffers", False):
-        first = state.get(f"{prefix}0.{module.projections.gate}.weight")
-        if first is not None:
-            module._materialise(first.device)
-    # Values that were never set may be anything, after `to_empty`.
-    module._clear_padding()
+    apart = re.compile(rf"{re.escape(prefix)}\d+\.({'|'.join(map(re.escape, module.projections))})\.")
+    first = next((tensor for name, tensor in state.items() if apart.match(name)), None)
+    if first is None:
+        return
+    if metadata.get("assign_to_params_buffers", False):
+        module._begin(first.device)
+    if not any(tensor.is_meta for tensor in module.parameters()):
+        # Values that were never set may be anything, after `to_empty`.
+        module._clear_padding()
     for expert in range(module.experts):
         for projection in module.projections:
             places, wanted = module._places(expert, projection), module._tensors(expert, projection)
             for part, place in places.items():
                 key = f"{prefix}{expert}.{projection}.{part}"
-                given = state.pop(key, None)
+                given = state.pop(key if key in state else key.removesuffix("_q"), None)  # As files have it.
                 if given is None:
                     missing.append(key)
-                elif given.shape != wanted[part].shape or (part == "weight" and given.dtype != place.dtype):
+                elif given.shape != wanted[part].shape or (part == "weight_q" and given.dtype != place.dtype):
                     errors.append(
                         f"GatedExperts: {key}: expected {place.dtype} {list(wanted[part].shape)}, "
                         f"got {given.dtype} {list(given.shape)}"
                     )
-                elif given.data_ptr() != place.data_ptr():
+                else:
                     place.copy_(given)
-    for name, buffer in _stacked_names(module, prefix):
-        experts = module.gate_up if name.startswith(f"{prefix}gate_up.") else module.down
-        shape = experts._shapes[name.rpartition(".")[2]]
-        state[name] = buffer[tuple(map(slice, shape))]
+    for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
+        for part in ("weight_q", experts.SCALE):
+            state.setdefault(f"{prefix}{name}.{part}", experts.get_parameter(part).detach())

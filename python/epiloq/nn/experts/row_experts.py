@@ -12,6 +12,7 @@ from torch import Tensor
 import epiloq
 from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear
+from epiloq.nn.quantized_layer import convert_input
 
 _Layer = TypeVar("_Layer", bound="Experts")
 
@@ -26,7 +27,7 @@ class Experts(PreparedLinear):
     """
 
     SCALE: ClassVar[str]
-    """The buffer of the weights' scales."""
+    """The parameter of the weights' scales."""
     ROWS_PER_SCALE: ClassVar[int]
     """Neighbouring output features that share them."""
     GATED: ClassVar[Mapping[str, Any]]
@@ -40,8 +41,9 @@ class Experts(PreparedLinear):
             raise ValueError(f"{self._class()}: experts: expected at least 1, got {experts}")
         self.experts = experts
         shape = (experts, out_features, in_features)
-        self._hold("weight", shape, (1, N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold("weight_q", shape, (1, N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
         self._hold_scales(device)
+        self._store("bias", None)
 
     @classmethod
     @torch.no_grad()
@@ -60,15 +62,16 @@ class Experts(PreparedLinear):
         if not weight.is_meta:
             for expert, values in enumerate(weight):
                 layer._fill_expert(expert, values.contiguous())
+            layer._settle()
         return layer
 
     @abstractmethod
     def _hold_scales(self, device: torch.device | str | None) -> None:
-        """Register the scales' buffer."""
+        """Store the scales."""
 
     @abstractmethod
     def _fill_expert(self, expert: int, values: Tensor) -> None:
-        """Quantise one expert's float ``[N, K]`` into the buffers."""
+        """Quantise one expert's float ``[N, K]`` into the parameters."""
 
     @abstractmethod
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +89,13 @@ class Experts(PreparedLinear):
     ) -> Tensor:
         """``[.., R, N']`` of quantised rows, padded as the weight is."""
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[experts, out_features, in_features]``."""
+        return self.experts, self.out_features, self.in_features
+
     def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
+        x = convert_input(self, x)
         self._check_width(x)
         q, scale = self.quantise(dense_rows(x))
         y = self.multiply(q, scale, x.dtype, offs=offs, masked_m=masked_m)
@@ -100,6 +109,7 @@ class RowExperts(Experts):
     """`Experts` with a scale for each token and one for each output feature of each expert; the base of two kinds."""
 
     SCALE, ROWS_PER_SCALE = "weight_scale", 1
+    PARTS = ("weight_q", "weight_scale")
 
     weight_scale: Tensor
 
@@ -109,8 +119,11 @@ class RowExperts(Experts):
 
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = self.quantise(values)
-        self.weight[expert, : self.out_features] = q
-        self.weight_scale[expert, : self.out_features] = scale.flatten()
+        self.weight_q[expert] = q[:, : self.in_features]
+        self.weight_scale[expert] = scale.flatten()
+
+    def dequantized_weight(self) -> Tensor:
+        return self.weight_q.float() * self.weight_scale.unsqueeze(-1)
 
     def multiply(
         self,
@@ -121,11 +134,12 @@ class RowExperts(Experts):
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
+        weight_q, weight_scale = self._made
         return epiloq.grouped_mm(
             q,
-            self.weight.mT,
+            weight_q.mT,
             scale,
-            self.weight_scale.unsqueeze(1),
+            weight_scale.unsqueeze(1),
             offs=offs,
             masked_m=masked_m,
             recipe=(1, 1, -1),
@@ -138,10 +152,10 @@ class Int8Experts(RowExperts):
     Weights are int8 with a scale a channel, activations int8 with a scale a token, symmetric, measured at run time, as
     `Int8Linear` has them. At most 131056 in_features, where int32 sums stay exact.
 
-    Buffers, as the state dict holds them (E = experts, N = out_features, K = in_features):
-        weight        int8 [E, N, K], W / scale rounded to nearest, ties to even
+    Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
+        weight_q      int8 [E, N, K], W / scale rounded to nearest, ties to even
         weight_scale  float32 [E, N], max|W| / 127 of the channel, at least 2^-126
-    In memory N is rounded up to 8 and K to 16, with zeros.
+    Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
     """
 
     WEIGHT_DTYPE = torch.int8
@@ -157,10 +171,10 @@ class Fp8Experts(RowExperts):
     Weights are float8_e4m3fn with a scale a channel, activations float8_e4m3fn with a scale a token, measured at run
     time, as `Fp8Linear` has them.
 
-    Buffers, as the state dict holds them (E = experts, N = out_features, K = in_features):
-        weight        float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
+    Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
+        weight_q      float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
         weight_scale  float32 [E, N], max|W| / 448 of the channel, at least 2^-126
-    In memory N is rounded up to 8 and K to 16, with zeros.
+    Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.layer_filter import Filter, default_filter
+from epiloq.observers import evaluating
 from epiloq.quantize.algorithms.awq import awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
 from epiloq.quantize.algorithms.smoothquant import ALPHA, INT8, fold_, foldings, search_smooth_scale, smooth_scale
@@ -62,7 +63,7 @@ def calibrate(
     for one block a ``[K, K]`` matrix for each distinct input and a few temporaries of a layer's size.
 
     Args:
-        model: in evaluation mode; ``model(tokens)`` runs it.
+        model: ``model(tokens)`` runs it, in evaluation mode, whatever modes its modules have before and after.
         windows: int64 ``[1, n]`` tokens each. Not looked at by algorithms without ``needs_inputs`` unless `static`.
         inputs: how the layers' inputs will be rounded, which the search for SmoothQuant's alpha looks at.
         alpha: of SmoothQuant, where it is not searched for; see `smooth_scale`.
@@ -89,8 +90,6 @@ def calibrate(
     if work.needs_inputs and not windows:
         wish = algorithm.name if static is None else "static scales"
         raise ValueError(f"calibrate: windows: expected at least one for {wish}, got none")
-    if model.training:
-        raise ValueError("calibrate: model: expected evaluation mode, got training mode; call model.eval()")
     return _walk(model, found, windows, takes, work, finished, device)
 
 
@@ -104,13 +103,16 @@ def _walk(
     finished: Callable[[str], Block | None],
     device: torch.device | str | None,
 ) -> Iterator[Block]:
-    recorded = record(model, list(blocks.values()), windows) if work.needs_inputs else Recorded([], [[]] * len(blocks))
+    recorded = Recorded([], [[]] * len(blocks))
+    if work.needs_inputs:
+        with evaluating(model):
+            recorded = record(model, list(blocks.values()), windows)
     for index, (name, block) in enumerate(blocks.items()):
         home = next(block.parameters()).device
         block.to(device or home)
         layers = linears_of(block, name, takes)
         done, watch = finished(name), None
-        with without_cache(model):
+        with evaluating(model), without_cache(model):
             if done is None:
                 watch = work.watch(block, layers, recorded.calls[index], recorded.hidden)
                 done = work.quantise(name, block, layers, recorded.calls[index], recorded.hidden)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from epiloq.observers import watched
+from epiloq.observers import evaluating, watched
 from epiloq.quantize.calibration.statistics import InputStatistics
 
 Calibrate = Callable[[nn.Module], object]
@@ -98,24 +98,22 @@ def _shortened(value: object) -> object:
     return value[:, :PROBE_TOKENS] if is_tokens else value  # type: ignore[index]
 
 
-@torch.no_grad()
 def observe(model: nn.Module, calibrate: Calibrate) -> Observed:
     """Run ``calibrate(model)`` and say what each linear layer's inputs were and what seems to produce them."""
     watch = _Watch(model)
-    with watch.attached():
+    with evaluating(model), watch.attached():
         calibrate(model)
     return watch.seen
 
 
-@torch.no_grad()
 def outputs(model: nn.Module, seen: Observed) -> list[Tensor]:
     """The floating-point tensors that the model returns for the probe."""
     if seen.probe is None:
         raise ValueError("calibrate: expected a function that calls the model, but the model was not called")
     args, kwargs = seen.probe
-    return [
-        leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
+    with evaluating(model):
+        found = tree_leaves(model(*args, **kwargs))
+    return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node, Tracer
 from torch.nn import functional
 
 from epiloq.nn import Int8Conv2d
-from epiloq.observers import OBSERVERS
+from epiloq.observers import OBSERVERS, evaluating
 from epiloq.quantize.int8_graph import kinds
 from epiloq.quantize.int8_graph.plan import Plan
 
@@ -89,7 +89,8 @@ def _ranges(
 
     hooks = [layer.register_forward_hook(watch(node)) for node, layer in layers.items()]
     try:
-        calibrate(model)
+        with evaluating(model):
+            calibrate(model)
     finally:
         for hook in hooks:
             hook.remove()

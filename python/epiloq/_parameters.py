@@ -1,0 +1,31 @@
+"""FrozenParameter: how quantised layers hold their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FrozenParameter(nn.Parameter):
+    """A parameter that no optimiser changes: it has no gradient, and ``requires_grad_(True)`` leaves it without one.
+
+    So a whole model may be asked for gradients, as fine-tuning does, though torch has none for integers.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenParameter:
+        return super().__new__(cls, data, False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
+        """Itself, without a gradient."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The pickle module, unlike torch.save, has no way for float8 (torch 2.13): its bytes go instead.
+        data = self.detach()
+        return _restored, (data.view(torch.uint8) if data.dtype.itemsize == 1 else data, data.dtype)
+
+
+def _restored(data: Tensor, dtype: torch.dtype) -> FrozenParameter:
+    return FrozenParameter(data.view(dtype))

@@ -1,0 +1,266 @@
+"""QuantizedLayer: tensors stored as torch's own layers store theirs, and what kernels read, made from them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from epiloq._library import PLAIN
+from epiloq._parameters import FrozenParameter
+from epiloq.nn.weight_view import WeightView
+
+_Layer = TypeVar("_Layer", bound="StoredTensors")
+
+# Looked up once, as it is asked at every call.
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+class _Made(NamedTuple):
+    """What was made of the stored tensors, and of which: name, tensor and version of each."""
+
+    sources: tuple[tuple[str, Tensor | None, int | None], ...]
+    value: Any
+
+
+class StoredTensors(nn.Module):
+    """A module of parameters without gradients, which are its state dict, each under its own name.
+
+    They may be loaded, copied or assigned one at a time and in any order, also onto "meta". What kernels read beside
+    them, `_made`, follows by itself. Casts convert `FOLLOWS` alone; integers, float8 and scales keep types and strides.
+    """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """Names by those in files, which state dicts of earlier versions had too."""
+
+    FOLLOWS: ClassVar[frozenset[str]] = frozenset({"bias"})
+    """Whose types casts and loading change."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._held: _Made | None = None
+
+    def _store(self, name: str, tensor: Tensor | None) -> None:
+        self.register_parameter(name, None if tensor is None else FrozenParameter(tensor.detach()))
+
+    def _stored(self, name: str) -> Tensor | None:
+        parameters = self._parameters
+        # What is no parameter any more, of a module taken apart by torch.nn.utils or the like, is an attribute.
+        return parameters[name] if name in parameters else cast("Tensor | None", getattr(self, name))
+
+    def _all_stored(self, names: tuple[str, ...]) -> list[Any]:
+        parameters = self._parameters
+        try:
+            return [parameters[name] for name in names]
+        except KeyError:
+            return [self._stored(name) for name in names]
+
+    def file_state(self) -> dict[str, Tensor]:
+        """The state dict under the names that files have, and in their form; loading takes either."""
+        names = {name: given for given, name in self.RENAMED.items()}
+        return {names.get(name, name): t.detach() for name, t in self._parameters.items() if t is not None}
+
+    def _make(self) -> Any:
+        """What kernels read, from the stored tensors: a tensor or other value, or a tuple of such."""
+        return None
+
+    @property
+    def _made(self) -> Any:
+        """What kernels read, made anew if a stored tensor has changed."""
+        held = self._held
+        if is_compiling():
+            # A graph reads what was made before, if it was made of these tensors, and otherwise makes it itself.
+            same = held is not None and all(self._stored(name) is tensor for name, tensor, _ in held.sources)
+            return cast(_Made, held).value if same else self._make()
+        if held is not None:
+            parameters = self._parameters
+            for name, tensor, version in held.sources:
+                if parameters.get(name) is not tensor or (version is not None and tensor._version != version):  # type: ignore[union-attr]
+                    break
+            else:
+                return held.value
+        return self._made_anew()
+
+    def _made_anew(self) -> Any:
+        sources = [(name, self._stored(name)) for name in self._parameters]
+        present = {name: tensor for name, tensor in sources if tensor is not None}
+        if len({tensor.device for tensor in present.values()}) > 1:
+            where = ", ".join(f"{name} on {tensor.device}" for name, tensor in present.items())
+            raise ValueError(f"{type(self).__name__}: expected all tensors on one device, got {where}")
+        # Not inference tensors, which could not be used again in training.
+        with torch.no_grad(), torch.inference_mode(False):
+            value = self._make()
+            if not all(type(tensor) in PLAIN for tensor in present.values()):
+                return value
+            stored = {id(tensor) for tensor in present.values()}
+            if self._held is not None:
+                value = _in_place(self._held.value, value, stored)
+        # What is stored itself follows what is written to it.
+        follows = isinstance(value, tuple) and all(part is None or id(part) in stored for part in value)
+        versions = tuple(
+            (name, tensor, None if tensor is None or follows or tensor.is_inference() else tensor._version)
+            for name, tensor in sources
+        )
+        self._held = _Made(versions, value)
+        return value
+
+    def _settle(self) -> str | None:
+        """After tensors came or went: hold them as parameters that stay frozen, and make what follows from them.
+
+        That is made at once, where all tensors are there, so that captured and compiled graphs see it too. Gives what
+        is wrong with their values, if anything is.
+        """
+        for name, parameter in self._parameters.items():
+            if type(parameter) is nn.Parameter and not parameter.requires_grad:
+                self._parameters[name] = FrozenParameter(parameter.data)
+        tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
+        there = all(type(tensor) in PLAIN and not tensor.is_meta for tensor in tensors)
+        if not there or len({tensor.device for tensor in tensors}) > 1:
+            self._held = None
+            return None
+        try:
+            self._made_anew()
+        except ValueError as error:  # Memory that nothing was written to yet may hold anything.
+            self._held = None
+            return str(error)
+        return None
+
+    def _apply(self: _Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Layer:
+        tensors = {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
+        kept = {id(tensor) for name, tensor in tensors.items() if name not in self.FOLLOWS}
+
+        def keeping(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            if id(tensor) in kept and (new.dtype != tensor.dtype or new.stride() != tensor.stride()):
+                return tensor.to(new.device)
+            return new
+
+        super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
+        for tensor in tensors.values():
+            dtype = fn(torch.empty(0, dtype=self._dtype, device=tensor.device)).dtype
+            self._dtype = dtype if dtype.is_floating_point else self._dtype
+            break
+        self._settle()
+        return self
+
+    def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
+        """A tensor to load in the type that the layer holds it in, or what was expected instead, and what came."""
+        if given.shape != held.shape or not _same_kind(given.dtype, held.dtype):
+            return expected(held, given)
+        return given if name in self.FOLLOWS else given.to(held.dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for old, new in self.RENAMED.items():
+            if prefix + old in state_dict and prefix + new not in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)  # load_state_dict's own copy of the dict.
+        fitting: dict[str, Tensor] = {}
+        for name, held in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if held is None or given is None:
+                continue
+            found = self._fitting(name, given, held)
+            if isinstance(found, str):
+                error_msgs.append(f"{type(self).__name__}: {prefix}{name}: {found}")
+                return
+            fitting[prefix + name] = _aligned(found)
+        state_dict.update(fitting)
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        wrong = self._settle()
+        if wrong is not None and not missing:
+            error_msgs.append(wrong)
+        missing_keys += missing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_held": None}
+
+
+# Files call the integers, or float8 values, of a layer its weight.
+FILES_SAY_WEIGHT: Mapping[str, str] = {"weight": "weight_q"}
+
+
+class QuantizedLayer(StoredTensors):
+    """`StoredTensors` of a layer with a weight: `weight_q` and its scales, and `weight`, computed from them."""
+
+    weight_q: Tensor
+    bias: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type that the layer stands in for: of its bias, where it has one; casts change it."""
+        return self._dtype if self.bias is None else self.bias.dtype
+
+    @property
+    @abstractmethod
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the float weight: ``[out_features, in_features]``, or a convolution's."""
+
+    @abstractmethod
+    def dequantized_weight(self) -> Tensor:
+        """The float weight that the stored integers and scales stand for, float32 of `weight_shape`, computed anew."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The float weight, for code that reads the ``weight`` of a layer: a tensor of `weight_shape` and `dtype`.
+
+        Nothing is computed until an operation of torch is called with it; it cannot be written to.
+        """
+        if is_compiling():
+            return self.dequantized_weight().to(self.dtype)
+        return WeightView(self)
+
+
+def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input of a layer as autocast has it. Raises TypeError for what is no tensor, as torch's layers do."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{type(layer).__name__}(): argument 'x' must be Tensor, not {type(x).__name__}")
+    if not is_compiling() and not _any_autocast():
+        return x
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if autocast and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def expected(held: Tensor, given: Tensor) -> str:
+    """What was expected in the place of a tensor, and what came."""
+    return f"expected {held.dtype} {list(held.shape)}, got {given.dtype} {list(given.shape)}"
+
+
+def _same_kind(given: torch.dtype, held: torch.dtype) -> bool:
+    """Whether a tensor may be loaded: weights of a byte as they are, other floating-point values in any such dtype."""
+    return given == held or (given.is_floating_point and held.is_floating_point and held.itemsize > 1)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Dense, at an address that is a multiple of 16: those of a safetensors file need not be."""
+    if type(tensor) not in PLAIN or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _in_place(old: Any, new: Any, stored: set[int]) -> Any:
+    """`new` in the memory of `old` where it fits, for captured CUDA graphs keep its address."""
+    if isinstance(new, tuple) and isinstance(old, tuple) and len(old) == len(new):
+        return tuple(_in_place(a, b, stored) for a, b in zip(old, new, strict=True))
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor) or old is new or id(new) in stored:
+        return new
+    alike = (old.shape, old.dtype, old.device, old.stride()) == (new.shape, new.dtype, new.device, new.stride())
+    if isinstance(old, nn.Parameter) or old.is_inference() or not alike:
+        return new
+    return old.copy_(new)

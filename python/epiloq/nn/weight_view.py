@@ -1,0 +1,69 @@
+"""WeightView: what code that reads a layer's ``weight`` finds in a quantised layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from epiloq.nn.quantized_layer import QuantizedLayer
+
+_COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class WeightView(Tensor):
+    """The float weight of a quantised layer, which is not in memory: shape, dtype and device are known at once.
+
+    Models ask their layers for ``weight.dtype`` and cast to it, or multiply by ``weight`` themselves. An operation of
+    torch computes the weight from the layer's stored tensors, as they then are, each time. Writing to it raises
+    NotImplementedError.
+    """
+
+    # transformers never initialises it.
+    _is_hf_initialized = True
+
+    _layer: QuantizedLayer
+
+    @staticmethod
+    def __new__(cls, layer: QuantizedLayer) -> WeightView:
+        made: WeightView = Tensor._make_wrapper_subclass(
+            cls, layer.weight_shape, dtype=layer.dtype, device=layer.weight_q.device
+        )
+        made._layer = layer
+        return made
+
+    def dequantize(self) -> Tensor:
+        """The values in float32."""
+        return self._layer.dequantized_weight()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = type(self._layer).__name__
+        return f"WeightView({list(self.shape)}, {self.dtype}, {self.device}, of {name})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _COPIES:
+            return cls(args[0]._layer)
+        kwargs = kwargs or {}
+        for argument, value in (*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)):
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                name = type(value._layer).__name__
+                raise NotImplementedError(
+                    f"{name}.weight: expected to be read, got {func}; the layer stores integers and scales: load them, "
+                    "or write to weight_q and its scales"
+                )
+
+        def computed(value: Any) -> Any:
+            return value._layer.dequantized_weight().to(value.dtype) if isinstance(value, cls) else value
+
+        return func(*tree_map(computed, args), **tree_map(computed, kwargs))
+
+
+def _named(func: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]

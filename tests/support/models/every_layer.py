@@ -1,0 +1,91 @@
+"""A small layer of every class in epiloq.nn, of sizes that kernels take as they are and of sizes that they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epiloq import nn as quantised
+from epiloq.nn.experts.expert_linears import ExpertLinears, Projections
+
+Make = Callable[[int, int], nn.Module]
+_CONV = {"input_scale": 0.02, "input_zero_point": 3, "output": (0.04, -5)}
+
+
+def _linear(k: int, n: int) -> nn.Linear:
+    return nn.Linear(k, n)
+
+
+def _experts(kind: Any, **options: Any) -> Make:
+    def make(k: int, n: int) -> nn.Module:
+        def layer(columns: int, rows: int) -> nn.Module:
+            found: nn.Module = kind.from_linear(nn.Linear(columns, rows, bias=False), **options)
+            return found
+
+        each = [dict(zip(Projections(), (layer(k, n), layer(k, n), layer(n, k)), strict=True)) for _ in range(2)]
+        whole = quantised.GatedExperts.from_linears(ExpertLinears(each, nn.SiLU()))
+        assert whole is not None
+        return whole
+
+    return make
+
+
+def _of_linear(kind: Any, **options: Any) -> Make:
+    return lambda k, n: kind.from_linear(_linear(k, n), **options)  # type: ignore[no-any-return]
+
+
+def _of_conv(kind: Any, **options: Any) -> Make:
+    return lambda k, n: kind.from_conv2d(nn.Conv2d(k, n, 3, padding=1), **options)  # type: ignore[no-any-return]
+
+
+def _table(k: int, n: int) -> nn.Module:
+    return quantised.Int8Table.from_function(torch.tanh, input=(0.02 * k, 3), output=(0.01, -n))
+
+
+LAYERS: dict[str, Make] = {
+    "int8": _of_linear(quantised.Int8Linear),
+    "int8-azp": _of_linear(quantised.Int8Linear, symmetric=False),
+    "int8-static": _of_linear(
+        quantised.Int8Linear, activation="static", symmetric=False, input_scale=0.02, input_zero_point=5
+    ),
+    "fp8": _of_linear(quantised.Fp8Linear, activation="tensor", weight="tensor"),
+    "fp8-static": _of_linear(quantised.Fp8Linear, activation="static", input_scale=0.01),
+    "fp8-block": _of_linear(quantised.Fp8BlockLinear),
+    "w8a8-block": _of_linear(quantised.OnlineQuantLinear, bits=8, group_size=32, symmetric=True),
+    "w4a8-block": _of_linear(quantised.OnlineQuantLinear, bits=4, group_size=32, symmetric=False),
+    "w4a16": _of_linear(quantised.WeightOnlyLinear, bits=4, group_size=32, zeros="zero"),
+    "w8a16": _of_linear(quantised.WeightOnlyLinear, bits=8, group_size=-1),
+    "conv-int8": _of_conv(quantised.Int8Conv2d, **_CONV),
+    "conv-w4a16": _of_conv(quantised.WeightOnlyConv2d, bits=4, group_size=8, zeros="zero"),
+    "experts-int8": _experts(quantised.Int8Linear),
+    "experts-fp8": _experts(quantised.Fp8Linear),
+    "experts-fp8-block": _experts(quantised.Fp8BlockLinear),
+    "rows-int8": lambda k, n: quantised.Int8Experts.from_weight(torch.randn(2, n, k)),
+    "rows-fp8-block": lambda k, n: quantised.Fp8BlockExperts.from_weight(torch.randn(2, n, k)),
+    "table": _table,
+    "quantize": lambda k, n: quantised.Int8Quantize((0.01 * k, n)),
+}
+WEIGHTED = [name for name in LAYERS if name not in ("table", "quantize") and not name.startswith("experts")]
+LINEAR = [name for name in WEIGHTED if not name.startswith(("conv", "rows"))]
+SIZES = [(32, 16), (37, 21)]
+
+
+def arguments(name: str, k: int) -> tuple[Any, ...]:
+    """Inputs of a layer with `k` input features."""
+    if name.startswith("conv"):
+        return (torch.randn(2, k, 5, 4),)
+    if name.startswith("experts"):
+        return torch.randn(6, k), torch.randint(2, (6, 2)), torch.rand(6, 2)
+    if name == "table":
+        return (torch.randint(-128, 128, (3, 50), dtype=torch.int8),)
+    return (torch.randn(6, k),)
+
+
+def run(name: str, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
+    """A layer's output."""
+    offs = {"offs": torch.tensor([2, 6], dtype=torch.int32)} if name.startswith("rows") else {}
+    y: Tensor = layer(*given, **offs)
+    return y
