@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, PreparedLinear
+from epiloq.nn.quantized_layer import convert_input
 
 ENTRIES = 16
 # Weights that are dequantised at once on a CPU: 4 MiB of float32, which caches hold.
@@ -26,8 +27,8 @@ class TableLinear(PreparedLinear):
         Weights in a row that share a scale, counted through the rows of the whole weight: a block may go on in the next
         row.
 
-    Buffers, as the state dict holds them (N = out_features, K = in_features):
-        weight        uint8 [ceil(N K / 2)]: weight 2i in the high half of byte i, weight 2i + 1 in the low one
+    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+        weight_q      uint8 [ceil(N K / 2)]: weight 2i in the high half of byte i, weight 2i + 1 in the low one
         weight_table  float32 [16]
         weight_scale  float32 [ceil(N K / block_size)]
         bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
@@ -36,6 +37,7 @@ class TableLinear(PreparedLinear):
     """
 
     WEIGHT_DTYPE = torch.uint8
+    PARTS = ()
 
     weight_table: Tensor
     weight_scale: Tensor
@@ -50,11 +52,11 @@ class TableLinear(PreparedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, dtype)
         if type(block_size) is not int or block_size < 1:
             raise ValueError(f"{self._class()}: block_size: expected at least 1, got {block_size!r}")
         self.block_size, count = block_size, out_features * in_features
-        self._hold("weight", (-(-count // 2),), (1,), self.WEIGHT_DTYPE, device)
+        self._hold("weight_q", (-(-count // 2),), (1,), self.WEIGHT_DTYPE, device)
         self._hold("weight_table", (ENTRIES,), (1,), torch.float32, device)
         self._hold("weight_scale", (-(-count // block_size),), (1,), torch.float32, device)
         self._hold("bias", (out_features,), (1,), dtype, device, wanted=bias)
@@ -63,10 +65,13 @@ class TableLinear(PreparedLinear):
         """The weight ``[N, K]``: products in float32, rounded once to `dtype`."""
         return self._rows(0, self.out_features, dtype)
 
+    def dequantized_weight(self) -> Tensor:
+        return self.dequantize()
+
     def _rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """The weight's rows from `first` until `last`."""
         begin, end, size = first * self.in_features, last * self.in_features, self.block_size
-        codes = self.weight[begin // 2 : -(-end // 2)]
+        codes = self.weight_q[begin // 2 : -(-end // 2)]
         places = torch.stack((codes >> 4, codes & 15), 1).reshape(-1).int()
         values = self.weight_table.index_select(0, places)[begin % 2 :][: end - begin]
         scale = self.weight_scale[begin // size : -(-end // size)]
@@ -85,6 +90,7 @@ class TableLinear(PreparedLinear):
             yield first, min(first + at_once, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = convert_input(self, x)
         self._check_width(x)
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")

@@ -41,6 +41,16 @@ def _of_conv(kind: Any, **options: Any) -> Make:
     return lambda k, n: kind.from_conv2d(nn.Conv2d(k, n, 3, padding=1), **options)  # type: ignore[no-any-return]
 
 
+def _places(k: int, n: int) -> nn.Module:
+    layer = quantised.TableLinear(k, n, block_size=16)
+    state = layer.state_dict()
+    codes = torch.randint(256, state["weight_q"].shape).to(torch.uint8)
+    scale = torch.rand(state["weight_scale"].shape) / k
+    drawn = {"weight_q": codes, "weight_scale": scale, "weight_table": torch.randn(16), "bias": torch.randn(n)}
+    layer.load_state_dict(drawn)
+    return layer
+
+
 def _table(k: int, n: int) -> nn.Module:
     return quantised.Int8Table.from_function(torch.tanh, input=(0.02 * k, 3), output=(0.01, -n))
 
@@ -58,6 +68,7 @@ LAYERS: dict[str, Make] = {
     "w4a8-block": _of_linear(quantised.OnlineQuantLinear, bits=4, group_size=32, symmetric=False),
     "w4a16": _of_linear(quantised.WeightOnlyLinear, bits=4, group_size=32, zeros="zero"),
     "w8a16": _of_linear(quantised.WeightOnlyLinear, bits=8, group_size=-1),
+    "table-4": _places,
     "conv-int8": _of_conv(quantised.Int8Conv2d, **_CONV),
     "conv-w4a16": _of_conv(quantised.WeightOnlyConv2d, bits=4, group_size=8, zeros="zero"),
     "experts-int8": _experts(quantised.Int8Linear),
