@@ -35,7 +35,7 @@ from epiloq.ops.conv2d import geometry
 
 NAME = "conv2d_int8"
 MOST_SETS = 160
-# Pixels and channels of a tile, by row of the table in src/ops/conv2d_int8/configs.h.
+# Pixels and channels of a tile, by row of the table in src/dispatch/conv2d_int8/tables.h.
 TILES = (
     (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (128, 128), (128, 64), (128, 32), (64, 64),
     (64, 64), (64, 64),

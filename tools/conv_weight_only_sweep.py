@@ -5,7 +5,7 @@
 
 Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every
 result is compared with torch's convolution of the de-quantised weight, which the "dense" time de-quantises for each
-time; cuDNN's convolution alone, of the same type, stands beside. The times in times.h are to be fitted to what --json
+time; cuDNN's convolution alone, of the same type, stands beside. The times in costs.h are to be fitted to what --json
 writes.
 """
 
@@ -34,7 +34,7 @@ from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 from epiloq.ops.conv2d import Geometry, geometry
 
 NAME = "conv2d_weight_only"
-# Weight rows and pixels of a tile, by row of the tables in src/ops/conv2d_weight_only/configs.h.
+# Weight rows and pixels of a tile, by row of the tables in src/dispatch/conv2d_weight_only/tables.h.
 TILES = {"wgmma": ((128, 64), (64, 64), (64, 64)), "patches": ((128, 64), (128, 32))}
 Kernel = tuple[str, int, int]
 

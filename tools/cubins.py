@@ -13,7 +13,7 @@ PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 
 _ARCH = re.compile(r"\.(?P<arch>sm_\w+)\.cubin$")
 _PRODUCT = re.compile(r"\b[A-Z]G?MMA\b")
-_TEXT = re.compile(r"\.text\.(?P<symbol>\w+)\s+PROGBITS\s+\w+\s+\w+\s+(?P<size>[0-9a-f]+)")
+_TEXT = re.compile(r"\.text\.(?P<symbol>\w+)\s+PROGBITS\s+\w+\s+(?P<offset>[0-9a-f]+)\s+(?P<size>[0-9a-f]+)")
 
 
 def program(name: str) -> Path | None:
@@ -41,13 +41,20 @@ def arch(cubin: Path) -> str:
     return found["arch"]
 
 
-def code_sizes(cubin: Path) -> dict[str, int]:
-    """Bytes of machine code of each kernel, by its symbol."""
+def code(cubin: Path) -> dict[str, bytes]:
+    """The machine code of each kernel, by its symbol."""
     # readelf warns of fields whose meaning is NVIDIA's own.
     command, quiet = ["readelf", "-SW", str(cubin)], subprocess.DEVNULL
     listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=quiet, text=True, check=True).stdout
+    content = cubin.read_bytes()
     # Columns: type, address, offset, size.
-    return {found["symbol"]: int(found["size"], 16) for found in _TEXT.finditer(listing)}
+    spans = {found["symbol"]: (int(found["offset"], 16), int(found["size"], 16)) for found in _TEXT.finditer(listing)}
+    return {symbol: content[offset : offset + size] for symbol, (offset, size) in spans.items()}
+
+
+def code_sizes(cubin: Path) -> dict[str, int]:
+    """Bytes of machine code of each kernel, by its symbol."""
+    return {symbol: len(instructions) for symbol, instructions in code(cubin).items()}
 
 
 def products(cubin: Path) -> set[str]:

@@ -12,7 +12,7 @@ from online_quant_sweep import name_of
 from times_fit import MEASURED, Subject, main
 
 SUBJECT = Subject(
-    header="ops/online_quant_mm/times.h",
+    header="dispatch/online_quant_mm/costs.h",
     source="online_quant_times.cpp",
     places=(r"kMmaTimes\[\]\{.*?\n\};", r"kSm90Steps\[\]\[2\]\{.*?\n\};", r"double mma_power.*?\} kSm90Time;"),
     sweeps=(MEASURED / "online_quant_h100.json", MEASURED / "online_quant_h200.json"),

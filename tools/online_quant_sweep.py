@@ -5,7 +5,7 @@
 
 Microseconds of a whole call, with the pass that quantises: weights are cold in L2, replays of a CUDA graph. Every
 kernel's result is held to the float64 product first. At the end stands how far the choice is behind the fastest.
-tools/online_quant_fit.py fits the times in times.h to what --json writes.
+tools/online_quant_fit.py fits the times in costs.h to what --json writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from epiloq.bench.contract import Inputs
 from epiloq.bench.operations.online_quant_mm import KINDS, OPERATION
 from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 
-# Tokens of a tile, by row of the tables in src/ops/online_quant_mm/configs.h; weight rows of SM90's, and their group.
+# Tokens of a tile, by row of the tables in src/dispatch/online_quant_mm/tables.h; weight rows of SM90's, their group.
 TILES = {"sm80": (16, 16, 32, 64, 64, 64, 128, 64), "sm90": (64, 80, 96, 112, 128)}
 SM90_ROWS, SM90_GROUP = 128, 128
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)

@@ -1,16 +1,16 @@
-// What online_quant_mm says that its kernels take on SM90, with the numbers of times.h as variables:
-// tools/online_quant_fit.py compiles this with a times.h whose constants are none, and fits them.
+// What online_quant_mm says that its kernels take on SM90, with the numbers of costs.h as variables:
+// tools/online_quant_fit.py compiles this with a costs.h whose constants are none, and fits them.
 
 #include <vector>
 
 // All of it, as what is asked for is private there.
-#include "ops/online_quant_mm/select.cpp"
+#include "dispatch/online_quant_mm/select.cpp"
 
 namespace online = epiloq::ops::online_quant_mm;
 
 namespace {
 
-// In the order in which times.h has them.
+// In the order in which costs.h has them.
 std::vector<double*> numbers() {
   std::vector<double*> all;
   for (auto& row : online::kMmaTimes) {

@@ -4,9 +4,9 @@ Two comparisons, each of a checkout or build before the change with one after it
 
 - ``same_code.py sources BEFORE AFTER [--renames FILE]`` takes two configured builds (folders that hold
   ``compile_commands.json``), preprocesses every translation unit for every architecture that it is compiled for, and
-  compares the declarations that come from the project itself. Moved files, merged files and another order of includes
-  do not count as differences; a changed token does. ``FILE`` has a line for each renamed identifier: old name, new
-  name, and optionally a pattern that the path of the old file matches.
+  lists the declarations of the project's own files that only one of them has. Moved files, merged files and another
+  order of includes do not count; a changed token does, and a declaration that is compiled with other options. ``FILE``
+  has a line for each renamed identifier: old name, new name, and optionally a pattern that the old file's path matches.
 - ``same_code.py machine BEFORE.so AFTER.so`` extracts the machine code of two built libraries and compares the bytes of
   every kernel, whatever its name.
 """
@@ -14,7 +14,6 @@ Two comparisons, each of a checkout or build before the change with one after it
 from __future__ import annotations
 
 import argparse
-import difflib
 import fnmatch
 import hashlib
 import json
@@ -29,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import cubins
 
@@ -40,6 +40,8 @@ _TOKEN = re.compile(
 )
 _MARKER = re.compile(r'^#\s+\d+\s+"(?P<file>[^"]*)"(?P<flags>[\d ]*)$')
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"][^>"]+[>"]\s*$')
+# Checks in tests name their line, which may move.
+_NO_LINES = ("-D__LINE__=0", "-Wno-builtin-macro-redefined")
 _KINDS = {"class", "struct", "union", "enum", "concept", "using", "typedef"}
 
 
@@ -56,9 +58,6 @@ def read_renames(path: Path | None) -> list[Rename]:
     """The table of renamed identifiers: ``old new [pattern]`` a line, ``#`` begins a comment."""
     lines = path.read_text(encoding="utf-8").splitlines() if path else []
     return [Rename(*words) for line in lines if (words := line.partition("#")[0].split())]
-
-
-Tokens = tuple[str, ...]
 
 
 def skip_template(tokens: list[str], start: int) -> int:
@@ -100,38 +99,43 @@ def declaration_end(tokens: list[str], start: int) -> int:
     return len(tokens)
 
 
-def declarations(tokens: list[str]) -> Iterator[Tokens]:
-    """Every declaration at namespace scope, after the namespaces it lies in."""
-    scopes: list[Tokens] = []
+def declarations(tokens: list[str]) -> Iterator[tuple[int, str]]:
+    """Every declaration at namespace scope: where it begins, and its text after the namespaces that it lies in."""
+    scopes: list[str] = []
     index = 0
     while index < len(tokens):
         brace = index
         while brace < len(tokens) and brace - index < 12 and tokens[brace] not in ("{", ";", "(", "=", "}"):
             brace += 1
-        opens = brace < len(tokens) and tokens[brace] == "{"
-        if opens and (
-            "namespace" in tokens[index : min(index + 2, brace)]
-            or (tokens[index] == "extern" and brace == index + 2)
-        ):
-            scopes.append(tuple(tokens[index:brace]))
+        head = tokens[index:brace]
+        is_scope = "namespace" in head[:2] or (head[:1] == ["extern"] and len(head) == 2)
+        if is_scope and brace < len(tokens) and tokens[brace] == "{":
+            scopes.append(" ".join(head))
             index = brace + 1
         elif tokens[index] == "}":
-            if scopes:
-                scopes.pop()
+            scopes = scopes[:-1]
             index += 1
         else:
             end = declaration_end(tokens, index)
-            yield (*(token for scope in scopes for token in scope), *tokens[index:end])
+            yield index, " ".join([*scopes, *tokens[index:end]])
             index = end
+
+
+class Declaration(NamedTuple):
+    """A declaration's text, the options that it is compiled with, and whether it is a translation unit's own."""
+
+    text: str
+    options: str
+    is_own: bool
 
 
 @dataclass
 class Build:
-    """A configured build: its translation units, and the declarations of each."""
+    """A configured build and what its translation units declare."""
 
     folder: Path
     renames: list[Rename] = field(default_factory=list)
-    _headers: dict[tuple[str, ...], list[Tokens]] = field(default_factory=dict)
+    _headers: dict[tuple[str, ...], list[Declaration]] = field(default_factory=dict)
 
     @cached_property
     def root(self) -> Path:
@@ -146,13 +150,6 @@ class Build:
         """Whether a file is the project's, written or generated."""
         return file.startswith((f"{self.root}/", f"{self.folder}/")) and "/_deps/" not in file
 
-    def renamed(self, token: str, file: str) -> str:
-        """A token of this build as the other one spells it."""
-        for rename in self._by_name.get(token, ()):
-            if fnmatch.fnmatch(file, rename.files) or fnmatch.fnmatch(file, f"*/{rename.files}"):
-                return rename.new
-        return "<path>" if token.startswith('"') and str(self.root) in token else token
-
     @cached_property
     def _by_name(self) -> dict[str, list[Rename]]:
         table: dict[str, list[Rename]] = {}
@@ -160,65 +157,69 @@ class Build:
             table.setdefault(rename.old, []).append(rename)
         return table
 
-    def tokens(self, text: str, file: str) -> list[str]:
-        """The tokens of preprocessed text."""
-        return [self.renamed(found[0], file) for found in _TOKEN.finditer(text)]
+    def renamed(self, token: str, file: str) -> str:
+        """A token of this build as the other one spells it."""
+        for rename in self._by_name.get(token, ()):
+            if fnmatch.fnmatch(file, rename.files) or fnmatch.fnmatch(file, f"*/{rename.files}"):
+                return rename.new
+        return "<path>" if token.startswith('"') and str(self.root) in token else token
 
-    def own_tokens(self, preprocessed: str) -> list[str]:
-        """The tokens that come from the project's own files, by the preprocessor's line markers."""
-        tokens: list[str] = []
-        file, lines = "", list[str]()
-        for line in [*preprocessed.splitlines(), '# 1 "" ']:
+    def own_tokens(self, preprocessed: str) -> tuple[list[str], list[str]]:
+        """The tokens of the project's own files and the file of each, by the preprocessor's line markers."""
+        tokens, files, lines, file = list[str](), list[str](), list[str](), ""
+        for line in [*preprocessed.splitlines(), '# 1 ""']:
             marker = _MARKER.match(line)
             if marker is None:
-                if not line.startswith("#pragma once"):
-                    lines.append(line)
+                lines.append("" if line.startswith("#pragma once") else line)
                 continue
             if self.is_own(file):
-                tokens += self.tokens("\n".join(lines), file)
+                found = [self.renamed(each[0], file) for each in _TOKEN.finditer("\n".join(lines))]
+                tokens += found
+                files += [file] * len(found)
             file, lines = marker["file"], []
-        return tokens
+        return tokens, files
 
-    def preprocess(self, command: list[str], source: Path) -> list[Tokens]:
+    def preprocess(self, command: list[str], source: Path) -> list[Declaration]:
         """The project's declarations in what the preprocessor makes of ``source``."""
         result = subprocess.run([*command, str(source)], cwd=self.folder, capture_output=True, text=True, check=False)
         if result.returncode:
             raise SystemExit(f"same_code: {source}: the preprocessor failed:\n{result.stderr}")
-        return list(declarations(self.own_tokens(result.stdout)))
+        tokens, files = self.own_tokens(result.stdout)
+        options = self.options(command)
+        return [Declaration(text, options, files[at] == str(source)) for at, text in declarations(tokens)]
 
-    def unit(self, entry: dict[str, str]) -> list[list[Tokens]]:
-        """A translation unit's declarations, for each architecture. Units that include the same headers share them."""
+    def options(self, command: list[str]) -> str:
+        """What of a command decides the code, beside paths."""
+        return " ".join(word for word in command[1:] if not word.startswith(("-I", "-isystem", "/")))
+
+    def unit(self, entry: dict[str, str]) -> list[Declaration]:
+        """A translation unit's declarations. Generated units that include the same headers share theirs."""
         source = Path(entry["file"])
         lines = source.read_text(encoding="utf-8").splitlines()
-        body = [line for line in lines if not _INCLUDE.match(line)]
-        is_generated = source.is_relative_to(self.folder)
-        shares = is_generated and not any(line.lstrip().startswith("#") for line in body)
-        result = []
+        includes = [line for line in lines if _INCLUDE.match(line)]
+        body = [line.partition("//")[0] for line in lines if not _INCLUDE.match(line)]
+        shares = source.is_relative_to(self.folder) and not any(line.lstrip().startswith("#") for line in body)
+        result: list[Declaration] = []
         for command in preprocessor_commands(shlex.split(entry["command"])):
             if not shares:
-                result.append(self.preprocess(command, source))
+                result += self.preprocess(command, source)
                 continue
-            includes = [line for line in lines if _INCLUDE.match(line)]
             key = (*command, *includes)
             if key not in self._headers:
                 with tempfile.NamedTemporaryFile("w", suffix=source.suffix, dir=self.folder) as file:
                     file.write("\n".join(includes) + "\n")
                     file.flush()
                     self._headers[key] = self.preprocess(command, Path(file.name))
-            own = declarations(self.tokens(re.sub(r"//.*", "", "\n".join(body)), str(source)))
-            result.append([*self._headers[key], *own])
+            own = [self.renamed(found[0], str(source)) for found in _TOKEN.finditer("\n".join(body))]
+            options = self.options(command)
+            result += [*self._headers[key], *(Declaration(text, options, True) for _, text in declarations(own))]
         return result
 
-    def units(self) -> dict[str, list[Tokens]]:
-        """Every translation unit's declarations, by its path in the checkout or the build."""
+    def declared(self) -> list[Declaration]:
+        """What all translation units declare, without repetitions."""
         entries = json.loads((self.folder / "compile_commands.json").read_text(encoding="utf-8"))
         with ThreadPoolExecutor(2) as pool:
-            found = pool.map(self.unit, entries)
-            return {
-                f"{entry['file'].removeprefix(f'{self.folder}/').removeprefix(f'{self.root}/')} [{number}]": each
-                for entry, each_arch in zip(entries, found, strict=True)
-                for number, each in enumerate(each_arch)
-            }
+            return list({each for unit in pool.map(self.unit, entries) for each in unit})
 
 
 def preprocessor_commands(command: list[str]) -> Iterator[list[str]]:
@@ -235,58 +236,31 @@ def preprocessor_commands(command: list[str]) -> Iterator[list[str]]:
             kept.append(word)
     computes = sorted({pair.partition(",")[0] for pair in pairs})
     if not computes:
-        yield [*kept, "-E"]
+        yield [*kept, *_NO_LINES, "-E"]
     for compute in computes:
-        yield [*kept, "-gencode", f"{compute},code={compute.removeprefix('arch=')}", "-E"]
+        yield [*kept, "-gencode", f"{compute},code={compute.removeprefix('arch=')}", *_NO_LINES, "-E"]
 
 
-def digest(unit: list[Tokens]) -> str:
-    """What two units have in common that have the same declarations, in whatever order."""
-    total = hashlib.sha256()
-    for each in sorted(" ".join(tokens) for tokens in unit):
-        total.update(each.encode() + b"\0")
-    return total.hexdigest()
-
-
-def differences(before: list[Tokens], after: list[Tokens]) -> Iterator[str]:
-    """The declarations that only one of two units has, as a diff by tokens."""
-    left, right = Counter(before), Counter(after)
-    removed, added = list((left - right).elements()), list((right - left).elements())
-    yield from difflib.unified_diff(
-        [token for tokens in removed for token in tokens],
-        [token for tokens in added for token in tokens],
-        "before",
-        "after",
-        lineterm="",
-        n=4,
-    )
+def only_in(some: list[Declaration], other: list[Declaration]) -> dict[str, str]:
+    """What ``other`` lacks: declarations by text, or those of sources by text and options."""
+    texts, compiled = {each.text for each in other}, {(each.text, each.options) for each in other}
+    missing = {each.text: "" for each in some if each.text not in texts}
+    for each in some:
+        if each.is_own and each.text in texts and (each.text, each.options) not in compiled:
+            missing[each.text] = f"   [compiled with {each.options}]"
+    return missing
 
 
 def compare_sources(before: Build, after: Build) -> int:
-    """Print the units that differ; how many there are."""
-    left, right = before.units(), after.units()
-    by_digest: dict[str, list[str]] = {}
-    for name, unit in right.items():
-        by_digest.setdefault(digest(unit), []).append(name)
-    alone = []
-    for name, unit in left.items():
-        twins = by_digest.get(digest(unit))
-        if twins:
-            twins.remove(name) if name in twins else twins.pop()
-        else:
-            alone.append(name)
-    new = [name for names in by_digest.values() for name in names]
-    for name in alone:
-        wanted = set(left[name])
-        nearest = max(new, key=lambda other: len(wanted & set(right[other])), default=None)
-        print(f"--- {name} is like no unit after the change; nearest: {nearest}")
-        if nearest is not None:
-            new.remove(nearest)
-            print(" ".join(list(differences(left[name], right[nearest]))[:400]))
-    for name in new:
-        print(f"+++ {name} is like no unit before the change")
-    print(f"{len(left) - len(alone)} of {len(left)} units are the same ({len(right)} after the change)")
-    return len(alone) + len(new)
+    """Print the declarations that only one of two builds has; their number."""
+    left, right = before.declared(), after.declared()
+    removed, added = only_in(left, right), only_in(right, left)
+    for sign, found in (("-", removed), ("+", added)):
+        for text, note in sorted(found.items()):
+            print(f"{sign} {text[:300]}{note}")
+    texts = {each.text for each in left} & {each.text for each in right}
+    print(f"{len(texts)} declarations in both, {len(removed)} only before, {len(added)} only after")
+    return len(removed) + len(added)
 
 
 def machine_code(library: Path) -> Counter[tuple[str, str]]:

@@ -20,7 +20,7 @@ def has_ring(row: Row) -> bool:
 
 
 SUBJECT = Subject(
-    header="ops/weight_only_mm/times.h",
+    header="dispatch/weight_only_mm/costs.h",
     source="weight_only_times.cpp",
     places=(
         r"kStreamSteps\[2\]\[2\]\{.*?\n\};",

@@ -5,7 +5,7 @@
 
 Weights are cold in L2, replays of a CUDA graph. Percentages are of the read floor for the packed weight; every kernel's
 result is compared with the dense product first. At the end stands each family's mean over the shapes, with how often
-each of its rows was best. The times in times.h are fitted to what --json writes, of more layers than those of the
+each of its rows was best. The times in costs.h are fitted to what --json writes, of more layers than those of the
 benchmark (tests/kernel_choice/test_weight_only_choice.py names the sweeps), by tools/weight_only_fit.py.
 """
 
@@ -34,7 +34,7 @@ from epiloq.bench.operations.weight_only_mm import OPERATION, VARIANTS
 from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 
 Kernel = tuple[str, int, int]
-# Tokens of a tile, by row of the tables in src/ops/weight_only_mm/configs.h.
+# Tokens of a tile, by row of the tables in src/dispatch/weight_only_mm/tables.h.
 TILES = {
     "stream": (2,) * 5 + (8,) * 9,
     "tiled": (16, 32, 64, 128, 32),
@@ -46,7 +46,7 @@ DENSE = "dense"
 
 
 # Blocks that an SM holds, which end a stream's name in the sweep and which explain leaves out, of the rows in
-# src/ops/weight_only_mm/configs.h.
+# src/dispatch/weight_only_mm/tables.h.
 BLOCKS = {
     **{"4,16,2": 1, "4,8,3": 2, "7,4,3": 1, "7,4,2": 2, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
     **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},

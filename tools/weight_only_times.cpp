@@ -1,17 +1,17 @@
-// What weight_only_mm says that its kernels take on SM90, with the numbers of times.h as variables:
-// tools/weight_only_fit.py compiles this with a times.h whose constants are none, and fits them.
+// What weight_only_mm says that its kernels take on SM90, with the numbers of costs.h as variables:
+// tools/weight_only_fit.py compiles this with a costs.h whose constants are none, and fits them.
 
 #include <vector>
 
 // All of both, as what is asked for is private there.
-#include "ops/weight_only_mm/select.cpp"
-#include "ops/weight_only_mm/streams.cpp"
+#include "dispatch/weight_only_mm/gemv_cost.cpp"
+#include "dispatch/weight_only_mm/select.cpp"
 
 namespace wo = epiloq::ops::weight_only_mm;
 
 namespace {
 
-// In the order in which times.h has them.
+// In the order in which costs.h has them.
 std::vector<double*> numbers() {
   std::vector<double*> all;
   for (auto& of_bits : wo::kStreamSteps) {

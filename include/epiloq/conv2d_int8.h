@@ -10,8 +10,8 @@
 
 namespace epiloq {
 
-// A kernel by name, for tests and for finding out which is best: a row of the table in src/ops/conv2d_int8/configs.h,
-// and how many blocks of a cluster share K.
+// A kernel by name, for tests and for finding out which is best: a row of the table in
+// src/dispatch/conv2d_int8/tables.h, and how many blocks of a cluster share K.
 struct Conv2dInt8Kernel {
   int row = 0;
   int split = 1;

@@ -8,7 +8,7 @@
 namespace epiloq {
 
 // The instruction sets that kernels are written for. kAuto is the best one that the device runs.
-enum class Arch : int { kAuto = 0, kSm75 = 75, kSm80 = 80, kSm89 = 89, kSm90 = 90 };
+enum class Arch : int { kAuto = 0, kSm75 = 75, kSm80 = 80, kSm89 = 89, kSm90 = 90, kSm100 = 100 };
 
 EPILOQ_API std::string name(Arch arch);
 EPILOQ_API Arch parse_arch(std::string const& name);

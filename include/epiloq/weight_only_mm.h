@@ -14,7 +14,7 @@ namespace epiloq {
 // Rows lie in slabs of 16, K is padded to a multiple Kp of 128, and a group of columns shares its parameters: there are
 // ceil(Kp / group_size) groups. Bytes past N and K hold anything. A tile is 16 rows by `depth` columns, 32 of 8 bits
 // and 64 of fewer, in 32 lanes of 16 bytes, or of 8 and 12 for 2 and 3 bits. Of a group's parameters those of row r of
-// a slab stand at r % 8 * 2 + r / 8. src/ops/weight_only_mm/layout.h has the order within a lane; epiloq.pack_weight
+// a slab stand at r % 8 * 2 + r / 8. src/problems/packed_layout.h has the order within a lane; epiloq.pack_weight
 // (Python) writes it. Columns of a weight with an activation order are in the order of their groups: it is up to the
 // caller that those of X are.
 struct PackedWeight {
@@ -31,7 +31,7 @@ struct PackedWeight {
 enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kRing, kWgmma };
 
 // A kernel by name, for tests and for finding out which is best: a row of a family's table in
-// src/ops/weight_only_mm/configs.h, and how many blocks of a cluster share K.
+// src/dispatch/weight_only_mm/tables.h, and how many blocks of a cluster share K.
 struct WeightOnlyMmKernel {
   WeightOnlyMmFamily family = WeightOnlyMmFamily::kStream;
   int row = 0;

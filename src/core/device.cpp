@@ -10,57 +10,6 @@
 #endif
 
 namespace epiloq {
-namespace {
-
-struct ArchName {
-  Arch arch;
-  char const* name;
-  bool built;
-};
-// One row an architecture; the build says which are in it.
-constexpr ArchName kArchs[] = {
-    {Arch::kAuto, "auto", false},           {Arch::kSm75, "sm75", EPILOQ_HAS_SM75},
-    {Arch::kSm80, "sm80", EPILOQ_HAS_SM80}, {Arch::kSm89, "sm89", EPILOQ_HAS_SM89},
-    {Arch::kSm90, "sm90", EPILOQ_HAS_SM90},
-};
-
-thread_local Arch t_forced_arch = Arch::kAuto;
-
-}  // namespace
-
-std::string name(Arch arch) {
-  for (auto const& row : kArchs) {
-    if (row.arch == arch) return row.name;
-  }
-  return "unknown";
-}
-
-Arch parse_arch(std::string const& text) {
-  std::string known;
-  for (auto const& row : kArchs) {
-    if (text == row.name) return row.arch;
-    known += (known.empty() ? "" : ", ") + std::string(row.name);
-  }
-  throw InvalidArgument("epiloq: arch: expected one of " + known + ", got " + text);
-}
-
-std::vector<Arch> built_archs() {
-  std::vector<Arch> archs;
-  for (auto const& row : kArchs) {
-    if (row.built) archs.push_back(row.arch);
-  }
-  return archs;
-}
-
-bool is_built(Arch arch) {
-  for (auto const& row : kArchs) {
-    if (row.arch == arch) return row.built;
-  }
-  return false;
-}
-
-void force_arch(Arch arch) { t_forced_arch = arch; }
-Arch forced_arch() { return t_forced_arch; }
 
 #if EPILOQ_HAS_CUDA
 namespace {

@@ -2,7 +2,6 @@
 
 #include <array>
 #include <cstdint>
-#include <initializer_list>
 
 #include "epiloq/device.h"
 
@@ -22,13 +21,5 @@ struct Target {
 inline constexpr int kMaxCluster = 8, kSmsOfClusters = 132;
 inline constexpr std::array<std::array<std::int64_t, kMaxCluster>, 2> kClusters{
     {{132, 66, 39, 30, 22, 17, 15, 15}, {264, 132, 79, 62, 47, 39, 32, 30}}};
-
-// What an architecture's first card has, for answers without a device. Throws InvalidArgument for one that is not
-// `served`.
-Target nominal(Arch arch, std::initializer_list<Arch> served);
-
-// Of the newest of SM75, SM80 and SM90 that this build has, a device runs and epiloq.config allows, for `operation`s
-// whose kernels run on whatever is newer. Throws Unsupported where there is none.
-Target target_of_device(char const* operation, int device);
 
 }  // namespace epiloq

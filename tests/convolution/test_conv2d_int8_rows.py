@@ -15,7 +15,7 @@ from epiloq import _core
 from epiloq.ops.conv2d import Geometry, geometry
 
 NAME = "conv2d_int8"
-# Of the rows in src/ops/conv2d_int8/configs.h: the columns of a stage and the channels that are copied at a time.
+# Of the rows in src/dispatch/conv2d_int8/tables.h: the columns of a stage and the channels that are copied at a time.
 DEPTHS = (128,) * 6 + (64,) * 4 + (32,)
 VECTORS = (16,) * 9 + (4, 1)
 WGMMA_ROWS, SPLITS = 5, range(1, 9)

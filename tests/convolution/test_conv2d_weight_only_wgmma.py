@@ -17,7 +17,7 @@ from epiloq import _core
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight
 from reference import poisoned, ulp
 
-# Weight rows and pixels of a tile, by row of kWgmmaRows in src/ops/conv2d_weight_only/configs.h.
+# Weight rows and pixels of a tile, by row of kWgmmaRows in src/dispatch/conv2d_weight_only/tables.h.
 TILES = ((128, 64), (64, 64), (64, 64))
 HALVES = (torch.float16, torch.bfloat16)
 KERNELS = ((1, 1), (3, 3), (5, 5), (7, 1))

@@ -37,7 +37,7 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
                 run_and_assert_close("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
-# Of the tables in src/ops/weight_only_mm/configs.h; of streams, the first so many are of digits.
+# Of the tables in src/dispatch/weight_only_mm/tables.h; of streams, the first so many are of digits.
 ROWS = {"stream": 14, "tiled": 5, "ring": len(RING_TOKENS), "wgmma": len(WGMMA_TOKENS)}
 DIGIT_ROWS = 5
 

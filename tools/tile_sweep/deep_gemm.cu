@@ -6,8 +6,8 @@
 
 #include "core/cuda_check.h"
 #include "epiloq/error.h"
-#include "gemm/groupwise_problem.h"
-#include "gemm/tensor_map.h"
+#include "kernels/common/tensor_map.h"
+#include "problems/groupwise_gemm.h"
 
 namespace {
 

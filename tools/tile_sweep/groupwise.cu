@@ -1,6 +1,6 @@
 // One group-wise tile, named and shaped by the macros that sweep.py defines.
 
-#include "gemm/sm90_groupwise.cuh"
+#include "kernels/sm90/groupwise_gemm.cuh"
 
 namespace {
 

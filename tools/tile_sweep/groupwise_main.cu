@@ -1,8 +1,8 @@
 // As main.cu, for tiles of the group-wise kernel, of float8 or int8: 1x128 scales of tokens, 128x128 of weights, or
 // whole rows'.
 
-#include "gemm/groupwise_problem.h"
 #include "harness.h"
+#include "problems/groupwise_gemm.h"
 
 using epiloq::gemm::GroupScales;
 using epiloq::gemm::GroupwiseProblem;

@@ -2,8 +2,8 @@
 // with a plain kernel's first. Usage: sweep NxK[,NxK...] M[,M...]; prints the best tiles of each problem,
 // in us and thousands of cycles.
 
-#include "gemm/problem.h"
 #include "harness.h"
+#include "problems/gemm.h"
 
 using epiloq::gemm::Problem;
 

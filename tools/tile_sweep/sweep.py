@@ -42,7 +42,7 @@ class Kind:
 
 
 def groupwise_kind(element: str, cutlass_element: str, *, whole_rows: bool) -> Kind:
-    """Tiles of sm90_groupwise.cuh."""
+    """Tiles of sm90/groupwise_gemm.cuh."""
     defines = {
         "ELEMENT": element,
         "CUTLASS_ELEMENT": cutlass_element,

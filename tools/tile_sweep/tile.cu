@@ -1,6 +1,6 @@
 // One SM90 tile, named and shaped by the macros that sweep.py defines.
 
-#include "gemm/sm90.h"
+#include "kernels/sm90/gemm_cutlass.h"
 
 using epiloq::gemm::Schedule;
 static constexpr epiloq::gemm::WgmmaConfig kTile{{TILE_M, TILE_N, TILE_K}, CLUSTER_M, CLUSTER_N,

@@ -25,7 +25,7 @@ class _Question:
 
 
 _MM = ("dtype", "aligned", "arch", "sm_count")
-# What int32 holds (src/ops/scaled_mm/scaled_mm.cpp).
+# What int32 holds (src/api/scaled_mm.cpp).
 _MOST_K, _MOST_K_AZP = 131071, 65793
 _GROUPWISE = ("column_scales", "whole_rows", *_MM)
 _QUESTIONS = {

@@ -1,4 +1,4 @@
-"""The order of a packed weight's values in memory: that of src/ops/weight_only_mm/layout.h, which says why it is so.
+"""The order of a packed weight's values in memory: that of src/problems/packed_layout.h, which says why it is so.
 
 A row is ``8 r + g`` of its slab; a column of a tile is ``16 i + 8 p + 2 t + e``, of 2 and 3 bits ``32 b + 8 t + c``.
 """

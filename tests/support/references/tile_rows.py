@@ -1,4 +1,4 @@
-"""How many tiles groupwise_mm's tables for SM90 have (src/ops/groupwise_mm/configs.h), which tests have to reach."""
+"""How many tiles groupwise_mm has for SM90 (src/dispatch/groupwise_mm/tables.h), which tests have to reach."""
 
 GROUPS = 11
 COLUMNS = 3  # with a scale a column

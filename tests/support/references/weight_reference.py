@@ -12,8 +12,8 @@ import epiloq
 from epiloq import _core
 from reference import poisoned, ulp
 
-# Tokens of a tile, by row of kWgmmaRows in src/ops/weight_only_mm/configs.h, and the rows that round weights with their
-# scales, which must be of x's dtype.
+# Tokens of a tile, by row of kWgmmaRows in src/dispatch/weight_only_mm/tables.h, and the rows that round weights with
+# their scales, which must be of x's dtype.
 WGMMA_TOKENS = (32,) * 4 + (64,) * 4 + (128,) * 3 + (256,)
 WGMMA_ROUNDS = (10, 11)
 # Likewise, of kRingRows.

@@ -1,0 +1,114 @@
+#include "api/checks/packed_weight.h"
+
+#include <algorithm>
+
+#include "cpu/common/rows.h"
+#include "problems/packed_layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+// Of a group of 2^n times 128 columns, n; of the whole row, one that no step reaches.
+int group_shift(std::int64_t group, std::int64_t padded_k) {
+  if (group == padded_k) return 30;
+  int shift = 0;
+  while (kPadding << shift < group) ++shift;
+  return shift;
+}
+
+// What parameter_of makes of a row, back.
+constexpr int row_of(int parameter) { return parameter / 2 + parameter % 2 * 8; }
+
+EPILOQ_CLONES int largest(std::uint8_t const* values, std::int64_t count) {
+  std::uint8_t most = 0;
+  for (std::int64_t i = 0; i < count; ++i) most = std::max(most, values[i]);
+  return most;
+}
+
+// Where the host can read them; some of its products hold integers less a zero point in few bits. Of rows past N and
+// groups past K they may be anything.
+void check_zeros(Checker const& check, PackedWeight const& w, std::int64_t groups, std::int64_t used) {
+  int const most = 1 << w.bits;
+  auto const* zero = w.zero->as<std::uint8_t>();
+  for (std::int64_t row = 0; row < w.n; row += kSlab, zero += groups * kSlab) {
+    int found = largest(zero, used * kSlab);
+    if (found > most && w.n - row < kSlab) {
+      found = 0;
+      for (std::int64_t i = 0; i < used * kSlab; ++i) {
+        if (row + row_of(static_cast<int>(i % kSlab)) < w.n) found = std::max<int>(found, zero[i]);
+      }
+    }
+    if (found > most) check.fail("weight.zero", "expected 0 to ", most, " with ", w.bits, " bits, got ", found);
+  }
+}
+
+}  // namespace
+
+void expect_shape(Checker const& check, char const* argument, TensorView const& view,
+                  std::initializer_list<std::int64_t> shape) {
+  bool fits = view.rank == static_cast<int>(shape.size());
+  std::ostringstream expected;
+  int i = 0;
+  for (std::int64_t size : shape) {
+    expected << (i ? ", " : "") << size;
+    fits = fits && view.shape[i] == size;
+    ++i;
+  }
+  if (!fits) check.fail(argument, "expected [", expected.str(), "], got ", describe(view));
+  check.contiguous(argument, view);
+}
+
+void check_format(Checker const& check, int bits, std::int64_t group_size) {
+  if (bits != 2 && bits != 3 && bits != 4 && bits != 8) check.fail("bits", "expected 2, 3, 4 or 8, got ", bits);
+  if (group_size < 1 && group_size != -1) check.fail("group_size", "expected -1 or at least 1, got ", group_size);
+}
+
+Weight checked_weight(Checker const& check, PackedWeight const& w) {
+  check_format(check, w.bits, w.group_size);
+  if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
+  if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
+  if (w.zero && w.offset) check.fail("offset", "expected none beside zero, got ", describe(*w.offset));
+  std::int64_t const slabs = ceil_div(w.n, kSlab), padded_k = ceil_div(w.k, kPadding) * kPadding;
+  std::int64_t const group = w.group_size == -1 ? padded_k : std::min(w.group_size, padded_k);
+  std::int64_t const groups = padded_k == 0 ? 0 : ceil_div(padded_k, group);
+  check.tensor("weight.q", w.q, {DType::kUInt8});
+  check.tensor("weight.scale", w.scale, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  expect_shape(check, "weight.q", w.q, {slabs, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
+  expect_shape(check, "weight.scale", w.scale, {slabs, groups, kSlab});
+  check.aligned16("weight.q", w.q);
+  check.aligned16("weight.scale", w.scale);
+  if (w.zero) {
+    check.tensor("weight.zero", *w.zero, {DType::kUInt8});
+    expect_shape(check, "weight.zero", *w.zero, {slabs, groups, kSlab});
+    check.aligned16("weight.zero", *w.zero);
+    if (w.zero->device.type == Device::Type::kCpu && w.bits < 8 && w.k > 0) {
+      check_zeros(check, w, groups, ceil_div(w.k, std::max<std::int64_t>(group, 1)));
+    }
+  }
+  if (w.offset) {
+    check.tensor("weight.offset", *w.offset, {w.scale.dtype});
+    expect_shape(check, "weight.offset", *w.offset, {slabs, groups, kSlab});
+    check.aligned16("weight.offset", *w.offset);
+  }
+  return {static_cast<int>(w.n),
+          static_cast<int>(w.k),
+          static_cast<int>(padded_k),
+          w.bits,
+          static_cast<int>(std::max<std::int64_t>(group, 1)),
+          static_cast<int>(groups),
+          group_shift(group, padded_k),
+          w.q.as<std::uint8_t>(),
+          w.scale.data,
+          w.zero ? w.zero->as<std::uint8_t>() : nullptr,
+          w.offset ? w.offset->data : nullptr,
+          w.scale.dtype};
+}
+
+void check_apart(Checker const& check, TensorView const& out, PackedWeight const& w) {
+  check.apart("out", out, "weight.q", w.q);
+  check.apart("out", out, "weight.scale", w.scale);
+  if (w.zero) check.apart("out", out, "weight.zero", *w.zero);
+  if (w.offset) check.apart("out", out, "weight.offset", *w.offset);
+}
+
+}  // namespace epiloq::ops::weight_only_mm

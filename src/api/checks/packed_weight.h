@@ -1,0 +1,20 @@
+#pragma once
+
+#include "core/checks.h"
+#include "epiloq/weight_only_mm.h"
+#include "problems/packed_layout.h"
+#include "problems/weight_only.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+inline constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - kPadding;  // of N, of K and of the rows of x
+
+// Exactly that shape, and contiguous.
+void expect_shape(Checker const& check, char const* argument, TensorView const& view,
+                  std::initializer_list<std::int64_t> shape);
+
+void check_format(Checker const& check, int bits, std::int64_t group_size);
+Weight checked_weight(Checker const& check, PackedWeight const& weight);
+void check_apart(Checker const& check, TensorView const& out, PackedWeight const& weight);
+
+}  // namespace epiloq::ops::weight_only_mm

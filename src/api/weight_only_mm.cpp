@@ -1,0 +1,134 @@
+#include "epiloq/weight_only_mm.h"
+
+#include <algorithm>
+
+#include "api/checks/packed_weight.h"
+#include "core/checks.h"
+#include "dispatch/arch.h"
+#include "dispatch/choice_cache.h"
+#include "dispatch/weight_only_mm/launch.h"
+#include "dispatch/weight_only_mm/select.h"
+#include "problems/weight_only.h"
+
+namespace epiloq {
+namespace {
+
+namespace wo = ops::weight_only_mm;
+
+wo::Problem checked(WeightOnlyMm const& call) {
+  Checker const check("weight_only_mm", call.x.device);
+  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  wo::Weight const weight = wo::checked_weight(check, call.weight);
+  Matrix const x = check.rows("x", call.x);
+  if (x.cols != weight.k) check.fail("x", "expected ", weight.k, " columns, got ", describe(call.x));
+  if (x.rows > wo::kMaxSize) check.fail("x", "expected at most ", wo::kMaxSize, " rows, got ", x.rows);
+  check.tensor("out", call.out, {call.x.dtype});
+  Matrix const out = check.rows("out", call.out);
+  bool const same_rows =
+      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
+  if (call.out.rank != call.x.rank || !same_rows || out.cols != weight.n) {
+    check.fail("out", "expected x's leading dimensions and ", weight.n, " columns, got ", describe(call.out));
+  }
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.x.dtype});
+    check.vector("bias", *call.bias, weight.n);
+    check.apart("out", call.out, "bias", *call.bias);
+  }
+  if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got (", call.lo, ", ", call.hi, ")");
+  check.apart("out", call.out, "x", call.x);
+  wo::check_apart(check, call.out, call.weight);
+  return {weight,
+          static_cast<int>(x.rows),
+          x.stride,
+          out.stride,
+          call.x.data,
+          call.out.data,
+          call.bias ? call.bias->data : nullptr,
+          call.lo,
+          call.hi};
+}
+
+wo::DequantizeProblem checked(DequantizeWeight const& call) {
+  Checker const check("dequantize_weight", call.out.device);
+  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  wo::Weight const weight = wo::checked_weight(check, call.weight);
+  wo::expect_shape(check, "out", call.out, {weight.n, weight.k});
+  if (call.out.device.type == Device::Type::kCuda) check.aligned16("out", call.out);
+  wo::check_apart(check, call.out, call.weight);
+  return {weight, call.out.data, call.out.dtype};
+}
+
+WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
+  bool const aligned = reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 && (p.m == 1 || p.stride_x % 8 == 0);
+  return {p.m,
+          p.weight.n,
+          p.weight.k,
+          p.weight.bits,
+          call.weight.group_size,
+          call.x.dtype,
+          aligned,
+          static_cast<int>(size_of(p.weight.scale_dtype)),
+          p.weight.zero != nullptr ? 1 : 0,
+          p.weight.offset != nullptr,
+          p.weight.scale_dtype == call.x.dtype};
+}
+
+Target target_of(WeightOnlyMm const& call) {
+  return target_of("weight_only_mm", KernelSet::kWeightOnly, call.x.device);
+}
+
+wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
+  WeightOnlyMmProblem const p = problem_of(problem, call);
+  return call.kernel ? wo::choose(p, target_of(call), *call.kernel) : wo::choose(p, target_of(call));
+}
+
+wo::Choice remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
+  auto const choose = [&] { return choice_of(problem, call); };
+  return call.kernel ? choose() : gemm::remembered_choice(problem_of(problem, call), call.x.device.index, choose);
+}
+
+bool is_empty(wo::Problem const& p) { return p.m == 0 || p.weight.n == 0; }
+
+}  // namespace
+
+void check(WeightOnlyMm const& call) { checked(call); }
+void check(DequantizeWeight const& call) { checked(call); }
+
+bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
+  wo::Problem const problem = checked(call);
+  if (is_empty(problem)) return true;
+  if (call.x.device.type == Device::Type::kCpu) {
+    wo::multiply_on_host(problem, call.x.dtype, call.threads);
+    return true;
+  }
+  wo::Choice const choice = remembered_choice(problem, call);
+  if (choice.family == wo::Family::kDense) return false;
+  wo::launch(choice, problem, call.x.dtype, call.x.device.index, stream);
+  return true;
+}
+
+void dequantize_weight(DequantizeWeight const& call, Stream stream) {
+  wo::DequantizeProblem const problem = checked(call);
+  if (problem.weight.n == 0 || problem.weight.k == 0) return;
+  if (call.out.device.type == Device::Type::kCpu) return wo::dequantize_on_host(problem);
+  wo::launch_dequantize(problem, call.out.device.index, stream);
+}
+
+std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
+  wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
+  Target target = nominal(KernelSet::kWeightOnly, arch);
+  if (sm_count > 0) target.sm_count = sm_count;
+  if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
+  return wo::describe(wo::choose(problem, target));
+}
+
+std::string explain(WeightOnlyMm const& call) {
+  wo::Problem const problem = checked(call);
+  if (is_empty(problem)) return "nothing to launch: the output is empty";
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
+    return wo::describe_on_host(problem, call.x.dtype);
+  }
+  return wo::describe(choice_of(problem, call));
+}
+
+}  // namespace epiloq

@@ -1,0 +1,56 @@
+#pragma once
+
+// Products on the CPU part by part: slabs of weight rows, which threads share, by all tokens.
+
+#include <functional>
+#include <vector>
+
+#include "core/threads.h"
+#include "cpu/isa/vectors.h"
+
+namespace epiloq {
+
+// Rows `row` to `row + count` of columns `column` to `column + columns`. Up to a multiple of kTogether may be read of a
+// row.
+template <class Sum>
+struct SlabSums {
+  static constexpr int kMostColumns = 32, kTogether = 16;
+  Sum const* values;
+  int stride;
+  int row, count, column, columns;
+};
+template <class Sum>
+using FinishSlab = std::function<void(SlabSums<Sum> const&)>;
+
+// Tokens whose sums are there, up to a multiple of this: of what any kernel takes at a time.
+inline constexpr int kTokensUpTo = 16;
+
+// multiply(row, first token, count, sums [count, slab]) for each `slab` weight rows of `rows` by tokens, `at_once`
+// together, then finish(sums).
+template <class Sum, class Multiply>
+void by_slabs(std::int64_t tokens, std::int64_t rows, int slab, std::int64_t at_once, int threads,
+              FinishSlab<Sum> const& finish, Multiply const& multiply) {
+  constexpr int kOfLine = sizeof(Line) / sizeof(Sum);
+  if (tokens == 0 || rows == 0) return;
+  std::int64_t const slabs = (rows + slab - 1) / slab;
+  at_once = std::min(at_once, tokens);
+  share(slabs * ((tokens + at_once - 1) / at_once), threads, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<Line> lines((at_once + kTokensUpTo - 1) / kTokensUpTo * kTokensUpTo * slab / kOfLine);
+    auto* const sums = reinterpret_cast<Sum*>(lines.data());
+    for (std::int64_t i = begin; i < end; ++i) {
+      auto const row = static_cast<int>(i % slabs * slab), first = static_cast<int>(i / slabs * at_once);
+      auto const count = static_cast<int>(std::min(at_once, tokens - first));
+      multiply(row, first, count, sums);
+      auto const columns = static_cast<int>(std::min<std::int64_t>(slab, rows - row));
+      finish({.values = sums, .stride = slab, .row = first, .count = count, .column = row, .columns = columns});
+    }
+  });
+}
+
+// As many threads as so many products are worth, `threads` at most.
+inline int threads_for_products(std::int64_t products, int threads) {
+  constexpr std::int64_t kWorth = 1 << 17;  // a few microseconds, which it takes to wake a thread
+  return static_cast<int>(std::clamp<std::int64_t>(products / kWorth, 1, std::max(threads, 1)));
+}
+
+}  // namespace epiloq

@@ -1,0 +1,70 @@
+#pragma once
+
+// What the CPU's convolutions share: rows of the image as taps meet them, and what becomes of sums.
+
+#include <vector>
+
+#include "cpu/isa/vectors.h"
+#include "problems/conv2d_int8.h"
+
+namespace epiloq::ops::conv2d_int8 {
+
+// From sums to outputs.
+class Finisher {
+ public:
+  Finisher(Finish const& finish, int co, DType out_dtype, void* out, std::int64_t out_pixel);
+
+  // acc [pixels, co] to the outputs from `pixel` on.
+  void write(std::int32_t const* acc, std::int64_t pixels, std::int64_t pixel);
+
+ private:
+  Finish finish_;
+  int co_, pixels_;
+  DType dtype_;
+  void* out_;
+  std::int64_t out_pixel_;
+  // Of every channel, for as many pixels side by side as make a loop worth its while.
+  std::vector<float> scale_, bias_, limit_, restored_;
+  std::vector<std::int32_t> correction_;
+};
+
+// Channels that are summed side by side: a Line of them.
+inline constexpr int kLanes = 16;
+
+// Rows of the image as float32, padded. Of depthwise convolutions kLanes channels of a pixel are together (as output
+// channels have them), then the pixels that a tap meets one after the other: a stride's phases and the blocks of
+// channels are apart. Other rows keep their order.
+class TapRows {
+ public:
+  // So many pixels more than there are may be read.
+  TapRows(Problem const& problem, int slack);
+
+  // For a row of the output, counted over all images: where each tap, [kh, kw], meets that row's first pixel. Until the
+  // next call.
+  std::vector<float const*> const& of(std::int64_t row);
+  // Values from a pixel that a tap meets to the next, and from a block of channels to the next.
+  [[nodiscard]] std::int64_t step() const { return step_; }
+  [[nodiscard]] std::int64_t block() const { return block_; }
+
+ private:
+  void fill(std::int8_t const* from, float* to) const;
+
+  Problem const& problem_;
+  bool depthwise_;
+  int apart_;                     // what phases are counted by
+  int pixel_, width_;             // values of a pixel in a block, pixels of a phase
+  std::vector<int> phases_;       // those that taps meet
+  std::vector<std::int64_t> at_;  // of each kw, in a row
+  std::int64_t step_, block_, size_;
+  std::vector<Line> rows_;  // the last is all padding
+  std::vector<std::int64_t> held_;
+  std::vector<float const*> taps_;
+};
+
+// Convolutions of one group of few channels, and depthwise ones, of so many products a sum that float32 holds it.
+inline constexpr int kMaxDirectChannels = 4, kMaxDirectTerms = 1024;
+bool has_direct_kernel(conv2d::Shape const& shape);
+// Rows `first` to `last` of the output, counted over all images.
+void direct_on_host(Problem const& problem, std::int64_t first, std::int64_t last);
+
+}  // namespace epiloq::ops::conv2d_int8

@@ -1,0 +1,176 @@
+#include "cpu/gemm/float8.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "cpu/gemm/float8_avx512_bf16.h"
+#include "cpu/gemm/float8_avx512_columns.h"
+#include "cpu/gemm/float8_vectors.h"
+#include "cpu/isa/versions.h"
+
+namespace epiloq {
+namespace {
+
+std::int64_t rounded_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+Line* lines_of(float* sums) { return reinterpret_cast<Line*>(sums); }
+
+// Tokens go through the matrix together: as many as the second cache keeps, but enough to repay what is made of it.
+std::int64_t tokens_at_once(std::int64_t columns, std::int64_t cached, std::int64_t least) {
+  return std::max(least, cached / std::max<std::int64_t>(columns, 1) / least * least);
+}
+
+template <class Format>
+struct Of {
+  template <int kLanes>
+  struct Widen {
+    [[gnu::always_inline]] static void run(ScaledFloat8 const& x, std::int64_t row, float* out) {
+      WidenFloat8<Format, kLanes>::row(x, row, out);
+    }
+  };
+  template <int kLanes>
+  struct Order {
+    [[gnu::always_inline]] static void run(float const* row, std::int64_t columns, float* out) {
+      FewFloat8<Format, kLanes>::bring(row, columns, out);
+    }
+  };
+  template <int kLanes>
+  using Few = FewFloat8<Format, kLanes>;
+  template <int kLanes>
+  using Many = ManyFloat8<Format, kLanes>;
+};
+using Widen = void (*)(ScaledFloat8 const&, std::int64_t, float*);
+using MultiplyFloats = void (*)(ScaledFloat8 const&, std::int64_t, FloatTokens const&, Line*);
+template <template <int kLanes> class Kernel>
+using Multiplies = Versions<Kernel, ScaledFloat8 const&, std::int64_t, FloatTokens const&, Line*>;
+template <class Format>
+using Widens = Versions<Of<Format>::template Widen, ScaledFloat8 const&, std::int64_t, float*>;
+
+template <class Format, bool kFew>
+MultiplyFloats multiply_by() {
+  return kFew ? Multiplies<Of<Format>::template Few>::here() : Multiplies<Of<Format>::template Many>::here();
+}
+
+// In vectors of the widest registers: a few tokens by rows as they lie, or many by rows that were widened.
+template <bool kFew>
+void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+  constexpr int kSlab = 16;
+  std::int64_t const stride = rounded_up(w.columns, 4 * 16);
+  std::vector<float> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
+  Widen const widen = x.is_e5m2 ? Widens<E5M2>::here() : Widens<E4M3>::here();
+  auto const order = Versions<Of<E4M3>::Order, float const*, std::int64_t, float*>::here();
+  share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
+    std::vector<float> row(kFew ? x.columns : 0);
+    for (std::int64_t m = first; m < last; ++m) {
+      float* const token = tokens.data() + m * stride;
+      widen(x, m, kFew ? row.data() : token);
+      if (kFew) order(row.data(), x.columns, token);
+    }
+  });
+  MultiplyFloats const multiply = w.is_e5m2 ? multiply_by<E5M2, kFew>() : multiply_by<E4M3, kFew>();
+  by_slabs(x.rows, w.rows, kSlab, tokens_at_once(w.columns, 1 << 17, 48), threads, finish,
+           [&](int row, int first, int count, float* sums) {
+             multiply(w, row, {tokens.data() + first * stride, stride, count}, lines_of(sums));
+           });
+}
+
+#ifdef EPILOQ_HAS_CLONES
+// A piece's scales of every token, up to a multiple of kTokensUpTo, then the next piece's.
+std::vector<float> scales_of(ScaledFloat8 const& x) {
+  std::int64_t const pieces = x.scale == nullptr ? 0 : (x.columns + kFloat8Columns - 1) / kFloat8Columns;
+  std::int64_t const tokens = rounded_up(x.rows, kTokensUpTo);
+  std::vector<float> scales(pieces * tokens);
+  for (std::int64_t i = 0; i < pieces; ++i) {
+    for (std::int64_t m = 0; m < x.rows; ++m) scales[i * tokens + m] = x.scale_at(m, i);
+  }
+  return scales;
+}
+
+void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+  std::int64_t const stride = RowsByTokens::lines(w.columns);
+  std::vector<Line> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
+  std::vector<float> const scales = scales_of(x);
+  share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t m = first; m < last; ++m) RowsByTokens::bring(x, m, tokens.data() + m * stride);
+  });
+  by_slabs(x.rows, w.rows, RowsByTokens::kSums, tokens_at_once(w.columns, 1 << 18, 64), threads, finish,
+           [&](int row, int first, int count, float* sums) {
+             Float8Pairs const some{.x = tokens.data() + first * stride,
+                                    .stride = stride,
+                                    .scale = scales.empty() ? nullptr : scales.data() + first,
+                                    .of_piece = rounded_up(x.rows, kTokensUpTo),
+                                    .count = count};
+             RowsByTokens::run(w, row, some, lines_of(sums));
+           });
+}
+
+void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+  using Kernel = ColumnsByTokenBlocks;
+  std::int64_t const words = Kernel::words(w.columns);
+  std::vector<std::uint32_t> tokens(rounded_up(x.rows, kPairBlock) * words);
+  std::vector<float> const scales = scales_of(x);
+  share(rounded_up(x.rows, kPairBlock) / kPairBlock, threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) Kernel::bring(x, i, tokens.data() + i * kPairBlock * words);
+  });
+  by_slabs(x.rows, w.rows, Kernel::kRows, tokens_at_once(w.columns, 1 << 18, 8 * kPairBlock), threads, finish,
+           [&](int row, int first, int count, float* sums) {
+             Float8Blocks const some{.x = tokens.data() + first * words,
+                                     .words = words,
+                                     .scale = scales.empty() ? nullptr : scales.data() + first,
+                                     .of_piece = rounded_up(x.rows, kTokensUpTo),
+                                     .count = count};
+             Kernel::run(w, row, some, lines_of(sums));
+           });
+}
+
+void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+  TokenTiles const tiles{Float8InTiles::lines(w.columns), static_cast<int>(x.rows)};
+  std::vector<Line> lines(tiles.size());
+  std::vector<float> const scales = scales_of(x);
+  share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) Float8InTiles::bring(x, tiles, static_cast<int>(i), lines.data());
+  });
+  Float8Tiles const tokens{.x = lines.data(),
+                           .tiles = tiles,
+                           .scale = scales.empty() ? nullptr : scales.data(),
+                           .of_piece = rounded_up(x.rows, kTokensUpTo)};
+  by_slabs(x.rows, w.rows, Float8InTiles::kRows, tokens_at_once(w.columns, 1 << 19, 64), threads, finish,
+           [&](int row, int first, int count, float* sums) {
+             int const tile = first / TokenTiles::kTokens;
+             Float8InTiles::run(w, row, tokens, tile, count, lines_of(sums));
+           });
+}
+#endif
+
+constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+
+constexpr Float8Way kWays[] = {
+#ifdef EPILOQ_HAS_CLONES
+    // (One token is multiplied as fast without AMX, and meets its rows' scales faster.)
+    {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny, multiply_tiles},
+    // (Three and four tokens would take up to half as long again so, though a seventh less in groups of 128.)
+    {"16 rows of float8 at a time as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 5, kAny, multiply_columns},
+    {"float8 as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 0, kAny, multiply_pairs},
+#endif
+    {"float8 widened in registers", [] { return true; }, 0, 8, multiply_floats<true>},
+    {"16 rows of float8 widened at a time", [] { return true; }, 0, kAny, multiply_floats<false>},
+};
+
+}  // namespace
+
+std::span<Float8Way const> float8_ways() { return kWays; }
+
+Float8Way const& float8_way(std::int64_t tokens) {
+  return *std::ranges::find_if(
+      kWays, [tokens](Float8Way const& way) { return way.fewest <= tokens && tokens <= way.most && way.is_here(); });
+}
+
+void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+  threads = threads_for_products(x.rows * w.rows * w.columns, threads);
+  float8_way(x.rows).multiply(x, w, threads, finish);
+}
+
+}  // namespace epiloq

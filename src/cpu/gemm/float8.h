@@ -1,0 +1,47 @@
+#pragma once
+
+// float8 products on the CPU, added up in float32.
+
+#include <span>
+
+#include "cpu/common/slabs.h"
+
+namespace epiloq {
+
+inline constexpr int kFloat8Columns = 128;  // that share a scale
+
+// A matrix by rows, with the scales of its blocks, if it has any.
+struct ScaledFloat8 {
+  std::uint8_t const* values;
+  std::int64_t rows, columns, stride;
+  bool is_e5m2 = false;
+  float const* scale = nullptr;
+  std::int64_t scale_stride_row = 0, scale_stride_column = 0;
+  int scale_shift = 0;  // 2 to the power of this are the rows that share a scale
+
+  // Of the piece-th kFloat8Columns.
+  float scale_at(std::int64_t row, std::int64_t piece) const {
+    return scale == nullptr ? 1.f : scale[(row >> scale_shift) * scale_stride_row + piece * scale_stride_column];
+  }
+};
+
+using Float8Sums = SlabSums<float>;
+
+// x [m, k] times w [n, k] transposed: finish(sums) of parts that together are the product, from at most `threads`
+// threads.
+using MultiplyFloat8 = void (*)(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
+                                FinishSlab<float> const& finish);
+
+// A way to do so, for any operands, where the CPU has what it takes; the first that is chosen for so many tokens.
+struct Float8Way {
+  char const* name;
+  bool (*is_here)();
+  std::int64_t fewest, most;
+  MultiplyFloat8 multiply;
+};
+std::span<Float8Way const> float8_ways();
+Float8Way const& float8_way(std::int64_t tokens);
+// By that way, on as many threads as the product is worth.
+void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish);
+
+}  // namespace epiloq

@@ -1,0 +1,139 @@
+// scaled_mm on the CPU: the epilogues of the kernels, after exact sums.
+
+#include "cpu/gemm/scaled_mm.h"
+
+#include <algorithm>
+
+#include "core/threads.h"
+#include "cpu/common/outputs.h"
+#include "cpu/common/rows.h"
+#include "cpu/gemm/float8.h"
+#include "cpu/gemm/int8.h"
+#include "cpu/isa/versions.h"
+#include "epilogue/eval.h"
+
+namespace epiloq::ops::scaled_mm {
+namespace {
+
+// A slab's sums, and what its columns have besides.
+template <class Sum>
+struct Slab {
+  static constexpr int kMost = SlabSums<Sum>::kMostColumns;
+
+  gemm::Problem const& p;
+  SlabSums<Sum> const& sums;
+  float scale_b[kMost] = {}, bias[kMost] = {};
+  std::int32_t azp_adj[kMost] = {};
+
+  Slab(gemm::Problem const& problem, DType dtype, SlabSums<Sum> const& slab) : p(problem), sums(slab) {
+    epilogue::Operands const& o = p.operands;
+    for (int i = 0; i < sums.columns; ++i) scale_b[i] = o.scale_b[o.scale_b_is_vector ? sums.column + i : 0];
+    if (o.bias != nullptr) read_row(o.bias, dtype, sums.column, sums.columns, bias);
+    if (o.azp_adj != nullptr) std::copy_n(o.azp_adj + sums.column, sums.columns, azp_adj);
+  }
+
+  // Of a row of D: operands that are a column's each or the row's.
+  [[gnu::always_inline]] epilogue::Operands of_row(std::int64_t m) const {
+    epilogue::Operands const& o = p.operands;
+    return {.scale_a = o.scale_a + (o.scale_a_is_vector ? m : 0),
+            .scale_b = scale_b,
+            .bias = o.bias == nullptr ? nullptr : bias,
+            .azp = o.azp == nullptr ? nullptr : o.azp + (o.azp_is_vector ? m : 0),
+            .azp_adj = azp_adj,
+            .scale_b_is_vector = true,
+            .scale_out = o.scale_out};
+  }
+};
+
+// The epilogue of a slab, and its way to D.
+template <class Epilogue, class Sum, DType kOut>
+struct Finish {
+  using Value = std::conditional_t<kOut == DType::kInt8, std::int8_t, float>;
+
+  template <int kLanes>
+  struct Kernel {
+    [[gnu::always_inline]] static void run(Slab<Sum> const& slab) {
+      constexpr int kTogether = kOutputsTogether;
+      SlabSums<Sum> const sums = slab.sums;  // D is not part of it
+      std::int64_t const stride_d = slab.p.stride_d;
+      auto* d = static_cast<OutputElement<kOut>*>(slab.p.d) + sums.row * stride_d + sums.column;
+      Sum const* row = sums.values;
+      for (int i = 0; i < sums.count; ++i, row += sums.stride, d += stride_d) {
+        auto const expr = Epilogue::template make<Value>(slab.of_row(sums.row + i));
+        if (i + kRowsAhead < sums.count) expect_row(d + kRowsAhead * stride_d, sums.columns);
+        for (int first = 0; first < sums.columns; first += kTogether) {
+          Value values[kTogether];
+          for (int j = 0; j < kTogether; ++j) values[j] = epilogue::eval(expr, row[first + j], 0, first + j);
+          put<kOut, kLanes>(values, sums.columns - first, d + first);
+        }
+      }
+    }
+  };
+};
+
+template <class Epilogue, class Sum, DType kOut>
+void finish_as(Slab<Sum> const& slab) {
+  static auto const run = Versions<Finish<Epilogue, Sum, kOut>::template Kernel, Slab<Sum> const&>::here();
+  run(slab);
+}
+
+template <class Epilogue, class Sum>
+void finish(gemm::Problem const& p, DType out, SlabSums<Sum> const& sums) {
+  Slab<Sum> const slab(p, out, sums);
+  switch (out) {
+    case DType::kFloat16:
+      return finish_as<Epilogue, Sum, DType::kFloat16>(slab);
+    case DType::kBFloat16:
+      return finish_as<Epilogue, Sum, DType::kBFloat16>(slab);
+    default:
+      return finish_as<Epilogue, Sum, DType::kFloat32>(slab);
+  }
+}
+
+// An operand [rows, k].
+ScaledFloat8 matrix(void const* values, DType dtype, std::int64_t rows, std::int64_t k, std::int64_t stride) {
+  return {static_cast<std::uint8_t const*>(values), rows, k, stride, dtype == DType::kFloat8E5M2};
+}
+
+void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
+  if (types.inputs().is_float8()) {
+    multiply_float8(matrix(p.a, types.a, p.m, p.k, p.stride_a), matrix(p.b, types.b, p.n, p.k, p.stride_b), threads,
+                    [&](Float8Sums const& sums) { finish<epilogue::Scaled>(p, types.out, sums); });
+    return;
+  }
+  Int8Product const product{
+      p.m,        p.n,       p.k, static_cast<std::int8_t const*>(p.a), static_cast<std::int8_t const*>(p.b),
+      p.stride_a, p.stride_b};
+  multiply_int8(product, threads, [&](Int8Sums const& sums) {
+    if (types.out == DType::kInt8) {
+      finish_as<epilogue::Requantized, std::int32_t, DType::kInt8>({p, types.out, sums});
+    } else if (has_zero_point) {
+      finish<epilogue::ScaledAzp>(p, types.out, sums);
+    } else {
+      finish<epilogue::Scaled>(p, types.out, sums);
+    }
+  });
+}
+
+gemm::Problem of_batch(gemm::Problem const& p, DType out, std::int64_t batch) {
+  gemm::Problem one = p;
+  one.a = static_cast<char const*>(p.a) + batch * p.batch_a;
+  one.b = static_cast<char const*>(p.b) + batch * p.batch_b;
+  one.d = static_cast<char*>(p.d) + batch * p.batch_d * size_of(out);
+  one.operands = p.operands.of_batch(batch);
+  return one;
+}
+
+}  // namespace
+
+void run_on_host(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
+  threads = threads_for_products(std::int64_t{p.batches} * p.m * p.n * p.k, threads);
+  bool const by_batches = p.batches >= threads;  // each by one thread
+  share(p.batches, by_batches ? threads : 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      multiply(of_batch(p, types.out, i), types, has_zero_point, by_batches ? 1 : threads);
+    }
+  });
+}
+
+}  // namespace epiloq::ops::scaled_mm

@@ -1,0 +1,99 @@
+// Products of a few tokens on the CPU: the versions of decode.h, and tokens brought into their order.
+
+#include "cpu/w4a16/decode.h"
+
+#include <array>
+
+#include "cpu/isa/versions.h"
+#include "cpu/w4a16/weight_only.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+constexpr std::array kBlocks = {1, 2, 4};
+
+// Columns of a tile, by fours of its words, in the order of its bytes: out[step * block] has a value for each word.
+// 4 bits: word 4 t + i has columns 16 i + 2 t + {0, 8, 1, 9}.
+void order4(float const* tile, int t, int block, Line* out) {
+  constexpr int kOf[] = {0, 8, 1, 9};
+  for (int step = 0; step < 4; ++step) {
+    for (int i = 0; i < 4; ++i) out[step * block].values[4 * t + i] = tile[16 * i + 2 * t + kOf[step]];
+  }
+}
+
+// 8 bits: word 4 t + i has columns 8 i + 2 t + {0, 1}.
+void order8(float const* tile, int t, int block, Line* out) {
+  for (int step = 0; step < 2; ++step) {
+    for (int i = 0; i < 4; ++i) out[step * block].values[4 * t + i] = tile[8 * i + 2 * t + step];
+  }
+}
+
+// A token of a block.
+void in_order(int bits, float const* row, int padded_k, int block, Line* out) {
+  auto* const order = bits == 4 ? order4 : order8;
+  for (int first = 0; first < padded_k; first += depth(bits), out += steps(bits) * block) {
+    for (int t = 0; t < 4; ++t) order(row + first, t, block, out);
+  }
+}
+
+using Multiply = void (*)(Piece, Line* out);
+
+template <int kBits, bool kHalves, int kTokens>
+struct Of {
+  template <int kLanes>
+  using Kernel = Few<kBits, Row<kBits, kHalves, kLanes>, kTokens, kLanes>;
+  static Multiply here() { return Versions<Kernel, Piece, Line*>::here(); }
+};
+
+// In the order of kBlocks.
+template <int kBits, bool kHalves>
+std::array<Multiply, kBlocks.size()> by_tokens() {
+  return {Of<kBits, kHalves, 1>::here(), Of<kBits, kHalves, 2>::here(), Of<kBits, kHalves, 4>::here()};
+}
+
+Multiply multiply_of(Weight const& w, int block) {
+  static auto const bits8 = by_tokens<8, false>(), bits4 = by_tokens<4, false>(), halves4 = by_tokens<4, true>();
+  auto const& row = w.bits == 8 ? bits8 : w.group % (2 * kGrain) == 0 ? bits4 : halves4;
+  return row[std::find(kBlocks.begin(), kBlocks.end(), block) - kBlocks.begin()];
+}
+
+}  // namespace
+
+bool is_for_few(Problem const& p, DType dtype) {
+  Weight const& w = p.weight;
+  // Tiles repay the work on a slab from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
+  // 2026-11-21).
+  int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
+  int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
+  return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
+}
+
+FewTokens::FewTokens(Problem const& p, DType dtype)
+    : groups(groups_of(p.weight, kGrain)),
+      block(*std::find_if(kBlocks.begin(), kBlocks.end() - 1, [&](int b) { return b >= p.m; })) {
+  Weight const& w = p.weight;
+  x.resize(static_cast<std::size_t>((p.m + block - 1) / block * block) * (w.padded_k / kWords));
+  std::vector<float> row(w.padded_k);
+  for (int m = 0; m < p.m; ++m) {
+    read_row(p.x, dtype, m * p.stride_x, w.k, row.data());
+    in_order(w.bits, row.data(), w.padded_k, block,
+             x.data() + static_cast<std::size_t>(m / block * block) * (w.padded_k / kWords) + m % block);
+  }
+}
+
+void multiply_few(Problem const& p, FewTokens const& tokens, SlabParameters const& parameters, int slab, Line* sums) {
+  Weight const& w = p.weight;
+  Multiply const multiply = multiply_of(w, tokens.block);
+  for (int m = 0; m < p.m; m += tokens.block) {
+    multiply({.q = w.q + slab * slab_bytes(w),
+              .x = tokens.x[static_cast<std::size_t>(m) * (w.padded_k / kWords)].values,
+              .tiles = w.padded_k / depth(w.bits),
+              .groups = tokens.groups.data(),
+              .scale = parameters.scale.data(),
+              .zero = parameters.zero.data(),
+              .offset = parameters.offset.data()},
+             sums + m);
+  }
+}
+
+}  // namespace epiloq::ops::weight_only_mm

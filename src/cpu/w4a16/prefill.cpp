@@ -1,0 +1,81 @@
+// Products of many tokens, or with any weight, on the CPU: the versions of prefill.h, and tokens for avx512_bf16.h.
+
+#include "cpu/w4a16/prefill.h"
+
+#include "core/threads.h"
+#include "cpu/isa/versions.h"
+#include "cpu/w4a16/prefill_avx512_bf16.h"
+#include "cpu/w4a16/weight_only.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+namespace {
+
+#ifdef EPILOQ_HAS_CLONES
+void multiply_pairs(SlabByTokens const& slab, int group, ManyTokens const& all, int first, Line* sums) {
+  ManyPairs::run({.slab = slab, .group = group, .x = all.pairs.data() + first * all.stride}, sums);
+}
+#else
+void multiply_pairs(SlabByTokens const&, int, ManyTokens const&, int, Line*) {}
+#endif
+
+// A token of a block; of an odd K a zero follows.
+void in_pairs(std::uint16_t const* row, int k, std::uint32_t* out) {
+  for (int i = 0; i + 1 < k; i += 2, out += kPairBlock) *out = row[i] | std::uint32_t{row[i + 1]} << 16;
+  if (k % 2 != 0) *out = row[k - 1];
+}
+
+}  // namespace
+
+bool by_pairs(Problem const& p, DType dtype) {
+  return has_pairs() && dtype == DType::kBFloat16 && p.weight.offset == nullptr && p.weight.group % 2 == 0;
+}
+
+ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
+    : groups(groups_of(p.weight, 1)), x(static_cast<float const*>(p.x)), stride(p.stride_x) {
+  int const k = p.weight.k;
+  if (by_pairs(p, dtype)) {
+    auto const* const rows = static_cast<std::uint16_t const*>(p.x);
+    stride = (k + 1) / 2;  // pairs
+    pairs.resize((p.m + kPairBlock - 1) / kPairBlock * kPairBlock * stride);
+    share(p.m, threads, [&](int first, int last) {
+      for (int m = first; m < last; ++m)
+        in_pairs(rows + m * p.stride_x, k, pairs.data() + m / kPairBlock * kPairBlock * stride + m % kPairBlock);
+    });
+  } else if (dtype != DType::kFloat32) {
+    copy.resize(static_cast<std::size_t>(p.m) * k);
+    share(p.m, threads, [&](int first, int last) {
+      for (int m = first; m < last; ++m)
+        read_row(p.x, dtype, m * p.stride_x, k, copy.data() + static_cast<std::size_t>(m) * k);
+    });
+    x = copy.data(), stride = k;
+  }
+}
+
+void multiply_many(Problem const& p, ManyTokens const& tokens, SlabParameters const& parameters, int slab, int first,
+                   int count, Line* sums) {
+  static auto const multiply = Versions<Many, SlabByTokens const&, Line*>::here();
+  Weight const& w = p.weight;
+  std::fill_n(sums, count, Line{});
+  SlabByTokens const of_slab{.q = w.q + slab * slab_bytes(w),
+                             .bits = w.bits,
+                             .k = w.k,
+                             .groups = tokens.groups.data(),
+                             .scale = parameters.scale.data(),
+                             .zero = parameters.zero.data(),
+                             .offset = parameters.offset.data(),
+                             .x = tokens.x + first * tokens.stride,
+                             .m = count,
+                             .stride = tokens.stride};
+  if (tokens.pairs.empty()) {
+    multiply(of_slab, sums);
+  } else {
+    multiply_pairs(of_slab, w.group, tokens, first, sums);
+  }
+  for (int m = 0; m < count; ++m) {
+    Line const by_parameter = sums[m];
+    for (int i = 0; i < kSlab; ++i) sums[m].values[i] = by_parameter.values[parameter_of(i)];
+  }
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,97 @@
+// Products of many tokens on a CPU with AMX: tokens brought into tiles, and slabs by twos.
+
+#include "cpu/w4a16/prefill_amx.h"
+
+#include "core/threads.h"
+#include "cpu/common/rows.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+namespace {
+
+bool has_groups_of_lines(Problem const& p) {
+  return has_pair_tiles() && has_lookups() && p.weight.group % kOfLine == 0;
+}
+
+}  // namespace
+
+bool rounds_weights(Problem const& p, DType dtype) {
+  bool const has_few_sums = p.weight.offset == nullptr && p.weight.group >= kWholePiece;
+  return has_groups_of_lines(p) && dtype == DType::kBFloat16 && p.m > kMostUnrounded && !has_few_sums;
+}
+
+bool by_tiles(Problem const& p, DType dtype) {
+  return (has_groups_of_lines(p) && p.weight.offset == nullptr) || rounds_weights(p, dtype);
+}
+
+#ifdef EPILOQ_HAS_CLONES
+namespace {
+
+// The upper halves of float32 values, whose rest is left: eight bits of each, what is not finite whole.
+EPILOQ_CLONES void take_part(float* rest, int count, std::uint16_t* part) {
+  constexpr std::uint32_t kUpper = 0xffff0000u, kExponent = 0x7f800000u, kQuiet = 0x00400000u;
+  for (int i = 0; i < count; ++i) {
+    auto const bits = std::bit_cast<std::uint32_t>(rest[i]);
+    bool const is_finite = (bits & kExponent) != kExponent, is_nan = (bits & ~(1u << 31)) > kExponent;
+    std::uint32_t const upper = (bits & kUpper) | (is_nan ? kQuiet : 0u);
+    part[i] = static_cast<std::uint16_t>(upper >> 16);
+    rest[i] = is_finite ? rest[i] - std::bit_cast<float>(upper) : 0.f;
+  }
+}
+
+// A token's parts, `of_part` values apart.
+void take_parts(Problem const& p, DType dtype, std::int64_t token, int parts, std::int64_t of_part,
+                std::vector<float>& rest, std::uint16_t* out) {
+  int const k = p.weight.k;
+  if (parts == 1) {
+    std::memcpy(out, static_cast<std::uint16_t const*>(p.x) + token * p.stride_x, sizeof(std::uint16_t) * k);
+    return;
+  }
+  read_row(p.x, dtype, token * p.stride_x, k, rest.data());
+  for (int part = 0; part < parts; ++part) take_part(rest.data(), k, out + part * of_part);
+}
+
+}  // namespace
+
+TiledTokens::TiledTokens(Problem const& p, DType dtype, int threads)
+    : tiles{p.weight.padded_k / kOfLine, p.m},
+      parts(tile_parts(dtype)),
+      x(parts * tiles.size()),
+      groups(groups_of(p.weight, kOfLine)),
+      rounds(rounds_weights(p, dtype)) {
+  constexpr int kTokens = TokenTiles::kTokens;
+  std::int64_t const stride = p.weight.padded_k, of_part = kTokens * stride;
+  share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
+    std::vector<float> rest(p.weight.k);
+    std::vector<std::uint16_t> rows(parts * of_part);
+    for (auto tile = static_cast<int>(first); tile < last; ++tile) {
+      int const count = std::min(kTokens, p.m - tile * kTokens);
+      for (int i = 0; i < count; ++i) {
+        std::int64_t const token = std::int64_t{tile} * kTokens + i;
+        take_parts(p, dtype, token, parts, of_part, rest, rows.data() + i * stride);
+      }
+      for (int part = 0; part < parts; ++part) {
+        MultiplyInTiles::bring(rows.data() + part * of_part, stride, p.weight.bits, tiles, tile,
+                               x.data() + part * tiles.size());
+      }
+    }
+  });
+}
+
+void multiply_tiles(Problem const& p, TiledTokens const& tokens, SlabParameters const* parameters, int slab, int first,
+                    int count, Line* sums) {
+  int const second = (slab + 1) * kSlab < p.weight.n ? 1 : 0;  // or the last one again
+  std::uint8_t const* const q = p.weight.q + slab * slab_bytes(p.weight);
+  MultiplyInTiles::run({.weight = p.weight,
+                        .q = {q, q + second * slab_bytes(p.weight)},
+                        .parameters = {parameters, parameters + second},
+                        .groups = tokens.groups.data(),
+                        .rounds = tokens.rounds},
+                       {tokens.x.data(), tokens.tiles, tokens.parts}, first / TokenTiles::kTokens, count, sums);
+}
+#else
+TiledTokens::TiledTokens(Problem const&, DType, int) {}
+void multiply_tiles(Problem const&, TiledTokens const&, SlabParameters const*, int, int, int, Line*) {}
+#endif
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,233 @@
+#pragma once
+
+// Two slabs of a weight by many tokens with AMX. The 64 bytes of rows g and g + 8 in a packed tile become lines of
+// bfloat16, 32 columns of a row in the order in which they lie, and tokens come in that order: integers less their zero
+// points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32. Or, for very many
+// tokens, weights rounded with their scales.
+
+#include <array>
+#include <bit>
+
+#include "cpu/isa/amx_row_tiles.h"
+#include "cpu/isa/avx512_bf16.h"
+#include "cpu/w4a16/rounded_weights.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+inline constexpr int kOfLine = 32;  // columns, all of one group
+
+// The column, of 32, of each value of a line.
+constexpr std::array<std::uint16_t, kOfLine> order_of_line(int bits) {
+  std::array<std::uint16_t, kOfLine> order{};
+  for (int i = 0; i < kOfLine; ++i) {
+    int const t = i / 8, word = i / 2 % 4, second = i % 2;
+    int const of_word = bits == 8 ? word % 2 * 8 + second : word % 2 + 8 * second;
+    order[i] = static_cast<std::uint16_t>(word / 2 * 16 + of_word + 2 * t);
+  }
+  return order;
+}
+
+#ifdef EPILOQ_HAS_CLONES
+// Tokens as sums of so many of bfloat16.
+struct TokenParts {
+  Line const* x;
+  TokenTiles tiles;
+  int parts;
+};
+
+struct SlabsInTiles {
+  Weight const& weight;
+  std::uint8_t const* q[2];
+  SlabParameters const* parameters[2];
+  int const* groups;  // where the parameters of each line's columns begin
+  bool rounds;
+};
+
+// Small integers as bfloat16: 64 bytes from -32 to 31 become two lines.
+struct SmallIntegers {
+  typedef std::int8_t Bytes __attribute__((vector_size(64)));
+  struct alignas(64) Table {
+    std::uint8_t lower[64], upper[64];
+  };
+  static constexpr Table kTable = [] {
+    Table table{};
+    for (int value = -32; value < 32; ++value) {
+      auto const bits = std::bit_cast<std::uint32_t>(static_cast<float>(value));
+      table.lower[value & 63] = static_cast<std::uint8_t>(bits >> 16);
+      table.upper[value & 63] = static_cast<std::uint8_t>(bits >> 24);
+    }
+    return table;
+  }();
+  Bytes lower, upper;
+
+  [[gnu::always_inline]] SmallIntegers() { load(lower, kTable.lower), load(upper, kTable.upper); }
+  // Bytes 0 to 7 of each 16, and the others.
+  [[gnu::always_inline]] void widen(Line& first, Line& second, Bytes const& values) const {
+    Bytes low, high, lines[2];
+    asm("vpermb %2, %1, %0" : "=v"(low) : "v"(values), "v"(lower));
+    asm("vpermb %2, %1, %0" : "=v"(high) : "v"(values), "v"(upper));
+    asm("vpunpcklbw %2, %1, %0" : "=v"(lines[0]) : "v"(low), "v"(high));
+    asm("vpunpckhbw %2, %1, %0" : "=v"(lines[1]) : "v"(low), "v"(high));
+    std::memcpy(&first, lines, sizeof(Line)), std::memcpy(&second, lines + 1, sizeof(Line));
+  }
+};
+
+struct MultiplyInTiles {
+  using Tiled = RowTiles<RowTileKind::kPairs>;
+  using Floats = Vectors<16>::Floats;
+  using Ints = Vectors<16>::Ints;
+  using Bytes = SmallIntegers::Bytes;
+  static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
+  // Columns that are widened at a time: they stay in the first cache. Of rounded ones equal parts.
+  static constexpr int kAtOnce = 256, kUnit = 64;
+  static constexpr int kTileRowBytes = 64;
+
+  // 16 tokens' rows of bfloat16, up to whole tiles of the weight, in the order of its lines.
+  [[gnu::target("arch=x86-64-v4")]] static void bring(std::uint16_t const* rows, std::int64_t stride, int bits,
+                                                      TokenTiles const& tiles, int tile, Line* out) {
+    typedef std::uint16_t Shorts __attribute__((vector_size(64)));
+    auto const order = order_of_line(bits);
+    Shorts places;
+    load(places, order.data());
+    for (std::int64_t line = 0; line < tiles.lines_of_row; ++line) {
+      Tiled::Words words[kTokens];
+#pragma GCC unroll 16
+      for (int i = 0; i < kTokens; ++i) {
+        Shorts values;
+        load(values, rows + i * stride + line * kOfLine);
+        words[i] = (Tiled::Words)__builtin_shuffle(values, places);
+      }
+      Tiled::bring(words, tiles, tile, line, out);
+    }
+  }
+
+  // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher.
+  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, std::uint64_t const* zero, std::uint64_t const* next,
+                                            SmallIntegers const& integers, Line* out) {
+    typedef std::uint64_t Quads __attribute__((vector_size(64)));
+#pragma GCC unroll 8
+    for (int g = 0; g < kSlab / 2; ++g) {
+      Ints pair;
+      load(pair, q + g * kTileRowBytes);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        int const row = g + half * kSlab / 2;
+        std::uint64_t const a = zero[parameter_of(row)], b = next[parameter_of(row)];
+        Bytes const zeros = zero == next ? (Bytes)(a - Quads{}) : (Bytes)Quads{a, b, a, b, a, b, a, b};
+        integers.widen(out[row], out[kRows + row], (Bytes)((half == 0 ? pair : pair >> 4) & 0x0f0f0f0f) - zeros);
+      }
+    }
+  }
+
+  // 8 bits, 32 columns: twos of row g, then of g + 8, in each word.
+  [[gnu::always_inline]] static void widen8(std::uint8_t const* q, float const* zero, Line* out) {
+#pragma GCC unroll 8
+    for (int g = 0; g < kSlab / 2; ++g) {
+      Ints words;
+      load(words, q + g * kTileRowBytes);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        int const row = g + half * kSlab / 2;
+        float const of_row = zero[parameter_of(row)];
+        Ints const even = (Ints)(__builtin_convertvector(words >> (16 * half) & 0xff, Floats) - of_row);
+        Ints const odd = (Ints)(__builtin_convertvector(words >> (16 * half + 8) & 0xff, Floats) - of_row);
+        Ints pairs;
+        pair_of(pairs, even, odd);
+        std::memcpy(out + row, &pairs, sizeof(pairs));
+      }
+    }
+  }
+
+  // Columns `begin` to `end` of a slab, to every other 16 lines of `out`.
+  [[gnu::always_inline]] static void widen(SlabsInTiles const& s, int slab, int begin, int end, Line* out) {
+    Weight const& w = s.weight;
+    SlabParameters const& p = *s.parameters[slab];
+    SmallIntegers const integers;
+    int const columns = depth(w.bits), tile_bytes = 8 * kTileRowBytes;
+    std::uint8_t const* q = s.q[slab] + std::int64_t{begin} / columns * kLanes * lane_bytes(w.bits);
+    for (int column = begin; column < end; column += columns, out += columns / kOfLine * kRows) {
+      int const* const groups = s.groups + column / kOfLine;
+      if (w.bits == 8) {
+        s.rounds ? RoundedWeights::widen8(q, p, groups[0], out) : widen8(q, &p.zero[groups[0]], out);
+      } else {
+        std::uint8_t as_four_bits[8 * kTileRowBytes];
+        if (w.bits < 4) four_bits_of(q, w.bits, as_four_bits);
+        std::uint8_t const* const four_bits = w.bits < 4 ? as_four_bits : q;
+        if (s.rounds) {
+          RoundedWeights::widen4(four_bits, p, groups[0], groups[1], kRows, out);
+        } else {
+          widen4(four_bits, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], integers, out);
+        }
+      }
+      q += w.bits < 4 ? kLanes * lane_bytes(w.bits) : tile_bytes;
+    }
+  }
+
+  // 32 rows by tiles of tokens from an even one on, as many as hold `count` tokens; sums [tokens] of 32 rows, up to
+  // whole tiles.
+  [[EPILOQ_ROW_TILES]] static void run(SlabsInTiles const& s, TokenParts const& tokens, int first, int count,
+                                       Line* sums) {
+    Tiles const tiles;
+    Weight const& w = s.weight;
+    Line rows[(kAtOnce + kUnit) / kOfLine * kRows], products[2 * kRows];
+    int const last = first + (count + kTokens - 1) / kTokens;
+    if (!s.rounds || w.k == 0) std::fill_n(sums, (last - first) * kRows, Line{});
+    int const at_once = s.rounds ? equal_parts(w.k, kUnit, kAtOnce / kUnit) : kAtOnce;
+    for (int begin = 0; begin < w.k; begin += at_once) {
+      int const end = std::min(begin + at_once, w.k);
+      widen(s, 0, begin, end, rows), widen(s, 1, begin, end, rows + kSlab);
+      for (int tile = first; tile < last; tile += 2) {
+        bool const two = tile + 1 < tokens.tiles.count();
+        Line const* const x = tokens.x + tokens.tiles.start(tile);
+        if (s.rounds) {
+          Tiled::add(rows, (end - begin + kOfLine - 1) / kOfLine, x + begin / kOfLine * tokens.tiles.step(tile), two,
+                     begin == 0, sums + (tile - first) * kRows);
+          continue;
+        }
+        for (int column = begin, of_group = 0; column < end; column += of_group) {
+          of_group = std::min(end - column, w.group - column % w.group);
+          Tiled::add(rows + (column - begin) / kOfLine * kRows, (of_group + kOfLine - 1) / kOfLine,
+                     x + column / kOfLine * tokens.tiles.step(tile), two, true, products, tokens.parts,
+                     tokens.tiles.size());
+          fold(products, s, s.groups[column / kOfLine], two ? 2 : 1, sums + (tile - first) * kRows);
+        }
+      }
+    }
+    for (int tile = first; tile < last; ++tile) Tiled::turn_sums(sums + (tile - first) * kRows);
+  }
+
+ private:
+  // sums += the rows' scales of a group, products: of so many times 16 tokens.
+  [[gnu::always_inline]] static void fold(Line const* products, SlabsInTiles const& s, int group, int count,
+                                          Line* sums) {
+    for (int slab = 0; slab < 2; ++slab) {
+      float const* const scales = &s.parameters[slab]->scale[group];
+      for (int tile = 0; tile < count; ++tile) {
+        int const at = tile * kRows + slab * kSlab;
+#pragma GCC unroll 16
+        for (int r = 0; r < kSlab; ++r) {
+          Floats product, total;
+          load(product, products[at + r].values), load(total, sums[at + r].values);
+          total += scales[parameter_of(r)] * product;
+          std::memcpy(sums[at + r].values, &total, sizeof(total));
+        }
+      }
+    }
+  }
+
+  // A tile of two or three bits in the order of four.
+  static void four_bits_of(std::uint8_t const* q, int bits, std::uint8_t* out) {
+    std::fill_n(out, 8 * kTileRowBytes, std::uint8_t{0});
+    for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
+      for (int i = 0; i < lane_values(bits); ++i) {
+        auto const [row, column] = place_of(bits, lane, i);
+        int const byte = column / 16 * 4 + column % 2 * 2 + column / 8 % 2;
+        out[row % 8 * kTileRowBytes + column % 8 / 2 * 16 + byte] |=
+            static_cast<std::uint8_t>(value_at(q, bits, i) << (row < 8 ? 0 : 4));
+      }
+    }
+  }
+};
+#endif
+
+}  // namespace epiloq::ops::weight_only_mm

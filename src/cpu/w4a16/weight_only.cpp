@@ -1,0 +1,100 @@
+// A packed weight on the CPU: the definition, a slab of rows at a time.
+
+#include "cpu/w4a16/weight_only.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/common/rows.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+constexpr int kRowBytes = 4 * 16;  // of rows g and g + 8 in a tile of 4 or 8 bits: four lanes
+
+// The order of packed_layout.h by whole words, for the two widths that models come in: two columns of a row are
+// neighbours.
+constexpr int kRowWords = kRowBytes / 4;
+
+EPILOQ_CLONES void unpack_rows4(std::uint8_t const* tile, std::uint8_t* low, std::uint8_t* high) {
+  std::uint32_t words[kRowWords];
+  std::memcpy(words, tile, sizeof(words));
+  std::uint16_t twos[2 * kRowWords];
+  for (int t = 0; t < 4; ++t) {
+    for (int i = 0; i < 4; ++i) {
+      std::uint32_t const word = words[4 * t + i];
+      twos[8 * i + t] = static_cast<std::uint16_t>((word & 0xff) | (word >> 8 & 0xff00));
+      twos[8 * i + 4 + t] = static_cast<std::uint16_t>((word >> 8 & 0xff) | (word >> 16 & 0xff00));
+    }
+  }
+  std::uint8_t pairs[kRowBytes];
+  std::memcpy(pairs, twos, sizeof(pairs));
+  for (int i = 0; i < kRowBytes; ++i) {
+    low[i] = pairs[i] & 15;
+    high[i] = pairs[i] >> 4;
+  }
+}
+
+EPILOQ_CLONES void unpack_rows8(std::uint8_t const* tile, std::uint8_t* low, std::uint8_t* high) {
+  std::uint16_t twos[2 * kRowWords], lows[kRowWords], highs[kRowWords];
+  std::memcpy(twos, tile, sizeof(twos));
+  for (int t = 0; t < 4; ++t) {
+    for (int i = 0; i < 4; ++i) {
+      lows[4 * i + t] = twos[8 * t + 2 * i];
+      highs[4 * i + t] = twos[8 * t + 2 * i + 1];
+    }
+  }
+  std::memcpy(low, lows, sizeof(lows));
+  std::memcpy(high, highs, sizeof(highs));
+}
+
+void unpack_by_place(int bits, std::uint8_t const* q, int padded_k, std::uint8_t* values) {
+  for (int first = 0; first < padded_k; first += depth(bits)) {
+    for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
+      for (int i = 0; i < lane_values(bits); ++i) {
+        Place const place = place_of(bits, lane, i);
+        values[place.row * padded_k + first + place.column] = static_cast<std::uint8_t>(value_at(q, bits, i));
+      }
+    }
+  }
+}
+
+// q - zero is exact; then a product and a sum, each rounded (-ffp-contract=off).
+EPILOQ_CLONES void restore(std::uint8_t const* q, int count, float scale, float zero, float offset, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = scale * (static_cast<float>(q[i]) - zero) + offset;
+}
+
+// The integers of a slab as rows [16, padded_k], from 0.
+void unpack_slab(Weight const& w, int slab, std::uint8_t* values) {
+  std::uint8_t const* q = w.q + slab * slab_bytes(w);
+  if (w.bits != 4 && w.bits != 8) return unpack_by_place(w.bits, q, w.padded_k, values);
+  auto* const unpack = w.bits == 4 ? unpack_rows4 : unpack_rows8;
+  for (int first = 0; first < w.padded_k; first += depth(w.bits)) {
+    for (int g = 0; g < kSlab / 2; ++g, q += kRowBytes) {
+      std::uint8_t* const low = values + static_cast<std::int64_t>(g) * w.padded_k + first;
+      unpack(q, low, low + static_cast<std::int64_t>(kSlab / 2) * w.padded_k);
+    }
+  }
+}
+
+}  // namespace
+
+void dequantize_on_host(DequantizeProblem const& problem) {
+  Weight const& w = problem.weight;
+  SlabParameters parameters(w);
+  std::vector<std::uint8_t> values(static_cast<std::size_t>(kSlab) * w.padded_k);
+  std::vector<float> row(w.k);
+  for (int n = 0; n < w.n; ++n) {
+    int const slab = n / kSlab, in_slab = n % kSlab;
+    if (in_slab == 0) unpack_slab(w, slab, values.data()), parameters.read(w, slab);
+    std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_slab) * w.padded_k;
+    for (int k = 0, at = parameter_of(in_slab); k < w.k; k += w.group, at += kSlab) {
+      restore(q + k, std::min(w.group, w.k - k), parameters.scale[at], parameters.zero[at], parameters.offset[at],
+              row.data() + k);
+    }
+    write_row(row.data(), w.k, problem.out_dtype, problem.out, static_cast<std::int64_t>(n) * w.k);
+  }
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,112 @@
+// Products on the CPU, a slab of weight rows by some tokens at a time, shared among threads.
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/threads.h"
+#include "cpu/common/columns.h"
+#include "cpu/common/rows.h"
+#include "cpu/isa/avx512_bf16.h"
+#include "cpu/w4a16/weight_only.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+// Products of a weight and a token that are worth a thread: a few microseconds, which it takes to wake one.
+constexpr std::int64_t kWorth = 1 << 16;
+constexpr std::uint64_t kInEachByte = 0x0101010101010101u;
+
+int threads_for(Problem const& p, int threads) {
+  std::int64_t const work = static_cast<std::int64_t>(p.weight.n) * p.weight.k * p.m;
+  return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, std::max(threads, 1)));
+}
+
+// Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
+int tokens_at_once(Problem const& p, DType dtype) {
+  if (is_for_few(p, dtype)) return p.m;
+  bool const in_tiles = by_tiles(p, dtype);
+  // Values. (Pairs: 512 tokens of 576 x 1536 and 2048 x 2048 take 8 to 13 % less than with a quarter of them, Zen 4.)
+  int const cached = in_tiles ? (1 << 19) / tile_parts(dtype) : by_pairs(p, dtype) ? 1 << 19 : 1 << 17;
+  int const least = in_tiles ? 2 * TokenTiles::kTokens : 8 * kPairBlock;  // whole blocks
+  return std::max(least, cached / std::max(p.weight.k, 1) / least * least);
+}
+
+}  // namespace
+
+SlabParameters::SlabParameters(Weight const& w) {
+  std::size_t const count = static_cast<std::size_t>(w.groups + 1) * kSlab;
+  scale.assign(count, 0.f), offset.assign(count, 0.f);
+  zero.assign(count, w.offset != nullptr ? 0.f : static_cast<float>(1 << (w.bits - 1)));
+  zero_bytes.assign(count, kInEachByte << (w.bits - 1));
+}
+
+void SlabParameters::read(Weight const& w, int slab) {
+  int const count = w.groups * kSlab;
+  std::int64_t const first = static_cast<std::int64_t>(slab) * count;
+  read_row(w.scale, w.scale_dtype, first, count, scale.data());
+  for (int i = 0; i < count && w.zero != nullptr; ++i) {
+    zero[i] = w.zero[first + i], zero_bytes[i] = kInEachByte * w.zero[first + i];
+  }
+  if (w.offset != nullptr) read_row(w.offset, w.scale_dtype, first, count, offset.data());
+}
+
+std::vector<int> groups_of(Weight const& w, int step) {
+  std::vector<int> groups(w.padded_k / step, w.groups * kSlab);
+  int at = 0, end = w.group;
+  for (int k = 0; k < w.k; k += step) {
+    if (k >= end) end += w.group, at += kSlab;
+    groups[k / step] = at;
+  }
+  return groups;
+}
+
+std::string describe_on_host(Problem const& p, DType dtype) {
+  if (is_for_few(p, dtype)) return "cpu, packed integers in registers";
+  if (rounds_weights(p, dtype)) return "cpu, weights of 32 rows rounded to bfloat16 at a time, AMX";
+  if (by_tiles(p, dtype)) {
+    constexpr char const* kWords[] = {"", ", tokens in two parts", ", tokens in three parts"};
+    return std::string("cpu, integers of 32 rows as bfloat16 at a time, AMX") + kWords[tile_parts(dtype) - 1];
+  }
+  return by_pairs(p, dtype) ? "cpu, integers of 16 rows as bfloat16 at a time, AVX-512 BF16"
+                            : "cpu, 16 rows of the weight de-quantised at a time";
+}
+
+void multiply_on_host(Problem const& p, DType dtype, int threads) {
+  threads = threads_for(p, threads);
+  Columns const out{p.bias, p.out, dtype, p.stride_out, p.lo, p.hi};
+  std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p, dtype);
+  // multiply(parameters, slab, token, count, sums), so many slabs after the other of the same tokens.
+  auto const with_slabs = [&](int together, auto const& multiply) {
+    int const rows = together * kSlab;
+    std::int64_t const steps = (slabs + together - 1) / together;
+    share(steps * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
+      std::vector<SlabParameters> parameters(together, SlabParameters(p.weight));
+      std::vector<Line> sums((at_once + kFewTokens) * together);
+      for (std::int64_t i = first; i < last; ++i) {
+        int const slab = static_cast<int>(i % steps * together), token = static_cast<int>(i / steps * at_once);
+        int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
+        for (int j = 0; j < together && slab + j < slabs; ++j) parameters[j].read(p.weight, slab + j);
+        multiply(parameters.data(), slab, token, count, sums.data());
+        write(out, token, count, slab * kSlab, std::min(rows, p.weight.n - slab * kSlab), sums.data()->values, rows);
+      }
+    });
+  };
+  if (is_for_few(p, dtype)) {
+    FewTokens const tokens(p, dtype);
+    with_slabs(1, [&](SlabParameters const* parameters, int slab, int, int, Line* sums) {
+      multiply_few(p, tokens, *parameters, slab, sums);
+    });
+  } else if (by_tiles(p, dtype)) {
+    TiledTokens const tokens(p, dtype, threads);
+    with_slabs(kSlabsInTiles, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
+      multiply_tiles(p, tokens, parameters, slab, token, count, sums);
+    });
+  } else {
+    ManyTokens const tokens(p, dtype, threads);
+    with_slabs(1, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
+      multiply_many(p, tokens, *parameters, slab, token, count, sums);
+    });
+  }
+}
+
+}  // namespace epiloq::ops::weight_only_mm

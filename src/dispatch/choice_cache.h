@@ -1,0 +1,22 @@
+#pragma once
+
+#include "epiloq/device.h"
+#include "kernels/common/params_cache.h"
+
+namespace epiloq::gemm {
+
+// Dozens of kernels are weighed against each other, which takes as long as a launch: each thread keeps what it chose,
+// by the problem, the device and the architecture that epiloq.config forces.
+template <class Problem, class Choose>
+auto remembered_choice(Problem const& problem, int device, Choose const& choose) {
+  struct Question {
+    Problem problem;
+    Arch arch;
+    bool operator==(Question const&) const = default;
+  };
+  thread_local ParamsCache<Question, decltype(choose())> cache;
+  auto const key = static_cast<std::uintptr_t>(problem.n * 31 + problem.k * 7 + problem.m);
+  return cache.get(key, {problem, forced_arch()}, device, choose);
+}
+
+}  // namespace epiloq::gemm

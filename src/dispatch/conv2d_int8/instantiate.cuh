@@ -1,0 +1,28 @@
+#pragma once
+
+// A row of the table, from the problem to the launch.
+
+#include "core/cuda_check.h"
+#include "dispatch/conv2d_int8/tables.h"
+#include "kernels/conv2d/int8_gemm.cuh"
+
+namespace epiloq::ops::conv2d_int8 {
+
+template <int kRow>
+void launch_tiled(TiledProblem const& t, unsigned blocks, int split, int device, Stream stream) {
+  static constexpr TileConfig kTile = kTiles[kRow];
+  using T = Tiled<kTile.mma, kTile.team_m, kTile.team_n, kTile.teams_m, kTile.teams_n, kTile.depth, kTile.stages,
+                  kTile.vector, kTile.blocks>;
+  static_assert(T::kThreads == kTile.threads() && T::Math::kAhead == kTile.ahead() && sizeof(conv2d::Window) == 16);
+  auto* const kernel = tiled_kernel<T, kTile.ring_bytes()>;
+  static PerDevice prepared;
+  prepared.once(device, [kernel] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTile.shared_bytes()),
+               "asking for shared memory");
+  });
+  dim3 const grid(blocks, t.problem.shape.groups, split);
+  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, 1, split), T::kThreads, kTile.shared_bytes(), stream, t),
+             "launching epiloq.conv2d_int8");
+}
+
+}  // namespace epiloq::ops::conv2d_int8

@@ -1,0 +1,37 @@
+#pragma once
+
+// A row of the mma.sync table, for one type, width and group size, from the problem to the launch.
+
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "dispatch/conv2d_weight_only/tables.h"
+#include "epiloq/device.h"
+#include "kernels/sm80/conv2d_w4a16_gemm.cuh"
+
+namespace epiloq::ops::conv2d_weight_only {
+
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+void launch_patches(Patches const& problem, int split, int device, Stream stream) {
+  constexpr wo::TiledConfig kConfig = kRows[kRow];
+  using S = wo::Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits),
+                      kConfig.blocks>;
+  auto* const kernel = patches_kernel<S, CudaType<kX>>;
+  static PerDevice prepared;
+  prepared.once(device, [kernel, device] {
+    int const most = device_properties(device).shared_memory_per_block;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+               "asking for shared memory");
+  });
+  wo::Problem const& product = problem.product;
+  auto const layout = wo::StageLayout::of(product.weight, S::kSlabs, kGroups);
+  Patches patches = problem;
+  patches.windows_at = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
+  int const shared_bytes = patches.windows_at + S::kTokens * static_cast<int>(sizeof(conv2d::Window));
+  dim3 const grid((product.m + S::kTokens - 1) / S::kTokens, split, (product.weight.n + S::kRows - 1) / S::kRows);
+  cuda_check(
+      launch_dependent_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, patches, layout),
+      "launching epiloq.conv2d_weight_only");
+}
+
+}  // namespace epiloq::ops::conv2d_weight_only

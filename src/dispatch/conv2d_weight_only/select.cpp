@@ -1,0 +1,158 @@
+#include "dispatch/conv2d_weight_only/select.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "core/ceil_div.h"
+#include "dispatch/conv2d_weight_only/costs.h"
+#include "dispatch/conv2d_weight_only/tables.h"
+#include "dispatch/weight_only_mm/select.h"
+#include "epiloq/error.h"
+#include "kernels/conv2d/image_boxes.h"
+#include "kernels/sm90/w4a16/w4a16_stage_layout.h"
+
+namespace epiloq::ops::conv2d_weight_only {
+namespace {
+
+namespace wo = weight_only_mm;
+
+constexpr int kMaxGrid = 65535;
+constexpr int kWindowBytes = 16;  // of a pixel, in shared memory
+
+// Chunks of 8 channels start on 16 bytes.
+bool has_chunks(Problem const& p) {
+  conv2d::Shape const& s = p.shape;
+  return reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 && s.x_image % 8 == 0 && s.x_row % 8 == 0 &&
+         s.x_pixel % 8 == 0 && p.padded_channels % 8 == 0;
+}
+
+// The product with pixels for tokens.
+WeightOnlyMmProblem product_of(Problem const& p) {
+  wo::Weight const& w = p.weight;
+  return {conv2d::pixels(p.shape),
+          w.n,
+          w.k,
+          w.bits,
+          w.group,
+          p.dtype,
+          has_chunks(p),
+          static_cast<int>(size_of(w.scale_dtype)),
+          w.zero != nullptr,
+          w.offset != nullptr};
+}
+
+Choice dense(char const* why) { return {Family::kDense, 0, 1, why}; }
+
+// Why neither of the tables has a kernel; null where one may.
+char const* why_dense(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
+  if (!conv2d::fits(p.shape)) return "an image of more than 2^28 lines or columns, or 2^31 elements apart";
+  if (p.shape.groups > 1) return "groups of several channels";
+  return wo::why_dense(product, t);
+}
+
+int most_splits(WeightOnlyMmProblem const& product, Target const& t) {
+  std::int64_t const steps = ceil_div(product.k, wo::kPadding);
+  return t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
+}
+
+// Half a step of K lies in one tap, and TMA has a map of the image.
+bool serves_wgmma(Problem const& p, Target const& t) {
+  conv2d::Shape const& s = p.shape;
+  bool const halves = s.kh * s.kw == 1 || p.padded_channels % wo::kColumns == 0;
+  return t.has_wgmma && p.weight.offset == nullptr && halves && conv2d::image_map_of(s, kElementBytes);
+}
+
+bool is_there(Family family, int row, Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
+  if (row < 0) return false;
+  if (family == Family::kWgmma) {
+    bool const is_row = row < static_cast<int>(kWgmmaRows.size());
+    return is_row && serves_wgmma(p, t) && wo::fits(kWgmmaRows[row], product, t);
+  }
+  if (family != Family::kPatches || row >= static_cast<int>(kRows.size())) return false;
+  wo::TiledConfig const& c = kRows[row];
+  return (t.arch == Arch::kSm75) == (row == kSm75Row) &&
+         wo::shared_bytes(c, product) + c.tokens * kWindowBytes <= t.shared_bytes;
+}
+
+double time_of_dense(WeightOnlyMmProblem const& p) {
+  double const weights = static_cast<double>(p.n) * p.k;
+  return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
+}
+
+// The fastest of the wgmma kernels and a dense convolution.
+Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
+  Choice best = dense("many pixels");
+  double least = time_of_dense(product);
+  for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
+    if (!is_there(Family::kWgmma, row, p, product, t)) continue;
+    for (int split = 1; split <= most_splits(product, t); ++split) {
+      double const time = wo::time_of(kWgmmaRows[row], kWgmmaTimes[row], product, split, t);
+      if (time < least) best = {Family::kWgmma, row, split}, least = time;
+    }
+  }
+  return best;
+}
+
+Choice patches_choice(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
+  if (product.m >= kDensePixels) return dense("many pixels");
+  for (int row = 0; row < static_cast<int>(kRows.size()); ++row) {
+    if (!is_there(Family::kPatches, row, p, product, t)) continue;
+    wo::TiledConfig const& c = kRows[row];
+    std::int64_t const blocks = ceil_div(product.m, c.tokens) * ceil_div(product.n, c.rows());
+    int const split = wo::best_split(blocks, ceil_div(product.k, wo::kPadding), 4, c.blocks, t);
+    // A wide tile reads the weight less often, if the SMs have enough of them.
+    bool const enough = blocks * kMaxCluster >= t.sm_count && product.m > c.tokens / 2;
+    if (enough || row > 0) return {Family::kPatches, row, split};
+  }
+  return dense("no kernel fits the shared memory");
+}
+
+}  // namespace
+
+Choice choose(Problem const& p, Target const& t) {
+  if (p.depthwise && conv2d::fits(p.shape)) {
+    return p.shape.co <= kMaxGrid ? Choice{Family::kDepthwise} : dense("more than 65535 channels");
+  }
+  WeightOnlyMmProblem const product = product_of(p);
+  if (char const* why = why_dense(p, product, t)) return dense(why);
+  return serves_wgmma(p, t) ? fastest(p, product, t) : patches_choice(p, product, t);
+}
+
+Choice choose(Problem const& p, Target const& t, Conv2dWeightOnlyKernel const& kernel) {
+  WeightOnlyMmProblem const product = product_of(p);
+  char const* why = p.depthwise ? "a depthwise convolution" : why_dense(p, product, t);
+  if (why == nullptr && !is_there(kernel.family, kernel.row, p, product, t)) {
+    why =
+        "no such row, not built for this architecture, not made for this image or for offsets, or too large for its "
+        "shared memory";
+  }
+  if (kernel.split < 1 || kernel.split > most_splits(product, t)) why = "no such split";
+  if (why != nullptr)
+    throw InvalidArgument(
+        std::string("epiloq.conv2d_weight_only: kernel: expected one that fits, got one that does not: ") + why);
+  return {kernel.family, kernel.row, kernel.split};
+}
+
+std::string describe(Choice const& choice) {
+  std::ostringstream text;
+  if (choice.family == Family::kDense) {
+    text << "de-quantise, then a dense convolution (" << choice.why << ')';
+    return text.str();
+  }
+  if (choice.family == Family::kDepthwise) return "depthwise, a column of pixels a thread";
+  text << "implicit product, ";
+  if (choice.family == Family::kWgmma) {
+    wo::WgmmaConfig const& c = kWgmmaRows[choice.row];
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warpgroups()
+         << (c.warpgroups() > 1 ? " warpgroups" : " warpgroup")
+         << (c.ways > 1 ? ", " + std::to_string(c.ways) + " along K" : "");
+  } else {
+    wo::TiledConfig const& c = kRows[choice.row];
+    text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warps << " warps, stages "
+         << c.stages4;
+  }
+  if (choice.split > 1) text << ", K over clusters of " << choice.split;
+  return text.str();
+}
+
+}  // namespace epiloq::ops::conv2d_weight_only

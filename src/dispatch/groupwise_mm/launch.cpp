@@ -1,0 +1,112 @@
+#include "dispatch/groupwise_mm/launch.h"
+
+#include <type_traits>
+#include <utility>
+
+#include "epiloq/error.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#include "dispatch/groupwise_mm/tables.h"
+#include "kernels/launch/groupwise_mm.h"
+#endif
+
+namespace epiloq::ops::groupwise_mm {
+
+#if EPILOQ_HAS_CUDA
+namespace {
+
+#if EPILOQ_HAS_SM90
+int column_of(DType out) { return out == DType::kFloat16 ? 0 : out == DType::kBFloat16 ? 1 : 2; }
+
+template <bool kColumnScales, std::size_t... kRows>
+gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows...>) {
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90<kRows, kColumnScales, DType::kFloat16>::launch,
+                                                         &Sm90<kRows, kColumnScales, DType::kBFloat16>::launch,
+                                                         &Sm90<kRows, kColumnScales, DType::kFloat32>::launch}...};
+  return kTable[row][column_of(out)];
+}
+
+// Of the types of D that each epilogue was compiled for, as in CMakeLists.txt.
+template <int kRow, DType kElement, DType kOut, class Epilogue>
+constexpr gemm::GroupwiseLaunch row_launch_of() {
+  if constexpr (kOut == DType::kFloat32 && std::is_same_v<Epilogue, epilogue::ScaledAzp>) {
+    return nullptr;
+  } else {
+    return &Sm90WholeRows<kRow, kElement, kOut, Epilogue>::launch;
+  }
+}
+
+template <DType kElement, class Epilogue, std::size_t... kRows>
+gemm::GroupwiseLaunch rows_launch(int row, DType out, std::index_sequence<kRows...>) {
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {
+      {row_launch_of<kRows, kElement, DType::kFloat16, Epilogue>(),
+       row_launch_of<kRows, kElement, DType::kBFloat16, Epilogue>(),
+       row_launch_of<kRows, kElement, DType::kFloat32, Epilogue>()}...};
+  return kTable[row][column_of(out)];
+}
+#endif
+
+using gemm::Scales;
+
+[[noreturn]] void refuse() {
+  throw Unsupported("epiloq.groupwise_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
+}
+
+template <Scales kScales, DType kElement>
+void launch_mma_row(int row, gemm::GroupwiseProblem const& p, DType out, int device, Stream stream) {
+  auto* const run = row == 0 ? &Mma<0, kScales, kElement>::launch : &Mma<1, kScales, kElement>::launch;
+  run(p, out, device, stream);
+}
+
+void launch_mma(int row, gemm::GroupwiseProblem const& p, DType element, DType out, int device, Stream stream) {
+  [[maybe_unused]] bool const whole_rows = p.depth != gemm::kGroupDepth, columns = p.scale_b.shift == 0;
+#if EPILOQ_HAS_SM80
+  if (element == DType::kInt8) return launch_mma_row<Scales::kWholeRows, DType::kInt8>(row, p, out, device, stream);
+#endif
+#if EPILOQ_HAS_SM89
+  constexpr DType kE4M3 = DType::kFloat8E4M3;
+  if (element == kE4M3 && whole_rows) return launch_mma_row<Scales::kWholeRows, kE4M3>(row, p, out, device, stream);
+  if (element == kE4M3 && columns) return launch_mma_row<Scales::kColumns, kE4M3>(row, p, out, device, stream);
+  if (element == kE4M3) return launch_mma_row<Scales::kBlocks, kE4M3>(row, p, out, device, stream);
+#endif
+  refuse();
+}
+
+}  // namespace
+
+void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element, DType out, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  problem.k_blocks = choice.k_blocks;
+  switch (choice.family) {
+    case Family::kMma:
+      return launch_mma(choice.row, problem, element, out, device, stream);
+#if EPILOQ_HAS_SM90
+    case Family::kSm90:
+      return sm90_launch<false>(choice.row, out, std::make_index_sequence<kTiles.size()>{})(problem, device, stream);
+    case Family::kSm90ColumnScales:
+      return sm90_launch<true>(choice.row, out, std::make_index_sequence<kColumnScaleTiles.size()>{})(problem, device,
+                                                                                                      stream);
+    case Family::kSm90Int8Rows: {
+      constexpr auto kRows = std::make_index_sequence<kInt8RowTiles.size()>{};
+      auto const run = problem.azp_adj != nullptr
+                           ? rows_launch<DType::kInt8, epilogue::ScaledAzp>(choice.row, out, kRows)
+                           : rows_launch<DType::kInt8, epilogue::Scaled>(choice.row, out, kRows);
+      return run(problem, device, stream);
+    }
+    case Family::kSm90Float8Rows: {
+      constexpr auto kRows = std::make_index_sequence<kFloat8RowTiles.size()>{};
+      return rows_launch<DType::kFloat8E4M3, epilogue::Scaled>(choice.row, out, kRows)(problem, device, stream);
+    }
+#endif
+    case Family::kGeneric:
+      return launch_generic(problem, element, out, device, stream);
+    default:
+      refuse();
+  }
+}
+#else
+void launch(Choice const&, gemm::GroupwiseProblem, DType, DType, int device, Stream) { device_properties(device); }
+#endif
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,10 @@
+// SM80 and newer: grouped_mm of int8.
+
+#include "dispatch/groupwise_mm/mma.h"
+
+namespace epiloq::ops::groupwise_mm {
+
+template struct Mma<0, gemm::Scales::kWholeRows, DType::kInt8>;
+template struct Mma<1, gemm::Scales::kWholeRows, DType::kInt8>;
+
+}  // namespace epiloq::ops::groupwise_mm

@@ -1,0 +1,120 @@
+#include "dispatch/groupwise_mm/select.h"
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+
+#include "core/ceil_div.h"
+
+namespace epiloq::ops::groupwise_mm {
+namespace {
+
+std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
+
+std::int64_t tiles_of(Tile const& tile, GroupwiseMmProblem const& p) {
+  return p.experts * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
+}
+
+// Where blocks leave half of the SMs free the next kernel begins there meanwhile, and less and less so where they leave
+// fewer: what a kernel that fills them costs more than one that does not. Only to share K or not is decided by that. Of
+// tiles that do not share, narrow ones read faster than their steps say, which makes up for it from 1536 of K on; by
+// less K wider ones would be up to a tenth faster at one token (4096 x 1024; given-sums.json).
+double late_next_ns(std::int64_t blocks, int sm_count) {
+  constexpr double kNs = 800;
+  double const beyond_half = std::clamp(2.0 * blocks / sm_count - 1, 0.0, 1.0);
+  return kNs * beyond_half * beyond_half;
+}
+
+// The cheapest row; of equals the last, whose tiles are larger, and one block a tile. Few tokens wait for memory, which
+// larger tiles do not read sooner.
+template <class Tiles>
+WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+  constexpr int kFewTokens = 64;
+  auto const best_of = [&](int k_blocks) {
+    WholeRowsChoice best{{family, 0, k_blocks}, std::numeric_limits<double>::infinity()};
+    for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+      if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
+      double const ns = expected_ns(tiles[row], p, sm_count, k_blocks);
+      if (ns <= best.ns) best = {{family, row, k_blocks}, ns};
+    }
+    return best;
+  };
+  auto const late_next = [&](Choice const& choice) {
+    return late_next_ns(tiles_of(tiles[choice.row], p) * choice.k_blocks, sm_count);
+  };
+  auto const alone = best_of(1), shared = best_of(2);
+  return shared.ns + late_next(shared.choice) < alone.ns + late_next(alone.choice) ? shared : alone;
+}
+
+// mma.sync has tiles for few rows or columns, and for many.
+int mma_row(GroupwiseMmProblem const& p) {
+  BlockwiseConfig const& small = kMmaTiles[0];
+  return p.m <= std::int64_t{p.experts} * small.tile_m() || p.n <= small.tile_n() ? 0 : 1;
+}
+
+std::string describe(BlockwiseConfig const& c) {
+  std::ostringstream text;
+  text << "mma.sync " << c.tile_m() << 'x' << c.tile_n() << "x128 warp " << c.warp_m << 'x' << c.warp_n << " stages "
+       << c.stages;
+  return text.str();
+}
+
+std::string describe(GroupwiseConfig const& c, char const* kind, int k_blocks) {
+  std::ostringstream text;
+  text << "sm90 " << kind << " wgmma, " << c.tokens() << " tokens x " << c.n << " weights";
+  if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
+  if (c.m_groups > 2) text << ", " << c.m_groups << " warpgroups";
+  if (k_blocks > 1) text << ", K over clusters of " << k_blocks;
+  if (k_blocks > 1 && gemm::shares_last_wave(c)) text << " in a last wave";
+  return text.str();
+}
+
+}  // namespace
+
+Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
+  bool const is_int8 = p.a == DType::kInt8;
+  if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
+  if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
+  if (p.whole_rows) return choose_whole_rows(p, sm_count).choice;
+  if (p.column_scales) return cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count).choice;
+  return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
+}
+
+WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
+  if (p.a == DType::kInt8) return cheapest(Family::kSm90Int8Rows, kInt8RowTiles, p, sm_count);
+  return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
+}
+
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int k_blocks) {
+  std::int64_t const tiles = tiles_of(tile, p), steps = ceil_div(p.k, 128);
+  std::int64_t const whole_ns = steps * tile.step_ns + tile.end_ns;
+  if (k_blocks == 1) return static_cast<double>(ceil_div(tiles, sm_count) * whole_ns);
+  std::int64_t const shared = gemm::shared_tiles(tile.config, tiles, sm_count);
+  bool const may_share = tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && shared > 0 && steps >= k_blocks;
+  if (!may_share) return std::numeric_limits<double>::infinity();
+  std::int64_t const waves = (tiles - shared) / (sm_count / 2 * 2);
+  std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
+  return static_cast<double>(waves * whole_ns + ceil_div(steps, k_blocks) * tile.shared_ns + tile.end_ns +
+                             tile.meeting_ns + tokens * tile.meeting_token_ns);
+}
+
+std::string describe(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kGeneric:
+      return "generic, no tensor cores (slow: int8 before SM80, float8 before SM89, K = 0, or a row stride that is no "
+             "multiple of 16 bytes)";
+    case Family::kMma:
+      return describe(kMmaTiles[choice.row]);
+    case Family::kSm90:
+      return describe(kTiles[choice.row].config, "group-wise", choice.k_blocks);
+    case Family::kSm90ColumnScales:
+      return describe(kColumnScaleTiles[choice.row].config, "a-scale-a-column", choice.k_blocks);
+    case Family::kSm90Int8Rows:
+      return describe(kInt8RowTiles[choice.row].config, "whole-row", choice.k_blocks);
+    case Family::kSm90Float8Rows:
+      return describe(kFloat8RowTiles[choice.row].config, "whole-row", choice.k_blocks);
+  }
+  return "";
+}
+
+}  // namespace epiloq::ops::groupwise_mm

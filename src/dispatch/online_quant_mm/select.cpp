@@ -1,0 +1,218 @@
+#include "dispatch/online_quant_mm/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+
+#include "core/ceil_div.h"
+#include "dispatch/online_quant_mm/costs.h"
+#include "dispatch/online_quant_mm/tables.h"
+#include "epiloq/error.h"
+#include "kernels/common/occupancy.h"
+
+namespace epiloq::ops::online_quant_mm {
+namespace {
+
+// The last rule takes any problem, and every tile is named by some rule.
+template <class Tiles, class Rules>
+constexpr bool complete(Tiles const& tiles, Rules const& rules) {
+  if (rules.back().m_max != kAny || rules.back().n_max != kAny) return false;
+  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
+    if (std::ranges::count(rules, tile, &Rule::tile) == 0) return false;
+  }
+  return true;
+}
+static_assert(complete(kTiles, kRules) && complete(kSm75Tiles, kSm75Rules));
+
+// Consumer cards of SM86 and SM89 give a block 99 KiB, those of SM75 64 KiB.
+constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
+static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
+static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
+
+// By the first rule that takes the problem and whose tile fits the device.
+template <class Tiles, class Rules>
+Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
+  for (Rule const& rule : rules) {
+    bool const fits = tiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
+    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return Choice{family, rule.tile};
+  }
+  return {Family::kStaged, 0};
+}
+
+std::int64_t at_once(int split, Target const& t) {
+  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
+}
+
+// Of a family's table, for this target.
+template <class Tiles>
+bool is_there(Tiles const& tiles, int row, OnlineQuantProblem const& p, Target const& t) {
+  return row >= 0 && row < static_cast<int>(tiles.size()) &&
+         tiles[row].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
+}
+bool is_there(OnlineQuantKernel const& kernel, OnlineQuantProblem const& p, Target const& t) {
+  if (!has_fused_kernel(p.group_size)) return false;
+  switch (kernel.family) {
+    case Family::kSm75:
+      return t.arch == Arch::kSm75 && is_there(kSm75Tiles, kernel.row, p, t);
+    case Family::kSm80:
+      return t.arch != Arch::kSm75 && is_there(kTiles, kernel.row, p, t);
+    case Family::kSm90:
+      return t.has_wgmma && p.group_size == kSm90Group && kernel.row >= 0 &&
+             kernel.row < static_cast<int>(kSm90Tokens.size());
+    default:
+      return false;
+  }
+}
+
+double norm(std::initializer_list<double> parts, double power) {
+  double sum = 0;
+  for (double part : parts) sum += std::pow(part, power);
+  return std::pow(sum, 1 / power);
+}
+double bytes_per_ns(Target const& t) { return kSm90Time.read_rate * t.memory_gb_s; }
+
+std::int64_t steps_of(OnlineQuantProblem const& p) { return ceil_div(p.k, kStep); }
+
+double mma_time(int row, OnlineQuantProblem const& p, Target const& t) {
+  BlockwiseConfig const& c = kTiles[row];
+  MmaTime const& time = kMmaTimes[row];
+  bool const is8 = p.bits == 8;
+  int const own_bytes = c.shared_bytes(static_cast<int>(p.group_size), p.bits);
+  int const fit = (t.shared_bytes + kReservedOfBlock) / (own_bytes + kReservedOfBlock);
+  std::int64_t const steps = steps_of(p), resident = std::clamp(fit, 1, time.resident[is8]);
+  std::int64_t const of_sm = ceil_div(ceil_div(p.m, c.tile_m()) * ceil_div(p.n, c.tile_n()), t.sm_count);
+  std::int64_t const waves = ceil_div(of_sm, resident);
+  double const multiplying = static_cast<double>(of_sm) * static_cast<double>(steps) * time.work[is8];
+  double const waiting = static_cast<double>(waves) * static_cast<double>(ceil_div(steps, c.teams)) * time.wait[is8];
+  double const reading = static_cast<double>(p.n) * static_cast<double>(p.k) * p.bits / 8 / bytes_per_ns(t);
+  return norm({multiplying, waiting, reading}, kSm90Time.mma_power) + static_cast<double>(waves) * time.end;
+}
+
+// Tiles of wgmma: along the weight, along tokens.
+struct Tiles {
+  std::int64_t high, wide;
+  Tiles(int row, OnlineQuantProblem const& p) : high(ceil_div(p.n, kSm90Rows)), wide(ceil_div(p.m, kSm90Tokens[row])) {}
+  std::int64_t count() const { return high * wide; }
+};
+
+// How many tiles come before those of a last wave that pairs of blocks can share; 0 where there is none, or no wave
+// before it.
+std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
+  std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
+  return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
+}
+
+// Of so many tiles at a time whose K so many blocks share, without what a kernel has once.
+double wave_time(int row, OnlineQuantProblem const& p, std::int64_t tiles, int split, Target const& t) {
+  int const tokens = kSm90Tokens[row];
+  // Tiles of the same weight rows are neighbours: memory gives them once, with two parameters a row.
+  Tiles const all(row, p);
+  auto const rows = static_cast<double>(std::min(all.high, ceil_div(tiles, all.wide)) * kSm90Rows * split);
+  double const reading = rows * (kStep * p.bits / 8 + 8) / bytes_per_ns(t);
+  double const step = norm({kSm90Steps[row][p.bits == 8], reading}, kSm90Time.power);
+  double const sending = split > 1 ? tokens * kSm90Time.sent_token + (split - 1) * kSm90Time.split : 0;
+  return static_cast<double>(ceil_div(steps_of(p), split)) * step + tokens * kSm90Time.token + sending;
+}
+
+double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
+  if (c.family == Family::kSm80) return mma_time(c.row, p, t);
+  std::int64_t const tiles = Tiles(c.row, p).count(), blocks = at_once(1, t);
+  auto const waves = [&](std::int64_t whole) {
+    return static_cast<double>(ceil_div(whole, blocks)) * wave_time(c.row, p, std::min(whole, blocks), 1, t);
+  };
+  if (c.split == 1) return kSm90Time.begin + waves(tiles);
+  double const shared = kSm90Time.begin + wave_time(c.row, p, tiles - c.whole, c.split, t);
+  return c.whole == 0 ? shared : shared + waves(c.whole) + kSm90Time.last_wave;
+}
+
+// Of more tokens, none was timed.
+bool suits(int tokens, OnlineQuantProblem const& p) { return tokens <= 2 * std::max<std::int64_t>(p.m, kFewTokens); }
+
+// Tiles, and on wgmma the blocks of a cluster that share K, or that of the last wave's.
+template <class Act>
+void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const& act) {
+  for (int row = 0; row < static_cast<int>(kTiles.size()); ++row) {
+    if (is_there(kTiles, row, p, t) && suits(kTiles[row].tile_m(), p)) act(Choice{Family::kSm80, row});
+  }
+  if (p.group_size != kSm90Group) return;
+  std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster);
+  for (int row = 0; row < static_cast<int>(kSm90Tokens.size()); ++row) {
+    if (!suits(kSm90Tokens[row], p)) continue;
+    std::int64_t const tiles = Tiles(row, p).count(), whole = whole_before_pairs(tiles, steps, t);
+    act(Choice{Family::kSm90, row});
+    for (int split = 2; split <= most; ++split) {
+      if (tiles <= at_once(split, t)) act(Choice{Family::kSm90, row, split});
+    }
+    if (whole > 0 && whole <= kSm90MostWaves * at_once(1, t)) {
+      act(Choice{Family::kSm90, row, 2, static_cast<int>(whole)});
+    }
+  }
+}
+
+Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
+  Choice best{};
+  double least = std::numeric_limits<double>::infinity();
+  for_each_candidate(p, t, [&](Choice const& choice) {
+    double const time = time_of(choice, p, t);
+    if (time < least) best = choice, least = time;
+  });
+  return best;
+}
+
+}  // namespace
+
+bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGroups, group_size) > 0; }
+
+Choice choose(OnlineQuantProblem const& p, Target const& t) {
+  if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
+  if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
+  if (t.has_wgmma) return sm90_choice(p, t);
+  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
+  return mma_choice(Family::kSm80, kTiles, kRules, p, t);
+}
+
+Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel const& kernel) {
+  bool const shares = kernel.split != 1 || kernel.last_wave;
+  std::int64_t whole = 0;
+  char const* why = nullptr;
+  if (!is_there(kernel, p, t)) {
+    why = "no such row, not for this architecture or group size, or too large for its shared memory";
+  } else if (shares && (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > kMaxCluster ||
+                        kernel.split > steps_of(p))) {
+    why = "no such split";
+  } else if (kernel.last_wave) {
+    whole = whole_before_pairs(Tiles(kernel.row, p).count(), steps_of(p), t);
+    if (kernel.split != 2 || whole == 0) why = "no last wave that pairs can share";
+  }
+  if (why != nullptr) {
+    throw InvalidArgument(
+        std::string("epiloq.online_quant_mm: kernel: expected one that fits, got one that does not: ") + why);
+  }
+  return {kernel.family, kernel.row, kernel.split, static_cast<int>(whole)};
+}
+
+std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
+  std::ostringstream text;
+  if (choice.family == Family::kStaged) {
+    text << "staged: quantise, then a dp4a product and a pass over float32 sums for each block of " << p.group_size;
+    return text.str();
+  }
+  std::ostringstream operands;
+  operands << " w" << p.bits << "a8 blocks of " << p.group_size << ' ';
+  if (choice.family == Family::kSm90) {
+    text << "sm90 wgmma" << operands.str() << "swap " << kSm90Rows << 'x' << kSm90Tokens[choice.row] << 'x' << kStep;
+    if (choice.split > 1)
+      text << ", K" << (choice.whole > 0 ? " of the last wave" : "") << " over clusters of " << choice.split;
+    return text.str();
+  }
+  bool const sm75 = choice.family == Family::kSm75;
+  BlockwiseConfig const& c = sm75 ? kSm75Tiles[choice.row] : kTiles[choice.row];
+  text << (sm75 ? "sm75" : "sm80") << " mma.sync" << operands.str() << c.tile_m() << 'x' << c.tile_n() << "x128 warp "
+       << c.warp_m << 'x' << c.warp_n << " teams " << c.teams << " stages " << c.stages;
+  return text.str();
+}
+
+}  // namespace epiloq::ops::online_quant_mm

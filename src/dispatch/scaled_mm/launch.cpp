@@ -1,0 +1,162 @@
+#include "dispatch/scaled_mm/launch.h"
+
+#include <span>
+#include <utility>
+
+#include "epiloq/error.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#include "dispatch/groupwise_mm/launch.h"
+#include "dispatch/scaled_mm/tables.h"
+#include "kernels/launch/scaled_mm.h"
+#endif
+
+namespace epiloq::ops::scaled_mm {
+
+#if EPILOQ_HAS_CUDA
+namespace {
+
+struct Variant {
+  Inputs inputs;
+  bool has_zero_point, writes_int8;
+  gemm::Launch launch;
+
+  constexpr bool serves(gemm::Types types, bool zero_point) const {
+    bool const is_half = types.out == DType::kFloat16 || types.out == DType::kBFloat16;
+    return inputs == types.inputs() && has_zero_point == zero_point &&
+           (writes_int8 ? types.out == DType::kInt8 : is_half);
+  }
+};
+
+template <template <int, Inputs, class> class Kernel, int kRow, DType kA, DType kB, class Epilogue = epilogue::Scaled>
+constexpr Variant kVariant{{kA, kB},
+                           std::is_same_v<Epilogue, epilogue::ScaledAzp>,
+                           std::is_same_v<typename Epilogue::Out, std::int8_t>,
+                           &Kernel<kRow, Inputs{kA, kB}, Epilogue>::launch};
+
+constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
+
+// What a row of each table was compiled for, as in CMakeLists.txt.
+template <template <int, Inputs, class> class Kernel, int kRow>
+struct Int8 {
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8>,
+                                        kVariant<Kernel, kRow, kI8, kI8, epilogue::ScaledAzp>};
+};
+template <template <int, Inputs, class> class Kernel, int kRow>
+struct Int8Out {
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8, epilogue::Requantized>};
+};
+template <template <int, Inputs, class> class Kernel, int kRow>
+struct E4M3 {
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kE4M3, kE4M3>};
+};
+template <template <int, Inputs, class> class Kernel, int kRow>
+struct AnyFloat8 {
+  static constexpr std::array kVariants{kVariant<Kernel, kRow, kE4M3, kE4M3>, kVariant<Kernel, kRow, kE4M3, kE5M2>,
+                                        kVariant<Kernel, kRow, kE5M2, kE4M3>, kVariant<Kernel, kRow, kE5M2, kE5M2>};
+};
+template <template <int, Inputs, class> class Kernel, int kRow>
+struct Float8 : std::conditional_t<kRow == kE5M2Row, AnyFloat8<Kernel, kRow>, E4M3<Kernel, kRow>> {};
+
+using Variants = std::span<Variant const>;
+
+template <template <template <int, Inputs, class> class, int> class List, template <int, Inputs, class> class Kernel,
+          int kFirst = 0, std::size_t... kRows>
+Variants row_of(int row, std::index_sequence<kRows...>) {
+  static constexpr Variants kTable[] = {List<Kernel, kFirst + kRows>::kVariants...};
+  return kTable[row - kFirst];
+}
+
+template <auto const& kTiles>
+constexpr std::make_index_sequence<kTiles.size()> kRowsOf{};
+constexpr std::make_index_sequence<1> kOneRow{};
+
+Variants variants_of(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kGenericInt8:
+      return row_of<Int8Out, Generic>(0, kOneRow);
+    case Family::kGeneric:
+      return row_of<Int8, Generic>(choice.row, kOneRow);
+#if EPILOQ_HAS_SM75
+    case Family::kSm75:
+      return row_of<Int8, Sm75>(choice.row, kRowsOf<kSm75Tiles>);
+#endif
+#if EPILOQ_HAS_SM80
+    case Family::kSm80:
+      return row_of<Int8, Sm80>(choice.row, kRowsOf<kSm80Tiles>);
+    case Family::kSkinny:
+      return row_of<Int8, Skinny>(choice.row, kRowsOf<kSkinnyTiles>);
+#endif
+#if EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90
+    case Family::kSm80Int8:
+      return row_of<Int8Out, Sm80, kInt8OutFirst>(choice.row, std::make_index_sequence<kInt8OutRows>{});
+#endif
+#if EPILOQ_HAS_SM89
+    case Family::kSm89:
+      return row_of<Float8, Sm89>(choice.row, kRowsOf<kSm89Tiles>);
+#endif
+#if EPILOQ_HAS_SM90
+    case Family::kSm90:
+      return row_of<Int8, Sm90>(choice.row, kRowsOf<kSm90Tiles>);
+    case Family::kSm90Float8:
+      return row_of<Float8, Sm90Float8>(choice.row, kRowsOf<kSm90Float8Tiles>);
+#endif
+#if EPILOQ_HAS_SM89 || EPILOQ_HAS_SM90
+    case Family::kGenericFloat8:
+      return row_of<AnyFloat8, Generic>(choice.row, kOneRow);
+#endif
+    default:
+      throw Unsupported("epiloq.scaled_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
+  }
+}
+
+gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
+  return {.ptr = scales, .stride_row = is_vector ? 1 : 0};
+}
+
+// groupwise_mm's kernel with scales of whole rows.
+void launch_whole_rows(groupwise_mm::Choice const& choice, gemm::Types types, gemm::Problem const& p, bool constant_b,
+                       int device, Stream stream) {
+  epilogue::Operands const& with = p.operands;
+  gemm::GroupwiseProblem const product{
+      .m = p.m,
+      .n = p.n,
+      .k = p.k,
+      .depth = p.k,
+      .stride_a = p.stride_a,
+      .stride_b = p.stride_b,
+      .stride_d = p.stride_d,
+      .a = p.a,
+      .b = p.b,
+      .d = p.d,
+      .scale_a = whole_row_scales(with.scale_a, with.scale_a_is_vector),
+      .scale_b = whole_row_scales(with.scale_b, with.scale_b_is_vector),
+      .bias = with.bias,
+      .azp_adj = with.azp_adj,
+      .azp = with.azp,
+      .azp_stride = with.azp_is_vector ? 1 : 0,
+      .constant_b = constant_b,
+  };
+  groupwise_mm::launch(choice, product, types.a, types.out, device, stream);
+}
+
+}  // namespace
+
+void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem problem, int device,
+            Stream stream, bool constant_b) {
+  if (auto const rows = groupwise_choice(choice)) {
+    return launch_whole_rows(*rows, types, problem, constant_b, device, stream);
+  }
+  DeviceGuard const guard(device);
+  problem.operands.is_bfloat16 = types.out == DType::kBFloat16;
+  for (Variant const& variant : variants_of(choice)) {
+    if (variant.serves(types, has_zero_point)) return variant.launch(problem, device, stream);
+  }
+  throw Unsupported("epiloq.scaled_mm: no kernel for these operands");
+}
+#else
+void launch(Choice const&, gemm::Types, bool, gemm::Problem, int device, Stream, bool) { device_properties(device); }
+#endif
+
+}  // namespace epiloq::ops::scaled_mm

@@ -1,0 +1,269 @@
+#include "dispatch/scaled_mm/select.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "core/ceil_div.h"
+#include "dispatch/scaled_mm/rules.h"
+#include "dispatch/scaled_mm/tables.h"
+#include "epiloq/error.h"
+
+namespace epiloq::ops::scaled_mm {
+namespace {
+
+// A list ends with a rule that takes any problem.
+template <class Rules>
+constexpr bool takes_everything(Rules const& rules) {
+  return rules.back().m_max == kAny && rules.back().n_max == kAny;
+}
+// Every tile is named by some rule.
+template <class Tiles, class... Rules>
+constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
+  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
+    bool named = false;
+    auto const search = [&](auto const& rules) {
+      for (auto const& rule : rules) named |= rule.tile == tile;
+    };
+    (search(lists), ...);
+    if (!named) return false;
+  }
+  return true;
+}
+static_assert(takes_everything(kSm80BatchRules) && takes_everything(kInt8OutRules));
+static_assert(takes_everything(kSm90BatchRules) && takes_everything(kSm90Float8BatchRules));
+static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
+static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
+static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
+static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
+static_assert(takes_everything(kSm90Rules));
+static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules, kSm90ForMany));
+static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastForMany));
+
+// Sums that were asked to be accurate are.
+template <class Tiles, class... Rules>
+constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
+  bool accurate = true;
+  auto const search = [&](auto const& rules) {
+    for (Rule const& rule : rules) accurate &= !tiles[rule.tile].fast_accum;
+  };
+  (search(lists), ...);
+  return accurate;
+}
+static_assert(all_accurate(kSm89Tiles, kSm89AccurateRules));
+
+static_assert(!kSm89Tiles[kE5M2Row].fast_accum && !kSm90Float8Tiles[kE5M2Row].fast_accum);
+
+static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
+
+// Kernels for whole rows know no batches.
+template <class Rules>
+constexpr bool all_rows_here(Rules const& rules) {
+  return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kWholeRows; });
+}
+static_assert(all_rows_here(kSm90BatchRules) && all_rows_here(kSm90Float8BatchRules));
+
+template <class Rules, class Fits>
+int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
+  for (Rule const& rule : rules) {
+    if (p.m <= rule.m_max && p.n <= rule.n_max && fits(rule.tile)) return rule.tile;
+  }
+  throw Unsupported("epiloq.scaled_mm: no tile fits the shared memory of this device");
+}
+
+template <class Tiles, class Rules>
+Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
+  return {family, first_fit(rules, p, [&](int tile) { return tiles[tile].shared_bytes() <= t.shared_bytes; })};
+}
+
+constexpr int kSkinnyRows = 16;
+
+// The fewest slabs that the busiest SM reads; then the most to a block, since each block reads every token.
+Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
+  int best = -1;
+  std::int64_t best_load = 0;
+  int tokens = 0;
+  for (int row = 0; row < static_cast<int>(kSkinnyTiles.size()); ++row) {
+    SkinnyConfig const& config = kSkinnyTiles[row];
+    if (config.tokens < p.m || config.slabs * kSkinnyRows > p.n) continue;
+    if (best >= 0 && config.tokens != tokens) break;  // the table goes by tokens, fewest first
+    std::int64_t const load = ceil_div(ceil_div(p.n, config.slabs * kSkinnyRows), t.sm_count) * config.slabs;
+    if (best < 0 || load <= best_load) {
+      best = row;
+      best_load = load;
+      tokens = config.tokens;
+    }
+  }
+  return {Family::kSkinny, best};
+}
+
+constexpr auto kAlwaysFits = [](int) { return true; };
+
+template <class Tiles, class ForMany>
+constexpr bool all_as_their_rows(Tiles const& tiles, ForMany const& tiles_for_many) {
+  return std::ranges::all_of(tiles_for_many, [&](TileForMany const& many) {
+    WgmmaConfig const& c = tiles[many.tile];
+    return many.tokens == (c.swap ? c.tile.n : c.tile.m) && many.weights == (c.swap ? c.tile.m : c.tile.n);
+  });
+}
+static_assert(all_as_their_rows(kSm90Tiles, kSm90ForMany) && all_as_their_rows(kSm90Float8Tiles, kSm90FastForMany));
+
+// One of groupwise_mm's tiles for whole rows, or one for many tokens.
+Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
+  bool const is_int8 = p.a == DType::kInt8;
+  GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
+  auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
+  Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.k_blocks};
+  double best_ns = own.ns;
+  auto const consider = [&](Family family, auto const& tiles_for_many) {
+    for (TileForMany const& many : tiles_for_many) {
+      if (p.m <= many.tokens) continue;
+      GroupwiseMmProblem in_boxes = product;
+      if (p.m % many.tokens != 0) in_boxes.m += std::int64_t{many.more_rows} * many.tokens;
+      groupwise_mm::Tile const timed{{many.tokens / 64, 1, many.weights}, many.step_ns, many.end_ns};
+      double const ns = groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
+      if (ns >= best_ns) continue;
+      best = {family, many.tile};
+      best_ns = ns;
+    }
+  };
+  if (is_int8) {
+    consider(Family::kSm90, kSm90ForMany);
+  } else if (p.fast_accum) {
+    consider(Family::kSm90Float8, kSm90FastForMany);
+  }
+  return best;
+}
+
+template <class Rules>
+Choice sm90_choice(Family family, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
+  int const row = first_fit(rules, p, kAlwaysFits);
+  return row == kWholeRows ? whole_rows_choice(p, t) : Choice{family, row};
+}
+
+Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {
+  if (p.batches > 1) return sm90_choice(Family::kSm90, kSm90BatchRules, p, t);
+  return sm90_choice(Family::kSm90, kSm90Rules, p, t);
+}
+
+Choice sm90_float8_choice(ScaledMmProblem const& p, Target const& t) {
+  if (p.batches > 1) return sm90_choice(Family::kSm90Float8, kSm90Float8BatchRules, p, t);
+  return whole_rows_choice(p, t);
+}
+
+Choice sm89_choice(ScaledMmProblem const& p, Target const& t) {
+  return p.fast_accum ? mma_choice(Family::kSm89, kSm89Tiles, kSm89FastRules, p, t)
+                      : mma_choice(Family::kSm89, kSm89Tiles, kSm89AccurateRules, p, t);
+}
+
+Choice float8_choice(ScaledMmProblem const& p, Target const& t) {
+  if (!p.aligned || p.k == 0) return {Family::kGenericFloat8, 0};
+  bool const has_e5m2 = p.a == DType::kFloat8E5M2 || p.b == DType::kFloat8E5M2;
+  switch (t.arch) {
+    case Arch::kSm90:
+      return has_e5m2 ? Choice{Family::kSm90Float8, kE5M2Row} : sm90_float8_choice(p, t);
+    case Arch::kSm89:
+      return has_e5m2 ? Choice{Family::kSm89, kE5M2Row} : sm89_choice(p, t);
+    default:
+      throw Unsupported("epiloq.scaled_mm: arch: expected sm89 or sm90 for float8 operands, got " + name(t.arch));
+  }
+}
+
+Choice sm80_choice(ScaledMmProblem const& p, Target const& t) {
+  if (p.batches > 1) return mma_choice(Family::kSm80, kSm80Tiles, kSm80BatchRules, p, t);
+  if (p.m <= kSkinnyTiles.back().tokens && p.n >= kSkinnyRows && p.n <= kSkinnyMaxN) return skinny_choice(p, t);
+  return mma_choice(Family::kSm80, kSm80Tiles, kSm80Rules, p, t);
+}
+
+Choice int8_out_choice(ScaledMmProblem const& p, Target const& t) {
+  bool const runs_sm80 = t.arch == Arch::kSm80 || t.arch == Arch::kSm90;
+  if (!p.aligned || p.k == 0 || !runs_sm80) return {Family::kGenericInt8, 0};
+  return mma_choice(Family::kSm80Int8, kSm80Tiles, kInt8OutRules, p, t);
+}
+
+char const* const kScheduleNames[] = {"warp-specialised", "pingpong", "cooperative"};
+
+std::string describe(MmaConfig const& c, char const* arch) {
+  std::ostringstream text;
+  text << arch << " mma.sync " << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " warp " << c.warp.m << 'x'
+       << c.warp.n << 'x' << c.warp.k << " stages " << c.stages;
+  if (c.fast_accum) text << " fast accumulation";
+  return text.str();
+}
+
+std::string describe(WgmmaConfig const& c) {
+  std::ostringstream text;
+  text << "sm90 wgmma " << (c.swap ? "swap " : "") << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " cluster "
+       << c.cluster_m << 'x' << c.cluster_n << ' ' << kScheduleNames[static_cast<int>(c.schedule)];
+  if (c.fast_accum) text << " fast accumulation";
+  return text.str();
+}
+
+std::string describe(SkinnyConfig const& c) {
+  std::ostringstream text;
+  text << "sm80 skinny " << c.slabs << " slabs of 16 weight rows, " << c.tokens << " tokens, " << c.warps
+       << " warps, unroll " << c.unroll;
+  return text.str();
+}
+
+}  // namespace
+
+Choice choose(ScaledMmProblem const& p, Target const& t) {
+  if (p.a != DType::kInt8) return float8_choice(p, t);
+  if (p.int8_out) return int8_out_choice(p, t);
+  if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
+  switch (t.arch) {
+    case Arch::kSm90:
+      return sm90_int8_choice(p, t);
+    case Arch::kSm80:
+      return sm80_choice(p, t);
+    case Arch::kSm75:
+      return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
+    case Arch::kSm89:
+      throw Unsupported("epiloq.scaled_mm: arch: expected sm75, sm80 or sm90 for int8 operands, got sm89");
+    case Arch::kSm100:
+    case Arch::kAuto:
+      break;
+  }
+  throw InvalidArgument("epiloq.scaled_mm: arch: expected one architecture, got auto");
+}
+
+std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
+  if (choice.family == Family::kSm90Int8Rows) {
+    return {{groupwise_mm::Family::kSm90Int8Rows, choice.row, choice.k_blocks}};
+  }
+  if (choice.family == Family::kSm90Float8Rows) {
+    return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.k_blocks}};
+  }
+  return std::nullopt;
+}
+
+std::string describe(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kGenericInt8:
+      return "generic dp4a to int8 (slow: before SM80, or K % 16, N % 8 or a stride keeps rows off 16 bytes)";
+    case Family::kSm80Int8:
+      return describe(kSm80Tiles[choice.row], "sm80") + " to int8";
+    case Family::kGeneric:
+      return "generic dp4a (slow: K % 16, N % 8 or a row stride keeps rows off 16 bytes; pad the weight once)";
+    case Family::kGenericFloat8:
+      return "generic fp32 (slow: K % 16, N % 8 or a row stride keeps rows off 16 bytes; pad the weight once)";
+    case Family::kSkinny:
+      return describe(kSkinnyTiles[choice.row]);
+    case Family::kSm75:
+      return describe(kSm75Tiles[choice.row], "sm75");
+    case Family::kSm80:
+      return describe(kSm80Tiles[choice.row], "sm80");
+    case Family::kSm89:
+      return describe(kSm89Tiles[choice.row], "sm89");
+    case Family::kSm90:
+      return describe(kSm90Tiles[choice.row]);
+    case Family::kSm90Float8:
+      return describe(kSm90Float8Tiles[choice.row]);
+    case Family::kSm90Int8Rows:
+    case Family::kSm90Float8Rows:
+      return groupwise_mm::describe(*groupwise_choice(choice));
+  }
+  return "";
+}
+
+}  // namespace epiloq::ops::scaled_mm

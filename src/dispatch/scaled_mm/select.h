@@ -1,0 +1,41 @@
+#pragma once
+
+// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+
+#include <optional>
+#include <string>
+
+#include "core/target.h"
+#include "dispatch/groupwise_mm/select.h"
+#include "epiloq/scaled_mm.h"
+
+namespace epiloq::ops::scaled_mm {
+
+// The last two write int8.
+enum class Family {
+  kGeneric,
+  kGenericFloat8,
+  kSkinny,
+  kSm75,
+  kSm80,
+  kSm89,
+  kSm90,
+  kSm90Float8,
+  kSm90Int8Rows,  // this one and the next are groupwise_mm's
+  kSm90Float8Rows,
+  kGenericInt8,
+  kSm80Int8
+};
+
+struct Choice {
+  Family family;
+  int row;           // of the family's table in tables.h
+  int k_blocks = 1;  // that share K, of groupwise_mm's kernels
+};
+
+Choice choose(ScaledMmProblem const& problem, Target const& target);
+// Which of groupwise_mm's kernels it is, if it is one.
+std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice);
+std::string describe(Choice const& choice);
+
+}  // namespace epiloq::ops::scaled_mm

@@ -1,0 +1,19 @@
+#pragma once
+
+// What a stream takes: shared memory, and time.
+
+#include <cstdint>
+
+#include "core/target.h"
+#include "dispatch/weight_only_mm/tables.h"
+#include "epiloq/weight_only_mm.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+// Of a block, `split` of which share K.
+std::int64_t stream_bytes(StreamConfig const& config, WeightOnlyMmProblem const& problem, int split);
+
+// By a row of kStreamRows (costs.h).
+double stream_time(int row, WeightOnlyMmProblem const& problem, int split, Target const& target);
+
+}  // namespace epiloq::ops::weight_only_mm

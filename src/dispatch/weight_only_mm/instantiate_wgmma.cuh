@@ -1,0 +1,19 @@
+#pragma once
+
+// A row of the wgmma table, for one type, width and group size, from the problem to the launch.
+
+#include "dispatch/weight_only_mm/tables.h"
+#include "kernels/sm90/w4a16/w4a16_gemm.cuh"
+#include "kernels/sm90/w4a16/w4a16_launch.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+template <int kRow, DType kX, int kBits, int kGroups>
+void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
+  constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
+  using C =
+      Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
+  launch_matrix_tiles<C>(&wgmma_kernel<C>, kConfig, p, split, device, stream);
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,307 @@
+#include "dispatch/weight_only_mm/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+#include "dispatch/weight_only_mm/costs.h"
+#include "dispatch/weight_only_mm/gemv_cost.h"
+#include "dispatch/weight_only_mm/tables.h"
+#include "epiloq/error.h"
+#include "kernels/common/w4a16/sizes.h"
+#include "kernels/sm90/w4a16/w4a16_stage_layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens() && stream_bytes(c, p, 1) <= t.shared_bytes;
+}
+
+template <class Config>
+std::int64_t tiles_of(Config const& c, WeightOnlyMmProblem const& p) {
+  return ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
+}
+
+// Whether so many blocks may share K; tiles have a place for any number's sums.
+bool may_share(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return stream_bytes(c, p, split) <= t.shared_bytes;
+}
+template <class Config>
+bool may_share(Config const&, WeightOnlyMmProblem const&, int, Target const&) {
+  return true;
+}
+
+bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return shared_bytes(c, p) <= t.shared_bytes;
+}
+
+// A ring has a stage for each way, and two at least.
+template <class Config>
+bool ring_fits(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
+  return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
+         ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
+}
+bool fits(RingConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens && ring_fits(c, p, t);
+}
+
+// Of the family's table, for this target.
+bool is_built(Family family, int row, Target const& t) {
+  if (family == Family::kRing || family == Family::kWgmma) return t.has_wgmma;
+  std::size_t const rows = family == Family::kStream ? kStreamRows.size() : kTiledRows.size();
+  return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
+}
+
+template <class Rows>
+bool is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t) && fits(rows[row], p, t);
+}
+
+bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  switch (family) {
+    case Family::kStream:
+      return is_there(kStreamRows, family, row, p, t);
+    case Family::kTiled:
+      return is_there(kTiledRows, family, row, p, t);
+    case Family::kRing:
+      return !p.offsets && is_there(kRingRows, family, row, p, t);
+    case Family::kWgmma:
+      return !p.offsets && is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
+    default:
+      return false;
+  }
+}
+
+double time_of_dense(WeightOnlyMmProblem const& p) {
+  double const weights = static_cast<double>(p.n) * p.k;
+  return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
+}
+
+// No tile of twice as many tokens as there are, or more, was ever the fastest.
+bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
+  return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>((p.m + 1) / 2, kWideTokens) &&
+         (!c.rounds || p.m > kExactTokens);
+}
+// One token and two are a stream's: no tile was more than 3 % faster.
+bool suits(RingConfig const& c, WeightOnlyMmProblem const& p) {
+  return p.m > kDigitTokens && (c.tokens == kRingRows.front().tokens || c.tokens < 2 * p.m);
+}
+bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
+
+template <class Config>
+std::int64_t waves_of(Config const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  std::int64_t const tiles = tiles_of(c, p);
+  return ceil_div(tiles, clusters(split, blocks_of_sm(c, tiles, split, t.sm_count), t));
+}
+
+// Each wave's: a block that shares K has one tile, and ends with it.
+template <class Config>
+double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProblem const& p, int split,
+                    Target const& t) {
+  if (split == 1) return 0;
+  double const once = time.tile + time.sum * c.rows() * c.tokens + time.crowd * std::max(split - kCrowd, 0);
+  return static_cast<double>(waves_of(c, p, split, t)) * once;
+}
+
+// Of a block. A turn that leaves ways idle takes half of what they would have taken.
+template <class Config>
+double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
+  std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
+  return static_cast<double>(steps + round_up(steps, c.ways)) / 2;
+}
+
+// Of two that run side by side the longer one, to which the other adds the less the higher the exponent.
+double longer(double a, double b, double exponent) {
+  return std::pow(std::pow(a, exponent) + std::pow(b, exponent), 1 / exponent);
+}
+
+template <class Config>
+double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t,
+                 double steps) {
+  std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
+  int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
+  std::int64_t const at_once = clusters(split, of_sm, t);
+  // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
+  double const of_block = c.rows() * kPadding * p.bits / 8;
+  double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
+  TileTimes::Time const& time = times.of(p.bits);
+  double const reading = std::max(of_all / (kReading.rate * memory_rate(t)), of_block * of_sm / kReading.sm);
+  double const step = longer(time.step, reading, std::max(1.0, static_cast<double>(c.tokens) / kReading.whole));
+  return static_cast<double>(waves_of(c, p, split, t)) * (steps * step + time.block);
+}
+
+// A row's time, in whichever table.
+double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return stream_time(row, p, split, t);
+}
+double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
+                   Target const& t) {
+  WgmmaConfig const& c = rows[row];
+  double const time = tile_time(c, kWgmmaTimes[row], p, split, t, steps_of(c, p, split)) +
+                      cluster_time(lends_ring(c) ? kLentSums : kSentSums, c, p, split, t);
+  double const products = static_cast<double>(tiles_of(c, p)) * c.rows() * c.tokens * static_cast<double>(p.k) * 1e-9;
+  return longer(time, kWgmmaProducts[row] * products, kLimitExponent);
+}
+double time_of_row(decltype(kRingRows) const& rows, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return tile_time(rows[row], kRingTimes[row], p, split, t, steps_of(rows[row], p, split)) +
+         cluster_time(kRingSums, rows[row], p, split, t);
+}
+
+struct Timed {
+  Choice choice;
+  double time = std::numeric_limits<double>::infinity();
+
+  void consider(Choice const& other, double its_time) {
+    if (its_time < time) *this = {other, its_time};
+  }
+  template <class Rows>
+  void consider(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
+    std::int64_t const steps = ceil_div(p.k, kPadding);
+    int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
+    for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+      if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
+      for (int split = 1; split <= most; ++split) {
+        if (!may_share(rows[row], p, split, t)) continue;
+        consider({family, row, split}, time_of_row(rows, row, p, split, t));
+      }
+    }
+  }
+};
+
+Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
+  Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
+  best.consider(Family::kStream, kStreamRows, p, t);
+  return best.choice;
+}
+
+// The fastest of the kernels and, where weights may be rounded, of a dense product.
+Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
+  Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
+  if (p.m > kExactTokens) best = {{Family::kDense, 0, 1, "many tokens"}, time_of_dense(p)};
+  best.consider(Family::kStream, kStreamRows, p, t);
+  best.consider(Family::kRing, kRingRows, p, t);
+  best.consider(Family::kWgmma, kWgmmaRows, p, t);
+  return best.choice;
+}
+
+// The narrowest tile that takes all tokens, or else the widest.
+Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
+  int chosen = -1;
+  for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
+    if (!is_there(Family::kTiled, row, p, t)) continue;
+    bool const wider = chosen < 0 || kTiledRows[row].tokens > kTiledRows[chosen].tokens;
+    if (chosen < 0 || (wider && kTiledRows[chosen].tokens < p.m)) chosen = row;
+  }
+  if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
+  TiledConfig const& config = kTiledRows[chosen];
+  std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
+}
+
+bool has_kernel(std::int64_t group) {
+  std::int64_t const steps = group / kPadding;
+  return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
+}
+
+// Kernels count a weight's bytes in 32 bits.
+bool is_large(WeightOnlyMmProblem const& p) {
+  std::int64_t const rows = ceil_div(p.n, kSlab) * kSlab, groups = ceil_div(padded(p.k), group_of(p));
+  return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
+}
+
+}  // namespace
+
+char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
+  if (p.dtype == DType::kFloat32) return "float32 activations";
+  if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
+  if (p.k == 0) return "no columns";
+  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p))) return "no kernel for this group size";
+  if (!p.aligned) return "rows of x off 16 bytes";
+  if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
+  if (is_large(p)) return "more than 4 GB of weights";
+  return nullptr;
+}
+
+bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) { return ring_fits(c, p, t); }
+
+double time_of(WgmmaConfig const& c, TileTimes const& times, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  // Whole steps, to which these were fitted.
+  return tile_time(c, times, p, split, t, static_cast<double>(ceil_div(ceil_div(p.k, kPadding), split)));
+}
+
+std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
+  return std::max<std::int64_t>(
+      c.stages(p.bits) * (c.warps * stage_bytes(p, c.rows() / c.warps) + c.tokens * kPadding * 2),
+      c.tokens * (c.rows() + 4) * 4);
+}
+
+int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
+  if (t.arch != Arch::kSm90) return 1;
+  auto const cost = [&](int split) {
+    return ceil_div(blocks, clusters(split, blocks_per_sm, t)) * (ceil_div(steps, split) + fixed);
+  };
+  int best = 1;
+  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
+    if (cost(split) < cost(best)) best = split;
+  }
+  return best;
+}
+
+Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
+  if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
+  if (t.has_wgmma && !p.offsets) return fastest(p, t);
+  if (p.m >= kDenseTokens) return {Family::kDense, 0, 1, "many tokens"};
+  if (p.m <= kStreamTokens) return stream_choice(p, t);
+  return tiled_choice(p, t);
+}
+
+Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
+  char const* why = why_dense(p, t);
+  if (why == nullptr && !is_there(kernel.family, kernel.row, p, t)) {
+    why =
+        "no such row, not built for this architecture, not made for so many tokens or for offsets, or too large for "
+        "its shared memory";
+  }
+  if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
+      kernel.split > ceil_div(p.k, kPadding)) {
+    why = "no such split";
+  }
+  if (why == nullptr && kernel.family == Family::kStream && !may_share(kStreamRows[kernel.row], p, kernel.split, t)) {
+    why = "no shared memory for the sums of so many blocks";
+  }
+  if (why != nullptr)
+    throw InvalidArgument(
+        std::string("epiloq.weight_only_mm: kernel: expected one that fits, got one that does not: ") + why);
+  return {kernel.family, kernel.row, kernel.split};
+}
+
+std::string describe(Choice const& choice) {
+  std::ostringstream text;
+  if (choice.family == Family::kDense) {
+    text << "de-quantise, then a dense product (" << choice.why << ')';
+  } else if (choice.family == Family::kStream) {
+    StreamConfig const& c = kStreamRows[choice.row];
+    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
+         << (c.digits ? ", tokens as digits" : "");
+  } else if (choice.family == Family::kRing) {
+    RingConfig const& c = kRingRows[choice.row];
+    text << "ring " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, " << c.ways
+         << " along K";
+  } else if (choice.family == Family::kWgmma) {
+    WgmmaConfig const& c = kWgmmaRows[choice.row];
+    text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warpgroups() << " warpgroups"
+         << (c.ways > 1 ? ", " + std::to_string(c.ways) + " along K" : "")
+         << (c.rounds ? ", weights rounded with their scales" : "");
+  } else {
+    TiledConfig const& c = kTiledRows[choice.row];
+    text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps << " warps, stages "
+         << c.stages4;
+  }
+  if (choice.split > 1) text << ", K over clusters of " << choice.split;
+  return text.str();
+}
+
+}  // namespace epiloq::ops::weight_only_mm

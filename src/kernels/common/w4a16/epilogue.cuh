@@ -1,0 +1,156 @@
+#pragma once
+
+// From the sums of a block's warps, or of a cluster's blocks, to D: always in the same order.
+
+#include <cstring>
+
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/cluster.cuh"
+#include "problems/packed_layout.h"
+#include "problems/weight_only.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+// A float in the shared memory of another block of the cluster, where this block has one at the same place.
+__device__ __forceinline__ float read_from(float const* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %2;\n\tld.shared::cluster.f32 %1, [%0];"
+               : "+r"(address), "=f"(value)
+               : "r"(rank)
+               : "memory");
+  return value;
+#else
+  return *shared;
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ T clamped(Problem const& p, float value) {
+  return static_cast<T>(epiloq::clamped(value, p.lo, p.hi));
+}
+
+template <class T>
+__device__ __forceinline__ T finished(Problem const& p, int row, float sum) {
+  return clamped<T>(p, sum + (p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f));
+}
+
+template <class T>
+__device__ __forceinline__ void store(Problem const& p, int token, int row, float sum) {
+  if (row < p.weight.n) static_cast<T*>(p.out)[token * p.stride_out + row] = finished<T>(p, row, sum);
+}
+
+// Four rows of a token at a time, the first a multiple of four.
+template <class T>
+__device__ __forceinline__ void store_rows(Problem const& p, int token, int row, float4 const& sums) {
+  float const sum[4] = {sums.x, sums.y, sums.z, sums.w};
+  bool const aligned = reinterpret_cast<std::uintptr_t>(p.out) % 8 == 0 && p.stride_out % 4 == 0;
+  if (aligned && row + 4 <= p.weight.n) {
+    alignas(8) T values[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[e] = finished<T>(p, row + e, sum[e]);
+    *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + token * p.stride_out + row) =
+        *reinterpret_cast<uint2 const*>(values);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) store<T>(p, token, row + e, sum[e]);
+  }
+}
+
+// sums: [kTokens][kRows + 4] in shared memory, all of the block's written. Blocks of a cluster finish a share of the
+// elements each.
+template <class T, int kRows, int kTokens>
+__device__ void finish(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
+  constexpr int kStride = kRows + 4;
+  int const threads = blockDim.x, elements = min(kTokens, p.m - first_token) * kRows;
+  auto const for_each = [&](int first, int step, auto const& sum_of) {
+    for (int i = first; i < elements; i += step) {
+      int const token = i / kRows, row = i % kRows;
+      store<T>(p, first_token + token, first_row + row, sum_of(sums + token * kStride + row));
+    }
+  };
+  __syncthreads();
+  if (split == 1) return for_each(threadIdx.x, threads, [](float const* at) { return *at; });
+  wait_for_cluster();
+  for_each(rank * threads + threadIdx.x, split * threads, [&](float const* at) {
+    float sum = 0.f;
+    for (int other = 0; other < split; ++other) sum += read_from(at, other);
+    return sum;
+  });
+  wait_for_cluster();  // others may still read this block's sums
+}
+
+// Of a vector that was put together from registers nvcc 13.0 makes two stores.
+__device__ __forceinline__ void store_at_once(void* to, uint2 const& value) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
+// Sums of 16 weight rows by 8 tokens as tensor cores leave them with a warp: a lane has rows g and g + 8 of tokens 2 t
+// and 2 t + 1. They go to D without a way through shared memory: transposed, a lane has rows 2 t and 2 t + 1 of token
+// g, and of the next eight rows; and after a trade with its neighbours rows 4 t to 4 t + 3, so that each token's rows
+// are 32 bytes that are written at once (24576 x 1536 of 4 bits by 64 tokens: 14.1 us by 16 bytes at a time, 13.0 so).
+template <class T>
+struct DirectRows {
+  Problem const& p;
+  int first_row, t;
+  float bias[2];
+  bool are_whole;  // all rows are there, and fours of them on 8 bytes
+
+  __device__ __forceinline__ DirectRows(Problem const& p_, int first_row_)
+      : p(p_),
+        first_row(first_row_),
+        t(threadIdx.x % 4),
+        are_whole(first_row + kSlab <= p.weight.n && reinterpret_cast<std::uintptr_t>(p_.out) % 8 == 0 &&
+                  p_.stride_out % 4 == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const row = first_row + 8 * half + threadIdx.x % 32 / 4;
+      bias[half] = p.bias != nullptr && row < p.weight.n ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
+    }
+  }
+
+  // Rows 8 half + 2 t and the next of token g.
+  __device__ __forceinline__ unsigned pair(int half, float const* sums, float unit) const {
+    T const both[2] = {clamped<T>(p, fmaf(sums[2 * half], unit, bias[half])),
+                       clamped<T>(p, fmaf(sums[2 * half + 1], unit, bias[half]))};
+    unsigned word;
+    memcpy(&word, both, sizeof word);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+    return word;
+  }
+
+  __device__ __forceinline__ void store(int first_token, float const* sums, float unit) const {
+    unsigned const words[2] = {pair(0, sums, unit), pair(1, sums, unit)};
+    int const token = first_token + threadIdx.x % 32 / 4;
+    T* const to = static_cast<T*>(p.out) + token * p.stride_out + first_row;
+    if (are_whole) {
+      uint2 const four = traded(words);
+      if (token < p.m) store_at_once(to + 4 * t, four);
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      T both[2];
+      memcpy(both, words + half, sizeof both);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const row = 8 * half + 2 * t + i;
+        if (token < p.m && first_row + row < p.weight.n) to[row] = both[i];
+      }
+    }
+  }
+
+  // Lane t of four has words t and 4 + t of eight, and gets words 2 t and 2 t + 1, by two exchanges: in each the lanes
+  // that are even give one half and the odd ones the other.
+  __device__ __forceinline__ uint2 traded(unsigned const (&words)[2]) const {
+    bool const is_odd = t % 2 != 0, is_low = t < 2;
+    int const even = t % 2 * 2;
+    unsigned const a = __shfl_sync(~0u, is_odd ? words[1] : words[0], is_low ? even : even + 1, 4);
+    unsigned const b = __shfl_sync(~0u, is_odd ? words[0] : words[1], is_low ? even + 1 : even, 4);
+    return {is_low ? a : b, is_low ? b : a};
+  }
+};
+
+}  // namespace epiloq::ops::weight_only_mm

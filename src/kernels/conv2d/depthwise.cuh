@@ -1,0 +1,56 @@
+#pragma once
+
+// Who does what in a depthwise convolution, where reading x is all the time there is: a thread makes kPixels output
+// pixels below each other, of a few neighbouring channels, so that from their second tap on its rows come from L1.
+// Threads side by side take neighbouring channels, then neighbouring columns of pixels.
+
+#include <algorithm>
+
+#include "kernels/conv2d/im2col.h"
+
+namespace epiloq::ops::conv2d::depthwise {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kPixels = 4;
+inline constexpr int kMaxLanes = 32;  // threads side by side in the channels
+
+struct Plan {
+  int channels;    // a thread
+  int lanes;       // a block
+  int multiplier;  // output channels of an input channel
+
+  static Plan of(Shape const& s, int channels) {
+    return {channels, std::min((s.co + channels - 1) / channels, kMaxLanes), s.co / s.ci};
+  }
+  dim3 grid(Shape const& s) const {
+    unsigned const lines = static_cast<unsigned>(s.batch) * ((s.p + kPixels - 1) / kPixels);
+    std::int64_t const columns = static_cast<std::int64_t>(lines) * s.q, each = kThreads / lanes;
+    return dim3(static_cast<unsigned>((columns + each - 1) / each), (s.co + channels * lanes - 1) / (channels * lanes));
+  }
+};
+
+struct Place {
+  int lane, n;      // n: the first channel
+  int image, p, q;  // of the first pixel
+  bool is_there;
+  Window window;       // of the first pixel
+  std::int64_t down;   // from a pixel's window to the next's
+  std::int64_t first;  // the first pixel's place in out, in pixels
+
+  __device__ __forceinline__ Place(Shape const& s, Plan const& plan) {
+    int const columns = kThreads / plan.lanes, mine = threadIdx.x / plan.lanes;
+    unsigned const column = blockIdx.x * columns + mine, line = column / s.q;
+    unsigned const steps = (s.p + kPixels - 1) / kPixels;
+    lane = threadIdx.x % plan.lanes;
+    n = (blockIdx.y * plan.lanes + lane) * plan.channels;
+    q = column % s.q;
+    p = line % steps * kPixels;
+    image = line / steps;
+    is_there = mine < columns && image < s.batch && n < s.co;
+    window = window_of(s, image, p, q);
+    down = s.stride_h * s.x_row;
+    first = (static_cast<std::int64_t>(image) * s.p + p) * s.q + q;
+  }
+};
+
+}  // namespace epiloq::ops::conv2d::depthwise

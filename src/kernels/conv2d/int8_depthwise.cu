@@ -1,0 +1,136 @@
+// int8 convolution of each channel by itself, or by several kernels of its own.
+
+#include "core/cuda_check.h"
+#include "kernels/conv2d/depthwise.cuh"
+#include "kernels/conv2d/int8_epilogue.cuh"
+#include "kernels/launch/conv2d_int8.h"
+
+namespace epiloq::ops::conv2d_int8 {
+namespace {
+
+namespace depthwise = conv2d::depthwise;
+using depthwise::kMaxLanes, depthwise::kPixels, depthwise::kThreads;
+
+constexpr int kTaps = 64;  // whose weights are in shared memory at a time
+
+struct DepthwiseProblem {
+  Problem problem;
+  depthwise::Plan plan;
+  unsigned fill;
+  bool whole_runs;
+};
+
+// kChannels neighbouring bytes as those of a word.
+template <int kChannels>
+__device__ __forceinline__ unsigned load(std::int8_t const* from) {
+  if constexpr (kChannels == 4) return *reinterpret_cast<unsigned const*>(from);
+  return static_cast<std::uint8_t>(*from);
+}
+
+// Weights [Co, taps] of some taps to words of a lane's channels, [tap][lane].
+template <int kChannels>
+__device__ void stage(unsigned (&words)[kTaps * kMaxLanes], DepthwiseProblem const& d, int first_tap, int taps) {
+  conv2d::Shape const& s = d.problem.shape;
+  int const lanes = d.plan.lanes;
+  for (int i = threadIdx.x; i < taps * lanes; i += kThreads) {
+    int const n = (blockIdx.y * lanes + i % lanes) * kChannels, tap = first_tap + i / lanes;
+    unsigned word = 0;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      if (n + c >= s.co) continue;
+      std::int64_t const at = static_cast<std::int64_t>(n + c) * (s.kh * s.kw) + tap;
+      word |= static_cast<unsigned>(static_cast<std::uint8_t>(d.problem.weight[at])) << 8 * c;
+    }
+    words[i] = word;
+  }
+}
+
+template <class Out, int kChannels>
+__device__ __forceinline__ void finish(int const (&sums)[kPixels][kChannels], DepthwiseProblem const& d,
+                                       depthwise::Place const& here) {
+  conv2d::Shape const& s = d.problem.shape;
+  Finish const& f = d.problem.finish;
+  int const count = s.co - here.n;
+  Channels<Out, kChannels> const channels(f, here.n, count);
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    if (here.p + i >= s.p) return;
+    alignas(16) Out out[kChannels];
+    bool const is_right = channels.finish(out, sums[i]);
+    if constexpr (std::is_same_v<Out, std::int8_t>) {
+      if (!is_right) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) out[c] = exact(f, min(here.n + c, s.co - 1), sums[i][c]);
+      }
+    }
+    Out* const to = static_cast<Out*>(d.problem.out) + (here.first + i * s.q) * s.out_pixel + here.n;
+    store(to, out, count, d.whole_runs);
+  }
+}
+
+template <int kChannels>
+__global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant__ DepthwiseProblem const d) {
+  __shared__ unsigned words[kTaps * kMaxLanes];
+  Problem const& p = d.problem;
+  conv2d::Shape const& s = p.shape;
+  depthwise::Place const here(s, d.plan);
+  std::int8_t const* const x = p.x + here.window.at + here.n / d.plan.multiplier;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  int sums[kPixels][kChannels];
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+    int const first = first_sum(p.finish, min(here.n + c, s.co - 1));
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) sums[i][c] = first;
+  }
+  int const all_taps = s.kh * s.kw;
+  conv2d::Column tap{0, 0, 0};
+#pragma unroll 1
+  for (int first_tap = 0; first_tap < all_taps; first_tap += kTaps) {
+    int const taps = min(kTaps, all_taps - first_tap);
+    __syncthreads();  // the taps before have been read
+    stage<kChannels>(words, d, first_tap, taps);
+    __syncthreads();
+    if (!here.is_there) continue;
+#pragma unroll 1
+    for (int t = 0; t < taps; ++t) {
+      unsigned const weight = words[t * d.plan.lanes + here.lane];
+      conv2d::Offset const offset(s, tap);
+      conv2d::Window window = here.window;
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i, window.y += s.stride_h) {
+        unsigned const pixel = is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
+        // One byte of a product by itself: the other channels' weights are masked out.
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          sums[i][c] = __dp4a(static_cast<int>(pixel), static_cast<int>(weight & 0xffu << 8 * c), sums[i][c]);
+        }
+      }
+      tap.advance(s, 1, {0, 1, 0});
+    }
+  }
+  if (!here.is_there) return;
+  switch (p.out_dtype) {
+    case DType::kInt8:
+      return finish<std::int8_t>(sums, d, here);
+    case DType::kFloat16:
+      return finish<__half>(sums, d, here);
+    case DType::kBFloat16:
+      return finish<__nv_bfloat16>(sums, d, here);
+    default:
+      return finish<float>(sums, d, here);
+  }
+}
+
+}  // namespace
+
+void launch_depthwise(Problem const& problem, int channels, Stream stream) {
+  auto const plan = depthwise::Plan::of(problem.shape, channels);
+  DepthwiseProblem const d{problem, plan, fill_of(problem), has_whole_runs(problem, channels)};
+  auto* const kernel = channels == 4 ? depthwise_kernel<4> : depthwise_kernel<1>;
+  cuda_check(launch_dependent(kernel, plan.grid(problem.shape), kThreads, 0, stream, d),
+             "launching epiloq.conv2d_int8");
+}
+
+}  // namespace epiloq::ops::conv2d_int8

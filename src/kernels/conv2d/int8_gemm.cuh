@@ -1,0 +1,109 @@
+#pragma once
+
+// int8 convolution as an implicit product on tensor cores: wgmma on SM90, mma.sync from SM75 on.
+//
+// A block owns a tile of output pixels by output channels and walks along the columns of im2col.h in stages, a ring of
+// them in shared memory filled by cp.async; blocks of a cluster share the columns of a tile. What lies outside of the
+// image is not copied but written: the input's zero point, in a store where the copy would be. That is exact at every
+// border, at no cost in the interior, which zeros and a correction by the output's place would not be.
+//
+// Copies are 16 channels wide where a group's channels allow it, else 4, else single bytes (an image's 3 channels).
+
+#include "kernels/conv2d/int8_config.h"
+#include "kernels/conv2d/int8_split_k.cuh"
+
+namespace epiloq::ops::conv2d_int8 {
+
+// Integers rather than a TileConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
+template <Mma kMma, int kTeamM_, int kTeamN_, int kTeamsM, int kTeamsN_, int kDepth_, int kStages_, int kBytes_,
+          int kBlocks_>
+struct Tiled {
+  static constexpr int kTeamM = kTeamM_, kTeamN = kTeamN_, kTeamsN = kTeamsN_;
+  static constexpr int kTileM = kTeamM * kTeamsM, kTileN = kTeamN * kTeamsN;
+  static constexpr int kDepth = kDepth_, kStages = kStages_, kBytes = kBytes_;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr int kBlocks = 2;  // an SM: more do not fit SM75's shared memory
+#else
+  static constexpr int kBlocks = kBlocks_;
+#endif
+  static constexpr int kB = kTileM * kDepth;  // the weights' place in a stage
+  static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
+  using Math = typename MathOf<kMma>::template Of<Tiled>;
+  static constexpr int kThreads = Math::kTeam * kTeamsM * kTeamsN;
+  using Copies = std::conditional_t<kBytes == 1, ByteCopies<Tiled>, WideCopies<Tiled>>;
+};
+
+// Sums begin with what corrects for the input's zero point, in one block of a cluster.
+template <class T>
+__device__ __forceinline__ void start(typename T::Math::Sums& sums, TiledProblem const& t, Place<T> const& here,
+                                      int first_column) {
+  int const neighbours = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < T::Math::kColumns; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const n = channel_of(first_column + 8 * j + neighbours + i);
+      bool const is_there = n < here.count_n && blockIdx.z == 0;
+      unsigned const first = is_there ? first_sum(t.problem.finish, here.group * t.outputs + here.first_n + n) : 0u;
+#pragma unroll
+      for (auto& row : sums) row[4 * j + i] = row[4 * j + 2 + i] = first;
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void multiply(typename T::Math::Sums& sums, TiledProblem const& t,
+                                         typename T::Copies& copies, SharedAddress ring, int stages, int team_row,
+                                         int team_column) {
+  using Math = typename T::Math;
+  constexpr int kAhead = Math::kAhead, kRingBytes = T::kStages * T::kStageBytes;
+  int read = 0, write = kAhead * T::kStageBytes, left = stages;
+  do {  // there is a stage: a way around them all would make the compiler move sums that wgmma is at work on
+    wait_for_copies<kAhead - 1>();
+    Math::publish();
+    __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
+    Math::begin(sums, ring + read, team_row, team_column);
+    if (left > kAhead) copies.ask(t, ring + write);
+    commit_copies();
+    Math::end(sums, ring + read, team_row, team_column);
+    read = read + T::kStageBytes == kRingBytes ? 0 : read + T::kStageBytes;
+    write = write + T::kStageBytes == kRingBytes ? 0 : write + T::kStageBytes;
+  } while (--left > 0);
+  Math::wait_for_all(sums);
+  wait_for_copies<0>();
+}
+
+// Blocks along x take tiles, channels fastest, so that blocks of the same pixels run together; along y groups; along z,
+// a cluster, they share the columns.
+template <class T, int kRingBytes>
+__global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto* const windows = reinterpret_cast<conv2d::Window*>(shared + kRingBytes);
+  Place<T> const here(t);
+  let_next_kernel_start();
+  for (int row = threadIdx.x; row < T::kTileM; row += T::kThreads) {
+    windows[row] = conv2d::window_of(t.problem.shape, here.first_m + row);
+  }
+  __syncthreads();
+  typename T::Copies copies(t, here, windows);
+  wait_for_previous_kernel();
+  SharedAddress const ring = shared_address(shared);
+#pragma unroll 1
+  for (int i = 0; i < T::Math::kAhead; ++i) {
+    if (i < here.stages) copies.ask(t, ring + i * T::kStageBytes);
+    commit_copies();
+  }
+  int const team = __shfl_sync(~0u, threadIdx.x / T::Math::kTeam, 0);
+  int const team_row = team / T::kTeamsN, team_column = team % T::kTeamsN, first_column = team_column * T::kTeamN;
+  typename T::Math::Sums sums;
+  start<T>(sums, t, here, first_column);
+  multiply<T>(sums, t, copies, ring, here.stages, team_row, team_column);
+  __syncthreads();  // the ring makes room for the sums
+  SumsInShared<T> const all_sums(shared);
+  all_sums.put(sums);
+  if (gridDim.z > 1) wait_for_cluster();
+  finish(all_sums, t, here, T::Math::first_row(team_row), first_column);
+  if (gridDim.z > 1) wait_for_cluster();  // others may still read this block's sums
+}
+
+}  // namespace epiloq::ops::conv2d_int8

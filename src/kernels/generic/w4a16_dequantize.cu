@@ -1,0 +1,171 @@
+// A packed weight to rows in memory: a thread for a lane of a tile; what it writes are runs of 8 columns.
+
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "epiloq/device.h"
+#include "kernels/common/device_code.cuh"
+#include "problems/packed_layout.h"
+#include "problems/weight_only.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRun = 8;
+
+__device__ __forceinline__ float read(void const* values, DType dtype, std::int64_t i) {
+  if (dtype == DType::kFloat16) return static_cast<float>(static_cast<__half const*>(values)[i]);
+  if (dtype == DType::kBFloat16) return static_cast<float>(static_cast<__nv_bfloat16 const*>(values)[i]);
+  return static_cast<float const*>(values)[i];
+}
+
+struct Affine {
+  float scale, zero, offset;
+};
+
+template <int kBits>
+__device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t slab, int row, int k) {
+  std::int64_t const i = (slab * w.groups + k / w.group) * kSlab + parameter_of(row);
+  float const scale = read(w.scale, w.scale_dtype, i);
+  if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
+  return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
+}
+
+// Word i of lane t of each four becomes word t of lane i: then a lane has neighbouring columns of 4 and 8 bits.
+__device__ __forceinline__ void transpose_fours(std::uint32_t (&words)[4]) {
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) {
+    bool const upper = threadIdx.x & apart;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const low = apart == 1 ? 2 * i : i, high = low + apart;
+      std::uint32_t const got = __shfl_xor_sync(~0u, upper ? words[low] : words[high], apart);
+      (upper ? words[low] : words[high]) = got;
+    }
+  }
+}
+
+// A lane's columns are two runs of a tile of 64, or one of 32. Where its first begins, and how far on the second.
+template <int kBits>
+constexpr int kFirstRun = kBits == 4 ? 2 * kRun : kRun;
+template <int kBits>
+constexpr int kSecondRun = kBits == 4 ? kRun : 32;
+
+// The value of a lane that lies at a row (0: g, 1: g + 8) and a column of a run.
+template <int kBits>
+constexpr int index_of(int row, int run, int column) {
+  if (kBits == 4) return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
+  if (kBits == 8) return 4 * (column / 2) + 2 * row + column % 2;
+  for (int i = 0; i < lane_values(kBits); ++i) {
+    Place const place = place_of(kBits, 0, i);
+    if (place.row == 8 * row && place.column == run * kSecondRun<kBits> + column) return i;
+  }
+  return -1;
+}
+
+template <int kBits, class T>
+__device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t slab, int row,
+                                          int k, int const (&index)[kRun]) {
+  std::int64_t const n = slab * kSlab + row;
+  if (n >= w.n || k >= w.k) return;
+  alignas(16) T values[kRun];
+  Affine a = affine_at<kBits>(w, slab, row, k);
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits>(w, slab, row, k + i);
+    float const difference = static_cast<float>(value_at(lane, kBits, index[i])) - a.zero;
+    values[i] = static_cast<T>(__fadd_rn(__fmul_rn(a.scale, difference), a.offset));
+  }
+  T* const to = out + n * w.k + k;
+  if (w.k % kRun == 0) {  // and the tensor starts on 16 bytes
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / 16); ++i) {
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<uint4 const*>(values)[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (k + i < w.k) to[i] = values[i];
+    }
+  }
+}
+
+template <int kBits, class T, int kRow, int kOf>
+__device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t slab, int g,
+                                           int first) {
+  constexpr int kIndex[kRun] = {index_of<kBits>(kRow, kOf, 0), index_of<kBits>(kRow, kOf, 1),
+                                index_of<kBits>(kRow, kOf, 2), index_of<kBits>(kRow, kOf, 3),
+                                index_of<kBits>(kRow, kOf, 4), index_of<kBits>(kRow, kOf, 5),
+                                index_of<kBits>(kRow, kOf, 6), index_of<kBits>(kRow, kOf, 7)};
+  write_run<kBits>(w, out, lane, slab, g + 8 * kRow, first + kOf * kSecondRun<kBits>, kIndex);
+}
+
+template <int kBits, class T>
+__global__ __launch_bounds__(kThreads, 4) void dequantize_kernel(__grid_constant__ Weight const w, T* out) {
+  constexpr int kBytes = lane_bytes(kBits), kDepth = depth(kBits);
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  int const tiles = w.padded_k / kDepth, lane = threadIdx.x % kLanes;
+  std::int64_t const slab = blockIdx.x;
+  for (int tile = blockIdx.y * (kThreads / kLanes) + threadIdx.x / kLanes; tile < tiles;
+       tile += gridDim.y * (kThreads / kLanes)) {
+    std::uint32_t words[kBytes / 4];
+    auto const* const from =
+        reinterpret_cast<std::uint32_t const*>(w.q + ((slab * tiles + tile) * kLanes + lane) * kBytes);
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) words[i] = __ldcg(from + i);
+    if constexpr (kBits >= 4) transpose_fours(words);
+    auto const* const bytes = reinterpret_cast<std::uint8_t const*>(words);
+    int const first = tile * kDepth + lane % 4 * kFirstRun<kBits>;
+    write_part<kBits, T, 0, 0>(w, out, bytes, slab, lane / 4, first);
+    write_part<kBits, T, 1, 0>(w, out, bytes, slab, lane / 4, first);
+    if constexpr (kDepth == 64) {
+      write_part<kBits, T, 0, 1>(w, out, bytes, slab, lane / 4, first);
+      write_part<kBits, T, 1, 1>(w, out, bytes, slab, lane / 4, first);
+    }
+  }
+}
+
+template <class T>
+void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
+  Weight const& w = problem.weight;
+  struct Variant {
+    int bits;
+    void (*kernel)(Weight, T*);
+  };
+  constexpr Variant kVariants[] = {{2, dequantize_kernel<2, T>},
+                                   {3, dequantize_kernel<3, T>},
+                                   {4, dequantize_kernel<4, T>},
+                                   {8, dequantize_kernel<8, T>}};
+  unsigned const slabs = (w.n + kSlab - 1) / kSlab;
+  // A thread goes on from tile to tile where there are enough of them for all SMs without that.
+  constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTurns = 4;
+  unsigned const tiles = w.padded_k / depth(w.bits);
+  unsigned const enough = kTilesAtOnce * kBlocksPerSm * device_properties(device).sm_count;
+  unsigned const turns =
+      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{slabs} * tiles / enough, 1, kMostTurns));
+  unsigned const tiles_a_block = turns * kTilesAtOnce;
+  for (Variant const& variant : kVariants) {
+    if (variant.bits != w.bits) continue;
+    dim3 const grid(slabs, std::min(65535u, (tiles + tiles_a_block - 1) / tiles_a_block));
+    cuda_check(launch_dependent(variant.kernel, grid, kThreads, 0, stream, w, static_cast<T*>(problem.out)),
+               "launching epiloq.dequantize_weight");
+  }
+}
+
+}  // namespace
+
+void launch_dequantize(DequantizeProblem const& problem, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  switch (problem.out_dtype) {
+    case DType::kFloat16:
+      return launch_typed<__half>(problem, device, stream);
+    case DType::kBFloat16:
+      return launch_typed<__nv_bfloat16>(problem, device, stream);
+    default:
+      return launch_typed<float>(problem, device, stream);
+  }
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,30 @@
+#pragma once
+
+// The launches of weight-only convolution kernels: declared for the tables of dispatch/conv2d_weight_only, defined in
+// its instantiate*.cuh and in kernels/conv2d/w4a16_depthwise.cu.
+
+#include "kernels/conv2d/im2col.h"
+#include "problems/conv2d_weight_only.h"
+
+namespace epiloq::ops::conv2d_weight_only {
+
+// A convolution as weight_only_mm's product with the rows of im2col.h, whose tokens are output pixels.
+struct Patches {
+  weight_only_mm::Problem product;
+  conv2d::Shape shape;
+  int channels, padded_channels;  // of a tap: in x, in the weight
+  conv2d::Column step;            // the walk from one step of K to the next
+  int windows_at;                 // bytes of shared memory before the tile's windows
+};
+
+using Launch = void (*)(Patches const&, int split, int device, Stream);
+
+template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
+void launch_patches(Patches const& problem, int split, int device, Stream stream);
+// Where image_boxes.h has a map of the shape.
+template <int kRow, DType kX, int kBits, int kGroups>
+void launch_wgmma(Patches const& problem, int split, int device, Stream stream);
+
+void launch_depthwise(Problem const& problem, Stream stream);
+
+}  // namespace epiloq::ops::conv2d_weight_only

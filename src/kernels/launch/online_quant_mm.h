@@ -1,0 +1,16 @@
+#pragma once
+
+#include "problems/w4a8_gemm.h"
+
+namespace epiloq::ops::online_quant_mm {
+
+template <int kRow, int kGroup, int kBits>
+void launch_sm75(gemm::BlockwiseProblem const& problem, int device, Stream stream);
+
+template <int kRow, int kGroup, int kBits>
+void launch_sm80(gemm::BlockwiseProblem const& problem, int device, Stream stream);
+
+template <int kRow, int kBits>
+void launch_sm90(gemm::BlockwiseProblem const& problem, int device, Stream stream);
+
+}  // namespace epiloq::ops::online_quant_mm

@@ -1,0 +1,101 @@
+#pragma once
+
+// sm80/w4a8_gemm.cuh on SM75: m8n8k16, and no cp.async. A team has one stage in shared memory and the next one in its
+// threads' registers, asked for before the products and stored after them: an SM has 64 KiB of shared memory, where
+// blocks that take turns hide more than a second stage would.
+
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/cp_async.cuh"
+#include "kernels/common/w4a8_layout.h"
+#include "problems/w4a8_gemm.h"
+
+namespace epiloq::gemm {
+
+struct BlockwiseSm75 {
+  // d += a b, of 16 x 32 by 32 x 8 in the registers of m16n8k32, each of which is one of m8n8k16: a's of rows g and
+  // g + 8 for the first 16 of K, then for the others; b's for the first 16 and the others; d's in pairs, g and g + 8.
+  static __device__ __forceinline__ void multiply(int (&d)[4], unsigned const (&a)[4], unsigned const (&b)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+            : "+r"(d[2 * row]), "+r"(d[2 * row + 1])
+            : "r"(a[2 * half + row]), "r"(b[half]));
+      }
+    }
+  }
+
+  // Past L1. Volatile, so that it is not moved behind the products to where its values are stored.
+  static __device__ __forceinline__ uint4 load(BlockwiseChunk const& chunk) {
+    uint4 x{};
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+                 : "l"(chunk.source), "r"(int{chunk.inside})
+                 : "memory");
+    return x;
+  }
+  static __device__ __forceinline__ void store(BlockwiseChunk const& chunk, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(chunk.to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+  }
+
+  // What a thread holds of an operand's next stage.
+  template <class Operand>
+  struct Held {
+    uint4 values[Operand::kValues], parameters[Operand::kParameters];
+
+    __device__ __forceinline__ void load(Operand const& from, int step, int thread) {
+#pragma unroll
+      for (int i = 0; i < Operand::kValues; ++i) values[i] = BlockwiseSm75::load(from.value(0, i, thread, step));
+#pragma unroll
+      for (int i = 0; i < Operand::kParameters; ++i) {
+        int const chunk = thread + i * Operand::kThreads;
+        if (chunk < from.parameter_count()) parameters[i] = BlockwiseSm75::load(from.parameter(0, chunk, step));
+      }
+    }
+    __device__ __forceinline__ void store(SharedAddress to_values, SharedAddress to_parameters, Operand const& from,
+                                          int thread) {
+#pragma unroll
+      for (int i = 0; i < Operand::kValues; ++i) BlockwiseSm75::store(from.value(to_values, i, thread, 0), values[i]);
+#pragma unroll
+      for (int i = 0; i < Operand::kParameters; ++i) {
+        int const chunk = thread + i * Operand::kThreads;
+        if (chunk < from.parameter_count()) {
+          BlockwiseSm75::store(from.parameter(to_parameters, chunk, 0), parameters[i]);
+        }
+      }
+    }
+  };
+
+  template <class K>
+  struct Pipeline {
+    static_assert(K::kStages == 1);
+    typename K::Work const work;
+    SharedAddress const ring;
+    Held<typename K::A> a;
+    Held<typename K::B> b;
+
+    __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* ring_)
+        : work(work_), ring(shared_address(ring_)) {
+      if (work.steps > 0) b.load(work.b(), work.step(0), work.thread);
+      wait_for_previous_kernel();
+      if (work.steps > 0) a.load(work.a(), work.step(0), work.thread);
+    }
+
+    // As BlockwiseSm80's.
+    __device__ __forceinline__ int begin(int i) {
+      a.store(ring, ring + K::kParametersA, work.a(), work.thread);
+      b.store(ring + K::kB, ring + K::kParametersB, work.b(), work.thread);
+      K::wait_for_team(work.team);
+      if (i + 1 < work.steps) {
+        b.load(work.b(), work.step(i + 1), work.thread);
+        a.load(work.a(), work.step(i + 1), work.thread);
+      }
+      return 0;
+    }
+    __device__ __forceinline__ void end() { K::wait_for_team(work.team); }
+  };
+};
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,127 @@
+#pragma once
+
+// More tokens: a block multiplies 32 weight rows a warp by a tile of tokens, which its warps share through shared
+// memory. Each weight is de-quantised by one warp, into registers; each step's tokens are copied once. The blocks of a
+// cluster may share K.
+
+#include "kernels/common/w4a16/config.h"
+#include "kernels/common/w4a16/epilogue.cuh"
+#include "kernels/sm80/w4a16_warp_tile.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_, int kBlocks_>
+struct Tiled {
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlocks = kBlocks_;  // an SM
+  static constexpr int kSlabs = 2;          // a warp
+  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTokens / 8>;
+  static constexpr int kRows = kWarps * kSlabs * kSlab;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kChunks = TokenPlace::kBytes / 16;
+  static constexpr int kSumBytes = kTokens * (kRows + 4) * 4;
+
+  static __host__ __device__ constexpr int stage_bytes(StageLayout const& weights) {
+    return kWarps * weights.bytes + kTokens * TokenPlace::kBytes;
+  }
+
+  // A thread copies one chunk of every kApart-th token.
+  struct Tokens {
+    static constexpr int kApart = kThreads / kChunks;
+    T const* x;
+    std::int64_t apart;
+    int k;       // columns from this thread's chunk to the last
+    int tokens;  // from this thread's first to the last
+    int to;
+
+    __device__ __forceinline__ Tokens(Problem const& p, int first_token) {
+      int const token = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+      x = static_cast<T const*>(p.x) + (first_token + token) * p.stride_x + chunk * 8;
+      apart = kApart * p.stride_x;
+      k = p.weight.k - chunk * 8;
+      tokens = p.m - first_token - token;
+      to = TokenPlace::of(token, chunk);
+    }
+
+    __device__ __forceinline__ void ask(void const* somewhere, SharedAddress tile, int step) const {
+      int const bytes = min(max(k - step * kStep, 0), 8) * 2;
+      T const* from = x + step * kStep;
+#pragma unroll
+      for (int i = 0; i < kTokens / kApart; ++i, from += apart) {
+        bool const is_there = i * kApart < tokens && bytes > 0;
+        copy16(tile + to + i * kApart * TokenPlace::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
+      }
+    }
+  };
+};
+
+// Blocks along x take tiles of tokens, along y they share K, along z they take rows. make_tokens(first token, first
+// step) gives what asks for the block's tokens, step by step.
+template <class S, class T, class MakeTokens>
+__device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
+                                              MakeTokens make_tokens) {
+  using W = typename S::W;
+  constexpr int kStages = S::kStages;
+  int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
+  int const first_slab = blockIdx.z * (S::kRows / kSlab) + warp * S::kSlabs;
+  int const all_steps = p.weight.padded_k / kStep;
+  int const first_step = rank * all_steps / split, end = (rank + 1) * all_steps / split;
+  int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
+
+  let_next_kernel_start();
+  typename W::Source const source(p.weight, layout, first_slab);
+  SharedAddress const to = shared_address(shared);
+  int const early = min(kStages - 1, end - first_step);
+#pragma unroll 1
+  for (int stage = 0; stage < early; ++stage) {
+    source.ask(layout, to + stage * stage_bytes + warp * layout.bytes, first_step + stage);
+  }
+  wait_for_previous_kernel();
+
+  auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
+  auto const ask = [&](int step, int at) {
+    if (step < end) {
+      source.ask(layout, to + at + warp * layout.bytes, step);
+      tokens.ask(p.x, to + at + tokens_at, step);
+    }
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < early) tokens.ask(p.x, to + stage * stage_bytes + tokens_at, first_step + stage);
+    commit_copies();
+  }
+
+  float sums[S::kSlabs][S::kTokens / 8][4] = {};
+  TokenPlace const place;
+  int read = 0, write = (kStages - 1) * stage_bytes;
+#pragma unroll 1
+  for (int step = first_step; step < end; ++step) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
+    ask(step + kStages - 1, write);
+    std::uint8_t const* const stage = shared + read;
+    W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
+      return load_tokens(to + read + tokens_at + place.at(block) + tile * TokenPlace::kTile);
+    });
+    write = read;
+    read = read + stage_bytes == kStages * stage_bytes ? 0 : read + stage_bytes;
+  }
+
+  wait_for_copies<0>();
+  __syncthreads();  // the ring makes room for the sums
+  auto* const all_sums = reinterpret_cast<float*>(shared);
+  W::store(all_sums + warp * S::kSlabs * kSlab, S::kRows + 4, sums);
+  finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y, gridDim.y);
+}
+
+template <class S, class T>
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
+                                                                        __grid_constant__ StageLayout const layout) {
+  extern __shared__ __align__(kSharedLine) std::uint8_t shared[];
+  multiply_tile<S, T>(p, layout, shared, [&](int token, int) { return typename S::Tokens(p, token); });
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,205 @@
+#pragma once
+
+// At most 8 tokens, where reading the weight once is all the time there is. The warps of a block share its rows
+// and take turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier
+// stands in the main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few
+// rows.
+
+#include "kernels/common/w4a16/config.h"
+#include "kernels/common/w4a16/epilogue.cuh"
+#include "kernels/common/w4a16/split_k.cuh"
+#include "kernels/sm80/w4a16_warp_tile.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+// Of a warp.
+struct StreamRing {
+  StageLayout weights;
+  int bytes;  // of a stage: weights and tokens
+  int stages;
+  int scratch;   // bytes behind the stages
+  int received;  // before all rings, for other blocks' sums
+
+  __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
+};
+
+// What a warp multiplies, of so many slabs: a type with its Sums, how many tokens at most, the bytes of tokens in a
+// stage and of scratch, how tokens are asked for and multiplied, and how sums are stored. Here 16-bit tokens, by tensor
+// cores for such; for one or two tokens see digits.cuh.
+template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs>
+struct HalfProducts {
+  static constexpr int kTokens = kStreamTokens;
+  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
+  using Sums = float[kSlabs][1][4];
+  static int token_bytes(int m) { return m * TokenPlace::kBytes; }
+  static int scratch_bytes(int) { return 0; }
+
+  // Eight lanes ask for a line of memory, half of a token's columns, then for the other half; and for those of the
+  // fourth token after it. L2 has every SM asking for the same lines: by halves of them, of all eight tokens at a time,
+  // 4 and 8 tokens took 3 to 6 % longer.
+  static constexpr int kAtOnce = 4, kLineColumns = 64;
+  Problem const& p;
+  int token, column;
+  T const* x;
+  SharedAddress place, other_place;
+  // Where it reads. Tokens that are not there have no place: what is multiplied then is the first's, and the sums are
+  // dropped.
+  TokenPlace read_at;
+
+  __device__ __forceinline__ explicit HalfProducts(Problem const& p_)
+      : p(p_),
+        token(W::lane() / 8),
+        column(W::lane() % 8 * 8),
+        x(static_cast<T const*>(p_.x) + token * p_.stride_x + column),
+        place(kept(TokenPlace::of(token, W::lane() % 8))),
+        other_place(kept(TokenPlace::of(token + kAtOnce, W::lane() % 8))),
+        read_at(W::lane() % 8 < p_.m ? W::lane() % 8 : 0, W::lane() / 8) {}
+
+  __device__ __forceinline__ void ask(SharedAddress to, int step) const {
+    T const* const from = x + step * kStep;
+    int const left = p.weight.k - step * kStep - column;
+    if (token < p.m) ask_for_token(to + place, from, left);
+    if (token + kAtOnce < p.m) ask_for_token(to + other_place, from + kAtOnce * p.stride_x, left);
+  }
+
+  // The row has `left` columns from there on.
+  __device__ __forceinline__ void ask_for_token(SharedAddress to, T const* from, int left) const {
+    if (left >= kLineColumns + 8) {
+      copy16(to, from);
+      copy16(to + kLineColumns * 2, from + kLineColumns);
+      return;
+    }
+    void const* const any = p.x;
+#pragma unroll
+    for (int line = 0; line < kStep; line += kLineColumns) {
+      copy16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(Sums& sums, StageLayout const& layout, std::uint8_t const* stage,
+                                           SharedAddress tokens, SharedAddress) const {
+    W::multiply(sums, p.weight, layout, stage, [&](int, int block) { return load_tokens(tokens + read_at.at(block)); });
+  }
+
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums) {
+    W::store(target, stride, sums);
+  }
+};
+
+template <class Products_, int kSlabs, int kWarps_, int kStages_, int kBlocks_>
+struct Streaming {
+  using Products = Products_;
+  static constexpr int kWarps = kWarps_, kStages = kStages_, kBlocks = kBlocks_;
+  static constexpr int kTokens = Products::kTokens, kRows = kSlabs * kSlab, kThreads = kWarps * 32;
+  static constexpr int kSumStride = kRows + 4, kWarpSums = kTokens * kSumStride;
+  static constexpr int kSumBytes = kWarps * kWarpSums * 4;
+};
+
+// sums: [kWarps][kTokens][kSumStride] in shared memory, all written.
+template <class T, class S>
+__device__ void finish_parts(Problem const& p, float* sums, int first_row, PieceShare const& share) {
+  int const elements = p.m * S::kRows;
+  auto const place_of = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
+  __syncthreads();
+  for (int i = threadIdx.x; i < elements; i += S::kThreads) {
+    float* const at = place_of(i);
+    float sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < S::kWarps; ++warp) sum += at[warp * S::kWarpSums];
+    if (share.split > 1) {
+      *at = sum;
+    } else {
+      store<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
+    }
+  }
+  if (share.split == 1) return;
+  __syncthreads();
+  // A lane has four rows of a token.
+  int const pieces = stream_pieces(p.m, S::kRows), lane = threadIdx.x % 32;
+  auto const for_pieces = [&](auto const& act) {
+    for (int i = threadIdx.x / 32; i < pieces; i += S::kWarps) {
+      act(Piece::of(i, share.split), min(i * kPieceElements + lane * 4, S::kTokens * S::kRows - 4));
+    }
+  };
+  for_pieces([&](Piece const& piece, int i) {
+    if (!share.is_own(piece)) share.send_part(piece, *reinterpret_cast<float4 const*>(place_of(i)));
+  });
+  wait_for_sent(share.barrier);
+  for_pieces([&](Piece const& piece, int i) {
+    if (!share.is_own(piece)) return;
+    float4 sum = *reinterpret_cast<float4 const*>(place_of(i));
+    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(piece, distance);
+    if (i < elements) store_rows<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
+  });
+}
+
+// A column of blocks shares K. Weights are asked for before the previous kernel has finished (kernels.h).
+template <class S, class T>
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
+                                                                         __grid_constant__ StreamRing const ring) {
+  extern __shared__ __align__(kSharedLine) std::uint8_t memory[];
+  using Products = typename S::Products;
+  std::uint8_t* const shared = memory + ring.received;
+  constexpr int kWarps = S::kWarps, kAhead = S::kStages - 1;
+  int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
+  int const all_steps = p.weight.padded_k / kStep;
+  int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
+  int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
+  // Blocks begin in different places, so that they ask L2 for different tokens at a time: 0 to 5 % of 2 to 8 tokens.
+  // A prime, of which no layer's steps are likely to be a multiple.
+  constexpr int kApart = 23;
+  int const begin = blockIdx.x * kApart % steps;
+  auto const step_of = [&](int turn) {
+    int const step = begin + warp + turn * kWarps;
+    return first_step + (step < steps ? step : step - steps);
+  };
+
+  PieceShare const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrierBytes);
+  if (split > 1) {
+    if (threadIdx.x == 0) share.expect(stream_pieces(p.m, S::kRows));
+    __syncthreads();
+    say_ready();
+  }
+  let_next_kernel_start();
+  typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kSlab));
+  std::uint8_t* const stages = shared + warp * ring.warp_bytes();
+  SharedAddress const to = shared_address(stages), scratch = to + S::kStages * ring.bytes;
+  int const tokens_at = ring.weights.bytes, early = min(kAhead, turns);
+#pragma unroll 1
+  for (int turn = 0; turn < early; ++turn) source.ask(ring.weights, to + turn * ring.bytes, step_of(turn));
+  if (split > 1) {
+    __syncwarp();
+    wait_for_ready();
+  }
+  wait_for_previous_kernel();
+
+  Products const products(p);
+#pragma unroll 1
+  for (int turn = 0; turn < kAhead; ++turn) {
+    if (turn < turns) products.ask(to + turn * ring.bytes + tokens_at, step_of(turn));
+    commit_copies();
+  }
+  typename Products::Sums sums = {};
+  int read = 0, write = kAhead * ring.bytes;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    wait_for_copies<kAhead - 1>();
+    __syncwarp();  // a stage is the warp's; and all have read the one that is asked for next
+    if (turn + kAhead < turns) {
+      source.ask(ring.weights, to + write, step_of(turn + kAhead));
+      products.ask(to + write + tokens_at, step_of(turn + kAhead));
+    }
+    commit_copies();
+    products.multiply(sums, ring.weights, stages + read, to + read + tokens_at, scratch);
+    write = read;
+    read = read + ring.bytes == S::kStages * ring.bytes ? 0 : read + ring.bytes;
+  }
+
+  wait_for_copies<0>();
+  __syncthreads();  // the ring makes room for the sums
+  auto* const all_sums = reinterpret_cast<float*>(shared);
+  Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums);
+  finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, share);
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,267 @@
+#pragma once
+
+// int8 products of blocks along K that each have a scale and an offset, de-quantised and added up in float32 registers
+// inside the main loop, by mma.sync. How stages are filled and multiplied is their machine's matter:
+// sm75/w4a8_mainloop.cuh, sm80/w4a8_mainloop.cuh.
+//
+// A block of threads owns a tile of D. Its teams of warps share K between them: each has a ring of stages of 128
+// values of K of its own, and at the end their sums meet in shared memory in a fixed order. For few tokens a team is
+// one warp and needs no barrier; for many there is one team.
+//
+// Integers become floats for nothing: an int32 sum starts at the bits of 1.5 * 2^23 instead of 0, and as its magnitude
+// stays below 2^22 its bits are then those of the float 1.5 * 2^23 + sum. fma(., s, -1.5 * 2^23 s) gives s * sum with
+// one rounding, exactly so where s has 22 bits: A's scales are rounded to that.
+//
+// 4-bit weights stay 4 bits in shared memory. A nibble in the upper half of a byte is an int8 16 times its value, and
+// the 1/16 goes into A's scales.
+
+#include "core/cuda_check.h"
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/cp_async.cuh"
+#include "kernels/common/ptx/ldmatrix.cuh"
+#include "kernels/common/tile_config.h"
+#include "kernels/common/w4a8_epilogue.cuh"
+#include "kernels/common/w4a8_layout.h"
+#include "problems/w4a8_gemm.h"
+
+namespace epiloq::gemm {
+
+constexpr int kFloatBits = 0x4b400000;  // of 1.5 * 2^23
+constexpr float kFloatOf = 12582912.f;
+
+// The nearest float with 22 bits (Veltkamp's splitting).
+__device__ __forceinline__ float round_to_22_bits(float x) {
+  float const c = __fmul_rn(5.f, x);
+  return __fsub_rn(c, __fsub_rn(c, x));
+}
+
+// Integers rather than a BlockwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__
+// template.
+template <class Machine, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kTeams_, int kStages_, int kGroup,
+          int kBits>
+struct Blockwise {
+  static constexpr int kStep = kBlockwiseStep;
+  static constexpr int kTeams = kTeams_, kStages = kStages_;
+  static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
+  static constexpr int kTeamThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kThreads = kTeams * kTeamThreads;
+  static constexpr int kMinBlocks = kThreads <= 128 ? 2 : 1;
+  static constexpr int kGroups = kStep / kGroup;  // blocks a stage
+  static constexpr int kDepth = kGroup / 32;      // products along K, a block
+  static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;
+  static constexpr int kKinds = kParameterKinds;
+
+  using A = BlockwiseOperand<kTeamThreads, kTileM, kStep, kGroups>;
+  using B = BlockwiseOperand<kTeamThreads, kTileN, kStep * kBits / 8, kGroups>;
+
+  // A stage: A's values, B's values, A's parameters, B's parameters.
+  static constexpr int kB = A::kValueBytes;
+  static constexpr int kParametersA = kB + B::kValueBytes;
+  static constexpr int kParametersB = kParametersA + A::kParameterBytes;
+  static constexpr int kStageBytes = kParametersB + B::kParameterBytes;
+  static constexpr int kSharedBytes =
+      BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kTeams, kStages}.shared_bytes(kGroup, kBits);
+
+  using Finish = BlockwiseFinish<kTileM, kTileN, kTeams, kThreads, 8>;
+  static_assert(kTeams * kStages * kStageBytes <= kSharedBytes && Finish::kSharedBytes <= kSharedBytes);
+
+  using Sums = float[kRows][kColumns][4];
+
+  static __device__ void wait_for_team(int team) {
+    if constexpr (kTeams == 1) {
+      __syncthreads();
+    } else if constexpr (kTeamThreads == 32) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
+    }
+  }
+
+  struct Fragment {
+    unsigned x[2];
+  };
+
+  // Of 16 columns, for every product along the block's K.
+  static __device__ void load_b(Fragment (&b)[kDepth][2], unsigned values, int first_column, int block, int lane) {
+    if constexpr (kBits == 8) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        unsigned r[4];
+        auto const [column, chunk] = place_of_b(lane, block * kDepth + d);
+        load_matrices(r, values + B::place(first_column + column, chunk));
+        b[d][0] = {r[0], r[1]};
+        b[d][1] = {r[2], r[3]};
+      }
+    } else {
+      // The 16 bytes of 32 values are one row of a matrix: low halves are the first 16 values, high halves the others.
+      // A block of 32 leaves half of what is read unused.
+      constexpr unsigned kHigh = 0xf0f0f0f0u;
+#pragma unroll
+      for (int d = 0; d < kDepth; d += 2) {
+        unsigned r[4];
+        auto const [column, chunk] = place_of_b4(lane, block * kDepth + d, kDepth == 1);
+        load_matrices(r, values + B::place(first_column + column, chunk));
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+#pragma unroll
+          for (int i = 0; i < (kDepth == 1 ? 1 : 2); ++i) {
+            b[d + i][c] = {r[2 * c + i] << 4 & kHigh, r[2 * c + i] & kHigh};
+          }
+        }
+      }
+    }
+  }
+
+  struct RowParameters {
+    float scale, shift, offset;
+  };
+
+  // A row's parameters. scale * (1.5 * 2^23 + sum) + shift = scale * sum.
+  static __device__ RowParameters row_parameters(float const* parameters, int block, int row) {
+    float const* const of_block = parameters + A::parameters_of(block, 0) + row;
+    float const scale = round_to_22_bits(of_block[0]) * (kBits == 4 ? 0.0625f : 1.f);
+    return {scale, -kFloatOf * scale, of_block[kTileM]};
+  }
+
+  // One block of K: products, then scale_a (scale_b sum) + offset_a total_b onto the sums.
+  static __device__ void multiply(Sums& sums, unsigned stage, float const* parameters_a, float const* parameters_b,
+                                  int block, int first_row, int first_column, int lane) {
+    unsigned a[kDepth][kRows][4];
+    RowParameters of_row[kRows][2];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        auto const [row, chunk] = place_of_a(lane, block * kDepth + d);
+        load_matrices(a[d][r], stage + A::place(first_row + 16 * r + row, chunk));
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        of_row[r][h] = row_parameters(parameters_a, block, first_row + 16 * r + 8 * h + lane / 4);
+      }
+    }
+    float const* const of_block = parameters_b + B::parameters_of(block, 0) + first_column + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      Fragment b[kDepth][2];
+      load_b(b, stage + kB, first_column + 8 * j, block, lane);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        auto const scale_b = *reinterpret_cast<float2 const*>(of_block + 8 * (j + c));
+        auto const total_b = *reinterpret_cast<float2 const*>(of_block + 8 * (j + c) + kTileN);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          int product[4] = {kFloatBits, kFloatBits, kFloatBits, kFloatBits};
+#pragma unroll
+          for (int d = 0; d < kDepth; ++d) Machine::multiply(product, a[d][r], b[d][c].x);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            RowParameters const& row = of_row[r][i / 2];
+            float& sum = sums[r][j + c][i];
+            float const scaled = fmaf(__int_as_float(product[i]), row.scale, row.shift);
+            sum = fmaf(scaled, i % 2 == 0 ? scale_b.x : scale_b.y, sum);
+            sum = fmaf(row.offset, i % 2 == 0 ? total_b.x : total_b.y, sum);
+          }
+        }
+      }
+    }
+  }
+
+  // Weights with offsets: scale_a sum(q_a) offset_b onto the sums.
+  static __device__ void add_offsets(Sums& sums, float const* parameters_a, float const* parameters_b, int block,
+                                     int first_row, int first_column, int lane) {
+    float const* const rows = parameters_a + A::parameters_of(block, 2) + first_row + lane / 4;
+    float const* const columns = parameters_b + B::parameters_of(block, 2) + first_column + 2 * (lane % 4);
+    float sum_a[kRows][2];
+#pragma unroll
+    for (int r = 0; r < 2 * kRows; ++r) sum_a[r / 2][r % 2] = rows[8 * r];
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      auto const offset = *reinterpret_cast<float2 const*>(columns + 8 * j);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[r][j][i] = fmaf(sum_a[r][i / 2], i % 2 == 0 ? offset.x : offset.y, sums[r][j][i]);
+        }
+      }
+    }
+  }
+
+  // Of a thread: its team, its tile, and the steps along K of its team.
+  struct Work {
+    BlockwiseProblem const& p;
+    int team, thread, first_m, first_n, steps;
+
+    __device__ A a() const { return {p.a, p.k, first_m, p.m, p.a_parameters, kKinds, p.kinds, p.padded_m}; }
+    __device__ B b() const {
+      return {p.b, p.k / 8 * kBits, first_n, p.n, p.b_parameters, p.kinds, p.kinds, p.padded_n};
+    }
+    __device__ int step(int i) const { return team + i * kTeams; }
+  };
+
+  static __device__ void run(BlockwiseProblem const& p, unsigned char* shared) {
+    int const team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, lane = threadIdx.x % 32;
+    int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
+    unsigned char* const ring = shared + team * kStages * kStageBytes;
+    int const steps = (p.k / kStep - team + kTeams - 1) / kTeams;
+    typename Machine::template Pipeline<Blockwise> pipeline({p, team, thread, first_m, first_n, steps}, ring);
+
+    int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
+    Sums sums = {};
+    for (int i = 0; i < steps; ++i) {
+      int const stage = pipeline.begin(i);
+      auto const* const parameters_a = reinterpret_cast<float const*>(ring + stage + kParametersA);
+      auto const* const parameters_b = reinterpret_cast<float const*>(ring + stage + kParametersB);
+#pragma unroll 1
+      for (int block = 0; block < kGroups; ++block) {
+        multiply(sums, pipeline.ring + stage, parameters_a, parameters_b, block, first_row, first_column, lane);
+        if (p.kinds == kKinds) add_offsets(sums, parameters_a, parameters_b, block, first_row, first_column, lane);
+      }
+      pipeline.end();
+    }
+    __syncthreads();
+    auto* const all_sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          Finish::keep(all_sums, team, first_row + 16 * r + 8 * h + lane / 4, first_column + 8 * j + 2 * (lane % 4),
+                       {sums[r][j][2 * h], sums[r][j][2 * h + 1]});
+        }
+      }
+    }
+    __syncthreads();
+    Finish::store(p, all_sums, first_m, first_n);
+  }
+};
+
+template <class K>
+__global__ __launch_bounds__(K::kThreads,
+                             K::kMinBlocks) void blockwise_kernel(__grid_constant__ BlockwiseProblem const p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  let_next_kernel_start();
+  K::run(p, shared);
+}
+
+template <class Machine, BlockwiseConfig kConfig, int kGroup, int kBits>
+struct BlockwiseGemm {
+  using K = Blockwise<Machine, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.teams,
+                      kConfig.stages, kGroup, kBits>;
+
+  static void launch(BlockwiseProblem const& p, int device, Stream stream) {
+    auto* const kernel = blockwise_kernel<K>;
+    static PerDevice prepared;
+    prepared.once(device, [kernel] {
+      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes),
+                 "asking for shared memory");
+    });
+    dim3 const grid((p.m + K::kTileM - 1) / K::kTileM, (p.n + K::kTileN - 1) / K::kTileN);
+    cuda_check(launch_dependent(kernel, grid, K::kThreads, K::kSharedBytes, stream, p),
+               "launching epiloq.online_quant_mm");
+  }
+};
+
+}  // namespace epiloq::gemm

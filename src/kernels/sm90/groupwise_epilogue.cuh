@@ -1,0 +1,243 @@
+#pragma once
+
+// What becomes of the group-wise kernel's sums on their way into a slot: scales of whole rows and zero points, bias,
+// conversion.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "epilogue/eval.h"
+#include "kernels/common/ptx/cp_async.cuh"
+#include "kernels/sm90/groupwise_split_k.cuh"
+#include "kernels/sm90/groupwise_tile.cuh"
+#include "problems/groupwise_gemm.h"
+
+namespace epiloq::gemm {
+
+// A warp's rows by a line of columns, in the order of TMA's swizzle, of which no two lanes' writes meet in a bank.
+template <class C>
+struct GroupwiseSlot {
+  using Out = typename C::Out;
+  static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
+
+  // Whether D can be written 16 bytes at a time.
+  static __host__ __device__ bool has_lines(GroupwiseProblem const& p) {
+    return p.stride_d % kUnit == 0 && reinterpret_cast<std::uintptr_t>(p.d) % 16 == 0;
+  }
+
+  static __device__ __forceinline__ int swizzled(int row, int column) {
+    return (row * C::kLine + column * static_cast<int>(sizeof(Out))) ^ (row % 8 * 16);
+  }
+
+  static __device__ __forceinline__ void put(unsigned char* at, float a, float b) {
+    if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+      *reinterpret_cast<__nv_bfloat162*>(at) = __floats2bfloat162_rn(a, b);
+    } else if constexpr (std::is_same_v<Out, __half>) {
+      *reinterpret_cast<__half2*>(at) = __floats2half2_rn(a, b);
+    } else {
+      *reinterpret_cast<float2*>(at) = {a, b};
+    }
+  }
+
+  // A slot's `columns`, of which some may be past D's last, as rows past the tile's.
+  static __device__ __forceinline__ void copy(unsigned char const* slot, GroupwiseProblem const& p, int first_row,
+                                              int end_row, int first_column, int columns, int lane) {
+    auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
+    int const rows = min(C::kWarpRows, end_row - first_row);
+    if (first_column + columns <= p.n && has_lines(p)) {
+      int const units = columns / kUnit;
+#pragma unroll
+      for (int i = lane; i < C::kWarpRows * units; i += 32) {
+        int const row = i / units, column = i % units * kUnit;
+        int4 const unit = *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
+        if (row < rows) *reinterpret_cast<int4*>(target + row * p.stride_d + column) = unit;
+      }
+    } else {
+      int const known = min(columns, p.n - first_column);
+#pragma unroll 1
+      for (int i = lane; i < rows * C::kChunk; i += 32) {
+        int const row = i / C::kChunk, column = i % C::kChunk;
+        if (column < known) {
+          target[row * p.stride_d + column] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
+        }
+      }
+    }
+  }
+};
+
+// A warp's. Scales of whole rows are asked for before there is anything to multiply by them, and then the epilogue's
+// expression is evaluated in registers.
+template <class C>
+class GroupwiseEpilogue {
+ public:
+  using Out = typename C::Out;
+  using Sum = typename C::Sum;
+  struct NoExchange {};
+  using Exchange = std::conditional_t<C::kSharesLastWave, RingExchange<C>, NoExchange>;
+  static constexpr int kEights = C::kChunk / 8;        // columns of a slot
+  static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
+  static constexpr int kTogether = 2 * kEightRows;     // sums of eight columns
+  static constexpr bool is_there(int chunk, int eight) { return chunk * kEights + eight < C::kN / 8; }
+
+  // `first_row` of the warp's in a tile; those of the next round are kRoundRows further.
+  __device__ GroupwiseEpilogue(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
+                               int lane)
+      : params_(params),
+        of_rows_(shared.row_operands(warp)),
+        of_columns_(shared.column_operands(C::kSharesColumns ? 0 : warp)),
+        first_row_(first_row),
+        lane_(lane),
+        own_(Slot::swizzled(lane / 4, 2 * (lane % 4))) {}
+
+  // Before a tile's products: asks for the operands of its epilogue.
+  __device__ __forceinline__ void expect(GroupwiseTile const& tile) {
+    if constexpr (C::kWholeRows) {
+      auto const& p = params_.p;
+      int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * C::kRoundRows + lane_ % C::kWarpRows;
+      int const known_row = min(row, max(tile.end_row - 1, 0));
+      __syncwarp();  // those of the tile before have been read
+      if constexpr (C::kSharesColumns) {
+        of_columns_ += to_other_copy_;
+        to_other_copy_ = -to_other_copy_;
+      }
+      float const* const scale_b = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
+      copy_columns(of_columns_, scale_b, p.scale_b.stride_row, tile.first_column);
+      copy_rows(of_rows_, p.scale_a.ptr, p.scale_a.stride_row, known_row);
+      if constexpr (C::kHasZeroPoint) {
+        copy_columns(column_zero_points(), p.azp_adj, 1, tile.first_column);
+        copy_rows(row_zero_points(), p.azp, p.azp_stride, known_row);
+      }
+      commit_copies();
+    }
+  }
+
+  // Until they are there: those that this warp asked for. Before others may use them, too, warps have to meet.
+  __device__ __forceinline__ void await_operands() const {
+    if constexpr (C::kWholeRows) {
+      wait_for_copies<0>();
+      __syncwarp();
+    }
+  }
+
+  // A warp's rows of a part of a tile, through the epilogue, into a slot. All that is read stands before what is
+  // written: the compiler takes one for the other.
+  template <bool kHasBias>
+  __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
+                                            GroupwiseTile const& tile, Exchange const& exchange) const {
+    Sum whole[kEights][kTogether];  // with those of the other block
+    OfColumns columns;
+    OfRows rows{{1.f, 1.f}, {1, 1}};
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      int const column = 8 * (chunk * kEights + j) + 2 * (lane_ % 4);
+      columns.bias[j] = kHasBias && is_there(chunk, j) ? bias_of(tile.first_column + column) : float2{};
+      if (!C::kWholeRows || !is_there(chunk, j)) continue;
+      columns.scale[j] = *reinterpret_cast<float2 const*>(of_columns_ + column);
+      if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(column_zero_points() + column);
+    }
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      if (!is_there(chunk, j)) continue;
+      int const first = kTogether * (chunk * kEights + j);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) whole[j][i] = sums[first + i];
+      if constexpr (C::kSharesLastWave) {
+        if (exchange.takes()) exchange.template add_others<kTogether>(whole[j], first);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEightRows && C::kWholeRows; ++i) {
+      int const row = round * C::kWarpRows + lane_ / 4 + 8 * i;
+      rows.scale[i] = of_rows_[row];
+      if (C::kHasZeroPoint) rows.azp[i] = row_zero_points()[row];
+    }
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      if (!is_there(chunk, j)) continue;
+      float values[2 * kEightRows];
+      finish_sums<kHasBias>(values, whole[j], rows, columns, j);
+      unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
+#pragma unroll
+      for (int i = 0; i < kEightRows; ++i) Slot::put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);
+    }
+  }
+
+ private:
+  using Slot = GroupwiseSlot<C>;
+
+  // What the epilogue takes besides sums: of a slot's columns, two neighbours of each eight, and of two rows.
+  struct OfColumns {
+    float2 scale[kEights], bias[kEights];
+    int2 azp_adj[kEights];
+  };
+  struct OfRows {
+    float scale[2];
+    int azp[2];
+  };
+
+  // One value a column or a row, all 4 bytes; null rows are 1.
+  template <class T>
+  __device__ __forceinline__ void copy_columns(T* to, T const* columns, int stride, int first_column) const {
+    constexpr int kCopiers = C::kSharesColumns ? 32 * C::kMathWarps : 32;
+    int const first = C::kSharesColumns ? threadIdx.x : lane_;
+#pragma unroll
+    for (int i = 0; i < C::kN; i += kCopiers) {
+      int const column = min(first_column + i + first, params_.p.n - 1);
+      if (i + first < C::kN) copy4(shared_address(to + i + first), columns + std::int64_t{column} * stride);
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void copy_rows(T* to, T const* rows, int stride, int row) const {
+    if (lane_ >= C::kWarpRows * C::kRounds) return;
+    if (rows != nullptr) {
+      copy4(shared_address(to + lane_), rows + std::int64_t{row} * stride);
+    } else {
+      to[lane_] = T(1);
+    }
+  }
+
+  __device__ __forceinline__ float2 bias_of(int column) const {
+    auto const* const bias = static_cast<Out const*>(params_.p.bias);
+    int const n = params_.p.n;
+    return {column < n ? static_cast<float>(bias[column]) : 0.f,
+            column + 1 < n ? static_cast<float>(bias[column + 1]) : 0.f};
+  }
+
+  __device__ __forceinline__ int* row_zero_points() const {
+    return reinterpret_cast<int*>(of_rows_ + C::kRowOperands / 2);
+  }
+  __device__ __forceinline__ int* column_zero_points() const {
+    return reinterpret_cast<int*>(of_columns_ + C::kColumnOperands / 2);
+  }
+
+  // Two neighbours of a row, and of the eighth after it if the warp has that.
+  template <bool kHasBias>
+  __device__ __forceinline__ void finish_sums(float (&values)[2 * kEightRows], Sum const* sums, OfRows const& rows,
+                                              OfColumns const& columns, int j) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kEightRows; ++i) {
+      bool const second = i % 2 == 1;
+      float const of_bias = second ? columns.bias[j].y : columns.bias[j].x;
+      if constexpr (C::kWholeRows) {
+        float const of_column = second ? columns.scale[j].y : columns.scale[j].x;
+        int const adj = C::kHasZeroPoint ? second ? columns.azp_adj[j].y : columns.azp_adj[j].x : 0;
+        epilogue::Operands with;
+        with.scale_a = &rows.scale[i / 2], with.scale_b = &of_column, with.bias = &of_bias;
+        with.azp_adj = &adj, with.azp = &rows.azp[i / 2];
+        using Value = std::conditional_t<C::kExact, std::int32_t, float>;
+        values[i] = epilogue::eval(C::Epilogue::template make<float>(with), static_cast<Value>(sums[i]), 0, 0);
+      } else {
+        values[i] = kHasBias ? sums[i] + of_bias : sums[i];
+      }
+    }
+  }
+
+  GroupwiseParams const& params_;
+  float *of_rows_, *of_columns_;            // operands, before their zero points
+  int to_other_copy_ = C::kColumnOperands;  // of columns
+  int first_row_, lane_;
+  int own_;  // where the lane's first two values of a slot are
+};
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,315 @@
+#pragma once
+
+// What empties the group-wise kernel's stages: wgmma, and sums in fp32, or of int8 in int32.
+
+#include <numeric>
+#include <utility>
+
+#include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/ptx/thread_block.cuh"
+#include "kernels/common/ptx/wgmma.cuh"
+#include "kernels/sm90/groupwise_tile.cuh"
+
+namespace epiloq::gemm {
+
+template <class C>
+struct GroupwiseMath {
+  static constexpr int kSums = C::kSums;
+  static constexpr int kInstructionDepth = 32;
+  static constexpr int kWarpgroupBytes = 64 * kGroupDepth, kRoundBytes = C::kRoundRows * kGroupDepth;  // of tokens
+  using Element = typename C::Element;
+  using Sum = typename C::Sum;
+  using Instruction =
+      decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, std::conditional_t<C::kExact, std::int32_t, float>,
+                                                cute::Shape<cute::_64, cute::Int<C::kColumns>, cute::_32>>());
+
+  // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
+  // barriers in uniform registers. Between two products there is no time to work them out.
+  struct Place {
+    SharedAddress full, empty;        // the latter in the block that the lane tells
+    SharedAddress own, told;          // which is this one, or where two tell each other one of both
+    std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
+    SharedAddress of_row, of_column;  // scales of the thread's first row and columns
+    bool releases;                    // stages
+    int first_step;                   // of K
+    bool in_quads;                    // are scales of weights, of four steps
+
+    __device__ Place(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
+                     int warp, int lane, int first)
+        : full(uniform(shared_address(shared.full()))),
+          empty(uniform(shared_address(shared.empty()))),
+          own(empty),
+          told(empty),
+          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
+          weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
+          of_row(kept(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
+          of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
+          releases(lane < (C::kPairs ? 2 : 1)),
+          first_step(first + group_k),
+          in_quads(params.copies_all_scales) {
+      if (C::kPairs && params.tiles.in_pairs) {
+        int const rank = static_cast<int>(cute::block_rank_in_cluster());
+        own = kept(address_in_block(empty, rank)), told = kept(address_in_block(empty, rank ^ (lane & 1)));
+      }
+    }
+
+    // Two lanes say that a stage is empty, to a block each, or both to this one.
+    __device__ void tell(bool is_alone) { empty = is_alone ? own : told; }
+  };
+
+  // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
+  // and the last column, or of each. They are read once wgmma is under way, by `asm volatile`: ptxas would wait for
+  // what it can move between the first of wgmma's instructions and the second.
+  struct Factors {
+    float row[C::kRounds][2];
+    float2 columns[C::kColumnScales ? kSums / 4 : 1];
+  };
+
+  static __device__ __forceinline__ void read(Factors& factors, Place const& of, RingPosition<C> const& at, int step) {
+    if constexpr (C::kWholeRows) return;
+    SharedAddress const stage = at.stage * (C::kStageScales * 4);
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRounds; ++i) {
+      factors.row[i / 2][i % 2] = load_shared(of.of_row + stage + (i / 2 * C::kRoundRows + i % 2 * 8) * 4);
+    }
+    if constexpr (C::kMayCopyAllScales) {
+      SharedAddress const first = of.of_column + stage + (of.in_quads ? step % C::kQuad * 4 : 0);
+      factors.columns[0] = {load_shared(first), load_shared(first + (of.in_quads ? C::kQuad * 4 : 4))};
+      return;
+    }
+    constexpr int kPairs = sizeof(factors.columns) / sizeof(float2);
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
+  }
+
+  static __device__ __forceinline__ void wait(Place const& of, RingPosition<C> const& at) {
+    wait_for_barrier(of.full + at.stage * 8, at.parity);
+  }
+
+  // Starts to multiply a round of a stage, onto what is there or anew.
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, RingPosition<C> const& at,
+                                               int round, bool onto) {
+    auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
+    auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
+    fence(product);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kGroupDepth / kInstructionDepth; ++k) {
+      constexpr int kStep = kInstructionDepth >> 4;
+      multiply_once<Instruction>(descriptor_of(a + k * kStep), descriptor_of(b + k * kStep), product, onto || k != 0,
+                                 std::make_index_sequence<kSums>{});
+    }
+    cute::warpgroup_commit_batch();
+  }
+
+  // Until all but kUnderWay of what was begun is done.
+  template <int kUnderWay>
+  static __device__ __forceinline__ void await(Sum (&product)[kSums]) {
+    cute::warpgroup_wait<kUnderWay>();
+    fence(product);
+  }
+
+  // Once all lanes have read their scales.
+  static __device__ __forceinline__ void release(Place const& of, RingPosition<C> const& at) {
+    __syncwarp();
+    if (!of.releases) return;
+    if constexpr (C::kPairs) {
+      arrive_at_barrier_of_cluster(of.empty + at.stage * 8);
+    } else {
+      arrive_at_barrier(of.empty + at.stage * 8);
+    }
+  }
+
+  // sums += scale_a scale_b product.
+  static __device__ __forceinline__ void add(float (&sums)[kSums], float const (&product)[kSums],
+                                             Factors const& factors, int round, int boundary) {
+    float const(&row)[2] = factors.row[round];
+    if constexpr (C::kWholeRows) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] += product[i];
+    } else if constexpr (C::kColumnScales) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        float2 const& column = factors.columns[i / 4];
+        sums[i] = fmaf(row[i / 2 % 2] * (i % 2 == 0 ? column.x : column.y), product[i], sums[i]);
+      }
+    } else {
+      // Columns up to the boundary belong to one block of 128 weights, the others to the next.
+      constexpr int kTogether = std::gcd(C::kN, kGroupDepth);
+#pragma unroll
+      for (int column = 0; column < C::kN; column += kTogether) {
+        bool const in_first = kTogether == C::kN || column < boundary;
+        float const of_weights = in_first ? factors.columns[0].x : factors.columns[0].y;
+        float const scale[2] = {row[0] * of_weights, row[1] * of_weights};
+#pragma unroll
+        for (int i = column / 2; i < (column + kTogether) / 2; ++i) {
+          sums[i] = fmaf(scale[i / 2 % 2], product[i], sums[i]);
+        }
+      }
+    }
+  }
+
+  // The next `steps` stages, every kKGroups-th of them. Where tiles leave late, with wgmma under way `send` is called
+  // kParts times at least if there are more steps than that, `look_ahead` once, and `fill` once the sums of a first
+  // round are whole.
+  template <class Send, class LookAhead, class Fill>
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
+                                             int steps, int boundary, Send send, LookAhead look_ahead, Fill fill) {
+    if (C::kKGroups > 1 && steps <= 0) return;
+    if constexpr (C::kExact) {
+      sum_in_place(sums[0], of, at, steps, send, look_ahead);
+    } else if constexpr (C::kOverlaps) {
+      sum_overlapped(sums[0], of, at, steps, boundary);
+    } else {
+      sum_in_turn(sums, of, at, steps, boundary, send, look_ahead, fill);
+    }
+  }
+
+  // Of int8, onto the sums themselves: each stage is given back once the one after it is under way.
+  template <class Send, class LookAhead>
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, RingPosition<C> at,
+                                                      int steps, Send send, LookAhead look_ahead) {
+    RingPosition<C> behind = at;
+    for (int i = 0; i < steps; ++i) {
+      wait(of, at);
+      begin(sums, of, at, 0, true);
+      at.advance(C::kKGroups);
+      send();
+      if (i == 0) continue;
+      await<1>(sums);
+      release(of, behind);
+      behind.advance(C::kKGroups);
+    }
+    if constexpr (C::kSendsLater) look_ahead();
+    await<0>(sums);
+    release(of, behind);
+  }
+
+  // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
+  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. One in four
+  // sends a part of the tile before. Asked beside every product that took 3 % of the time in groups and 1 in whole
+  // rows, though a branch left it out of most (many-tokens-loop.json; int8, in whose loop there is room, asks so); in a
+  // loop of its own before one of eight steps a turn 1 to 9 % more cycles than here by three warpgroups, by pairs 1
+  // less, but 3 more where K is 1536 (warps-read.json).
+  template <class Send, class LookAhead, class Fill>
+  static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
+                                                     RingPosition<C> at, int steps, int boundary, Send send,
+                                                     LookAhead look_ahead, Fill fill) {
+    float product[kSums];
+    Factors factors;
+    auto const turn = [&](int step, auto beside_first, auto beside_last) {
+      wait(of, at);
+#pragma unroll
+      for (int round = 0; round < C::kRounds; ++round) {
+        bool const is_last = round == C::kRounds - 1;
+        begin(product, of, at, round, false);
+        if (round == 0) read(factors, of, at, of.first_step + step * C::kKGroups);
+        if (round == 0) beside_first();
+        if (is_last) beside_last();
+        await<0>(product);
+        if (is_last) release(of, at);
+        add(sums[round], product, factors, round, boundary);
+      }
+      at.advance(C::kKGroups);
+    };
+    auto const nothing = [] {};
+    constexpr int kTogether = 4;
+    int step = 0;
+    if constexpr (!C::kSendsLater) {
+#pragma unroll kTogether
+      for (; step < steps; ++step) turn(step, nothing, nothing);
+    } else {
+#pragma unroll 1
+      for (; step + kTogether + C::kParts <= steps; step += kTogether) {
+        turn(step, nothing, send);
+#pragma unroll
+        for (int i = 1; i < kTogether; ++i) turn(step + i, nothing, nothing);
+      }
+#pragma unroll 1
+      for (; step < steps - 1; ++step) turn(step, nothing, send);
+      turn(step, look_ahead, fill);
+    }
+  }
+
+  // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
+  // (C7514). Unrolled for the reason above, but for scales of whole rows, where that brings the same.
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, RingPosition<C> at,
+                                                        int steps, int boundary) {
+    struct Product {
+      float sums[kSums];
+      Factors factors;
+    } one, other;
+    RingPosition<C> ahead = at;
+    auto const begin_next = [&](Product& product) {
+      wait(of, ahead);
+      begin(product.sums, of, ahead, 0, false);
+      read(product.factors, of, ahead, 0);
+      ahead.advance(1);
+    };
+    auto const finish_next = [&]<int kUnderWay>(Product& product, std::integral_constant<int, kUnderWay>) {
+      await<kUnderWay>(product.sums);
+      release(of, at);
+      add(sums, product.sums, product.factors, 0, boundary);
+      at.advance(1);
+    };
+    constexpr std::integral_constant<int, 1> kOne{};
+    constexpr std::integral_constant<int, 0> kNone{};
+    begin_next(one);
+    int left = steps - 1;
+    constexpr int kTogether = C::kWholeRows ? 1 : 2;
+#pragma unroll kTogether
+    for (; left >= 2; left -= 2) {
+      begin_next(other);
+      finish_next(one, kOne);
+      begin_next(one);
+      finish_next(other, kOne);
+    }
+    if (left == 1) {
+      begin_next(other);
+      finish_next(one, kOne);
+      finish_next(other, kNone);
+    } else {
+      finish_next(one, kNone);
+    }
+  }
+
+  static __device__ __forceinline__ void fence(Sum (&sums)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
+  }
+
+  // Warpgroups that took turns along K give each other half of the sums: the first has rows r of each warp's 16, the
+  // second rows r + 8. What each then does until D is written took half as long as where the first did it all, 0.1 to
+  // 0.3 us of a layer. All warps meet, not only those that exchange: operands of columns, which each copied some of,
+  // are there for all behind this, and those of the tile before may be overwritten. `again`: it is not the block's
+  // first tile, of whose sums somebody may still be reading.
+  static __device__ __forceinline__ void meet(Sum (&of_rows)[C::kRowSums], Sum const (&sums)[kSums], Sum* partial,
+                                              int group, bool again) {
+    static_assert(C::kKGroups == 2);
+    constexpr int kBarrier = 1, kEverybody = 128 * C::kKGroups, kVectors = C::kRowSums / 4;
+    int const thread = threadIdx.x % 128;
+    auto const place = [&](int of_group, int vector) {
+      return reinterpret_cast<uint4*>(partial) + (of_group * kVectors + vector) * 128 + thread;
+    };
+    alignas(16) Sum others[C::kRowSums] = {};
+#pragma unroll
+    for (int i = 0; i < kSums / 2; ++i) {
+      Sum const first = sums[i / 2 * 4 + i % 2], second = sums[i / 2 * 4 + 2 + i % 2];
+      of_rows[i] = group == 0 ? first : second;
+      others[i] = group == 0 ? second : first;
+    }
+    if (again) wait_for_threads<kBarrier, kEverybody>();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) *place(group ^ 1, i) = reinterpret_cast<uint4 const*>(others)[i];
+    wait_for_threads<kBarrier, kEverybody>();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      uint4 const vector = *place(group, i);
+#pragma unroll
+      for (int j = 0; j < 4 && 4 * i + j < kSums / 2; ++j)
+        of_rows[4 * i + j] += reinterpret_cast<Sum const*>(&vector)[j];
+    }
+  }
+};
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,208 @@
+#pragma once
+
+// What fills the group-wise kernel's stages with tokens, weights and scales of tokens that lie in columns: TMA.
+
+#include <cute/arch/copy_sm90_desc.hpp>
+
+#include "kernels/common/ptx/shared_memory.cuh"
+#include "kernels/common/ptx/tma.cuh"
+#include "kernels/sm90/groupwise_split_k.cuh"
+
+namespace epiloq::gemm {
+
+// Readers take turns at the steps of all tiles: the first one of a tile, `before` steps in, that is `reader`'s.
+template <class C>
+__device__ __forceinline__ int first_step_of(int reader, int before) {
+  static_assert(C::kReaders <= 2);
+  return (reader + before) % C::kReaders;
+}
+
+// Of a tile's weights, where 128 columns have one: its first column's scale of a step of K, and the last one's.
+template <class C>
+class WeightScales {
+ public:
+  __device__ WeightScales(GroupwiseProblem const& p, GroupwiseTile const& tile) {
+    GroupScales const& scales = p.scale_b;
+    int const first = tile.first_column >> scales.shift;
+    int const last = min(tile.first_column + C::kN, p.n) - 1 >> scales.shift;
+    first_ = scales.ptr + std::int64_t{tile.expert} * p.scale_b_expert + first * scales.stride_row;
+    to_last_ = C::kOneWeightScale ? 0 : (last - first) * scales.stride_row;
+    stride_k_ = scales.stride_k;
+  }
+  __device__ float2 at(int step) const { return {first_[step * stride_k_], first_[step * stride_k_ + to_last_]}; }
+
+ private:
+  float const* first_;
+  int to_last_, stride_k_;
+};
+
+// A warp that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Then it
+// brings weights' scales too: a warp that went around the ring for those beside the ones that multiply cost 1 to 3 % by
+// 4096 tokens. All lanes go around, so that addresses stay in the uniform registers of which TMA's instructions are
+// made, and one asks. A lane that went around alone had to copy them there between a stage that is empty and the first
+// copy into it: 1.3 to 2.2 % of many tokens' cycles, where three stages are all there is room for (warps-read.json).
+// Four steps to a turn are worth as much by pairs, and are written out: of a loop with an elected lane in it, asked for
+// three, nvcc 13.0 left out the steps that are no multiple of three.
+template <class C>
+struct TileReader {
+  GroupwiseParams const& params;
+  StepShare<C> share;
+  SharedAddress full, empty, tokens, weights, scales;
+
+  __device__ TileReader(GroupwiseParams const& params_, typename C::Shared const& shared)
+      : params(params_),
+        share(params_),
+        full(uniform(shared_address(shared.full()))),
+        empty(uniform(shared_address(shared.empty()))),
+        tokens(uniform(shared_address(shared.tokens(0)))),
+        weights(uniform(shared_address(shared.weights(0)))),
+        scales(uniform(shared_address(shared.scales(0)))) {}
+
+  // Before the previous kernel has finished. Few boxes each: the first tokens stand behind them, and a quantiser that
+  // still runs waits longer for what it reads.
+  static constexpr int kEarlyBoxes = 8;
+
+  // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless even if the previous kernel
+  // writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.)
+  __device__ void prefetch() const {
+    cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
+    if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
+    GroupwiseTile tile;
+    if (!scheduler.next(tile)) return;
+    Steps const steps = share.of(tile);
+    for (int i = 0; i < min(steps.depth, kEarlyBoxes); ++i) {
+      prefetch_box(params.weights.maps[0], (steps.first + i) * kGroupDepth, tile.first_column);
+    }
+  }
+
+  // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many. By
+  // a whole warp, as `run` and `run_apart`.
+  __device__ int ask_early(int reader) const {
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
+    GroupwiseTile tile;
+    if (!scheduler.next(tile)) return 0;
+    Steps const steps = share.of(tile);
+    int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
+    bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
+    int const expected = C::kApart ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
+    if (!is_elected()) return early;
+    cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
+#pragma unroll 1
+    for (int i = reader; i < early; i += C::kReaders) {
+      expect_bytes(full + i * 8, expected);
+      copy_box(weights + i * C::kWeightBytes, params.weights.maps[last_column], (steps.first + i) * kGroupDepth,
+               tile.first_column, full + i * 8);
+    }
+    return early;
+  }
+
+  // What a stage gets by a warp that asks for both.
+  __device__ int bytes_of(bool last_row, bool last_column) const {
+    int const scale_bytes = params.copies_scales ? params.tokens.boxes[0] * 4 : 0;
+    return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
+  }
+
+  // Every kReaders-th step. The first `early` ones have their weights.
+  __device__ void run(int reader, int early) const {
+    bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
+    int const half = C::kPairs ? uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
+    int before = 0;  // steps of the tiles that are done
+    RingPosition<C> ring(reader);
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
+    for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
+      Steps const steps = share.of(tile);
+      int const weight_row = known(tile.expert * params.p.n + tile.first_column), token_row = known(tile.first_row);
+      bool const last_row = known(tile.first_row + C::kM > tile.end_row);
+      bool const last_column = known(tile.first_column + C::kN > params.p.n);
+      bool const halves_tokens = C::kPairs && known(tile.is_paired) && !last_row;
+      CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
+      int const expected = known(bytes_of(last_row, last_column));
+      WeightScales<C> const of_columns(params.p, tile);
+      auto const ask = [&](int i) {
+        int const step = steps.at(i, tile), column = step * kGroupDepth;
+        SharedAddress const barrier = full + ring.stage * 8, to_tokens = tokens + ring.stage * C::kTokenBytes;
+        bool const has_weights = C::kFew && before + i < early;
+        float2 of_weights{};  // on their way while the stage empties
+        if (brings_scales) of_weights = of_columns.at(step);
+        if (!has_weights) wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+        if (is_elected()) {
+          if (!has_weights && !C::kMayBringScales) expect_bytes(barrier, expected);
+          if (halves_tokens) {
+            copy_half_to_both(to_tokens, half, column, token_row, barrier);
+          } else {
+            copy_box(to_tokens, token_map, column, token_row, barrier);
+          }
+          if (!has_weights) copy_box(weights + ring.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
+          SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
+          if (copies_scales) copy_box(to_scales, params.scales, token_row, step, barrier);
+          if (brings_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
+          if (C::kMayBringScales) expect_bytes(barrier, expected);  // which says that they are stored
+        }
+        ring.advance(C::kReaders);
+      };
+      int i = first_step_of<C>(reader, before);
+      if constexpr (C::kPairs) {
+        constexpr int kTogether = 4;
+#pragma unroll 1
+        for (; i + kTogether <= steps.depth; i += kTogether) {
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) ask(i + j);
+        }
+      }
+#pragma unroll 1
+      for (; i < steps.depth; i += C::kReaders) ask(i);
+      before += steps.depth;
+    }
+    // The other block's warps still say that stages are empty: until they have, this block's memory has to stay.
+    for (int i = 0; C::kPairs && i < C::kStages; ++i) {
+      wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+      ring.advance(1);
+    }
+  }
+
+  // Of a tile, in a uniform register. Only by pairs, which have many tiles: the first copies wait for it.
+  static __device__ int known(int value) { return C::kPairs ? uniform(value) : value; }
+
+  // This block's half of the tokens, for both.
+  __device__ void copy_half_to_both(SharedAddress to, int half, int column, int first_row,
+                                    SharedAddress barrier) const {
+    int const first = half * (C::kM / 2);
+    copy_box_to_both(to + first * kGroupDepth, params.half, column, first_row + first, barrier);
+  }
+
+  // Every kReaders-th step of either tokens or weights, around a ring of their own. Weights begin behind those that
+  // were asked for early.
+  __device__ void run_apart(bool of_tokens, int reader, int early) const {
+    RowTiles const& from = of_tokens ? params.tokens : params.weights;
+    SharedAddress const to = of_tokens ? tokens : weights;
+    int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
+    int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
+    int before = 0;
+    RingPosition<C> ring(reader), behind(reader);  // this step's, and that of the step that has to make room for it
+    GroupwiseScheduler<C> scheduler(params.p, params.tiles);
+    for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
+      Steps const steps = share.of(tile);
+      int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
+      bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
+      CUtensorMap const& map = from.maps[is_last];
+      int const expected = from.boxes[is_last] * kGroupDepth;
+#pragma unroll 1
+      for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+        if (before + i >= stages) {
+          wait_for_barrier(empty + behind.stage * 8, behind.parity);
+          behind.advance(C::kReaders);
+        }
+        if (before + i >= first && is_elected()) {
+          expect_bytes(full + ring.stage * 8, expected);
+          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
+                   row, full + ring.stage * 8);
+        }
+        ring.advance(C::kReaders);
+      }
+      before += steps.depth;
+    }
+  }
+};
+
+}  // namespace epiloq::gemm

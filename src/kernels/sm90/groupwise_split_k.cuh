@@ -1,0 +1,188 @@
+#pragma once
+
+// K shared by the two blocks of a cluster: of all tiles, where a layer has too few for all SMs, or tiles so narrow that
+// tokens cost more than weights; or of those that are left for a last, ragged wave. The second block has less of K and
+// sends all of its sums, which are there when the first has its own; or each has half of K, then half of the tile's
+// rows (kGivesAll says which).
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/ptx/shared_memory.cuh"
+#include "kernels/common/ptx/tma.cuh"
+#include "kernels/sm90/groupwise_tile.cuh"
+
+namespace epiloq::gemm {
+
+// A tile's steps of K, as a block takes them.
+struct Steps {
+  int first, depth;
+
+  __device__ int at(int i, GroupwiseTile const& tile) const { return first + (tile.is_turned ? depth - 1 - i : i); }
+};
+
+// What a block has of a tile's steps. Where all are shared it is known from the beginning, and built by whole warps;
+// said to be uniform, as all that a branch around products depends on: else their addresses would not be in uniform
+// registers, which took 25 cycles a step. Of one tile of many it is worked out when that comes: products leave no
+// registers to keep it in.
+template <class C>
+class StepShare {
+ public:
+  __device__ explicit StepShare(GroupwiseParams const& params)
+      : params_(params), kept_(C::kSharesLastWave ? Steps{} : of_rank(uniform(rank_in(params)))) {}
+
+  __device__ Steps of(GroupwiseTile const& tile) const {
+    if (!C::kSharesLastWave) return kept_;
+    return tile.is_shared ? of_rank(rank_in(params_)) : Steps{0, all()};
+  }
+  // Asked by whole warps, and said to be uniform.
+  __device__ int depth(GroupwiseTile const& tile) const {
+    return C::kSharesLastWave ? uniform(of(tile).depth) : kept_.depth;
+  }
+  __device__ bool is_shared(GroupwiseTile const& tile) const {
+    return C::kSharesLastWave ? uniform(tile.is_shared) : params_.p.k_blocks > 1;
+  }
+  // Of tiles of which all are shared or none is; else not used.
+  __device__ int first_of_all() const { return kept_.first; }
+  static __device__ int rank_in(GroupwiseParams const& params) {
+    return params.p.k_blocks == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
+  }
+
+ private:
+  __device__ int all() const { return (params_.p.k + kGroupDepth - 1) / kGroupDepth; }
+  __device__ Steps of_rank(int rank) const {
+    int const first = rank * params_.steps_of_first;
+    return {first, min(params_.steps_of_first, all() - first)};
+  }
+
+  GroupwiseParams const& params_;
+  Steps kept_;
+};
+
+// Sums as they are sent.
+__device__ __forceinline__ std::uint32_t bits_of(std::uint32_t sum) { return sum; }
+__device__ __forceinline__ std::uint32_t bits_of(float sum) { return __float_as_uint(sum); }
+__device__ __forceinline__ void add_bits(std::uint32_t& sum, std::uint32_t bits) { sum += bits; }
+__device__ __forceinline__ void add_bits(float& sum, std::uint32_t bits) { sum += __uint_as_float(bits); }
+
+// Where all tiles are shared: a warp whose rows the other block keeps sends its sums there, into the slots of the warp
+// that has the same rows and, where those have no room, of one of the other half, whose rows that block gives away.
+template <class C>
+class RowExchange {
+ public:
+  using Sum = typename C::Sum;
+
+  // `warp` of those of all rows.
+  __device__ RowExchange(typename C::Shared const& shared, int warp, int lane, int rank)
+      : barrier_(shared_address(shared.received() + warp)),
+        own_(shared_address(shared.staging(warp)) + lane * 16),
+        other_(shared_address(shared.staging(warp ^ kHalf)) + lane * 16),
+        rank_(rank),
+        takes_(rank == (C::kGivesAll ? 0 : warp / kHalf % 2)),
+        is_first_lane_(lane == 0) {}
+
+  // Whether the warp's rows are this block's; then sums are whole. `has_rows` (are any of them there?) is
+  // uniform, and said to be.
+  __device__ __forceinline__ bool meet(Sum (&sums)[C::kRowSums], bool has_rows) const {
+    if (!has_rows) return false;
+    takes_ ? take(sums) : give(sums);
+    return takes_;
+  }
+
+ private:
+  static constexpr int kHalf = 2 * C::kMGroups;  // warps
+  static constexpr int kVectorBytes = 32 * 16;   // of a warp
+  static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kWarpStaging / kVectorBytes;
+  static_assert(kVectors <= (C::kGivesAll ? 1 : 2) * kInSlots);
+
+  __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
+
+  // All lanes' sums are read before any of them fills a slot.
+  __device__ __forceinline__ void take(Sum (&sums)[C::kRowSums]) const {
+    if (is_first_lane_) expect_bytes(barrier_, kVectors * kVectorBytes);
+    __syncwarp();
+    wait_for_sent(barrier_);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      std::uint32_t bits[4];
+      load_shared(bits, place(i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) add_bits(sums[4 * i + j], bits[j]);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void give(Sum const (&sums)[C::kRowSums]) const {
+    int const there = rank_ ^ 1;
+    SharedAddress const barrier = address_in_block(barrier_, there);
+    SharedAddress const own = address_in_block(own_, there), other = address_in_block(other_, there);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      Sum const* const four = sums + 4 * i;
+      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes,
+           uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])}, barrier);
+    }
+  }
+
+  SharedAddress barrier_, own_, other_;
+  int rank_;
+  bool takes_, is_first_lane_;
+};
+
+// Where a block's last tile is shared: every second warp's sums go to the other block, into the ring of stages, which
+// nobody needs any more once both blocks have said so. They are sent, and added to those that are kept, where a tile
+// leaves.
+template <class C>
+class RingExchange {
+ public:
+  using Sum = typename C::Sum;
+
+  __device__ RingExchange() = default;
+  // All warps that multiply. `has_rows` (has the warp any that are there?) is uniform, and said to be.
+  __device__ RingExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
+                          bool has_rows) {
+    // Relaxed is enough: what lay in the ring was read by wgmma and written by TMA, both of which are waited for.
+    say_ready();
+    wait_for_ready();
+    if (!has_rows) return;
+    int const rank = uniform(StepShare<C>::rank_in(params));
+    barrier_ = shared_address(shared.received() + warp);
+    place_ = shared_address(shared.tokens(0)) + warp * kBytes + lane * 4;
+    role_ = rank == warp % 2 ? kTakes : kGives;
+    if (role_ == kTakes) {
+      if (lane == 0) expect_bytes(barrier_, kBytes);
+      __syncwarp();
+      wait_for_sent(barrier_);
+    } else {
+      barrier_ = address_in_block(barrier_, rank ^ 1);
+      place_ = address_in_block(place_, rank ^ 1);
+    }
+  }
+
+  __device__ bool gives() const { return role_ == kGives; }
+  __device__ bool takes() const { return role_ == kTakes; }
+
+  // Some of a lane's sums. One by one: what is sent as a vector stands in four registers side by side, for which ptxas
+  // moved all sums between products, too, 57 of 493 instructions of four steps.
+  template <int kCount>
+  __device__ __forceinline__ void give(Sum const* some, int first) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) send(place_ + (first + i) * kLine, bits_of(some[i]), barrier_);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void add_others(Sum* some, int first) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) add_bits(some[i], load_shared_bits(place_ + (first + i) * kLine));
+  }
+
+ private:
+  enum Role { kNone, kTakes, kGives };
+  static constexpr int kLine = 32 * 4;  // of a warp's i-th sums
+  static constexpr int kBytes = C::kN / 2 * kLine;
+  static_assert(C::kMathWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);
+
+  SharedAddress barrier_ = 0, place_ = 0;
+  Role role_ = kNone;
+};
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,147 @@
+#pragma once
+
+// What rows whose steps TMA copies have in common, from the problem to the launch.
+
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "epiloq/device.h"
+#include "kernels/common/occupancy.h"
+#include "kernels/common/params_cache.h"
+#include "kernels/common/tensor_map.h"
+#include "kernels/common/w4a16/sizes.h"
+#include "kernels/launch/weight_only_mm.h"
+#include "kernels/sm90/w4a16/w4a16_producer.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+// All that the maps of weights are made from.
+struct WeightReads {
+  std::uint8_t const* q;
+  void const* scale;
+  std::uint8_t const* zero;
+  int n, padded_k, bits, groups, scale_bytes;
+  int rows, step_groups;
+
+  static WeightReads of(Weight const& w, int rows, int step_groups) {
+    return {w.q, w.scale, w.zero, w.n, w.padded_k, w.bits, w.groups, size_of(w.scale_dtype), rows, step_groups};
+  }
+  bool operator==(WeightReads const&) const = default;
+};
+
+// Tokens that are copied at a time, of a whole tile and of the last: whole eights, which the swizzle's pattern has.
+struct TokenBoxes {
+  int whole, last;
+
+  static TokenBoxes of(int tokens, int tile) {
+    auto const box = [](int there) { return (there + kEight - 1) / kEight * kEight; };
+    int const rest = tokens % tile;
+    return {std::min(tile, box(tokens)), rest == 0 ? tile : box(rest)};
+  }
+  bool operator==(TokenBoxes const&) const = default;
+
+  static constexpr int kEight = 8;
+};
+
+// And of tokens that are rows of a matrix.
+struct MatrixReads {
+  WeightReads weight;
+  void const* x;
+  std::int64_t stride_x;
+  int k, m;
+  TokenBoxes boxes;
+
+  CUtensorMap token_map(int box) const { return gemm::tensor_map_of(x, m, std::int64_t{k} * 2, stride_x * 2, box); }
+  bool operator==(MatrixReads const&) const = default;
+};
+
+template <class Reads>
+TileMaps maps_of(Reads const& reads) {
+  using gemm::encode_tensor_map;
+  WeightReads const& r = reads.weight;
+  auto const u64 = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
+  auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
+  std::uint64_t const slabs = u64((r.n + kSlab - 1) / kSlab), of_slab = u64(r.padded_k / kPadding) * slab_bytes(r.bits);
+  std::uint32_t const box_slabs = u32(r.rows / kSlab);
+  auto const parameters = [&](void const* values, int bytes) {  // of a step, by slab
+    std::uint64_t const all = u64(r.groups) * kSlab * bytes;
+    return encode_tensor_map(values, {all, slabs}, {all}, {u32(r.step_groups * kSlab * bytes), box_slabs},
+                             CU_TENSOR_MAP_SWIZZLE_NONE);
+  };
+  TileMaps maps{};
+  maps.weights =
+      encode_tensor_map(r.q, {of_slab / kMapWord, slabs}, {of_slab}, {u32(slab_bytes(r.bits) / kMapWord), box_slabs},
+                        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_UINT64);
+  maps.tokens[0] = reads.token_map(reads.boxes.whole);
+  maps.tokens[1] = reads.token_map(reads.boxes.last);
+  maps.scales = parameters(r.scale, r.scale_bytes);
+  if (r.zero != nullptr) maps.zeros = parameters(r.zero, 1);
+  return maps;
+}
+
+// A model comes back with the same tensors.
+template <class Reads>
+TileMaps const& cached_maps(Reads const& reads, int device) {
+  thread_local gemm::ParamsCache<Reads, TileMaps> cache;
+  return cache.get(gemm::cache_key(reads.x, reads.weight.q, reads.weight.scale), reads, device,
+                   [&] { return maps_of(reads); });
+}
+
+template <class C, class Config>
+TileParams params_of(Config const& config, Problem const& p, int split, TileMaps const& maps, int device) {
+  Weight const& w = p.weight;
+  int const scale_bytes = size_of(w.scale_dtype), zero_bytes = w.zero != nullptr ? 1 : 0;
+  TileStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes);
+  TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
+  int const shared_bytes = device_properties(device).shared_memory_per_block;
+  int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens));
+  int const stages = ring_stages(config, stage, shared_bytes);
+  return {.maps = maps,
+          .steps = steps / split,
+          .longer = steps % split,
+          .token_tiles = token_tiles,
+          .tokens = p.m,
+          .early = std::min(stages, C::kEarly),
+          .stages = stages,
+          .group_shift = w.group_shift,
+          .scale_bytes = scale_bytes,
+          .zero_bytes = zero_bytes,
+          .stage = stage,
+          .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
+          .p = p,
+          .tiles = token_tiles * static_cast<int>(ceil_div(w.n, C::kRows)),
+          .exchange_at = exchange_at(config, stage, shared_bytes)};
+}
+
+// A block has one tile where K is shared; else it takes one after the other, if it can.
+template <class C, class Config>
+void launch_tiles(void (*kernel)(typename C::Params), Config const& config, typename C::Params const& params, int split,
+                  int device, Stream stream, char const* launching) {
+  static PerDevice prepared;
+  int const shared_bytes = device_properties(device).shared_memory_per_block;
+  prepared.once(device, [kernel, shared_bytes] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shared_bytes - barrier_bytes(C::kMostStages)),
+               "asking for shared memory");
+  });
+  int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
+  int const bytes =
+      std::max(ring_shared_bytes(config, params.stage, shared_bytes), bytes_for_share(share, shared_bytes));
+  int const blocks = split > 1 || !C::kTakesMore ? params.tiles : std::min(params.tiles, share * sm_count);
+  cuda_check(launch_dependent_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
+             launching);
+}
+
+// Tokens are rows of a matrix.
+template <class C, class Config>
+void launch_matrix_tiles(void (*kernel)(TileParams), Config const& config, Problem const& p, int split, int device,
+                         Stream stream) {
+  // A single row may lie in rows of any length.
+  std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
+  MatrixReads const reads{
+      WeightReads::of(p.weight, C::kRows, C::kGroups), p.x, stride_x, p.weight.k, p.m, TokenBoxes::of(p.m, C::kTokens)};
+  launch_tiles<C>(kernel, config, params_of<C>(config, p, split, cached_maps(reads, device), device), split, device,
+                  stream, "launching epiloq.weight_only_mm");
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,220 @@
+#pragma once
+
+// SM90: a tile's K shared by the blocks of a cluster, which may have ways along K too, so that many warps have sums of
+// the same rows. What is left to do they share by eights of tokens, of which a lane has four sums.
+//
+// What a block does once waits for its instructions, so that few count more than fast ones: each of a warp's eights has
+// its own copy of what needs to name its registers, and nothing else has.
+
+#include "kernels/common/w4a16/split_k.cuh"
+#include "kernels/sm90/w4a16/w4a16_mainloop.cuh"
+#include "kernels/sm90/w4a16/w4a16_prologue.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+// That have tokens.
+template <class C>
+__device__ __forceinline__ int eights_of(typename C::Place const& place, int tokens) {
+  return min(C::kTokens / 8, (tokens - place.first_token + 7) / 8);
+}
+
+// First a block's ways, in the ring, which a block with a single tile no longer needs; then the blocks, behind it.
+template <class C>
+class WaysEnd {
+ public:
+  using Math = WgmmaMath<C>;
+  using Sums = typename Math::Sums;
+  using Place = typename C::Place;
+
+  __device__ __forceinline__ WaysEnd(TileParams const& params, Math const& math, SharedAddress received,
+                                     SharedAddress stages)
+      : p_(params.p),
+        share_(blockIdx.y, gridDim.y, received, stages + params.exchange_at),
+        slab_(math.slab),
+        way_(uniform(threadIdx.x / C::kWayThreads)),
+        places_(stages + math.lane * PieceShare::kPartBytes + slab_ * kEights * kPlaces * PieceShare::kPieceBytes) {}
+
+  // Stores of the tile what the warp finishes.
+  __device__ __forceinline__ void store(Sums const& sums, Place const& place) const {
+    int const eights = eights_of<C>(place, p_.m);
+    Piece const first = Piece::of(first_piece(slab_, way_, eights, C::kWays), share_.split);
+    float4 own[kOwn];
+    meet_ways(own, sums[0]);
+    distribute(own, eights, first);
+    store_own(own, eights, first, place);
+  }
+
+ private:
+  static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kWays, kBarrier = 2;
+  // Until others have come a warp's own sums stay in registers where they are few, unless six warpgroups leave none;
+  // else they wait in the ring.
+  static constexpr bool kInRegisters = kOwn <= 2 && C::kMathTeams < 6;
+  static constexpr int kPlaces = C::kWays - 1;  // in the ring, of an eight
+  static_assert(C::kBlocks == 1 && kEights % C::kWays == 0 && kBarrier + C::kSlabs <= 16);
+
+  // Of the way that comes so many before the eight's own. The first such place has that one's own sums later.
+  __device__ __forceinline__ SharedAddress place_of(int eight, int distance) const {
+    return places_ + (eight * kPlaces + distance - 1) * PieceShare::kPieceBytes;
+  }
+
+  // Of the n-th eight of a way.
+  static __device__ __forceinline__ float4 part_of(float const (&sums)[Math::kSums], int n, int way) {
+    float4 part;
+#pragma unroll
+    for (int other = 0; other < C::kWays; ++other) {
+      float const* const of = sums + (n * C::kWays + other) * 4;
+      if (other == 0 || other == way) part = {of[0], of[1], of[2], of[3]};
+    }
+    return part;
+  }
+
+  // The warp's own eights, of all ways.
+  __device__ __forceinline__ void meet_ways(float4 (&own)[kOwn], float const (&sums)[Math::kSums]) const {
+    wait_for_math_warps<C>();  // have read the ring
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      own[n] = part_of(sums, n, way_);
+#pragma unroll
+      for (int distance = 1; distance < C::kWays; ++distance) {
+        int const way = (way_ + distance) % C::kWays;
+        gemm::store_shared_four(place_of(n * C::kWays + way, distance), part_of(sums, n, way));
+      }
+    }
+    // Those of all ways that have the same rows.
+    asm volatile("bar.sync %0, %1;" ::"r"(kBarrier + slab_), "n"(32 * C::kWays) : "memory");
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+#pragma unroll
+      for (int distance = 1; distance < C::kWays; ++distance) {
+        own[n] = own[n] + gemm::load_shared_four(place_of(n * C::kWays + way_, distance));
+      }
+    }
+  }
+
+  // To the blocks that finish them.
+  __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int eights, Piece piece) const {
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      int const eight = n * C::kWays + way_;
+      if (eight >= eights) return;
+      if (share_.is_own(piece)) {
+        if constexpr (!kInRegisters) gemm::store_shared_four(place_of(eight, 1), own[n]);
+      } else {
+        share_.send_part(piece, own[n]);
+      }
+      piece = piece.next(share_.split);
+    }
+  }
+
+  __device__ __forceinline__ void store_own(float4 const (&own)[kOwn], int eights, Piece piece,
+                                            Place const& place) const {
+    DirectRows<typename C::T> const rows(p_, (place.first_slab + slab_) * kSlab);
+    wait_for_sent(share_.barrier);
+    constexpr int kCopies = kInRegisters ? kOwn : 1;
+#pragma unroll kCopies
+    for (int n = 0; n < kOwn; ++n, piece = piece.next(share_.split)) {
+      int const eight = n * C::kWays + way_;
+      if (eight >= eights || !share_.is_own(piece)) continue;
+      float4 sum;
+      if constexpr (kInRegisters) {
+        sum = own[n];
+      } else {
+        sum = gemm::load_shared_four(place_of(eight, 1));
+      }
+#pragma unroll 1
+      for (int distance = 1; distance < share_.split; ++distance) sum = sum + share_.received(piece, distance);
+      float const four[] = {sum.x, sum.y, sum.z, sum.w};
+      rows.store(place.first_token + eight * 8, four, Math::F::kUnit);
+    }
+  }
+
+  Problem const& p_;
+  PieceShare share_;
+  int slab_, way_;
+  SharedAddress places_;
+};
+
+// One way along K has all of a block's sums: of more than 32 tokens too many for a place behind the ring. Then blocks
+// lend one another theirs, which are nobody's any more once all have said so: what lay there was written by TMA and
+// read by wgmma, which were waited for, so that relaxed is enough.
+template <class C>
+class OneWayEnd {
+ public:
+  using Math = WgmmaMath<C>;
+  using Place = typename C::Place;
+
+  __device__ __forceinline__ OneWayEnd(TileParams const& params, Math const& math, SharedAddress received,
+                                       SharedAddress stages)
+      : p_(params.p),
+        rank_(blockIdx.y),
+        split_(gridDim.y),
+        slab_(math.slab),
+        received_(kept(received)),
+        slots_(kept(stages + (C::kLendsRing ? 0 : params.exchange_at) + math.lane * PieceShare::kPartBytes)) {}
+
+  // Stores of the tile what the warp finishes.
+  __device__ __forceinline__ void store(typename Math::Sums const& sums, Place const& place) const {
+    int const eights = eights_of<C>(place, p_.m);
+    if constexpr (C::kLendsRing) {
+      say_ready();
+      wait_for_ready();
+    }
+#pragma unroll
+    for (int block = 0; block < C::kBlocks; ++block) distribute(sums[block], eights, slab_of(block));
+#pragma unroll 1
+    for (int block = 0; block < C::kBlocks; ++block) store_own(eights, slab_of(block), place);
+  }
+
+ private:
+  static constexpr int kPieceBytes = PieceShare::kPieceBytes;
+
+  __device__ __forceinline__ int slab_of(int block) const { return slab_ + block * 4; }
+
+  // Of the n-th piece, whose owner has the sums of all blocks side by side: from the block `rank`.
+  __device__ __forceinline__ SharedAddress slot(int number, int owner, int rank) const {
+    return slots_ + (number - owner + rank) * kPieceBytes;
+  }
+
+  __device__ __forceinline__ void distribute(float const (&sums)[Math::kSums], int eights, int slab) const {
+    int const first = first_piece(slab, 0, eights, 1);
+    int owner = first % split_;
+#pragma unroll
+    for (int eight = 0; eight < C::kTokens / 8; ++eight) {
+      if (eight >= eights) return;
+      float const* const of = sums + eight * 4;
+      float4 const part{of[0], of[1], of[2], of[3]};
+      SharedAddress const to = slot(first + eight, owner, rank_);
+      if (owner == rank_) {
+        gemm::store_shared_four(to, part);
+      } else {
+        send(address_in_block(to, owner), part, address_in_block(received_, owner));
+      }
+      owner = owner + 1 == split_ ? 0 : owner + 1;
+    }
+  }
+
+  __device__ __forceinline__ void store_own(int eights, int slab, Place const& place) const {
+    DirectRows<typename C::T> const rows(p_, (place.first_slab + slab) * kSlab);
+    wait_for_sent(received_);
+    int const first = first_piece(slab, 0, eights, 1);
+#pragma unroll 1
+    for (int eight = (rank_ + split_ - first % split_) % split_; eight < eights; eight += split_) {
+      float4 sum = gemm::load_shared_four(slot(first + eight, rank_, 0));
+#pragma unroll 1
+      for (int rank = 1; rank < split_; ++rank) {
+        sum = sum + gemm::load_shared_four(slot(first + eight, rank_, rank));
+      }
+      float const four[] = {sum.x, sum.y, sum.z, sum.w};
+      rows.store(place.first_token + eight * 8, four, Math::F::kUnit);
+    }
+  }
+
+  Problem const& p_;
+  int rank_, split_, slab_;
+  SharedAddress received_, slots_;
+};
+
+template <class C>
+using ClusterEnd = std::conditional_t<C::kWays == 1, OneWayEnd<C>, WaysEnd<C>>;
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,46 @@
+#pragma once
+
+// What a lane reads of a stage's weights: integers, 16 bytes at a time; scales and zero points of rows g and g + 8,
+// which lie side by side: `at` counts values. Volatile, as the barriers are, which do not tell the compiler that they
+// guard memory.
+
+#include <cuda_fp16.h>
+
+#include "epiloq/tensor.h"
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/cp_async.cuh"
+#include "kernels/common/ptx/shared_memory.cuh"
+#include "kernels/common/w4a16/convert.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+__device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(at));
+}
+__device__ __forceinline__ Word load_word(SharedAddress at) {
+  Word word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
+  return word;
+}
+__device__ __forceinline__ Word load_byte_pair(SharedAddress at) {
+  std::uint16_t both;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
+  return both;
+}
+
+__device__ __forceinline__ float2 of_bfloat16s(Word both) {
+  return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 of_halves(Word both) {
+  return __half22float2(*reinterpret_cast<__half2 const*>(&both));
+}
+
+__device__ __forceinline__ float2 load_scale_pair(SharedAddress scales, int at, DType dtype) {
+  if (dtype == DType::kFloat32) return gemm::load_shared_pair(scales + at * 4);
+  Word const both = load_word(scales + at * 2);
+  return dtype == DType::kBFloat16 ? of_bfloat16s(both) : of_halves(both);
+}
+
+}  // namespace epiloq::ops::weight_only_mm

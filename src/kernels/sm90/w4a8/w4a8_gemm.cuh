@@ -1,0 +1,136 @@
+#pragma once
+
+// The product of sm80/w4a8_gemm.cuh for SM90 and blocks of 128, for many tokens: weights first, so that D^T is
+// computed.
+//
+// A thread block stays on its SM and takes tile after tile of 128 weight rows; where there are few tiles, or few are
+// left for the last wave, the blocks of a cluster share K. Two threads copy with TMA into a ring of stages of one block
+// of K each; two groups of four warps multiply 64 weight rows each with wgmma, and unpack those of 4 bits first.
+//
+// What costs time is not int8 products but de-quantising their sums: a conversion and three multiply-adds each, and
+// two loads of a token's parameters, whose way from shared memory to registers is as wide as a warp. So tensor cores
+// do that too. A parameter is split into two tf32 parts, and products of depth 8 of those parts,
+//
+//   [scale_w | 0] [scale_x | scale_x]^T   and   [total_w | offset_w] [offset_x | scale_x sum(q_x)]^T,
+//
+// give every sum's scale, and add the offsets' part to the sums: a conversion and one multiply-add remain. Weights
+// without offsets take the second product for two blocks at a time: [total_w | total_w'] [offset_x | offset_x']^T.
+//
+// What is left adds up, as if all shared the ports by which registers are written, one a cycle and quarter of an SM: of
+// 128 x 128 x 128, 512 cycles of int8 products, 128 of scales, 128 (or 64) of offsets, 128 of conversions and 128 of
+// multiply-adds make 1,024 (960). Measured were 1,131, without scales and offsets 914, without conversions 1,013
+// (online-quant-tiles.json), and 92 more a block for other instructions, of which half have been left out since
+// (online-loop.json). Halves of a tile that take turns, so that no group waits for its wgmma, would then bring little.
+
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "epiloq/device.h"
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/params_cache.h"
+#include "kernels/common/ptx/tma.cuh"
+#include "kernels/sm90/w4a8/w4a8_mainloop.cuh"
+#include "kernels/sm90/w4a8/w4a8_producer.cuh"
+#include "kernels/sm90/w4a8/w4a8_store.cuh"
+
+namespace epiloq::gemm {
+
+__device__ __forceinline__ void prefetch_maps(BlockwiseSm90Params const& params) {
+  cute::prefetch_tma_descriptor(&params.values.maps[0]);
+  cute::prefetch_tma_descriptor(&params.values.maps[1]);
+  if (params.stores_boxes) cute::prefetch_tma_descriptor(&params.output);
+}
+
+template <class T>
+__device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group) {
+  using Math = BlockwiseSm90Math<T>;
+  typename Math::Share const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
+  typename T::Share const share(params.p);
+  BlockwiseSm90Store<T> const store(params, shared, group);
+  typename T::Ring at;
+  if (T::kTakesTurns && group == 1) Math::pass_turn(group);
+  for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
+    float sums[Math::kSums] = {};
+    Math::sum(sums, of, at, share.steps(tile));
+    store.store(sums, typename T::Place(params.p, tile), share.is_shared(tile));
+  }
+  store.finish();
+}
+
+// By one warp, before the block's barrier: memory does nothing until it is asked. Weights need not wait for the
+// quantising kernel: it waited for whoever wrote them before it let this one start.
+template <class T>
+__device__ __forceinline__ void start(BlockwiseSm90Params const& params, typename T::Shared const& shared) {
+  if (is_elected()) {
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      init_barrier(shared.full + stage * 8, T::kFullArrivals);
+      init_barrier(shared.empty + stage * 8, T::kEmptyArrivals);
+    }
+    cutlass::arch::fence_barrier_init();
+    BlockwiseSm90Copies<T>::fill_early(params, BlockwiseSm90Copies<T>::weights(shared, params));
+    if (typename T::Share(params.p).has_shared()) BlockwiseSm90Exchange<T>::expect(shared);
+  }
+  __syncwarp();
+}
+
+template <class T>
+__device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, typename T::Shared const& shared,
+                                            int warp) {
+  using Copies = BlockwiseSm90Copies<T>;
+  if (warp == 0 && is_elected()) {
+    Copies::fill_others(shared, params, Copies::early(params), Copies::weights(shared, params));
+  } else if (warp == 1 && is_elected()) {
+    wait_for_previous_kernel();
+    Copies::fill_others(shared, params, 0, Copies::tokens(shared, params));
+  }
+  if (!typename T::Share(params.p).has_shared()) return;
+  __syncwarp();
+  say_ready();  // where the others do
+  wait_for_ready();
+}
+
+template <class T>
+__global__ __launch_bounds__(T::kThreads,
+                             1) void blockwise_sm90_kernel(__grid_constant__ BlockwiseSm90Params const params) {
+  extern __shared__ unsigned char memory[];
+  typename T::Shared const shared(memory);
+  int const group = uniform(threadIdx.x / T::kGroupThreads), warp = uniform(threadIdx.x % T::kGroupThreads / 32);
+  bool const copies = group == T::kGroups;
+  if (copies && warp == 0) start<T>(params, shared);
+  if (copies && warp == 1 && is_elected()) prefetch_maps(params);
+  __syncthreads();
+  let_next_kernel_start();
+  if (copies) {
+    if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
+    fill_stages<T>(params, shared, warp);
+  } else {
+    if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
+    multiply_tiles<T>(params, shared, group);
+  }
+}
+
+template <int kTokens, int kBits>
+struct BlockwiseSm90Gemm {
+  using T = BlockwiseSm90Tile<kTokens, kBits>;
+
+  static void launch(BlockwiseProblem const& p, int device, Stream stream) {
+    auto* const kernel = blockwise_sm90_kernel<T>;
+    static PerDevice prepared;
+    prepared.once(device, [kernel] {
+      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes),
+                 "asking for shared memory");
+    });
+    thread_local ParamsCache<BlockwiseProblem, BlockwiseSm90Params> cache;
+    auto const& params =
+        cache.get(cache_key(p.a, p.b, p.out), p, device, [&] { return BlockwiseSm90Copies<T>::params_of(p); });
+    int const at_once = device_properties(device).sm_count / p.split, tiles = T::tiles(p);
+    int const blocks = p.split > 1 && p.whole == 0 ? tiles : std::min(tiles, at_once);
+    cuda_check(launch_dependent_clusters(kernel, dim3(blocks, p.split), dim3(1, p.split), T::kThreads, T::kSharedBytes,
+                                         stream, params),
+               "launching epiloq.online_quant_mm");
+  }
+};
+
+}  // namespace epiloq::gemm

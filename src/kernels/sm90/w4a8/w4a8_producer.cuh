@@ -1,0 +1,134 @@
+#pragma once
+
+// What fills the stages of w4a8_gemm.cuh: a thread for each operand, which asks TMA.
+
+#include "kernels/common/ptx/tma.cuh"
+#include "kernels/common/tensor_map.h"
+#include "kernels/sm90/w4a8/w4a8_tile.cuh"
+
+namespace epiloq::gemm {
+
+struct BlockwiseSm90Params {
+  BlockwiseProblem p;
+  RowTiles weights, values;
+  CUtensorMap weight_parameters;
+  CUtensorMap output;  // where TMA can store it; else not used
+  bool stores_boxes;
+  int first_steps[kMaxCluster + 1];  // of the blocks of a cluster, where they share K; and how many steps there are
+};
+
+template <class T>
+struct BlockwiseSm90Copies {
+  using Shared = typename T::Shared;
+  using Share = typename T::Share;
+  using Place = typename T::Place;
+  using Parameters = typename T::Parameters;
+
+  static BlockwiseSm90Params params_of(BlockwiseProblem const& p) {
+    int const weight_bytes = p.k / 8 * T::kBits;
+    auto const lines = static_cast<std::uint64_t>(p.k / T::kStep) * p.kinds;
+    auto const columns = static_cast<std::uint64_t>(p.padded_n);
+    constexpr int kHalf = 2, kUnit = 16 / kHalf;  // of which TMA writes whole ones
+    bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % kUnit == 0 && p.n % kUnit == 0 &&
+                              reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0;
+    BlockwiseSm90Params params{
+        p,
+        row_tiles_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, p.n, true, T::kRowBytes),
+        row_tiles_of(p.a, p.m, p.k, p.k, T::kTokens, p.m),
+        encode_tensor_map(p.b_parameters, {columns, lines}, {4 * columns}, {static_cast<std::uint32_t>(T::kRows), 1},
+                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
+        stores_boxes ? tensor_map_of(p.out, p.m, kHalf * p.n, kHalf * p.stride_out, T::kChunk, T::kLine)
+                     : CUtensorMap{},
+        stores_boxes,
+        {}};
+    for (int rank = 0; rank <= p.split; ++rank) params.first_steps[rank] = rank * (p.k / T::kStep) / p.split;
+    return params;
+  }
+
+  // A tile's steps that are this block's, as `share` has them, but without the divisions: in front of the first copies
+  // they took 64 tokens 0.3 to 0.6 us. (Products begin later, and keep them: with none, ptxas counted the loop of 128
+  // tokens by 4 bits in vector registers, 8 % slower; online-quant-few.json.)
+  struct Steps {
+    int first, count;
+    __device__ Steps(BlockwiseSm90Params const& params, Share const& share, int tile) : first(0), count(share.all) {
+      if (!share.is_shared(tile)) return;
+      first = params.first_steps[blockIdx.y], count = params.first_steps[blockIdx.y + 1] - first;
+    }
+  };
+
+  // Those of the block's first steps whose weights are asked for before all else.
+  static __device__ int early(BlockwiseSm90Params const& params) {
+    Share const share(params.p);
+    return share.first() < share.tiles ? min(Steps(params, share, share.first()).count, T::kEarlySteps) : 0;
+  }
+  template <class Fill>
+  static __device__ __forceinline__ void fill_early(BlockwiseSm90Params const& params, Fill fill) {
+    auto const& p = params.p;
+    Share const share(p);
+    int const tile = share.first();
+    Place const place(p, tile);
+    Steps const steps(params, share, tile);
+    typename T::Ring at;
+#pragma unroll 1
+    for (int i = 0; i < early(params); ++i, at.advance()) {
+      fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
+    }
+  }
+  // Of each of the block's stages in turn, but for the first few: `fill` once it is empty.
+  template <class Fill>
+  static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseSm90Params const& params,
+                                                     int filled, Fill fill) {
+    auto const& p = params.p;
+    Share const share(p);
+    typename T::Ring at{filled, 0};
+    for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
+      Place const place(p, tile);
+      Steps const steps(params, share, tile);
+#pragma unroll 1
+      for (int i = filled; i < steps.count; ++i) {
+        wait_for_barrier(shared.empty + at.stage * 8, at.phase ^ 1);
+        fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
+        at.advance();
+      }
+      filled = 0;
+    }
+  }
+
+  // What is absent stays what it was: a row or a token reaches its own sums only. Of the weights' parameters it counts
+  // and is read as zeros: rows, and lines from as many as there are values of K.
+  static __device__ __forceinline__ auto weights(Shared const& shared, BlockwiseSm90Params const& params) {
+    return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+      SharedAddress const full = shared.full + at.stage * 8;
+      bool const is_last = place.first_n + T::kRows > params.p.n;
+      expect_bytes(full, params.weights.boxes[is_last] * T::kRowBytes + parameters.lines() * T::kRows * 4);
+      copy_box(shared.weights + at.stage * T::kWeights, params.weights.maps[is_last], step * T::kRowBytes,
+               place.first_n, full);
+      SharedAddress const to = shared.weight_parameters + at.stage * T::kWeightParameters;
+#pragma unroll 1
+      for (int line = 0; line < parameters.lines(); ++line) {
+        copy_box(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
+                 step * params.p.kinds + parameters.source(line, params.p.kinds, params.p.k), full);
+      }
+    };
+  }
+  static __device__ __forceinline__ auto tokens(Shared const& shared, BlockwiseSm90Params const& params) {
+    return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+      auto const& p = params.p;
+      SharedAddress const full = shared.full + at.stage * 8;
+      int const part_bytes = min(T::kTokens, p.padded_m - place.first_m) * 16;
+      bool const is_last = place.first_m + T::kTokens > p.m;
+      expect_bytes(full, params.values.boxes[is_last] * T::kStep + parameters.lines() * part_bytes);
+      copy_box(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, place.first_m,
+               full);
+      SharedAddress const to = shared.parts + at.stage * T::kTokenParts;
+      auto const* const from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m;
+#pragma unroll 1
+      for (int line = 0; line < parameters.lines(); ++line) {
+        auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds, 1);
+        copy_bytes(to + line * T::kPlane, from + source * p.padded_m, part_bytes, full);
+      }
+    };
+  }
+};
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,112 @@
+#pragma once
+
+// The end of a tile of w4a8_gemm.cuh whose K the blocks of a cluster share, their last one. Its pieces (split_k.h)
+// are the eights of its tokens.
+
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/ptx/shared_memory.cuh"
+#include "kernels/common/split_k.h"
+#include "kernels/sm90/w4a8/w4a8_tile.cuh"
+
+namespace epiloq::gemm {
+
+// What a lane has of eight tokens are four sums, a vector, which go to the same lane of the same warp. What a block
+// does once waits for its instructions, so that few count more than fast ones: only what needs to name registers is
+// unrolled. With the rest unrolled, too, 64 tokens by three blocks took 1.2 us to send nothing (online-quant-few.json).
+template <class T>
+class BlockwiseSm90Exchange {
+ public:
+  using Sums = float[T::kTokens / 2];
+
+  // By one thread, before the block says that it has begun.
+  static __device__ void expect(typename T::Shared const& shared) {
+    expect_sent(shared.received, pieces().own_of(T::kEights) * (split() - 1) * T::kVectors);
+  }
+
+  // `warp` of those of all rows.
+  __device__ BlockwiseSm90Exchange(BlockwiseProblem const& p, typename T::Shared const& shared, int warp, int lane)
+      : p_(p),
+        received_(shared.received),
+        slots_(shared.weights + (warp * 32 + lane) * 16),
+        row_(warp * 16 + lane / 4),
+        token_(lane % 4 * 2) {}
+
+  // The ring is nobody's any more once all blocks have said so: what lay there was written by TMA and read by wgmma,
+  // which were waited for, so that relaxed is enough.
+  __device__ __forceinline__ void store(Sums const& sums, typename T::Place const& place) const {
+    say_ready();
+    wait_for_ready();
+    distribute(sums);
+    wait_for_sent(received_);
+    switch (p_.dtype) {
+      case DType::kFloat16:
+        return store_own<__half>(place);
+      case DType::kBFloat16:
+        return store_own<__nv_bfloat16>(place);
+      default:
+        return store_own<float>(place);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int split() { return gridDim.y; }
+  static __device__ __forceinline__ int rank() { return blockIdx.y; }
+
+  static __device__ __forceinline__ Pieces pieces() { return {rank(), split()}; }
+
+  // Of the block's eight whose turn it is, from the block so many places after it.
+  __device__ __forceinline__ SharedAddress slot(int turn, int distance) const {
+    return slots_ + (turn * split() + distance) * T::kVectors;
+  }
+
+  __device__ __forceinline__ void distribute(Sums const& sums) const {
+    Piece piece{0, 0};
+#pragma unroll
+    for (int eight = 0; eight < T::kEights; ++eight) {
+      float const* const of = sums + 4 * eight;
+      float4 const four{of[0], of[1], of[2], of[3]};
+      int const distance = pieces().distance_to(piece);
+      SharedAddress const to = slot(piece.turn, distance);
+      if (distance == 0) {
+        store_shared_four(to, four);
+      } else {
+        send(address_in_block(to, piece.owner), four, address_in_block(received_, piece.owner));
+      }
+      piece = piece.next(split());
+    }
+  }
+
+  template <class Out>
+  __device__ __forceinline__ void store_own(typename T::Place const& place) const {
+    int const n = place.first_n + row_;
+    auto const* const bias = static_cast<Out const*>(p_.bias);
+    auto const bias_of = [&](int row) { return bias != nullptr && row < p_.n ? static_cast<float>(bias[row]) : 0.f; };
+    float const biases[2] = {bias_of(n), bias_of(n + 8)};
+    int turn = 0;
+#pragma unroll 1
+    for (int eight = rank(); eight < T::kEights; eight += split(), ++turn) {
+      float sums[4] = {};
+#pragma unroll 1
+      for (int distance = 0; distance < split(); ++distance) {
+        std::uint32_t bits[4];
+        load_shared(bits, slot(turn, distance));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] += __uint_as_float(bits[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const token = place.first_m + eight * 8 + token_ + i % 2, row = n + i / 2 * 8;
+        if (token >= p_.m || row >= p_.n) continue;
+        float const sum = clamped(sums[i] + biases[i / 2], p_.lo, p_.hi);
+        static_cast<Out*>(p_.out)[token * p_.stride_out + row] = static_cast<Out>(sum);
+      }
+    }
+  }
+
+  BlockwiseProblem const& p_;
+  SharedAddress received_, slots_;
+  int row_, token_;  // the lane's first
+};
+
+}  // namespace epiloq::gemm

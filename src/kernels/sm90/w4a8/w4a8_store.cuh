@@ -1,0 +1,133 @@
+#pragma once
+
+// The end of w4a8_gemm.cuh: sums of D^T in wgmma's layout become rows of D.
+
+#include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/shared_memory.cuh"
+#include "kernels/common/ptx/tma.cuh"
+#include "kernels/sm90/w4a8/w4a8_producer.cuh"
+#include "kernels/sm90/w4a8/w4a8_split_k.cuh"
+
+namespace epiloq::gemm {
+
+// A thread's sums are of weight rows r and r + 8, r = 16 warp + lane / 4, and of two neighbours of each 8 tokens.
+template <class T>
+class BlockwiseSm90Store {
+ public:
+  using Sums = float[T::kTokens / 2];
+  using Place = typename T::Place;
+
+  __device__ BlockwiseSm90Store(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group)
+      : params_(params),
+        shared_(shared),
+        slots_(shared_address(shared.slots + group * T::kGroupSlots)),
+        group_(group),
+        warp_(uniform(threadIdx.x / 32 % 4)),
+        lane_(threadIdx.x % 32) {}
+
+  __device__ void store(Sums const& sums, Place const& place, bool is_shared) const {
+    if (is_shared) return BlockwiseSm90Exchange<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
+    if (!params_.stores_boxes) return store_rows(sums, place);
+    if (params_.p.dtype == DType::kFloat16) {
+      store_boxes<__half>(sums, place);
+    } else {
+      store_boxes<__nv_bfloat16>(sums, place);
+    }
+  }
+
+  // Before the block ends, and its shared memory with it.
+  __device__ void finish() const {
+    if (params_.stores_boxes && is_sender()) wait_for_stores<0>();
+  }
+
+ private:
+  static constexpr int kOfChunk = T::kChunk / 2;  // sums
+  static constexpr int kChunks = T::kTokens / T::kChunk;
+
+  __device__ bool is_sender() const { return threadIdx.x % T::kGroupThreads == 0; }
+  __device__ void wait_for_group() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group_), "n"(T::kGroupThreads) : "memory");
+  }
+
+  // Of 16 bits, by TMA: a box of 64 weight rows, a line of 128 bytes, by some tokens leaves while the next one is
+  // finished, and the last ones while the next tile is multiplied. A tile of 128 x 128 keeps wgmma waiting for 3,100
+  // cycles; copied out of shared memory by threads, and clamped with branches, 8,700, a quarter of what 32 blocks of K
+  // take (with boxes, and the branches still there, 5,000).
+  template <class Out>
+  __device__ void store_boxes(Sums const& sums, Place const& place) const {
+    int const first_row = place.first_n + group_ * T::kGroupRows;
+    float const bias[2] = {bias_of<Out>(first_row + 16 * warp_ + lane_ / 4),
+                           bias_of<Out>(first_row + 16 * warp_ + lane_ / 4 + 8)};
+    // stmatrix turns 8 x 8 matrices over: four at a time, of which lane l names row l % 8 of the (l / 8)th, a token:
+    // rows r and r + 8 of eight tokens, and of the next.
+    int const token = lane_ / 16 * 8 + lane_ % 8, unit = 2 * warp_ + lane_ / 8 % 2;
+    SharedAddress const own = slots_ + token * T::kLine + ((unit ^ token % 8) << 4);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (is_sender()) wait_for_slot(chunk);
+      wait_for_group();
+      SharedAddress const slot = own + chunk % T::kSlots * T::kSlotBytes;
+#pragma unroll
+      for (int i = 0; i < kOfChunk; i += 8) {
+        float const* const eight = sums + chunk * kOfChunk + i;
+        unsigned words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[w] = finished<Out>(eight[2 * w], eight[2 * w + 1], bias[w % 2]);
+        store_transposed(slot + i / 8 * 16 * T::kLine, words);
+      }
+      fence_stored();
+      wait_for_group();
+      if (is_sender()) {
+        store_box(params_.output, first_row * static_cast<int>(sizeof(Out)), place.first_m + chunk * T::kChunk,
+                  slots_ + chunk % T::kSlots * T::kSlotBytes);
+        commit_stores();
+      }
+    }
+  }
+
+  // Chunks take turns with the slots, but a tile begins with the first one, wherever the tile before it ended.
+  static __device__ __forceinline__ void wait_for_slot(int chunk) {
+    if (chunk == 0) {
+      wait_for_stores<0>();
+    } else {
+      wait_for_stores<T::kSlots - 1>();
+    }
+  }
+
+  template <class Out>
+  __device__ float bias_of(int row) const {
+    auto const* const bias = static_cast<Out const*>(params_.p.bias);
+    return bias != nullptr && row < params_.p.n ? static_cast<float>(bias[row]) : 0.f;
+  }
+
+  template <class Out>
+  __device__ unsigned finished(float a, float b, float bias) const {
+    auto const& p = params_.p;
+    alignas(4) Out const both[2] = {static_cast<Out>(clamped(a + bias, p.lo, p.hi)),
+                                    static_cast<Out>(clamped(b + bias, p.lo, p.hi))};
+    return *reinterpret_cast<unsigned const*>(both);
+  }
+
+  // Rows that TMA cannot write, and float32.
+  __device__ void store_rows(Sums const& sums, Place const& place) const {
+    float* const mine = reinterpret_cast<float*>(shared_.slots + group_ * T::kGroupSlots);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      wait_for_group();
+#pragma unroll
+      for (int i = 0; i < kOfChunk; ++i) {
+        int const token = i / 4 * 8 + 2 * (lane_ % 4) + i % 2, row = 16 * warp_ + i / 2 % 2 * 8 + lane_ / 4;
+        mine[token * T::Finish::kPitch + row] = sums[chunk * kOfChunk + i];
+      }
+      wait_for_group();
+      T::Finish::store(params_.p, mine, place.first_m + chunk * T::kChunk, place.first_n + group_ * T::kGroupRows);
+    }
+  }
+
+  BlockwiseSm90Params const& params_;
+  typename T::Shared const& shared_;
+  SharedAddress slots_;  // of the group
+  int group_, warp_, lane_;
+};
+
+}  // namespace epiloq::gemm

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "problems/conv2d_geometry.h"
+
+namespace epiloq::ops::conv2d_int8 {
+
+// What turns sums into outputs: include/epiloq/conv2d_int8.h has the formula.
+struct Finish {
+  float const* scale;
+  bool scale_is_vector;
+  std::int32_t const* correction;  // null: 0
+  float const* bias;               // null: 0
+  int output_zero;
+  float lo, hi;
+};
+
+struct Problem {
+  conv2d::Shape shape;
+  std::int8_t const* x;
+  std::int8_t const* weight;
+  void* out;
+  DType out_dtype;
+  int input_zero;
+  Finish finish;
+};
+
+// Whether runs of `count` output channels start on a multiple of their bytes, or of 16.
+bool has_whole_runs(Problem const& problem, int count);
+
+// pixels [rows, co] of sums, `out_pixel` elements between outputs.
+void finish_on_host(std::int32_t const* acc, std::int64_t rows, int co, Finish const& finish, DType out_dtype,
+                    void* out, std::int64_t out_pixel);
+
+}  // namespace epiloq::ops::conv2d_int8

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <string>
+
+#include "epiloq/online_quant_mm.h"
+#include "problems/quantize_blockwise_int8.h"
+#include "problems/w4a8_gemm.h"
+
+namespace epiloq::ops::online_quant_mm {
+
+// Both halves of a call: the quantising pass writes what the product reads.
+struct Work {
+  quantize_blockwise_int8::Problem quantise;
+  gemm::BlockwiseProblem gemm;
+  std::int32_t* products;  // staged only
+  float* sums;             // staged only
+};
+
+// The reference: an int32 product a block, and passes over float32 sums.
+void launch_staged(Work const& work, int device, Stream stream);
+
+// On the CPU; of `work` what the caller gives, and no workspace.
+void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads);
+std::string describe_on_host(OnlineQuantProblem const& problem);
+
+}  // namespace epiloq::ops::online_quant_mm

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "problems/quantized_rows.h"
+
+namespace epiloq::ops::silu_and_mul_quant {
+
+struct Problem {
+  QuantizedRows out;
+  void const* x;  // gates, and out.cols behind them what they multiply
+  std::int64_t stride_x;
+};
+
+void launch(Problem const& problem, RowPlan const& plan, DType x, DType q, int device, Stream stream);
+
+}  // namespace epiloq::ops::silu_and_mul_quant

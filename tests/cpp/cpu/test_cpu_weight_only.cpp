@@ -1,0 +1,233 @@
+// The CPU's arithmetic for registers of every width, whatever this machine's are, against sums in double.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "check.h"
+#include "cpu/w4a16/decode.h"
+#include "cpu/w4a16/prefill.h"
+#include "cpu/w4a16/prefill_amx.h"
+#include "cpu/w4a16/prefill_avx512_bf16.h"
+
+using namespace epiloq;
+using namespace epiloq::ops::weight_only_mm;
+
+namespace {
+
+// A slab of three tiles or six, of groups of 32 or 64 columns, and tokens.
+struct Operands {
+  static constexpr int kK = 192;
+  int bits, group, tokens;
+  std::vector<std::uint8_t> q = std::vector<std::uint8_t>(kK / depth(bits) * kLanes * lane_bytes(bits));
+  std::vector<float> scale = std::vector<float>(kK / group * kSlab), zero = scale, offset = scale;
+  std::vector<float> x = std::vector<float>(tokens * kK);
+
+  Operands(int bits_, int group_, int tokens_) : bits(bits_), group(group_), tokens(tokens_) {
+    auto random = test::generator();
+    auto const unit = [&] { return static_cast<float>(random() % 2000) / 1000.F - 1.F; };
+    for (auto& byte : q) byte = static_cast<std::uint8_t>(random());
+    for (auto& value : scale) value = unit();
+    for (auto& value : zero) value = static_cast<float>(random() % (1U << bits));
+    for (auto& value : offset) value = unit();
+    for (auto& value : x) value = unit();
+  }
+
+  // A token's value as bfloat16.
+  std::uint16_t cut_off(int at) {
+    auto const upper = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x[at]) >> 16);
+    x[at] = std::bit_cast<float>(std::uint32_t{upper} << 16);
+    return upper;
+  }
+
+  SlabParameters parameters() const {
+    SlabParameters all;
+    all.scale = scale, all.zero = zero;
+    for (float value : zero) all.zero_bytes.push_back(static_cast<std::uint64_t>(value) * 0x0101010101010101u);
+    return all;
+  }
+
+  std::vector<int> groups(int step) const {
+    std::vector<int> at;
+    for (int k = 0; k < kK; k += step) at.push_back(k / group * kSlab);
+    return at;
+  }
+
+  void check_sums(Line const* sums, bool by_parameter) const {
+    for (int m = 0; m < tokens; ++m) {
+      std::vector<double> exact(kSlab), size(kSlab);
+      for (int tile = 0, at = 0; tile < kK; tile += depth(bits)) {
+        for (int lane = 0; lane < kLanes; ++lane, at += lane_bytes(bits)) {
+          for (int i = 0; i < lane_values(bits); ++i) {
+            Place const place = place_of(bits, lane, i);
+            int const k = tile + place.column, p = k / group * kSlab + parameter_of(place.row);
+            double const product = scale[p] * (value_at(&q[at], bits, i) - static_cast<double>(zero[p]));
+            exact[place.row] += (product + offset[p]) * x[m * kK + k];
+            size[place.row] += (std::abs(product) + std::abs(offset[p])) * std::abs(x[m * kK + k]);
+          }
+        }
+      }
+      for (int row = 0; row < kSlab; ++row) {
+        float const got = sums[m].values[by_parameter ? parameter_of(row) : row];
+        CHECK(std::abs(got - exact[row]) <= 2e-6 * size[row]);
+      }
+    }
+  }
+};
+
+template <int kBits, bool kHalves, int kTokens, int kLanesOf, template <int, bool, int> class Values>
+void few() {
+  Operands const o(kBits, kHalves ? 32 : 64, kTokens);
+  std::vector<int> const groups = o.groups(kGrain);
+  std::vector<Line> x(kTokens * Operands::kK / kWords), sums(kTokens);
+  for (int m = 0; m < kTokens; ++m) {
+    for (int i = 0; i < Operands::kK / kWords; ++i) {
+      for (int word = 0; word < kWords; ++word) {
+        int const byte = word % 4 * 4 + i % steps(kBits);
+        int const column = place_of(kBits, word / 4, kBits == 4 ? 2 * byte : byte).column;
+        x[i * kTokens + m].values[word] = o.x[m * Operands::kK + i / steps(kBits) * depth(kBits) + column];
+      }
+    }
+  }
+  Few<kBits, Values<kBits, kHalves, kLanesOf>, kTokens, kLanesOf>::run({.q = o.q.data(),
+                                                                        .x = x[0].values,
+                                                                        .tiles = Operands::kK / depth(kBits),
+                                                                        .groups = groups.data(),
+                                                                        .scale = o.scale.data(),
+                                                                        .zero = o.zero.data(),
+                                                                        .offset = o.offset.data()},
+                                                                       sums.data());
+  o.check_sums(sums.data(), false);
+}
+
+template <int kLanesOf>
+void few_of_all_kinds() {
+  few<4, false, 1, kLanesOf, Computed>();
+  few<4, false, 2, kLanesOf, Computed>();
+  few<4, false, 4, kLanesOf, Computed>();
+  few<4, true, 1, kLanesOf, Computed>();
+  few<4, true, 4, kLanesOf, Computed>();
+  few<8, false, 1, kLanesOf, Computed>();
+  few<8, false, 4, kLanesOf, Computed>();
+}
+
+template <int kLanesOf>
+void many() {
+  for (int bits : {2, 3, 4, 8}) {
+    for (int tokens = 1; tokens < 14; ++tokens) {
+      Operands const o(bits, 32, tokens);
+      std::vector<int> const groups = o.groups(1);
+      std::vector<Line> sums(tokens);
+      Many<kLanesOf>::run({.q = o.q.data(),
+                           .bits = bits,
+                           .k = Operands::kK,
+                           .groups = groups.data(),
+                           .scale = o.scale.data(),
+                           .zero = o.zero.data(),
+                           .offset = o.offset.data(),
+                           .x = o.x.data(),
+                           .m = tokens,
+                           .stride = Operands::kK},
+                          sums.data());
+      o.check_sums(sums.data(), true);
+    }
+  }
+}
+
+#ifdef EPILOQ_HAS_CLONES
+// Tokens that bfloat16 holds, in their blocks; what lies beside them is not to be read.
+void many_pairs() {
+  for (int bits : {2, 3, 4, 8}) {
+    for (int tokens = 1; tokens < 2 * kPairBlock + 2; ++tokens) {
+      Operands o(bits, tokens % 2 == 0 ? 32 : 64, tokens);
+      std::fill(o.offset.begin(), o.offset.end(), 0.F);
+      constexpr int kPairs = Operands::kK / 2;
+      std::vector<std::uint32_t> x((tokens + kPairBlock - 1) / kPairBlock * kPairBlock * kPairs, 0x7fc07fc0U);
+      for (int m = 0; m < tokens; ++m) {
+        for (int k = 0; k < Operands::kK; ++k) {
+          std::uint32_t const upper = o.cut_off(m * Operands::kK + k);
+          std::uint32_t& pair = x[(m / kPairBlock * kPairs + k / 2) * kPairBlock + m % kPairBlock];
+          pair = k % 2 == 0 ? upper : pair | upper << 16;
+        }
+      }
+      std::vector<int> const groups = o.groups(1);
+      std::vector<Line> sums(tokens);
+      ManyPairs::run({.slab = {.q = o.q.data(),
+                               .bits = bits,
+                               .k = Operands::kK,
+                               .groups = groups.data(),
+                               .scale = o.scale.data(),
+                               .zero = o.zero.data(),
+                               .offset = nullptr,
+                               .x = nullptr,
+                               .m = tokens,
+                               .stride = 0},
+                      .group = o.group,
+                      .x = x.data()},
+                     sums.data());
+      o.check_sums(sums.data(), true);
+    }
+  }
+}
+
+// Two slabs by the same tokens, in tiles, of one part or of a value and what it is less than another.
+void many_tiles() {
+  for (int bits : {2, 3, 4, 8}) {
+    for (int tokens : {1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 97, 128, 150}) {
+      int const group = tokens % 2 == 0 ? 32 : tokens % 3 == 0 ? 96 : 64, parts = 1 + tokens % 2;
+      Operands o(bits, group, tokens), other(bits, group, tokens);
+      std::fill(o.offset.begin(), o.offset.end(), 0.F), std::fill(other.offset.begin(), other.offset.end(), 0.F);
+      TokenTiles const tiles{Operands::kK / kOfLine, tokens};
+      std::vector<std::uint16_t> rows(parts * tiles.count() * 16 * Operands::kK);
+      for (int i = 0; i < tokens * Operands::kK; ++i) {
+        rows[i] = o.cut_off(i);
+        // A half of it and a half.
+        if (parts == 2) rows[i] = rows[i] == 0 ? 0 : rows[i] - 0x80, rows[rows.size() / 2 + i] = rows[i];
+      }
+      other.x = o.x;
+      std::vector<Line> x(parts * tiles.size()), sums(tiles.count() * MultiplyInTiles::kRows + 1);
+      for (int part = 0; part < parts; ++part) {
+        for (int tile = 0; tile < tiles.count(); ++tile) {
+          MultiplyInTiles::bring(&rows[part * rows.size() / 2 + tile * 16 * Operands::kK], Operands::kK, bits, tiles,
+                                 tile, x.data() + part * tiles.size());
+        }
+      }
+      sums.back().values[0] = 7.F;
+      Weight weight{};
+      weight.n = 2 * kSlab, weight.k = weight.padded_k = Operands::kK;
+      weight.bits = bits, weight.group = group, weight.groups = Operands::kK / group;
+      SlabParameters const first = o.parameters(), second = other.parameters();
+      std::vector<int> const groups = o.groups(kOfLine);
+      MultiplyInTiles::run({weight, {o.q.data(), other.q.data()}, {&first, &second}, groups.data()},
+                           {x.data(), tiles, parts}, 0, tokens, sums.data());
+      std::vector<Line> halves[2] = {std::vector<Line>(tokens), std::vector<Line>(tokens)};
+      for (int m = 0; m < 2 * tokens; ++m) halves[m % 2][m / 2] = sums[m];
+      o.check_sums(halves[0].data(), false), other.check_sums(halves[1].data(), false);
+      CHECK(sums.back().values[0] == 7.F);
+    }
+  }
+}
+#endif
+
+}  // namespace
+
+int main() {
+  few_of_all_kinds<4>();
+  few_of_all_kinds<8>();
+  few_of_all_kinds<16>();
+#ifdef EPILOQ_HAS_CLONES
+  few<4, false, 1, 16, LookedUp>();
+  few<4, false, 4, 16, LookedUp>();
+  few<4, true, 1, 16, LookedUp>();
+  few<4, true, 2, 16, LookedUp>();
+#endif
+  many<4>();
+  many<8>();
+  many<16>();
+#ifdef EPILOQ_HAS_CLONES
+  if (has_pairs()) many_pairs();
+  if (has_pair_tiles() && has_lookups()) many_tiles();
+#endif
+  return test::failures != 0;
+}

@@ -1,0 +1,276 @@
+// The wgmma kernel without a GPU: every weight reaches the place of the fragments that the instruction reads; shared
+// memory is read without bank conflicts; tokens are where TMA's swizzle puts them; stages are aligned and fit.
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "dispatch/weight_only_mm/tables.h"
+#include "kernels/common/w4a16/sizes.h"
+#include "kernels/sm90/w4a16/w4a16_stage_layout.h"
+
+namespace wo = epiloq::ops::weight_only_mm;
+
+namespace {
+
+struct Value {
+  int row = -1, column = -1;
+  bool operator==(Value const&) const = default;
+};
+using Byte = std::array<Value, 2>;  // of 8 bits, the first
+using Word = std::array<Byte, 4>;
+
+// A slab's step of 128 columns in shared memory.
+std::vector<Byte> slab_of(int bits) {
+  std::vector<Byte> memory(wo::slab_bytes(bits));
+  std::vector<int> written(memory.size());
+  for (int tile = 0; tile < wo::kPadding / wo::depth(bits); ++tile) {
+    for (int lane = 0; lane < wo::kLanes; ++lane) {
+      for (int i = 0; i < wo::lane_values(bits); ++i) {
+        wo::Place const place = wo::place_of(bits, lane, i);
+        int const byte = tile * wo::tile_bytes(bits) + lane * wo::lane_bytes(bits) + i * bits / 8;
+        memory[byte][bits == 4 ? i % 2 : 0] = {place.row, tile * wo::depth(bits) + place.column};
+        ++written[byte];
+      }
+    }
+  }
+  for (int count : written) CHECK_EQUAL(count, 8 / bits);
+  return memory;
+}
+
+Word word_at(std::vector<Byte> const& memory, int at) {
+  CHECK(at % 4 == 0 && at >= 0 && at + 4 <= static_cast<int>(memory.size()));
+  return {memory[at], memory[at + 1], memory[at + 2], memory[at + 3]};
+}
+
+// What slot `half` of register `reg` of a lane's fragment of wgmma's first operand is to hold.
+Value expected(int lane, int column, int reg, int half) {
+  return {lane / 4 + 8 * (reg % 2), column + 8 * (reg / 2) + 2 * (lane % 4) + half};
+}
+
+void integers_reach_their_slots(int bits) {
+  auto const memory = slab_of(bits);
+  for (int lane = 0; lane < wo::kLanes; ++lane) {
+    for (int column = 0; column < wo::kPadding; column += wo::kInstruction) {
+      int const at = wo::lane_at(bits, 0, column) + wo::lane_at(bits, lane, 0), first = wo::word_of(bits, column);
+      CHECK_EQUAL(at % 16, 0);
+      CHECK(first + bits / 4 <= 4);
+      for (int reg = 0; reg < 4; ++reg) {
+        for (int half = 0; half < 2; ++half) {
+          Value value;
+          if (bits == 4) {  // (word >> 4 reg) & 0x000f000f
+            int const nibble = reg + 4 * half;
+            value = word_at(memory, at + first * 4)[nibble / 2][nibble % 2];
+          } else {
+            value = word_at(memory, at + (first + reg / 2) * 4)[reg % 2 * 2 + half][0];
+          }
+          CHECK(value == expected(lane, column, reg, half));
+        }
+      }
+    }
+  }
+}
+
+// Eight lanes at a time read 16 bytes each.
+void banks_do_not_conflict() {
+  for (int bits : {4, 8}) {
+    for (int first = 0; first < wo::kLanes; first += 8) {
+      std::set<int> banks;
+      for (int lane = first; lane < first + 8; ++lane) banks.insert(wo::lane_at(bits, lane, 0) / 16 % 8);
+      CHECK_EQUAL(banks.size(), std::size_t{8});
+    }
+  }
+}
+
+// Where TMA puts a byte of a box of tokens.
+int swizzled(int at) { return at ^ at / wo::kLine % 8 * 16; }
+
+// The instruction goes from its first byte by lines of 128 for tokens, and swizzles the sum; TMA swizzles each box.
+void tokens_are_read_where_they_are_written() {
+  for (int tokens : {16, 32, 64, 128, 256}) {
+    std::set<int> places;
+    for (int column = 0; column < wo::kPadding; ++column) {
+      for (int token = 0; token < tokens; ++token) {
+        int const box = column / wo::kColumns * tokens * wo::kLine;
+        int const written = box + swizzled(token * wo::kLine + column % wo::kColumns * 2);
+        int const first = wo::tokens_at(tokens, column / wo::kInstruction * wo::kInstruction);
+        CHECK_EQUAL(first % 16, 0);
+        CHECK_EQUAL(written, swizzled(first + token * wo::kLine + column % wo::kInstruction * 2));
+        places.insert(written);
+      }
+    }
+    CHECK_EQUAL(static_cast<int>(places.size()), tokens * wo::kPadding);
+    CHECK(*places.rbegin() < tokens * wo::kPadding * 2);
+  }
+}
+
+template <class Config>
+void stages_of_a_row(Config const& config, bool rounds) {
+  constexpr int kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
+  for (int bits : {4, 8}) {
+    for (int groups : {1, 2, 4}) {
+      for (int scale_bytes : {2, 4}) {
+        if (rounds && scale_bytes != 2) continue;  // of the tokens' type
+        for (int zero_bytes : {0, 1}) {
+          wo::TileStage const stage(config, bits, groups, scale_bytes, zero_bytes);
+          CHECK_EQUAL(wo::slab_bytes(bits) % 128, 0);
+          CHECK(wo::slab_bytes(bits) / wo::kMapWord <= 256);
+          CHECK_EQUAL(stage.tokens_at % wo::kAtom, 0);
+          CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns) % wo::kAtom, 0);
+          CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
+          CHECK_EQUAL(stage.scales_at % 128, 0);
+          CHECK_EQUAL(stage.zeros_at % 128, 0);
+          int const stages = wo::ring_stages(config, stage, kSharedOfSm90);
+          CHECK(stage.end <= stage.bytes && stages >= 2);
+          CHECK_EQUAL(stages % config.ways, 0);
+          int const bytes =
+              wo::ring_shared_bytes(config, stage, kSharedOfSm90) + wo::barrier_bytes(wo::most_stages(config));
+          CHECK(bytes <= kSharedOfSm90);
+          CHECK((bytes + kReserved) * wo::resident_blocks(config) <= kSharedOfSm90 + kReserved);
+          CHECK(wo::early_steps(config.tokens) <= stages);
+        }
+      }
+    }
+  }
+}
+
+void stages_are_aligned_and_fit() {
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) stages_of_a_row(config, config.rounds);
+  for (wo::RingConfig const& config : wo::kRingRows) stages_of_a_row(config, false);
+}
+
+// Blocks are apart as long as there are SMs for all of them; asked for so much memory, no more fit an SM.
+template <class Config>
+void blocks_of_a_row(Config const& config) {
+  constexpr int kSms = 132, kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
+  int const resident = wo::resident_blocks(config);
+  for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
+    std::int64_t const apart = wo::clusters(split, 1, kSms);
+    CHECK_EQUAL(wo::blocks_of_sm(config, 1, split, kSms), 1);
+    CHECK_EQUAL(wo::blocks_of_sm(config, apart, split, kSms), 1);
+    CHECK_EQUAL(wo::blocks_of_sm(config, apart + 1, split, kSms), resident);
+  }
+  for (int share = 1; share <= resident; ++share) {
+    int const bytes = epiloq::bytes_for_share(share, kSharedOfSm90) + kReserved;
+    CHECK(bytes * share <= kSharedOfSm90 + kReserved && bytes * (share + 1) > kSharedOfSm90 + kReserved);
+  }
+}
+
+void blocks_of_an_sm() {
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) blocks_of_a_row(config);
+  for (wo::RingConfig const& config : wo::kRingRows) blocks_of_a_row(config);
+}
+
+// Blocks that share K: each piece is one block's, and every other one's sums of it have a slot there of their own.
+void pieces_have_one_owner_and_slots_apart() {
+  for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
+    for (int pieces = 1; pieces <= 100; ++pieces) {
+      int owned = 0;
+      for (int rank = 0; rank < split; ++rank) {
+        wo::Pieces const owner{rank, split};
+        std::set<int> slots;
+        int own = 0;
+        for (int i = 0; i < pieces; ++i) {
+          wo::Piece const piece = wo::Piece::of(i, split);
+          if (!owner.is_own(piece)) continue;
+          ++own;
+          for (int other = 0; other < split; ++other) {
+            if (other == rank) continue;
+            wo::Pieces const sender{other, split};
+            CHECK(!sender.is_own(piece));
+            CHECK(sender.distance_to(piece) >= 1 && sender.distance_to(piece) < split);
+            slots.insert(wo::slot_of(piece, sender.distance_to(piece), split));
+          }
+        }
+        CHECK_EQUAL(owner.own_of(pieces), own);
+        CHECK_EQUAL(static_cast<int>(slots.size()), own * (split - 1));
+        if (!slots.empty()) CHECK(*slots.begin() >= 0 && *slots.rbegin() < wo::slots_of(pieces, split));
+        owned += own;
+      }
+      CHECK_EQUAL(owned, pieces);
+      wo::Piece const next = wo::Piece::of(pieces, split).next(split), following = wo::Piece::of(pieces + 1, split);
+      CHECK(next.owner == following.owner && next.turn == following.turn);
+    }
+  }
+}
+
+// A wgmma tile's pieces are numbered once each, and a block finishes as many of each warp's, or one more.
+void warps_finish_as_many_pieces() {
+  for (int ways = 1; ways <= 3; ++ways) {
+    for (int eights : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) {
+      std::set<int> all;
+      for (int slab = 0; slab < 16; ++slab) {
+        for (int way = 0; way < ways; ++way) {
+          int const first = wo::first_piece(slab, way, eights, ways), own = (eights - way + ways - 1) / ways;
+          for (int i = 0; i < own; ++i) CHECK(all.insert(first + i).second);
+          for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+            std::array<int, epiloq::kMaxCluster> finished{};
+            for (int i = 0; i < own; ++i) ++finished[wo::Piece::of(first + i, split).owner];
+            CHECK(*std::max_element(finished.begin(), finished.begin() + split) <= (own + split - 1) / split);
+          }
+        }
+      }
+      CHECK(static_cast<int>(all.size()) == 16 * eights && *all.rbegin() == 16 * eights - 1);
+    }
+  }
+}
+
+// What blocks send one another fits behind the ring or in it, and what a block's ways do in it.
+void exchanges_fit() {
+  constexpr int kPieceBytes = wo::kSlab * 8 * 4;
+  auto const pieces_of = [](auto const& config) { return config.rows() / wo::kSlab * (config.tokens / 8); };
+  auto const received_fit = [&](auto const& config) {
+    for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+      CHECK(wo::slots_of(pieces_of(config), split) * kPieceBytes <= wo::exchange_bytes(config));
+    }
+  };
+  // One way's slots are numbered by piece and sender, where the owner has as many for itself.
+  auto const sums_fit = [&](auto const& config, int bytes) {
+    for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
+      std::set<std::pair<int, int>> slots;
+      for (int number = 0; number < pieces_of(config); ++number) {
+        int const owner = wo::Piece::of(number, split).owner;
+        for (int rank = 0; rank < split; ++rank) {
+          int const slot = number - owner + rank;
+          CHECK(slot >= 0 && (slot + 1) * kPieceBytes <= bytes);
+          CHECK(slots.insert({owner, slot}).second);
+        }
+      }
+    }
+  };
+  for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
+    for (int bits : {4, 8}) {
+      wo::TileStage const stage(config, bits, 1, 2, 0);
+      int const ring_bytes = wo::exchange_at(config, stage, 232448);
+      if (config.ways > 1) {
+        received_fit(config);
+        CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= ring_bytes);
+      } else {
+        sums_fit(config, wo::lends_ring(config) ? ring_bytes : wo::exchange_bytes(config));
+      }
+    }
+  }
+  for (wo::RingConfig const& config : wo::kRingRows) {
+    received_fit(config);
+    CHECK_EQUAL(wo::stream_pieces(config.tokens, config.rows()), pieces_of(config));
+    wo::TileStage const stage(config, 4, 1, 2, 0);
+    CHECK(config.ways * config.tokens * config.rows() * 4 <= wo::exchange_at(config, stage, 232448));
+  }
+}
+
+}  // namespace
+
+int main() {
+  pieces_have_one_owner_and_slots_apart();
+  warps_finish_as_many_pieces();
+  exchanges_fit();
+  for (int bits : {4, 8}) integers_reach_their_slots(bits);
+  banks_do_not_conflict();
+  tokens_are_read_where_they_are_written();
+  stages_are_aligned_and_fit();
+  blocks_of_an_sm();
+  return test::failures != 0;
+}
