@@ -205,3 +205,10 @@ def test_compare_refuses_other_models(teacher: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "[128, 256] of" in " ".join(result.output.split())
     result = run("compare", teacher, tmp_path / "absent")
     assert result.exit_code == 2 and "absent: expected a model directory" in " ".join(result.output.split())
+
+
+def test_perplexity_refuses_windows_of_other_shapes() -> None:
+    """By name: the model cannot be blamed for them."""
+    for window in (torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"perplexity: windows: expected int64 \[1, n\]"):
+            perplexity(torch.nn.Identity(), [window])

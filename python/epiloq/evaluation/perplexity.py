@@ -37,6 +37,9 @@ def perplexity(model: nn.Module, windows: list[Tensor], advance: Callable[[], No
     """
     import torch
 
+    for window in windows:
+        if window.ndim != 2 or len(window) != 1:
+            raise ValueError(f"perplexity: windows: expected int64 [1, n] each, got {list(window.shape)}")
     total, predicted = torch.zeros((), dtype=torch.float64), 0
     with torch.inference_mode():
         for window in windows:

@@ -1,4 +1,4 @@
-"""Convolutions and products of int8 by int8 that re-quantise their sums to int8, or restore them to floating point."""
+"""int8 convolutions and products whose output is requantised to int8 or dequantised."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def conv2d_int8(
 ) -> Tensor:
     """A convolution of quantised activations, ``x = input_scale (x_q - input_zero)``, in NHWC.
 
-    With the exact sum ``acc = sum (x_q - input_zero) weight`` over the places inside the image (padding holds
-    ``input_zero``, the number 0), and ``y = input_scale weight_scale acc + bias`` clamped to ``clamp``::
+    With the exact sum ``acc = sum (x_q - input_zero) weight`` over the pixels inside the image (padding holds
+    ``input_zero``, which stands for 0), and ``y = input_scale weight_scale acc + bias`` clamped to ``clamp``::
 
         int8:            out = clamp(round(y / output_scale) + output_zero, -128, 127), ties to even
         floating point:  out = y
@@ -54,9 +54,9 @@ def conv2d_int8(
         weight: int8 ``[Co, Kh, Kw, Ci / groups]`` with its parameters in the keywords below, or a
             `PreparedInt8Weight`, which holds them all (``bias`` and those keywords are then None).
         bias: float32 ``[Co]``, in real numbers.
-        input_scale, output_scale: positive and finite. ``output_scale`` goes with int8 output alone.
+        input_scale, output_scale: positive and finite. ``output_scale`` is for int8 output only.
         input_zero, output_zero: -128 to 127, 0 unless given.
-        weight_scale: float32, one or ``[Co]``.
+        weight_scale: float32, one element or ``[Co]``.
         stride, dilation: one number or (height, width).
         padding: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides "same".
         groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
@@ -68,8 +68,8 @@ def conv2d_int8(
         ``[B, P, Q, Co]``. NaN (of a scale or the bias) counts as ``y = 0`` in int8 output.
 
     Raises:
-        ValueError: an argument does not fit; the message names it. A sum of more than 65793 products is refused, for
-            int32 might not hold it.
+        ValueError: an argument does not fit; the message names it. Sums of more than 65793 products are refused,
+            because int32 might overflow.
         TypeError: an argument is not a tensor, or a parameter is missing.
         NotImplementedError: on a GPU that this build has no kernel for.
     """
@@ -93,9 +93,9 @@ def requantized_mm(
     clamp: tuple[float, float] | None = None,
     out_dtype: torch.dtype = torch.int8,
 ) -> Tensor:
-    """`conv2d_int8` of a 1 x 1 kernel: ``x_q`` int8 ``[.., K]``, ``weight`` int8 ``[N, K]``, the result ``[.., N]``.
+    """`conv2d_int8` with a 1 x 1 kernel: ``x_q`` int8 ``[…, K]``, ``weight`` int8 ``[N, K]``, the result ``[…, N]``.
 
-    Everything else is as there. A `PreparedInt8Weight` is one of ``[N, K]`` or ``[N, 1, 1, K]``.
+    Everything else is the same. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``.
     """
     name = "requantized_mm"
     if isinstance(weight, Tensor):

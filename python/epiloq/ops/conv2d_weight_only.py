@@ -1,4 +1,4 @@
-"""Convolutions of floating-point images with a weight of few bits, which is de-quantised on the way."""
+"""Convolutions of floating-point images with weights of few bits, dequantised in the kernel."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def conv2d_weight_only(
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as `epiloq.PackedConv2dWeight` says, summed in fp32.
+    """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as defined by `epiloq.PackedConv2dWeight`, accumulated in
+    fp32.
 
-    A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels, as rounded as that. Where
-    `epiloq.explain` says "de-quantise" of another, the weight is rounded to x's dtype in memory (to float32 on the CPU)
-    for torch's convolution, in which float32 is never TF32, whatever torch's settings are.
+    A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels, with the same rounding. For the
+    others, if `epiloq.explain` says "de-quantise", the weight is rounded to x's dtype in memory (float32 on the CPU)
+    for torch's convolution, which never uses TF32, whatever torch's settings are.
 
     Args:
-        x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, best in ``torch.channels_last`` memory; any other order is
-            copied into that.
+        x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, best in ``torch.channels_last`` memory; any other memory
+            format is copied into it.
         weight: ``[Co, Kh, Kw, Ci / groups]``.
         bias: ``[Co]`` of x's dtype, added in fp32.
         stride, dilation: one number or (height, width).
@@ -57,7 +58,7 @@ def conv2d_weight_only(
             "same".
         groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
         clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
-        out: ``[B, Co, P, Q]`` of x's dtype in channels_last memory; it is written and returned.
+        out: ``[B, Co, P, Q]`` of x's dtype in channels_last memory; written and returned.
 
     Returns:
         ``[B, Co, P, Q]`` of x's dtype, in channels_last memory.

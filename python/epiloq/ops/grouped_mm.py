@@ -1,4 +1,4 @@
-"""int8 and float8 matrix multiplication for a mixture of experts, with scales by groups or of whole rows."""
+"""int8 and float8 matrix multiplication for a mixture of experts, with scales per group or per row."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ def grouped_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`groupwise_mm`, or `scaled_mm`, for a mixture of experts: each row of ``a`` with its expert's matrix, in one go.
+    """`groupwise_mm`, or `scaled_mm`, for a mixture of experts: each row of ``a`` times its expert's matrix, in one
+    launch.
 
-    Nothing is read back to the host: ``offs`` and ``masked_m`` are looked at on the device alone, so their values are
-    not checked on CUDA. They must ascend and stay within M; experts without rows cost nothing.
+    Nothing is read back to the host: ``offs`` and ``masked_m`` are read on the device, so their values are not checked
+    on CUDA. ``offs`` must ascend, and both must stay within M; experts without rows cost nothing.
 
     Args:
-        a: float8_e4m3fn, or int8 with scales of whole rows: with ``offs`` ``[M, K]``, rows sorted by expert; with
-            ``masked_m`` ``[E, M, K]``. It begins on 16 bytes, as ``b`` and ``out`` do.
+        a: float8_e4m3fn, or int8 with scales per row: with ``offs`` ``[M, K]``, rows sorted by expert; with
+            ``masked_m`` ``[E, M, K]``. 16-byte aligned, like ``b`` and ``out``.
         b: ``[E, K, N]`` of ``a``'s kind, each column-major: ``weights.transpose(1, 2)`` of contiguous ``[E, N, K]``.
-        scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides that let rows stay evenly
-            spaced; with recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.
+        scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides with evenly spaced rows; with
+            recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.
         scale_b: float32 ``[E, ceil(K / 128), ceil(N / 128)]``, any strides; with recipe (1, 1, 128)
             ``[E, ceil(K / 128), N]``, with (1, 1, -1) ``[E, 1, N]``.
         offs: int32 ``[E]``, the ends of the experts' rows, as ``torch._grouped_mm`` takes them.
-        masked_m: int32 ``[E]``, how many of each expert's M rows count.
+        masked_m: int32 ``[E]``, the number of valid rows of each expert.
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128) or (1, 1, 128), or
-            (1, 1, -1) for all of K, as `scaled_mm` has it with a scale a token and a channel.
+            (1, 1, -1) for all of K, as `scaled_mm` with one scale per token and per channel.
         out_dtype, out: as for `groupwise_mm`.
 
     Returns:
-        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written. With int8 each expert's rows have
-        the bits of `scaled_mm`.
+        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written. With int8 each expert's rows equal
+        those of `scaled_mm` bit for bit.
 
     Raises:
         ValueError: an argument does not fit (int8: ``K`` is at most 131071), or not exactly one of ``offs`` and

@@ -1,4 +1,4 @@
-"""float8 matrix multiplication with scales by groups, in the manner of DeepSeek-V3."""
+"""FP8 matrix multiplication with scales per group, as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ def groupwise_mm(
 ) -> Tensor:
     """``sum over blocks i of 128 along K of scale_a[m, i] * scale_b[i, n] * (a_i @ b_i)[m, n] + bias[n]``.
 
-    Each block's product is added up in fp32, so long sums stay accurate. The meaning is that of DeepSeek-V3's report
-    (section 3.3.2); partial blocks at the ends of K and N are blocks like the others.
+    Each block's product is promoted to fp32, so long sums stay accurate. This is DeepSeek-V3's definition (report,
+    section 3.3.2). The last blocks of K and N may be partial.
 
     Args:
-        a: float8_e4m3fn ``[.., M, K]``, rows dense and apart, the first on 16 bytes, as ``b`` and ``out`` are; leading
+        a: float8_e4m3fn ``[…, M, K]``, rows dense and not overlapping, 16-byte aligned, like ``b`` and ``out``; leading
             dimensions must collapse into one.
         b: float8_e4m3fn ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
-        scale_a: float32 ``[.., M, ceil(K / 128)]``, any strides, perhaps all rows in one dimension
-            (`quantize_fp8` with granularity "group" gives it in
-            either layout, and neither is copied; in columns it is faster for many tokens on SM90); with recipe
-            (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
+        scale_a: float32 ``[…, M, ceil(K / 128)]``, any strides; the rows may be flattened (`quantize_fp8` with
+            granularity "group" returns either layout, and neither is copied; column-major is faster at large M on
+            SM90); with recipe (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
         scale_b: float32 ``[ceil(K / 128), ceil(N / 128)]``, any strides: ``weight_scale_inv.t()``; with recipe
             (1, 1, 128) ``[ceil(K / 128), N]``.
         bias: ``[N]`` in the output's dtype, added in fp32.
@@ -56,10 +55,10 @@ def groupwise_mm(
         out_dtype: bfloat16, float16 or float32; ``out``'s dtype where ``out`` is given.
         constant_b: ``b`` is a model's weight, as for `epiloq.scaled_mm`. Unsafe if a preceding kernel that triggers
             programmatic dependent launch may still be writing ``b``.
-        out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
+        out: ``[…, M, N]``, rows dense, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[.., M, N]``; docs/numerics.md has the bound.
+        ``[…, M, N]``; docs/numerics.md has the bound.
 
     Raises:
         ValueError: an argument does not fit; the message names it.

@@ -1,4 +1,4 @@
-"""Matrix product with activations quantised block by block inside the call, on int8 products."""
+"""Matrix multiplication that quantises activations to int8 in blocks within the call."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ def online_quant_mm(
     staged: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``clamp(x W^T + bias)`` with W about ``w_scale * w_q + w_offset`` by blocks, and x quantised on the way in.
+    """``clamp(x W^T + bias)`` with ``W = w_scale * w_q + w_offset`` per block, and x quantised in the same blocks.
 
-    x is quantised as `quantize_blockwise_int8` does it, with the weight's block size. The int8 products of a block are
-    exact; over blocks i, in float32, with sA, oA, sumA of x's blocks, sB, oB, sumB of the weight's, and g values a
-    block:
+    x is quantised as by `quantize_blockwise_int8`, with the weight's block size. The int8 products of a block are
+    exact; over blocks i, in float32, with scale, offset and sum sA, oA, sumA of x's blocks, sB, oB, sumB of the
+    weight's, and g values per block:
 
         ``y = sum_i  sA (sB sum(q_x q_w) + sumA oB) + oA (sumB sB + g oB)``
 
-    A row of x that holds NaN or an infinity gives NaN.
+    A row of x with NaN or an infinity gives NaN.
 
     Args:
-        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
+        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
         w_q: a `BlockQuantWeight` from `online_quant_weight`, which is prepared once; or int8 ``[N, K]``, or int8
-            ``[N, ceil(K / 2)]`` with two 4-bit values a byte (value 2i in the low half of byte i), to be prepared in
-            this call.
-        w_scale: float32 ``[N, G]`` with G = ceil(K / group_size), or ``[N, 1]`` or ``[1, G]`` for one a row or one a
-            block; None beside a prepared weight.
+            ``[N, ceil(K / 2)]`` with two 4-bit values per byte (value 2i in the low half of byte i), prepared in this
+            call.
+        w_scale: float32 ``[N, G]`` with G = ceil(K / group_size), or ``[N, 1]`` or ``[1, G]`` for one per row or one
+            per block; None with a prepared weight.
         w_offset: float32 in one of those shapes, or None for weights without offsets.
-        group_size: values a block, of x and of the weight; the last block of a row may be short. CUDA has a fused
-            kernel for 32, 64 and 128, and the staged pipeline for others. None beside a prepared weight.
+        group_size: values per block, of x and of the weight; the last block of a row may be shorter. CUDA has fused
+            kernels for 32, 64 and 128, and the staged pipeline for others. None with a prepared weight.
         bias: ``[N]`` in x's dtype, added in float32.
-        clamp: (lo, hi) that the result is limited to: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6. NaN stays.
-        staged: on CUDA, run the reference pipeline instead of the fused kernel: the same numbers but for the order of
-            float32 roundings, and many times slower.
-        out: ``[.., N]`` in x's dtype, rows dense, apart from every input in memory; it is written and returned.
+        clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6. NaN passes.
+        staged: on CUDA, run the reference pipeline instead of the fused kernel: the same results up to float32
+            rounding, many times slower.
+        out: ``[…, N]`` in x's dtype, rows dense, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[.., N]`` in x's dtype.
+        ``[…, N]`` in x's dtype.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -124,7 +124,7 @@ def run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`online_quant_mm` by its parts, for tensors that are `direct`."""
+    """`online_quant_mm` for plain tensors, its arguments taken apart."""
     result = _empty(x, values) if out is None else out
     call = (result, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if x.is_cuda:
@@ -137,7 +137,7 @@ def run(
 
 
 def _launch(call: tuple[Any, ...], staged: bool) -> None:
-    """On CUDA: with the memory that the staged pipeline wants."""
+    """On CUDA, with the workspace of the staged pipeline."""
     out, x, values, parameters, bias, in_features, group_size, bits, lo, hi = call
     products = sums = None
     if staged or _core.online_quant_mm_needs_staging(group_size):

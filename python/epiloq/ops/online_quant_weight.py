@@ -1,4 +1,4 @@
-"""Weights in blocks, prepared for products that quantise their activations."""
+"""Weights in blocks, prepared for `online_quant_mm`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def online_quant_weight(
     bits: int = 8,
     in_features: int | None = None,
 ) -> BlockQuantWeight:
-    """The weight of `online_quant_mm`, prepared once: padded, laid out for the kernels, block sums taken.
+    """Prepare the weight of `online_quant_mm` once: padding, the kernels' layout, block sums.
 
     Args:
-        w_q: int8 ``[N, K]``; with ``bits=4`` int8 ``[N, ceil(K / 2)]``, two values from -8 to 7 a byte, value 2i in
+        w_q: int8 ``[N, K]``; with ``bits=4`` int8 ``[N, ceil(K / 2)]``, two values from -8 to 7 per byte, value 2i in
             the low half of byte i.
         w_scale, w_offset, group_size: as for `online_quant_mm`.
         in_features: K, for 4-bit weights of odd K.

@@ -1,4 +1,4 @@
-"""int8 and float8 matrix multiplication of a batch, with scales, and with int8 output: the products of attention."""
+"""Batched int8 and FP8 matrix multiplication with scales, optionally to int8: the products of attention."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def scaled_bmm(
     scale_out: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``scale_a * scale_b * (a[i] @ b[i])`` for each i of a batch, in one launch, as `scaled_mm` computes it.
+    """``scale_a * scale_b * (a[i] @ b[i])`` for each i of a batch, in one launch, with the arithmetic of `scaled_mm`.
 
-    With ``out_dtype=torch.int8`` that divided by ``scale_out``, rounded to nearest, ties to even, and saturated to
-    [-128, 127]; NaN, which only scales can bring, becomes 0. Nothing is copied: batches and rows may lie apart by any
-    strides, so the heads of ``[tokens, heads, width]`` are ``x.transpose(0, 1)``, and those of ``a`` and ``b`` may be
-    expanded (stride 0), as keys and values shared by several heads are. All begin on 16 bytes.
+    With ``out_dtype=torch.int8`` the result is divided by ``scale_out``, rounded to nearest, ties to even, and
+    saturated to [-128, 127]; NaN, which only scales can bring, becomes 0. Nothing is copied: batches and rows may have
+    any strides, so the heads of ``[tokens, heads, width]`` are ``x.transpose(0, 1)``, and ``a`` and ``b`` may be
+    expanded (stride 0), as keys and values shared by several heads are. All are 16-byte aligned.
 
     Args:
         a: int8 or float8 (e4m3fn, e5m2) ``[B, M, K]``, rows dense.
@@ -39,13 +39,14 @@ def scaled_bmm(
         scale_a: float32: one element, ``[B, 1, 1]``, or ``[B, M, 1]`` with the scales of neighbouring rows beside each
             other in memory.
         scale_b: float32: one element, ``[B, 1, 1]``, or ``[B, 1, N]`` likewise.
-        out_dtype: float16 or bfloat16; float32 on the CPU too; int8 (of int8 operands) with ``scale_out``. ``out``'s
-            dtype where ``out`` is given.
-        scale_out: float32, one element: what an int8 output is in units of.
-        out: ``[B, M, N]``, rows dense, batches and rows apart, in memory of its own; it is written and returned.
+        out_dtype: float16 or bfloat16, on the CPU also float32; int8 (of int8 operands) with ``scale_out``; ``out``'s
+            dtype if ``out`` is given.
+        scale_out: float32, one element: the scale of an int8 output.
+        out: ``[B, M, N]``, rows dense, batches and rows not overlapping, sharing no memory with inputs; written and
+            returned.
 
     Returns:
-        ``[B, M, N]``, accurate as `scaled_mm`'s; int8 outputs have the same bits on the CPU and on CUDA.
+        ``[B, M, N]``, as accurate as `scaled_mm`; int8 outputs have the same bits on CPU and GPU.
 
     Raises:
         ValueError: an argument does not fit; the message names it. ``B`` is at most 65535, and for int8 ``K`` at most

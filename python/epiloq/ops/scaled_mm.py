@@ -1,4 +1,4 @@
-"""int8 and float8 matrix multiplication with a fused de-quantising epilogue."""
+"""int8 and FP8 matrix multiplication with a fused dequantising epilogue."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ def scaled_mm(
 ) -> Tensor:
     """``scale_a * scale_b * (a @ b) + bias``: int32 or fp32 sums, one fp32 epilogue, one rounding.
 
-    This is ScaledEpilogue, and with ``bias`` ScaledEpilogueBias, of CUTLASS's visitor trees.
+    In CUTLASS's terms this is ScaledEpilogue, or with ``bias`` ScaledEpilogueBias.
 
     Args:
-        a: int8 or float8 (e4m3fn, e5m2) ``[.., M, K]``, rows dense and apart, the first on 16 bytes, as ``b`` and
-            ``out`` are; leading dimensions must collapse into one.
+        a: int8 or float8 (e4m3fn, e5m2) ``[…, M, K]``, rows dense and not overlapping, 16-byte aligned, like ``b`` and
+            ``out``; leading dimensions must collapse into one.
         b: ``[K, N]`` of ``a``'s kind, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
-        scale_a: float32, one element or one a row of ``a``: ``[M]``, ``[M, 1]`` or ``[.., M, 1]``.
-        scale_b: float32, one element or one a column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as quantising the
+        scale_a: float32, one element or one per row of ``a``: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
+        scale_b: float32, one element or one per column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as quantising the
             weight's rows gives it.
         bias: ``[N]`` in the output's dtype, added in fp32.
-        out_dtype: float16 or bfloat16; float32 on the CPU too. ``out``'s dtype where ``out`` is given.
-        fast_accum: float8 on a GPU: all of a sum may be left to the tensor cores, whose accumulators keep about 14 bits
-            on Hopper. It is where that is faster, by more than 128 tokens; else, and without ``fast_accum``, sums are
-            added up in fp32 every 128 of K.
+        out_dtype: float16 or bfloat16, on the CPU also float32; ``out``'s dtype if ``out`` is given.
+        fast_accum: FP8 on a GPU: whole sums may be left to the tensor cores, whose accumulators have about 14 bits on
+            Hopper. This happens for M > 128 where it is faster; otherwise, and without ``fast_accum``, sums are
+            promoted to fp32 every 128 of K.
         constant_b: ``b`` is a model's weight, written long before. On SM90 the kernel then loads its first tiles of
             ``b`` before the preceding kernel has finished: up to 5 % faster at small M. Unsafe if a preceding kernel
             that triggers programmatic dependent launch may still be writing ``b``. epiloq's kernels are such kernels,
             eager torch's are not; one of epiloq's quantisers in between makes it safe (docs/numerics.md).
-        out: ``[.., M, N]``, rows dense, apart from every input in memory; it is written and returned.
+        out: ``[…, M, N]``, rows dense, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[.., M, N]``, for int8 within one unit in the last place of the exact result; docs/numerics.md has the bounds
-        for float8.
+        ``[…, M, N]``; int8 within one unit in the last place of the exact result, FP8 as docs/numerics.md states.
 
     Raises:
         ValueError: an argument does not fit; the message names it. For int8 ``K`` is at most 131071, where int32 stays
@@ -97,9 +96,9 @@ def scaled_mm_azp(
     for static activations whose one zero point was multiplied into ``azp_adj`` beforehand.
 
     Args:
-        azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point
-            where ``azp`` is None.
-        azp: int32, one element or one a row of ``a``, in ``scale_a``'s shapes; values in [-128, 127], as
+        azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point if
+            ``azp`` is None.
+        azp: int32, one element or one per row of ``a``, in ``scale_a``'s shapes; values in [-128, 127], as
             `quantize_int8` gives.
         constant_b: as for `scaled_mm`. Unsafe if a preceding kernel that triggers programmatic dependent launch may
             still be writing ``b``.

@@ -1,4 +1,4 @@
-"""Products of floating-point activations with a weight of few bits, which is de-quantised on the way."""
+"""Products of floating-point activations with weights of few bits, dequantised in the kernel."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ def weight_only_mm(
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``min(max(x @ W.T + bias, lo), hi)`` with ``W`` as `epiloq.PackedWeight` says, summed in fp32.
+    """``min(max(x @ W.T + bias, lo), hi)`` with ``W`` as defined by `epiloq.PackedWeight`, accumulated in fp32.
 
-    Integers enter the product as they are, so the weight is exact; a group's scale multiplies its sum. On CUDA there
-    are two exceptions, in which the weight is rounded to x's dtype: with more than 128 tokens, where `epiloq.explain`
-    says "rounded" or "de-quantise"; and where no kernel fits (2 and 3 bits; groups other than 32, 64, multiples of 128
-    and whole rows; float32), so that it is de-quantised into memory. docs/numerics.md has the bounds. The CPU works on
-    torch's threads, as many as `torch.get_num_threads()`, or in a forked child on one, and others run Python meanwhile.
+    The integers are multiplied unrounded, and a group's scale multiplies its sum. On CUDA there are two exceptions, in
+    which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "de-quantise"; and
+    where there is no kernel (2 and 3 bits; groups other than 32, 64, multiples of 128 and whole rows; float32), so that
+    the weight is dequantised into memory. docs/numerics.md has the bounds. The CPU uses `torch.get_num_threads()` of
+    torch's threads (one in a forked child) and releases the GIL.
 
     Args:
-        x: ``[.., M, K]`` float16, bfloat16 or float32, rows dense.
-        weight: ``[N, K]``. Its activation order, where it has one, permutes ``x`` once.
+        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
+        weight: ``[N, K]``. Its activation order, if any, permutes ``x`` once.
         bias: ``[N]`` of x's dtype, added in fp32.
         clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
-        out: ``[.., M, N]`` of x's dtype, rows dense, apart from every input in memory; it is written and returned.
+        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[.., M, N]`` of x's dtype. NaN and infinities in a token, a scale or an offset reach the outputs they touch.
+        ``[…, M, N]`` of x's dtype. NaN and infinities in a token, a scale or an offset reach only the outputs that
+        depend on them.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -93,7 +94,7 @@ def run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`weight_only_mm` by its parts, for tensors that are `direct`."""
+    """`weight_only_mm` for plain tensors, its arguments taken apart."""
     result = _empty(x, n) if out is None else out
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
@@ -126,7 +127,7 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:
-    """x, or on CUDA, where its rows are dense, a copy whose rows start on 16 bytes."""
+    """x, or on CUDA, if its rows are dense, a copy whose rows are 16-byte aligned."""
     if not x.is_cuda or x.ndim == 0 or x.stride(-1) != 1:
         return x
     if x.data_ptr() % 16 == 0 and all(stride % _ALIGNED == 0 for stride in x.stride()[:-1]):
@@ -139,7 +140,7 @@ def _on_16_bytes(x: Tensor) -> Tensor:
 def dense_product(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
-    """On CUDA, where the C++ side declines: the weight de-quantised, whole and in x's dtype."""
+    """On CUDA, where there is no kernel: the weight dequantised into memory, in x's dtype."""
     _, n, k, _ = numbers
     weight = x.new_empty((n, k))
     _core.dequantize_weight(weight, *packed, *numbers)

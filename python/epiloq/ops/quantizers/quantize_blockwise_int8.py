@@ -1,4 +1,4 @@
-"""int8 quantisation in blocks along the last dimension, each block with a scale and an offset of its own."""
+"""int8 quantisation in blocks along the last dimension, with one scale and offset per block."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 def quantize_blockwise_int8(
     x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantised | None = None
 ) -> Quantised:
-    """``x`` as about ``scale * q + offset``, by blocks of ``group_size`` along K; CPU and GPU bit-equal.
+    """``x ≈ scale * q + offset`` in blocks of ``group_size`` along K; the same bits on CPU and GPU.
 
-    A block whose values span [lo, hi] has ``scale = (hi - lo) / 255`` and ``offset = hi - 127 scale``, and
+    A block with values in [lo, hi] has ``scale = (hi - lo) / 255`` and ``offset = hi - 127 scale``, and
 
         ``q = clamp(round((x - offset) / scale), -128, 127)``,
 
-    one float32 rounding an operation, a true division, ties to even. With ``symmetric`` there is no offset, and
-    ``scale = amax / 127``. A constant block (symmetric: one of zeros) has scale 1 and ``offset = hi``, and comes back
-    exactly. The scale is never below 2^-126. A block that holds NaN or an infinity, or whose range is past the largest
-    float32, has NaN for its parameters and ``q = 0``, so that whatever is computed from it is NaN.
+    with one float32 rounding per operation, a true division, ties to even. With ``symmetric`` there is no offset, and
+    ``scale = amax / 127``. A constant block (symmetric: zeros) has scale 1 and ``offset = hi``, and is restored
+    exactly. The scale is at least 2^-126. A block with NaN or an infinity, or with a range beyond float32, has NaN
+    parameters and ``q = 0``, so that everything computed from it is NaN.
 
     Args:
-        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
-        group_size: values a block; the last block of a row is shorter where K is not a multiple.
+        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
+        group_size: values per block; the last block of a row may be shorter.
         symmetric: no offset, for weights around 0.
         out: ``(q, scale, offset, sum)`` to write into and return; offset None when symmetric.
 
     Returns:
-        ``q`` int8 ``[.., K]``; with G = ceil(K / group_size): ``scale`` and ``offset`` float32 ``[.., G]`` (offset
-        None when symmetric) and ``sum`` int32 ``[.., G]``, the sum of each block's ``q``.
+        ``q`` int8 ``[…, K]``; with G = ceil(K / group_size): ``scale`` and ``offset`` float32 ``[…, G]`` (offset
+        None when symmetric) and ``sum`` int32 ``[…, G]``, the sum of each block's ``q``.
 
     Raises:
         ValueError: an argument does not fit; the message names it.

@@ -1,4 +1,4 @@
-"""FP8 quantisation: static or dynamic scales for a tensor, its tokens, groups along K, or blocks of a weight."""
+"""FP8 quantisation: static or dynamic scales per tensor, token, group along K, or block of a weight."""
 
 from __future__ import annotations
 
@@ -29,36 +29,35 @@ def quantize_fp8(
     pad_to: int = 1,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``q = round(clamp(x / scale, -largest, largest))``, dividing and rounding ties to even; CPU and GPU bit-equal.
+    """``q = round(clamp(x / scale, -largest, largest))``, a true division, ties to even; the same bits on CPU and GPU.
 
-    ``largest`` is 448 for e4m3fn and 57344 for e5m2. Without ``scale`` the scales are measured:
-    ``scale = max(min(amax, scale_ub), eps) / largest``, never below 2^-126, so that zeros give zeros.
+    ``largest`` is 448 for e4m3fn and 57344 for e5m2. Without ``scale``, ``scale = max(min(amax, scale_ub), eps) /
+    largest`` is measured, at least 2^-126, so that zeros give zeros.
 
-    What holds NaN gets a NaN scale and NaN throughout, what holds an infinity an infinite scale and NaN in its place
-    (0 elsewhere): what is computed from either is NaN, as in floating point. (``scale_ub`` bounds infinities.) With a
+    NaN makes its scale and everything that shares it NaN; an infinity makes its scale infinite, itself NaN and the
+    others 0: everything computed from either is NaN, as in floating point. (``scale_ub`` bounds infinities.) With a
     static scale NaN stays NaN, the code 0x7f, and infinities saturate.
 
     Args:
-        x: ``[.., K]`` float32, float16 or bfloat16, rows dense; ``[N, K]`` for "block".
+        x: ``[…, K]`` float32, float16 or bfloat16, rows dense; ``[N, K]`` for "block".
         granularity: what shares a scale: "tensor"; "token", a row of ``x``; "group", ``group_size`` elements of a row;
             "block", ``group_size`` x ``group_size`` elements. The last group or block of a row may be shorter.
         group_size: of groups and blocks.
-        scale: static: float32, as many as the granularity has, in the shape given below. It is returned as it came.
-        scale_ub: dynamic: float32, one element, an upper bound of the measured amax, be that infinite; values beyond it
-            saturate. It is not looked at beforehand: NaN bounds nothing, and below 0 all saturate.
-        eps: dynamic: the least amax.
+        scale: static scales, float32, in the shape of the returned scale below. Returned unchanged.
+        scale_ub: dynamic: float32, one element, an upper bound of the measured amax, even if that is infinite; larger
+            values saturate. Not validated: NaN bounds nothing, and below 0 everything saturates.
+        eps: dynamic: a lower bound of amax.
         ue8m0: dynamic: scales are rounded up to powers of two.
-        scale_layout: "column", for groups: the scales of one group of every row are neighbours, strides
-            ``(1, round_up(M, 4))`` for M rows, as kernels that load them by TMA want. Nothing is written between M
-            and its multiple of 4.
+        scale_layout: "column", for groups: column-major scales with strides ``(1, round_up(M, 4))`` for M rows, which
+            TMA can load. Nothing is written between M and the next multiple of 4.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        pad_to: q's columns are rounded up to a multiple of this and the extra ones are 0 (16 suits matrix products).
-        out: ``(q, scale)`` to write into, with their dtype and layout; beside a static scale with that very scale.
-            q's columns past K are set to 0, ``pad_to`` or not. It is returned.
+        pad_to: pads q's columns with zeros to a multiple of this (16 for matrix products).
+        out: ``(q, scale)`` to write into and return, with their dtype and layout; with a static scale, that same
+            tensor. Columns of q beyond K are set to 0, with or without ``pad_to``.
 
     Returns:
-        ``q`` of ``dtype`` ``[.., K']`` and ``scale`` float32: ``[1]`` for the tensor, ``[.., 1]`` for tokens,
-        ``[.., ceil(K / g)]`` for groups, ``[ceil(N / g), ceil(K / g)]`` for blocks. What is given may flatten rows:
+        ``q`` of ``dtype`` ``[…, K']`` and ``scale`` float32: ``[1]`` for the tensor, ``[…, 1]`` for tokens,
+        ``[…, ceil(K / g)]`` for groups, ``[ceil(N / g), ceil(K / g)]`` for blocks. Given tensors may flatten the rows:
         ``[M]`` or ``[M, 1]`` for tokens, ``[M, ceil(K / g)]`` for groups.
 
     Raises:
@@ -66,7 +65,7 @@ def quantize_fp8(
         TypeError: an argument is not a tensor.
         NotImplementedError: later, a gradient reaches what came out, as there is no derivative.
 
-    Source: the granularities of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights), the scales as vLLM has them.
+    Source: the granularities of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights), the scales of vLLM.
     """
     _expect(granularity, group_size, scale, scale_ub, eps, ue8m0, scale_layout, dtype, pad_to, out)
     is_static = scale is not None
@@ -106,7 +105,7 @@ def _expect(
     pad_to: int,
     out: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """What the arguments ask of one another; the tensors themselves are checked in C++."""
+    """Check arguments against each other; C++ checks the tensors."""
     error = "epiloq.quantize_fp8: "
     expect_choice("quantize_fp8", "granularity", granularity, _GRANULARITIES)
     expect_choice("quantize_fp8", "dtype", dtype, _FORMATS)

@@ -25,31 +25,31 @@ def quantize_int8(
     range_includes_zero: bool = True,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``q = clamp(round(x / scale) + azp, -128, 127)``, dividing and rounding ties to even; CPU and GPU bit-equal.
+    """``q = clamp(round(x / scale) + azp, -128, 127)``, a true division, ties to even; the same bits on CPU and GPU.
 
-    Without ``scale`` the parameters are measured, one set a token (a row of ``x``) or one for the tensor:
+    Without ``scale`` the parameters are measured, per token (row of ``x``) or per tensor:
 
     - symmetric: ``scale = amax / 127``, no zero point;
     - asymmetric: ``scale = (hi - lo) / 255``, ``azp = round(-128 - lo / scale)``, where [lo, hi] is the range of the
-      values widened to hold 0, so that ``azp`` stays in [-128, 127] and 0 is represented exactly.
+      values widened to contain 0, so that ``azp`` is in [-128, 127] and 0 is represented exactly.
 
-    ``scale`` is never below 2^-126: zeros give zeros. A row that holds NaN or Inf, or without symmetry has a range past
-    float32, gets a scale that is not finite and a ``q`` that stands for 0 throughout, so what is computed from it is
-    NaN, as in floating point. With a static scale NaN counts as 0 and infinities saturate.
+    ``scale`` is at least 2^-126, so that zeros give zeros. A row with NaN or an infinity, or (asymmetric) with a range
+    beyond float32, gets a scale that is not finite and q = azp throughout, so that everything computed from it is NaN,
+    as in floating point. With a static scale NaN counts as 0 and infinities saturate.
 
     Args:
-        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
-        scale: static: float32, one element or one a row: ``[M]``, ``[M, 1]`` or ``[.., 1]``. It is returned as it came.
-        azp: static and asymmetric: int32, as many elements as ``scale``, in those shapes.
-        symmetric: False asks for zero points; taken from ``azp`` where ``scale`` is given.
-        granularity: "token" or "tensor"; of measured scales.
-        pad_to: q's columns are rounded up to a multiple of this and the extra ones are 0 (16 suits `scaled_mm`).
-        range_includes_zero: False measures [lo, hi] as it is (unless lo == hi), in the manner of vLLM.
-        out: ``(q, scale, azp)`` to write into, azp None when symmetric; dynamic per token, or static with the very
-            ``scale`` and ``azp`` that are given. q's columns past K are set to 0, ``pad_to`` or not. It is returned.
+        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
+        scale: static scale, float32, one element or one per row: ``[M]``, ``[M, 1]`` or ``[…, 1]``. Returned unchanged.
+        azp: static and asymmetric: int32, with the elements and shapes of ``scale``.
+        symmetric: False gives zero points; inferred from ``azp`` if ``scale`` is given.
+        granularity: "token" or "tensor", for measured scales.
+        pad_to: pads q's columns with zeros to a multiple of this (16 for `scaled_mm`).
+        range_includes_zero: False does not widen [lo, hi] (unless lo == hi), like vLLM.
+        out: ``(q, scale, azp)`` to write into and return, azp None if symmetric; dynamic per token, or static with the
+            given ``scale`` and ``azp`` themselves. Columns of q beyond K are set to 0, with or without ``pad_to``.
 
     Returns:
-        ``q`` int8 ``[.., K']``, ``scale`` float32 and ``azp`` int32 or None: ``[.., 1]`` per token, ``[1]`` per tensor.
+        ``q`` int8 ``[…, K']``, ``scale`` float32 and ``azp`` int32 or None: ``[…, 1]`` per token, ``[1]`` per tensor.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -92,7 +92,7 @@ def _expect(
     pad_to: int,
     out: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> None:
-    """What the arguments ask of one another; the tensors themselves are checked in C++."""
+    """Check arguments against each other; C++ checks the tensors."""
     if granularity not in ("token", "tensor"):
         raise ValueError(f'epiloq.quantize_int8: granularity: expected "token" or "tensor", got {granularity!r}')
     expect_positive("quantize_int8", pad_to=pad_to)

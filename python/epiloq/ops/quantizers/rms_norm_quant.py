@@ -1,4 +1,4 @@
-"""RMS normalisation, with a residual added before it, straight to int8 or FP8."""
+"""RMS normalisation, optionally of a sum with a residual, fused with quantisation to int8 or FP8."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def rms_norm_quant(
 ) -> Any:
     """The quantised ``r / sqrt(mean(r^2) + eps) * weight``, the mean over K; r is ``x``, or ``x + residual``.
 
-    The sum is rounded to the dtype of ``x``, because it is returned as the next residual; from r to q everything is
+    The sum is rounded to the dtype of ``x``, because it is returned as the next residual; everything from r to q is
     fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric) and `quantize_fp8`.
 
-    CPU and GPU add squares in another order: the scale is within 2^-20 of float64's, relatively, and q within one step
-    of the value over that scale, for rows whose squares' sum float32 holds (beyond, from values of 1e19 on, the norm is
-    0, as torch's is); the returned sum is the same to the bit. Each is deterministic.
+    CPU and GPU add squares in a different order: the scale is within 2^-20 of float64's, relatively, and q within one
+    step of the value over that scale, for rows whose sum of squares float32 represents (for values from 1e19 on the
+    norm is 0, as torch's). The returned sum has the same bits. Each device is deterministic.
 
     Args:
-        x: ``[.., K]`` float32, float16 or bfloat16, rows dense.
+        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
         weight: ``[K]`` of that dtype.
         eps: added to the mean of the squares.
         residual: of ``x``'s shape and dtype.
         dtype: torch.int8, per token, or torch.float8_e4m3fn.
         granularity: what shares a scale: "token", or "group" of ``group_size`` columns (FP8).
-        group_size, ue8m0, scale_layout, pad_to: as of `quantize_fp8`.
-        out: ``(q, scale)``, or with a residual ``(q, scale, residual_out)``, to write into; ``residual_out`` may be
-            ``residual`` itself, which is then updated in place. It is returned.
+        group_size, ue8m0, scale_layout, pad_to: as for `quantize_fp8`.
+        out: ``(q, scale)``, or with a residual ``(q, scale, residual_out)``, to write into and return; ``residual_out``
+            may be ``residual`` itself, which is then updated in place.
 
     Returns:
         ``(q, scale)``; with a residual ``(q, scale, x + residual)``.

@@ -1,4 +1,4 @@
-"""The gated activation of a SwiGLU layer, straight to int8 or FP8."""
+"""The gated activation of a SwiGLU layer, fused with quantisation to int8 or FP8."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def silu_and_mul_quant(
     pad_to: int = 1,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The quantised ``silu(x[.., :K]) * x[.., K:]``, where ``silu(g) = g / (1 + exp(-g))``.
+    """The quantised ``silu(x[…, :K]) * x[…, K:]``, where ``silu(g) = g / (1 + exp(-g))``.
 
-    From ``x`` to q everything is fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric)
+    Everything from ``x`` to q is fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric)
     and `quantize_fp8`. Exponentials differ in their last bits between CPU and GPU: the scale is within 2^-20 of
-    float64's, relatively, and q within one step of the value over that scale. Each is deterministic.
+    float64's, relatively, and q within one step of the value over that scale. Each device is deterministic.
 
     Args:
-        x: ``[.., 2 K]`` float32, float16 or bfloat16, rows dense: the output of a fused gate and up projection.
+        x: ``[…, 2 K]`` float32, float16 or bfloat16, rows dense: the output of a fused gate and up projection.
         dtype: torch.int8, per token, or torch.float8_e4m3fn.
         granularity: what shares a scale: "token", or "group" of ``group_size`` columns (FP8).
-        group_size, ue8m0, scale_layout, pad_to: as of `quantize_fp8`.
-        out: ``(q, scale)`` to write into. It is returned.
+        group_size, ue8m0, scale_layout, pad_to: as for `quantize_fp8`.
+        out: ``(q, scale)`` to write into and return.
 
     Returns:
-        ``(q, scale)``, q ``[.., K']``, scale ``[.., 1]`` or ``[.., ceil(K / g)]``.
+        ``(q, scale)``, q ``[…, K']``, scale ``[…, 1]`` or ``[…, ceil(K / g)]``.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
