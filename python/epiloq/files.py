@@ -1,8 +1,13 @@
-"""Files that a reader finds whole."""
+"""Files that a reader finds whole, and files that one process at a time holds."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 
@@ -11,3 +16,44 @@ def write_text(path: Path, content: str) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(content, encoding="utf-8")
     aside.replace(path)
+
+
+class Held(Exception):
+    """Another process holds a file; the message says which."""
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a file, which is made with its folder, until the block or this process ends. Raises Held."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+", encoding="utf-8") as file:
+            _take(path, file.fileno())
+            if not _is_still_there(path, file.fileno()):  # Who held it before removed it at the end.
+                continue
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
+            file.flush()
+            yield
+            return
+
+
+def check_free(path: Path) -> None:
+    """Raise Held where another process holds a file."""
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            _take(path, file.fileno())
+
+
+def _take(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Held(path.read_text(encoding="utf-8") or "another process") from None
+
+
+def _is_still_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

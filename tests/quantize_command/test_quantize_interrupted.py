@@ -226,5 +226,5 @@ def test_numbers_that_are_not_finite_stop_static_scales(teacher: Path, tmp_path:
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "rtn", "--output", tmp_path / "out", *texts)
     result = CliRunner().invoke(app.create_app(), ["quantize", str(tmp_path / "broken"), *map(str, options)])
     last = result.output.strip().splitlines()[-1]
-    assert result.exit_code == 2 and "q_proj" in last and "finite" in last
+    assert result.exit_code == 2 and "model.embed_tokens.weight: expected finite numbers" in last
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]  # nothing to go on from, or to delete

@@ -1,23 +1,18 @@
-"""What commands share: how they end, the options they check first, their progress display and their JSON."""
+"""What commands share: how they end, the options they check first, and their JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from epiloq.files import write_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from epiloq.progress import Stage
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -106,28 +101,6 @@ def quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def progress_stages(console: Console) -> Iterator[Stage]:
-    """Progress bars, one for each stage; finished ones stay."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-
-        @contextmanager
-        def stage(title: str, steps: int) -> Iterator[Callable[[], None]]:
-            task = progress.add_task(title, total=steps)
-            yield lambda: progress.advance(task)
-
-        yield stage
 
 
 def write_json(file: Path | None, found: dict[str, Any]) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, progress_stages, quiet, write_json
+from epiloq.cli.common import check_device, check_target, failures, quiet, write_json
 from epiloq.cli.inspect import shortened
+from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from epiloq.cli.common import check_target, failures, one_of, progress_stages, quiet, write_json
+from epiloq.cli.common import check_target, failures, one_of, quiet, write_json
+from epiloq.cli.progress import progress_stages
 
 
 def convert(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.common import FAILED, check_target, complain, progress_stages
+from epiloq.cli.common import FAILED, check_target, complain
 from epiloq.cli.env import collect
+from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.common import progress_stages, write_json
+from epiloq.cli.common import write_json
 from epiloq.cli.env import collect
+from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 
 if TYPE_CHECKING:

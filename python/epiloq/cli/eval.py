@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, progress_stages, quiet, warn, write_json
+from epiloq.cli.common import check_device, check_target, failures, quiet, warn, write_json
+from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
     from epiloq.progress import Stage

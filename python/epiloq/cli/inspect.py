@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.common import check_installed, check_target, failures, progress_stages, quiet, write_json
+from epiloq.cli.common import check_installed, check_target, failures, quiet, write_json
+from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,11 +15,11 @@ from epiloq.cli.common import (
     check_target,
     failures,
     one_of,
-    progress_stages,
     quiet,
     warn,
     write_json,
 )
+from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 
 if TYPE_CHECKING:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from epiloq.files import Held
 from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint, carried
 from epiloq.formats.layouts.base import FormatError
@@ -73,8 +77,28 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
     return found
 
 
+def check_finite_weights(model: nn.Module, layers: Collection[str] | None, source: Checkpoint) -> None:
+    """Raise ValueError, which names file and tensor, for NaN or infinity in a weight of some layers, or any."""
+    for name, parameter in model.named_parameters():
+        if layers is not None and name.removesuffix(".weight") not in layers:
+            continue
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"{source.where(name)}: expected finite numbers, got NaN or infinity")
+
+
 def check_generates(model: nn.Module, folder: Path) -> None:
     """Raise ValueError unless the model is a causal language model, which perplexity is measured of."""
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
+
+
+@contextmanager
+def said_who_holds(settings: Settings) -> Iterator[None]:
+    """Say in a ValueError which process is at work on an output already."""
+    try:
+        yield
+    except Held as error:
+        raise ValueError(
+            f"{settings.output}: {error}, is at work on it: wait for that run to end, or choose another output"
+        ) from None

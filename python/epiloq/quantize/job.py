@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
-import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.evaluation.perplexity import perplexity
 from epiloq.evaluation.text import SEED
+from epiloq.files import check_free, held
 from epiloq.formats.io.architecture import renamed
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load, load_float, save
@@ -34,12 +32,15 @@ from epiloq.quantize.calibration.calibrate import Block, calibrate
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
-from epiloq.quantize.checks import check_model, check_request
+from epiloq.quantize.checks import check_finite_weights, check_model, check_request, said_who_holds
+from epiloq.quantize.measures import environment, peak_memory, weight_bytes
 from epiloq.quantize.plan import Plan, take_experts_apart_
 from epiloq.quantize.targets import TARGETS, Target
-from epiloq.quantize.texts import Texts, evaluated_length, read_windows, tokens_in
+from epiloq.quantize.texts import Texts, evaluated_length, needs_text, read_windows, tokens_in
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.rounding import Codebook
+
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Job:
         What becomes of the layers.
     identity
         What a run must have in common with one that it goes on with, but for the grid.
+    bytes_before
+        Of the model's weight files.
     seconds
         That opening took.
     """
@@ -102,6 +105,7 @@ class Job:
     quantization: Quantization | None
     identity: dict[str, Any]
     plan: Plan
+    bytes_before: int
     seconds: float
 
     @property
@@ -150,8 +154,8 @@ class Job:
             "input_errors": tally.input_errors,
             "float_experts": self.float_experts,
             "scales": tally.histogram,
-            "bytes_before": _weight_bytes(settings.model),
-            "bytes_after": _weight_bytes(whole),
+            "bytes_before": self.bytes_before,
+            "bytes_after": weight_bytes(whole),
             "perplexity": None,
         }
         if before is not None:
@@ -166,7 +170,7 @@ class Job:
             "stages": tally.seconds,
             "seconds": time.perf_counter() - start,
             "peak_memory_bytes": peak_memory(),
-            "environment": _environment(settings),
+            "environment": environment(settings.device),
         }
         if not page.missing():
             (whole / page.FILE).write_text(page.render(found), encoding="utf-8")
@@ -181,14 +185,19 @@ def prepare(settings: Settings) -> Job:
     plan = check_model(settings, source)
     texts = read_windows(settings, source)
     identity = _identity(settings, source, plan, texts.calibration)
+    with said_who_holds(settings):
+        check_free(_aside(settings) / LOCK)
     check_resumable(_aside(settings), identity)
     model = transpose_(renamed(load_float(source), source))
     layout = FORMATS[plan.layout]
     take_experts_apart_(model, layout.name)
+    check_finite_weights(model, None if needs_text(settings) else plan.layers, source)
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
-    return Job(settings, source, model, texts, grid, quantization, identity, plan, seconds)
+    return Job(
+        settings, source, model, texts, grid, quantization, identity, plan, weight_bytes(settings.model), seconds
+    )
 
 
 def _aside(settings: Settings) -> Path:
@@ -205,6 +214,15 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
     tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
+    with said_who_holds(settings), held(job.aside / LOCK):
+        if settings.output.exists():
+            raise FileExistsError(f"{settings.output} appeared meanwhile")
+        return _performed(job, tally, start)
+
+
+def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
+    """What is left of a run, which nobody else is at work on."""
+    settings = job.settings
     store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
     before = job.perplexity(job.model, tally, "evaluate before")
     try:
@@ -254,27 +272,6 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
         finished=store.read,
         device=settings.device,
     )
-
-
-def _environment(settings: Settings) -> dict[str, str]:
-    """Versions and the machine, for a reader."""
-    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    device = settings.device
-    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor.get("cpu_name", "")
-    return {
-        "versions": f"epiloq {epiloq.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "machine": f"{where or platform.machine()}, {torch.get_num_threads()} threads",
-    }
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _identity(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:

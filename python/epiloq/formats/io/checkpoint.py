@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
 
+from epiloq.files import Held, check_free, held
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import check_folder, check_regular, read_json, status
 from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
@@ -188,17 +190,37 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
 def written_whole(folder: str | Path) -> Iterator[Path]:
     """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
 
-    Raises FormatError where `folder` exists.
+    What a process left there that was killed is removed, too. Raises FormatError where `folder` exists.
     """
     folder = Path(folder)
     if folder.exists() or folder.is_symlink():
         raise FormatError(f"{folder} exists already: choose another output, or move it away")
+    _remove_abandoned(folder)
     aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
-        yield aside
-        aside.rename(folder)
+        with held(_lock(aside)):
+            yield aside
+            aside.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
+
+
+def _lock(aside: Path) -> Path:
+    """The file that the process holds which writes a folder."""
+    return aside.with_name(f"{aside.name}.lock")
+
+
+def _remove(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    _lock(aside).unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what is beside a folder of attempts to write it, if nobody is at work on them any more."""
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}-????????.lock"):
+        with suppress(Held):
+            check_free(lock)
+            _remove(lock.with_suffix(""))
 
 
 def carried(source: Path) -> list[Path]:

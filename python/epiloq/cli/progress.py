@@ -1,0 +1,78 @@
+"""How far a command is: bars with the time that is left in a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from epiloq.progress import Stage
+
+LINES = 100
+"""At most so many lines a stage."""
+
+
+@contextmanager
+def progress_stages(console: Console) -> Iterator[Stage]:
+    """A display of stages: finished bars stay; without a terminal there is a line for each step, or hundredth of them.
+
+    Each says how long the rest will take if it goes on as it did.
+    """
+    if not console.is_terminal:
+        yield lambda title, steps: _lines(console, title, steps)
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+
+        @contextmanager
+        def stage(title: str, steps: int) -> Iterator[Callable[[], None]]:
+            task = progress.add_task(title, total=steps)
+            yield lambda: progress.advance(task)
+
+        yield stage
+
+
+@contextmanager
+def _lines(console: Console, title: str, steps: int) -> Iterator[Callable[[], None]]:
+    start, done, every = time.monotonic(), 0, -(-steps // LINES) or 1
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done % every and done != steps:
+            return
+        passed = time.monotonic() - start
+        left = passed / done * (steps - done)
+        line = f"{title}: {done}/{steps}, {clock(passed)}" + (f", about {clock(left)} left" if done < steps else "")
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    yield advance
+
+
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds: 0:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

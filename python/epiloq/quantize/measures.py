@@ -1,0 +1,34 @@
+"""What a run's report says of the machine and of sizes."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import epiloq
+
+
+def environment(device: str) -> dict[str, str]:
+    """Versions and the machine, for a reader."""
+    processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor.get("cpu_name", "")
+    return {
+        "versions": f"epiloq {epiloq.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "machine": f"{where or platform.machine()}, {torch.get_num_threads()} threads",
+    }
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def weight_bytes(folder: Path) -> int:
+    """The size of a directory's weight files."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
