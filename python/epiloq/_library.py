@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +101,11 @@ def mark_written(*tensors: Tensor | None) -> None:
     _increment_version([tensor for tensor in tensors if tensor is not None])
 
 
+def is_traced() -> bool:
+    """Whether torch.jit records what is called."""
+    return not is_dynamo_compiling() and _tracing_state() is not None
+
+
 def is_transformed() -> bool:
     """Whether torch.func's transforms are at work, which do not say how a tensor's memory is ordered."""
     return not is_dynamo_compiling() and _transform() is not None
@@ -128,47 +133,16 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
             raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
 
 
-def _no_gradient(operation: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"epiloq.{operation} has no gradient; call it under torch.no_grad() or detach its output"
-    )
-
-
 def refuse_backward(operation: str, output: Tensor) -> Tensor:
     """``output``, which raises when a gradient reaches it: torch by itself warns and goes on without the gradient."""
 
     def refuse(_: Tensor) -> None:
-        raise _no_gradient(operation)
+        raise NotImplementedError(
+            f"epiloq.{operation} has no gradient; call it under torch.no_grad() or detach its output"
+        )
 
     if isinstance(output, Tensor) and not is_dynamo_compiling() and output.requires_grad:
         output.register_hook(refuse)
-    return output
-
-
-class _Refused(torch.autograd.Function):
-    """The one tensor of a list, which autograd does not look into, as if it came of ``x``: no leaf and no view, so that
-    what follows may write into it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, operation: str, output: list[Tensor]) -> Tensor:
-        ctx.operation = operation
-        return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        raise _no_gradient(ctx.operation)
-
-
-def refuse_backward_to(x: Tensor, operation: str, output: Tensor) -> Tensor:
-    """``output``, a tensor of its own made of integers of ``x`` alone: torch knows of no gradient that is missing."""
-    if (
-        x.requires_grad
-        and _grad_enabled()
-        and output.is_floating_point()
-        and not (output.requires_grad or is_dynamo_compiling() or is_transformed())
-        and _tracing_state() is None
-    ):
-        return cast(Tensor, _Refused.apply(x, operation, [output]))  # type: ignore[no-untyped-call]
     return output
 
 

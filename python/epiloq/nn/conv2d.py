@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, conv_transpose2d, pad
 
+from epiloq.nn.frozen import Frozen
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.nn.quantized_layer import QuantizedLayer
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
 
 Clamp = tuple[float, float]
@@ -32,7 +34,7 @@ def padding_of(conv: nn.Conv2d) -> Padding:
     return conv.padding if isinstance(conv.padding, str) else cast(Sequence[int], conv.padding)
 
 
-class QuantizedConv2d(QuantizedLayer):
+class QuantizedConv2d(Frozen):
     """The sizes of a convolution that is not trained."""
 
     def __init__(
@@ -69,6 +71,36 @@ class QuantizedConv2d(QuantizedLayer):
         """``[out_channels, in_channels / groups, Kh, Kw]``."""
         return self.out_channels, self.in_channels // self.geometry.groups, *self.kernel_size
 
+    @abstractmethod
+    def _taps(self, *tensors: Any) -> Tensor:
+        """The weight in float32, ``[out_channels, in_channels / groups, Kh, Kw]``."""
+
+    def _spread(self, bias: Tensor) -> Tensor:
+        return bias.view(-1, 1, 1)
+
+    def _gather(self, dy: Tensor) -> Tensor:
+        return dy.sum((0, 2, 3))
+
+    def _push(self, x: Tensor, *tensors: Any) -> Tensor:
+        place, dtype = self.geometry, _dtype_of(x)
+        top, bottom, left, right = place.padding
+        image = pad(x.to(dtype), (left, right, top, bottom))
+        taps = self._taps(*tensors).to(dtype)
+        return conv2d(image, taps, None, place.stride, 0, place.dilation, place.groups).to(x.dtype)
+
+    def _pull(self, dy: Tensor, shape: torch.Size, *tensors: Any) -> Tensor:
+        place, dtype = self.geometry, _dtype_of(dy)
+        top, bottom, left, right = place.padding
+        height, width = shape[2:]
+        reach = [d * (k - 1) + 1 for d, k in zip(place.dilation, self.kernel_size, strict=True)]
+        # Pixels at the ends that no step of the kernel reaches.
+        rest = [
+            (size - reach[i]) % place.stride[i] for i, size in enumerate((height + top + bottom, width + left + right))
+        ]
+        taps = self._taps(*tensors).to(dtype)
+        whole = conv_transpose2d(dy.to(dtype), taps, None, place.stride, 0, rest, place.groups, place.dilation)
+        return whole[:, :, top : top + height, left : left + width].to(dy.dtype)
+
     def _check_image(self, x: torch.Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"{type(self).__name__}: x: expected [B, {self.in_channels}, H, W], got {list(x.shape)}")
@@ -79,3 +111,8 @@ class QuantizedConv2d(QuantizedLayer):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={place.stride}, "
             f"padding={place.padding}, dilation={place.dilation}, groups={place.groups}, clamp={self.clamp}"
         )
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """What torch's convolutions compute in: on a CPU float32."""
+    return x.dtype if x.is_cuda else torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,15 +92,25 @@ class Fp8BlockLinear(PreparedLinear):
             call.append(threads_for(x))
             _core.fp8_block_linear(*call)
             return cast(Tensor, call[0])
+        return self._call(x, parts)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
-        weight_q, bias, weight_scale_inv = parts
+        weight_q, bias, weight_scale_inv = tensors
         bias = None if bias is None else bias.to(x.dtype)
         y = epiloq.groupwise_mm(q, weight_q.t(), scale, weight_scale_inv.t(), bias, out_dtype=x.dtype, constant_b=True)
         return self._result(y, x)
 
-    def dequantized_weight(self) -> Tensor:
-        scale = self.weight_scale_inv.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-        return self.weight_q.float() * scale[: self.out_features, : self.in_features]
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        weight_q, _, weight_scale_inv = tensors
+        return rows_of_blocks(first, last, self.in_features, weight_q, weight_scale_inv)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def rows_of_blocks(first: int, last: int, columns: int, weight: Tensor, scale: Tensor) -> Tensor:
+    """Rows of a weight with a scale a block, in float32, and its leading columns; `first` is a multiple of a block."""
+    blocks = slice(first // FP8_BLOCK, -(-last // FP8_BLOCK))
+    down = scale[blocks].repeat_interleave(FP8_BLOCK, 0)[: last - first]
+    return weight[first:last, :columns].to(torch.float32) * down.repeat_interleave(FP8_BLOCK, 1)[:, :columns]

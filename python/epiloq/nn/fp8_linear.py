@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,10 @@ class Fp8Linear(PreparedLinear):
             call += [self.activation == "token", threads_for(x)]
             _core.fp8_linear(*call)
             return cast(Tensor, call[0])
-        weight_q, bias, weight_scale, input_scale = parts
+        return self._call(x, parts)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        weight_q, bias, weight_scale, input_scale = tensors
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         granularity = "token" if self.activation == "token" else "tensor"
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity=granularity, scale=input_scale, pad_to=K_MULTIPLE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq._library import is_transformed, refuse_backward_to
+from epiloq._library import is_transformed
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT, convert_input
 from epiloq.ops.conv2d import Padding, Pair
@@ -165,19 +165,32 @@ class Int8Conv2d(QuantizedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         x = convert_input(self, x)
         self._check_image(x)
-        image = x
+        tensors = (self.weight_q, self.weight_scale, self.input_scale, self.input_zero_point, *self._made[:3])
+        if self.output_scale is None:
+            return self._call(x, tensors)
+        if is_transformed() and x.requires_grad:
+            raise NotImplementedError("epiloq.nn.Int8Conv2d has no gradient where it hands on int8; set no output")
+        return self._run(x, *tensors)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        weight_q, _, input_scale, input_zero_point, *made = tensors
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
         if x.dtype != torch.int8:
             # In the order of x's memory: a quarter as many bytes are left to be put in another.
             by_pixels = not is_transformed() and x.is_contiguous(memory_format=torch.channels_last)
             rows = x.permute(0, 2, 3, 1) if by_pixels else x.contiguous()
-            x, *_ = epiloq.quantize_int8(rows, scale=self.input_scale, azp=self.input_zero_point)
+            x, *_ = epiloq.quantize_int8(rows, scale=input_scale, azp=input_zero_point)
             x = x.permute(0, 3, 1, 2) if by_pixels else x
         pixels = x.permute(0, 2, 3, 1).contiguous()
         if self.output_scale is not None:
             out_dtype = torch.int8
-        y = convolve("conv2d_int8", pixels, self.weight_q, Int8Parameters(*self._made), self.geometry, out_dtype)
-        return refuse_backward_to(image, "nn.Int8Conv2d", y).permute(0, 3, 1, 2)
+        parameters = Int8Parameters(*made, *self._made[3:])
+        return convolve("conv2d_int8", pixels, weight_q, parameters, self.geometry, out_dtype).permute(0, 3, 1, 2)
+
+    def _taps(self, *tensors: Any) -> Tensor:
+        weight_q, weight_scale, *_ = tensors
+        taps: Tensor = weight_q.permute(0, 3, 1, 2).to(torch.float32) * weight_scale.view(-1, 1, 1, 1)
+        return taps
 
     @property
     def weight_bytes(self) -> int:

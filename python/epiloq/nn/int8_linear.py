@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
-from epiloq._library import refuse_backward_to
 from epiloq._threads import threads_for
 from epiloq.nn.prepared_linear import (
     FLOAT32,
@@ -156,28 +155,22 @@ class Int8Linear(PreparedLinear):
             call.append(threads_for(x))
             _core.int8_linear(*call)
             return cast(Tensor, call[0])
-        tokens = self._tokens(x)
-        weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = parts
+        return self._call(x, parts)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = tensors
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         q, scale, azp = epiloq.quantize_int8(
-            tokens,
-            scale=input_scale,
-            azp=input_zero_point,
-            symmetric=self.symmetric,
-            pad_to=K_MULTIPLE,
+            self._tokens(x), scale=input_scale, azp=input_zero_point, symmetric=self.symmetric, pad_to=K_MULTIPLE
         )
-        weight = weight_q.t()
         bias = None if bias is None else bias.to(out_dtype)
+        rest: Any = {"out_dtype": out_dtype, "constant_b": True}
         if azp_adj is None:
-            y = epiloq.scaled_mm(q, weight, scale, weight_scale, bias, out_dtype=out_dtype, constant_b=True)
-        else:
-            # A static zero point is already a factor of azp_adj.
-            token_azp = azp if self.activation == "dynamic" else None
-            y = epiloq.scaled_mm_azp(
-                q, weight, scale, weight_scale, azp_adj, token_azp, bias, out_dtype=out_dtype, constant_b=True
-            )
-        # A static quantiser's integers have no gradient to lose, so that torch would go on without one.
-        return self._result(refuse_backward_to(x, "nn.Int8Linear", y), x)
+            return self._result(epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, **rest), x)
+        # A static zero point is already a factor of azp_adj.
+        token_azp = azp if self.activation == "dynamic" else None
+        y = epiloq.scaled_mm_azp(q, weight_q.t(), scale, weight_scale, azp_adj, token_azp, bias, **rest)
+        return self._result(y, x)
 
     def extra_repr(self) -> str:
         return (

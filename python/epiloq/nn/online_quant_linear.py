@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import takes_directly
+from epiloq.nn.frozen import FrozenLinear
 from epiloq.nn.prepared_linear import check_linear
-from epiloq.nn.quantized_layer import QuantizedLayer, convert_input
+from epiloq.nn.quantized_layer import convert_input
 from epiloq.ops.online_quant_mm import run
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs
 
@@ -50,7 +51,7 @@ def quantise_weight(
     return q.contiguous(), scale.squeeze(2), None if symmetric else offset.squeeze(2)
 
 
-class OnlineQuantLinear(QuantizedLayer):
+class OnlineQuantLinear(FrozenLinear):
     """``y = x W^T + bias`` with W in blocks of `group_size` along K, and x quantised in the same blocks on the way in.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` has the dtype
@@ -169,12 +170,23 @@ class OnlineQuantLinear(QuantizedLayer):
             return run(x, values, parameters, bias, *numbers, -inf, inf, False)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-        y = epiloq.online_quant_mm(
-            dense_rows(x.reshape(-1, self.in_features)),
-            self.prepared,
-            bias=None if self.bias is None else self.bias.to(x.dtype),
-        )
+        return self._call(x, parts)
+
+    def _parts(self) -> Sequence[Any]:
+        return self._all_stored(_STORED)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        values, bias, parameters = tensors
+        sizes = (self.out_features, self.in_features, self.group_size, self.bits)
+        weight = BlockQuantWeight(values, parameters, *sizes)
+        bias = None if bias is None else bias.to(x.dtype)
+        y = epiloq.online_quant_mm(dense_rows(x.reshape(-1, self.in_features)), weight, bias=bias)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        values, _, parameters = tensors
+        sizes = (last - first, self.in_features, self.group_size, self.bits)
+        return BlockQuantWeight(values[first:last], parameters[..., first:last], *sizes).dequantize()
 
     @property
     def weight_bytes(self) -> int:
@@ -186,9 +198,6 @@ class OnlineQuantLinear(QuantizedLayer):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric}"
         )
-
-    def dequantized_weight(self) -> Tensor:
-        return self.prepared.dequantize()
 
     @property
     def weight_shape(self) -> tuple[int, ...]:

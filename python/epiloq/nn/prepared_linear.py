@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from epiloq._library import PLAIN
 from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import takes_directly
-from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT, QuantizedLayer
+from epiloq.nn.frozen import FrozenLinear
+from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = FLOAT_DTYPES[1:]
@@ -70,7 +71,7 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return filled
 
 
-class PreparedLinear(QuantizedLayer):
+class PreparedLinear(FrozenLinear):
     """A linear layer for inference, of tensors that kernels read padded with zeros.
 
     Stored tensors have the sizes of the layer. Of sizes that kernels do not take, they get padded copies. Only `bias`
@@ -155,11 +156,14 @@ class PreparedLinear(QuantizedLayer):
         y = y[:, : self.out_features].contiguous().to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def dequantized_weight(self) -> Tensor:
-        """The float weight that the stored values and scales stand for, float32 ``[out_features, in_features]``."""
-        scale = self._stored("weight_scale")
-        assert scale is not None
-        return self.weight_q.float() * scale.view(-1, 1)
+    def _parts(self) -> Sequence[Any]:
+        return cast(Sequence[Any], self._made)
+
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        weight_q, _, weight_scale, *_ = tensors
+        scale = weight_scale if weight_scale.numel() == 1 else weight_scale[first:last, None]
+        rows: Tensor = weight_q[first:last, : self.in_features].to(torch.float32) * scale
+        return rows
 
     @property
     def weight_bytes(self) -> int:

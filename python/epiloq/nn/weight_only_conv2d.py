@@ -14,6 +14,7 @@ from epiloq.nn.weight_only_linear import check_zeros, kind_of_zeros, nearest
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")
+_STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset")
 
 
 class WeightOnlyConv2d(QuantizedConv2d):
@@ -102,28 +103,28 @@ class WeightOnlyConv2d(QuantizedConv2d):
     @property
     def packed(self) -> PackedConv2dWeight:
         """The weight as a value, which shares the parameters."""
-        return PackedConv2dWeight(
-            self.weight_q,
-            self.weight_scale,
-            self.weight_zero,
-            self.weight_offset,
-            self.bits,
-            self.out_channels,
-            self.kernel_size,
-            self.in_channels // self.geometry.groups,
-            self.padded_channels,
-            self.group_size,
-        )
+        return self._value(*self._all_stored(_STORED))
 
     def forward(self, x: Tensor) -> Tensor:
         x = convert_input(self, x)
         self._check_image(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        place = self.geometry
+        return self._call(x, self._all_stored(_STORED))
+
+    def _value(self, *tensors: Any) -> PackedConv2dWeight:
+        q, _, scale, zero, offset = tensors
+        channels = self.in_channels // self.geometry.groups
+        sizes = (self.out_channels, self.kernel_size, channels, self.padded_channels, self.group_size)
+        return PackedConv2dWeight(q, scale, zero, offset, self.bits, *sizes)
+
+    def _taps(self, *tensors: Any) -> Tensor:
+        return self._value(*tensors).dequantize()
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        bias, place = tensors[1], self.geometry
         return epiloq.conv2d_weight_only(
             x,
-            self.packed,
-            bias,
+            self._value(*tensors),
+            None if bias is None else bias.to(x.dtype),
             stride=place.stride,
             padding=place.padding,
             dilation=place.dilation,

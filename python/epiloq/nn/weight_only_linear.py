@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 import epiloq
 from epiloq._library import PLAIN
 from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import takes_directly
+from epiloq.nn.frozen import FrozenLinear
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
-from epiloq.nn.quantized_layer import QuantizedLayer, convert_input, expected
+from epiloq.nn.quantized_layer import convert_input, expected
 from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
@@ -23,7 +24,7 @@ _PARTS = ("q", "scale", "zero", "offset", "perm")
 _STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
 
 
-class WeightOnlyLinear(QuantizedLayer):
+class WeightOnlyLinear(FrozenLinear):
     """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, see ``epiloq.weight_only_mm`` and ``epiloq.PackedWeight``.
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
@@ -87,7 +88,7 @@ class WeightOnlyLinear(QuantizedLayer):
                 f"got {list(bias.shape)} on {bias.device}"
             )
         layer = cls.__new__(cls)
-        QuantizedLayer.__init__(layer, weight.scale.dtype)
+        FrozenLinear.__init__(layer, weight.scale.dtype)
         layer._take(weight, None if bias is None else bias.detach().clone())
         return layer
 
@@ -129,17 +130,7 @@ class WeightOnlyLinear(QuantizedLayer):
     @property
     def packed(self) -> PackedWeight:
         """The weight as a value, which shares the parameters."""
-        return PackedWeight(
-            self.weight_q,
-            self.weight_scale,
-            self.weight_zero,
-            self.weight_offset,
-            self.weight_perm,
-            self.bits,
-            self.out_features,
-            self.in_features,
-            self.group_size,
-        )
+        return self._value(*self._parts())
 
     def forward(self, x: Tensor) -> Tensor:
         x, parts = convert_input(self, x), self._all_stored(_STORED)
@@ -149,9 +140,23 @@ class WeightOnlyLinear(QuantizedLayer):
             return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"WeightOnlyLinear: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-        own = None if self.bias is None else self.bias.to(x.dtype)
-        y = epiloq.weight_only_mm(dense_rows(x.reshape(-1, self.in_features)), self.packed, own)
+        return self._call(x, parts)
+
+    def _parts(self) -> Sequence[Any]:
+        return self._all_stored(_STORED)
+
+    def _value(self, *tensors: Any) -> PackedWeight:
+        q, _, scale, zero, offset, perm = tensors
+        numbers = (self.bits, self.out_features, self.in_features, self.group_size)
+        return PackedWeight(q, scale, zero, offset, perm, *numbers)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        bias = None if tensors[1] is None else tensors[1].to(x.dtype)
+        y = epiloq.weight_only_mm(dense_rows(x.reshape(-1, self.in_features)), self._value(*tensors), bias)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        return self._value(*tensors).row_slice(first, last).dequantize()
 
     @property
     def weight_bytes(self) -> int:
@@ -162,13 +167,6 @@ class WeightOnlyLinear(QuantizedLayer):
     def weight_shape(self) -> tuple[int, ...]:
         """``[out_features, in_features]``."""
         return self.out_features, self.in_features
-
-    def dequantized_weight(self) -> Tensor:
-        if not is_compiling():
-            return self.packed.dequantize()
-        # By an operation that is in a graph: products with ones and zeros are exact.
-        ones = torch.eye(self.in_features, device=self.weight_q.device)
-        return epiloq.weight_only_mm(ones, self.packed).t()
 
     def extra_repr(self) -> str:
         return (

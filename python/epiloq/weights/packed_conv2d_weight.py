@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epiloq import _core
 from epiloq._library import expect_tensors
+from epiloq.weights.dequantize import dequantize_weight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
 # Columns that a kernel reads at a time.
@@ -106,8 +106,7 @@ def dense_taps(packed: Parts, sizes: Sizes, dtype: torch.dtype) -> Tensor:
     if channels == 1:
         return _depthwise_taps(packed, bits, dtype)
     k = height * width * padded
-    rows = packed[1].new_empty((n, k), dtype=dtype)
-    _core.dequantize_weight(rows, *packed, bits, n, k, group_size)
+    rows = dequantize_weight(*packed, bits, n, k, group_size, dtype)
     taps = rows.as_strided((n, channels, height, width), (k, 1, width * padded, padded))
     return taps.contiguous(memory_format=torch.channels_last)
 

@@ -9,9 +9,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from epiloq import _core
 from epiloq._library import expect_tensors
-from epiloq.weights.packed_layout import codes_of, groups_of, packed_codes, packed_parameters, parameters_of, shapes_of
+from epiloq.weights.dequantize import dequantize_weight
+from epiloq.weights.packed_layout import (
+    SLAB,
+    codes_of,
+    groups_of,
+    packed_codes,
+    packed_parameters,
+    parameters_of,
+    shapes_of,
+)
 
 BITS = (2, 3, 4, 8)
 ZEROS = ("none", "zero", "offset")
@@ -172,11 +180,15 @@ class PackedWeight:
 
         Product and sum are each rounded to fp32, then to ``dtype``; the CPU's bits are the GPU's.
         """
-        out = self.scale.new_empty((self.n, self.k), dtype=dtype)
-        _core.dequantize_weight(
-            out, self.q, self.scale, self.zero, self.offset, self.bits, self.n, self.k, self.group_size
-        )
+        numbers = (self.bits, self.n, self.k, self.group_size)
+        out = dequantize_weight(self.q, self.scale, self.zero, self.offset, *numbers, dtype)
         return out if self.perm is None else torch.empty_like(out).index_copy_(1, self.perm, out)
+
+    def row_slice(self, first: int, last: int) -> PackedWeight:
+        """Rows `first` (a multiple of 16) to `last` of the weight, which share its memory."""
+        slabs = slice(first // SLAB, -(-last // SLAB))
+        parts = {name: t if name == "perm" else t[slabs] for name, t in self.state_dict().items()}
+        return replace(self, n=last - first, **parts)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         zeros = "symmetric" if self.symmetric else "zero points" if self.offset is None else "offsets"

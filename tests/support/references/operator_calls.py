@@ -135,6 +135,7 @@ def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:
         tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
         yield OPS.weight_only_mm, (*tensors, 4, n, k, 32, 0.0, 6.0), {}
         yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, -math.inf, math.inf), {"out": out}
+        yield OPS.dequantize_weight, (w.q, w.scale, w.zero, w.offset, 4, n, k, 32, torch.bfloat16), {}
 
 
 def convolutions(batch: int, n: int, device: str) -> Calls:

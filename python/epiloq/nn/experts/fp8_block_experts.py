@@ -10,6 +10,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.fp8_block_linear import rows_of_blocks
 from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE
 
 
@@ -40,9 +41,8 @@ class Fp8BlockExperts(Experts):
         self.weight_q[expert] = q[:, : self.in_features]
         self.weight_scale_inv[expert] = scale
 
-    def dequantized_weight(self) -> Tensor:
-        scale = self.weight_scale_inv.repeat_interleave(FP8_BLOCK, 1).repeat_interleave(FP8_BLOCK, 2)
-        return self.weight_q.float() * scale[:, : self.out_features, : self.in_features]
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        return rows_of_blocks(first, last, self.in_features, *tensors)
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return epiloq.quantize_fp8(x, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)

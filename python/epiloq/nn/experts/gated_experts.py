@@ -17,6 +17,7 @@ from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
+from epiloq.nn.frozen import wants_gradient
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.prepared_linear import K_MULTIPLE
 from epiloq.nn.quantized_layer import convert_input
@@ -141,6 +142,8 @@ class GatedExperts(nn.Module):
         # Kernels see padded widths only, so that they would take some others too.
         check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, self.experts)
         routing = Routing.of(top_k_index, self.experts)
+        if wants_gradient(hidden_states):
+            return self._one_by_one(hidden_states, routing, top_k_weights)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = _gathered(q, scale, routing.tokens, self.kind.experts.GATED.get("scale_layout") == "column")
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, offs=routing.ends)
@@ -152,6 +155,13 @@ class GatedExperts(nn.Module):
         # What pads each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(y[:, : self.hidden], top_k_weights)
+
+    def _one_by_one(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
+        """The same from layers that have gradients, with gated rows rounded to their type before they are quantised."""
+        gate_up = self.gate_up(hidden_states[routing.tokens], offs=routing.ends)
+        gate, up = (part[:, : self.intermediate] for part in gate_up.chunk(2, -1))
+        gated = (functional.silu if self.act_fn is None else self.act_fn)(gate) * up
+        return routing.combined(self.down(gated, offs=routing.ends), top_k_weights)
 
     def _settle(self) -> None:
         for experts in (self.gate_up, self.down):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -97,9 +97,52 @@ class Experts(PreparedLinear):
     def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
         x = convert_input(self, x)
         self._check_width(x)
+        return self._call(x, (*self._made, offs, masked_m))
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        *_, offs, masked_m = tensors
         q, scale = self.quantise(dense_rows(x))
         y = self.multiply(q, scale, x.dtype, offs=offs, masked_m=masked_m)
         return y[..., : self.out_features].contiguous()
+
+    def dequantized_weight(self) -> Tensor:
+        return torch.stack([self._rows(0, self.out_features, *pair) for pair in zip(*self._made, strict=True)])
+
+    @abstractmethod
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        """Of one expert, whose weight and scales alone are the `tensors`."""
+
+    def _push(self, x: Tensor, *tensors: Any) -> Tensor:
+        return self._by_expert(lambda rows, weight: rows @ weight.t(), self.out_features, x, *tensors)
+
+    def _pull(self, dy: Tensor, shape: torch.Size, *tensors: Any) -> Tensor:
+        return self._by_expert(torch.matmul, self.in_features, dy, *tensors)
+
+    def _by_expert(self, product: Callable[[Tensor, Tensor], Tensor], width: int, x: Tensor, *tensors: Any) -> Tensor:
+        """A product of each row with its expert's weight, one expert after the other; 0 of rows without an expert.
+
+        With `offs` their values are read on the host, or in a compiled graph every expert multiplies all rows.
+        """
+        weight, scales, offs, masked_m = tensors
+
+        def of(expert: int, rows: Tensor) -> Tensor:
+            dense = self._rows(0, self.out_features, weight[expert], scales[expert])
+            return product(rows, dense.to(rows.dtype))
+
+        place = torch.arange(x.shape[-2], device=x.device)
+        if masked_m is not None:
+            each = torch.stack([of(expert, x[expert]) for expert in range(self.experts)])
+            return torch.where((place < masked_m[:, None])[..., None], each, 0)
+        begins = torch.nn.functional.pad(offs[:-1], (1, 0))
+        if torch.compiler.is_dynamo_compiling():
+            total = x.new_zeros((*x.shape[:-1], width))
+            for expert in range(self.experts):
+                own = (place >= begins[expert]) & (place < offs[expert])
+                total = torch.where(own[:, None], of(expert, x), total)
+            return total
+        ends = [0, *offs.tolist()]
+        parts = [of(e, x[ends[e] : ends[e + 1]]) for e in range(self.experts) if ends[e] < ends[e + 1]]
+        return torch.cat([*parts, x.new_zeros((x.shape[0] - ends[-1], width))])
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -117,13 +160,15 @@ class RowExperts(Experts):
         shape = (self.experts, self.out_features)
         self._hold("weight_scale", shape, (1, N_MULTIPLE), torch.float32, device)
 
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        weight, scale = tensors
+        rows: Tensor = weight[first:last, : self.in_features].to(torch.float32) * scale[first:last, None]
+        return rows
+
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = self.quantise(values)
         self.weight_q[expert] = q[:, : self.in_features]
         self.weight_scale[expert] = scale.flatten()
-
-    def dequantized_weight(self) -> Tensor:
-        return self.weight_q.float() * self.weight_scale.unsqueeze(-1)
 
     def multiply(
         self,

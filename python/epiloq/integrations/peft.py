@@ -1,0 +1,85 @@
+"""Adapters of PEFT on quantised models: the import lets ``peft.LoraConfig`` take epiloq's linear layers.
+
+    import epiloq.integrations.peft
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+The weights stay quantised and frozen; the adapters are trained in float32, on the input gradients that every layer of
+``epiloq.nn`` has. ``target_modules="all-linear"`` means ``nn.Linear`` to PEFT: give it `linear_names` of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import Linear
+from torch import nn
+
+from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.frozen import FrozenLinear
+
+_NAME = "epiloq.integrations.peft"
+# Ways to begin that look at the weight, or change it, and variants that do.
+_WEIGHTLESS = (True, False, "gaussian", "eva", "orthogonal")
+_OF_WEIGHTS = ("use_dora", "kasa_config", "corda_config", "lora_ga_config", "loftq_config", "use_qalora")
+
+_without_epiloq = LoraConfig.__post_init__
+
+
+class LoraLinear(Linear):  # type: ignore[misc]
+    """PEFT's LoRA layer around a quantised linear layer of epiloq. It does not merge into the integers."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **more: Any) -> None:
+        for option in _OF_WEIGHTS:
+            if getattr(config, option, None):
+                raise NotImplementedError(f"{_NAME}: {option}: expected none, for it needs a floating-point weight")
+        if config.init_lora_weights not in _WEIGHTLESS:
+            raise NotImplementedError(
+                f"{_NAME}: init_lora_weights: expected one of {', '.join(map(str, _WEIGHTLESS))} (the others begin from"
+                f" a floating-point weight), got {config.init_lora_weights!r}"
+            )
+        super().__init__(base_layer, adapter_name, config, **more)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, FrozenLinear)
+        return module.in_features, module.out_features
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """To the device of the quantised tensors; their dtypes are none to train in."""
+        base = self.get_base_layer()
+        target = device or next(tensor.device for tensor in (*base.buffers(), *base.parameters()))
+        for name in (*self.adapter_layer_names, *self.other_param_names):
+            adapters = getattr(self, name, None)
+            if isinstance(adapters, nn.Module) and adapter_name in adapters:  # type: ignore[operator]
+                adapters[adapter_name] = adapters[adapter_name].to(target)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        raise NotImplementedError(
+            f"{_NAME}: merge: adapters cannot be merged into quantised weights; save the adapter by itself, or merge it"
+            " into the floating-point model and quantise that"
+        )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The names of a model's quantised linear layers, for ``LoraConfig(target_modules=...)``."""
+    found = model.named_modules()
+    return [name for name, module in found if isinstance(module, FrozenLinear) and not isinstance(module, Experts)]
+
+
+def register() -> None:
+    """Let every ``LoraConfig`` made from now on, those of saved adapters too, take epiloq's linear layers."""
+
+    def with_epiloq(config: LoraConfig) -> None:
+        _without_epiloq(config)
+        config._register_custom_module({FrozenLinear: LoraLinear})
+
+    LoraConfig.__post_init__ = with_epiloq
+
+
+def unregister() -> None:
+    """Undo `register`."""
+    LoraConfig.__post_init__ = _without_epiloq
+
+
+register()

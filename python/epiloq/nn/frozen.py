@@ -1,0 +1,216 @@
+"""Gradients of layers whose quantised weights are frozen: the input's, ``dx = dy W``, and the bias's.
+
+W is the weight that the stored integers stand for. Activations are rounded on the way in, which the gradient ignores
+(straight through). One `torch.autograd.Function` serves all layers, in eager torch, under ``torch.compile`` and under
+``torch.func``'s transforms; calls that want no gradient never come here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from epiloq._library import is_traced, is_transformed
+from epiloq.nn.quantized_layer import QuantizedLayer
+
+# Elements of a weight that are de-quantised at a time.
+_PIECE = 1 << 24
+# Rows of a weight that share what can be shared: 128 of FP8 blocks, 16 of packed weights.
+_ROWS = 128
+
+
+class Frozen(QuantizedLayer):
+    """A layer that is a function of its input, its bias and tensors that are not trained.
+
+    The methods below take what the kernels read, in the order in which `_call` is given it.
+    """
+
+    clamp: tuple[float, float] | None = None
+
+    @abstractmethod
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        """The layer's output, by the quantised kernels."""
+
+    @abstractmethod
+    def _push(self, x: Tensor, *tensors: Any) -> Tensor:
+        """``x W^T`` in floating point."""
+
+    @abstractmethod
+    def _pull(self, dy: Tensor, shape: torch.Size, *tensors: Any) -> Tensor:
+        """``dy W`` in floating point, of the shape of the input."""
+
+    @abstractmethod
+    def _spread(self, bias: Tensor) -> Tensor:
+        """The bias as it is added to an output."""
+
+    @abstractmethod
+    def _gather(self, dy: Tensor) -> Tensor:
+        """The sums over each channel of an output."""
+
+    def _call(self, x: Tensor, tensors: Sequence[Any]) -> Tensor:
+        """The layer's output, with gradients where they are wanted."""
+        bias = self._stored("bias")
+        if torch.is_grad_enabled():
+            self._refuse_gradients()
+            tensors = [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+        if is_dynamo_compiling():
+            if torch._C._are_functorch_transforms_active():
+                return _added(self, x, bias, *tensors)
+            function: Any = _Gradient
+            # torch.compile takes no tensor twice: what wants no gradient is among the tensors alone.
+            bias = bias if bias is not None and bias.requires_grad else None
+        else:
+            function = _GradientOfAnyOrder
+        if wants_gradient(x, bias):
+            return cast(Tensor, function.apply(self, x, bias, *tensors))
+        return self._run(x, *tensors)
+
+    def _refuse_gradients(self) -> None:
+        """Of all but the bias."""
+        for name, tensor in self._parameters.items():
+            if name != "bias" and tensor is not None and tensor.requires_grad:
+                raise NotImplementedError(
+                    f"epiloq.nn.{type(self).__name__} has no gradient of {name}, which is frozen: expected one with"
+                    " requires_grad False (the input and the bias have gradients)"
+                )
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient may be asked for, but by a tracer: it records operations alone."""
+    if is_traced():
+        return False
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return True
+    if is_dynamo_compiling():  # where transforms do not show in requires_grad
+        return torch._C._are_functorch_transforms_active()
+    return is_transformed() or forward_ad._current_level >= 0
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradient of a `Frozen` layer, as torch.compile takes it."""
+
+    @staticmethod
+    def forward(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        return layer._run(x, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        layer, x, bias, *tensors = inputs
+        ctx.layer, ctx.shape, ctx.dtype = layer, x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        saved = [*tensors, None if layer.clamp is None else output]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        layer, (*tensors, output) = ctx.layer, ctx.saved_tensors
+        _, of_x, of_bias, *_ = ctx.needs_input_grad
+        if output is not None:
+            dy = _within(layer, output, dy)
+        with torch.autocast(dy.device.type, enabled=False):
+            dx = layer._pull(dy, ctx.shape, *tensors).to(ctx.dtype) if of_x else None
+            dbias = layer._gather(dy).to(ctx.bias_dtype) if of_bias else None
+        return None, dx, dbias, *(None for _ in tensors)
+
+
+class _GradientOfAnyOrder(_Gradient):
+    """The same with what torch.compile does not trace: a rule for vmap and a forward derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        y = layer._run(x, *tensors)
+        # No view to autograd, which lets none that comes of a function be written into (by ReLU, in place).
+        return cast(Tensor, torch.ops.aten._unsafe_view(y, y.shape))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Gradient.setup_context(ctx, inputs, output)
+        ctx.set_materialize_grads(False)  # so that tangents that there are not are None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, dx: Tensor | None, dbias: Tensor | None, *tangents: Tensor | None) -> Tensor:
+        layer, (*tensors, output) = ctx.layer, ctx.saved_tensors
+        if any(tangent is not None for tangent in tangents):
+            raise NotImplementedError(f"epiloq.nn.{type(layer).__name__} has no derivative by its frozen tensors")
+        if dx is None:
+            assert dbias is not None
+            dx = dbias.new_zeros(ctx.shape, dtype=ctx.dtype)
+        with torch.autocast(dx.device.type, enabled=False):
+            dy = layer._push(dx, *tensors)
+        if dbias is not None:
+            dy = dy + layer._spread(dbias).to(dy.dtype)
+        return dy if output is None else _within(layer, output, dy)
+
+
+def _added(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
+    """The output with a floating-point product's derivatives, by adding that product less itself.
+
+    For transforms of torch.func within torch.compile (2.13), which trace no `torch.autograd.Function`.
+    """
+    y = layer._run(x.detach(), *(None if t is None else t.detach() for t in tensors))
+    with torch.autocast(x.device.type, enabled=False):
+        product = layer._push(x, *tensors) if x.is_floating_point() else torch.zeros_like(y)
+    if bias is not None:
+        product = product + layer._spread(bias).to(product.dtype)
+    nothing = (product - product.detach()).to(y.dtype)
+    return y + (nothing if layer.clamp is None else _within(layer, y, nothing))
+
+
+def _within(layer: Frozen, output: Tensor, dy: Tensor) -> Tensor:
+    """`dy` where the output was not clamped, else 0."""
+    assert layer.clamp is not None
+    low, high = layer.clamp
+    return torch.where((output > low) & (output < high), dy, torch.zeros_like(dy))
+
+
+class FrozenLinear(Frozen):
+    """A `Frozen` layer with a weight ``[out_features, in_features]``."""
+
+    in_features: int
+    out_features: int
+
+    @abstractmethod
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        """Rows of the weight in float32, ``[last - first, in_features]``; `first` is a multiple of 128."""
+
+    @abstractmethod
+    def _parts(self) -> Sequence[Any]:
+        """What the kernels read."""
+
+    def dequantized_weight(self) -> Tensor:
+        parts = self._parts()
+        return torch.cat([self._rows(*piece, *parts) for piece in self._pieces()])
+
+    def _spread(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def _gather(self, dy: Tensor) -> Tensor:
+        return dy.flatten(0, -2).sum(0) if dy.dim() > 1 else dy
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Ranges of rows that are de-quantised together."""
+        step = max(_PIECE // max(self.in_features, 1) // _ROWS * _ROWS, _ROWS)
+        return [(first, min(first + step, self.out_features)) for first in range(0, self.out_features, step)]
+
+    def _push(self, x: Tensor, *tensors: Any) -> Tensor:
+        products = [x @ self._rows(*piece, *tensors).to(x.dtype).t() for piece in self._pieces()]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def _pull(self, dy: Tensor, shape: torch.Size, *tensors: Any) -> Tensor:
+        pieces = self._pieces()
+        if len(pieces) == 1:
+            return dy @ self._rows(*pieces[0], *tensors).to(dy.dtype)
+        total: Any = 0
+        for first, last in pieces:
+            rows = self._rows(first, last, *tensors).to(dy.dtype)
+            total = total + (dy[..., first:last] @ rows).to(torch.float32)
+        return cast(Tensor, total)

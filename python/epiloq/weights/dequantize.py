@@ -1,0 +1,63 @@
+"""Packed weights in floating point, as an operator, so that compiled and transformed code may ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, register
+
+
+def dequantize_weight(
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight ``[n, k]`` of a `PackedWeight`'s parts, its columns as they are packed.
+
+    Product and sum are each rounded to fp32, then to ``dtype``.
+    """
+    arguments = (q, scale, zero, offset, bits, n, k, group_size, dtype)
+    if direct((q, scale), (zero, offset)):
+        return _run(*arguments)
+    result: Tensor = torch.ops.epiloq.dequantize_weight(*arguments)
+    return result
+
+
+def _run(
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = scale.new_empty((n, k), dtype=dtype)
+    _core.dequantize_weight(out, q, scale, zero, offset, bits, n, k, group_size)
+    return out
+
+
+def _fake(q: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None, *rest: Any) -> Tensor:
+    _, n, k, _, dtype = rest
+    return scale.new_empty((n, k), dtype=dtype)
+
+
+register(
+    "dequantize_weight",
+    "dequantize_weight(Tensor q, Tensor scale, Tensor? zero, Tensor? offset, int bits, SymInt n, SymInt k, "
+    "int group_size, ScalarType dtype) -> Tensor",
+    _run,
+    _fake,
+)

@@ -1,0 +1,139 @@
+"""LoRA adapters of PEFT are trained on quantised models as on the float model."""
+
+from __future__ import annotations
+
+import copy
+import pydoc_data.topics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import epiloq
+import epiloq.integrations.peft as integration
+import epiloq.integrations.transformers
+import tiny_teacher
+
+SCHEMES = ["w4a16-g32", "w8a8-int8", "fp8-block", "w4a8-block"]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    integration.register()
+    yield
+    integration.unregister()
+
+
+def lora(model: nn.Module, **more: Any) -> Any:
+    torch.manual_seed(0)
+    targets = [*integration.linear_names(model)] or ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **more))
+
+
+def trained(model: Any, tokens: Tensor, steps: int, rate: float = 1e-2) -> list[float]:
+    """The losses of some steps on the same batches."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate)
+    losses = []
+    for step in range(steps):
+        batch = tokens[step % len(tokens)]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def tiny() -> Any:
+    """A model with weights large enough for adapters of a few steps."""
+    model = tiny_teacher.tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
+    return model
+
+
+def sequences() -> Tensor:
+    """Two batches of few words over and over, which an adapter can learn."""
+    words = torch.randint(0, 256, (2, 4, 6))
+    return words.repeat(1, 1, 5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_loss_falls_as_on_the_float_model(scheme: str, device: str, seed: int) -> None:
+    base, tokens = tiny().to(device), sequences().to(device)
+    quantised = epiloq.quantize_(copy.deepcopy(base), scheme)
+    frozen = {name: t.clone() for name, t in quantised.state_dict().items()}
+    exact = trained(lora(base), tokens, 40)
+    adapted = lora(quantised)
+    found = trained(adapted, tokens, 40)
+    assert abs(found[0] - exact[0]) < 0.1 * exact[0]
+    assert exact[-1] < 0.2 * exact[0]
+    # The fall is that of the float model within a fifth of it.
+    assert abs((found[0] - found[-1]) - (exact[0] - exact[-1])) < 0.2 * (exact[0] - exact[-1])
+    now = adapted.state_dict()
+    for name, before in frozen.items():
+        after = now[next(key for key in now if key.replace(".base_layer", "") == f"base_model.model.{name}")]
+        assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), name
+
+
+def test_adapters_are_saved_and_opened(seed: int, tmp_path: Path) -> None:
+    base = epiloq.quantize_(tiny(), "w4a16-g32")
+    tokens = sequences()
+    adapted = lora(copy.deepcopy(base))
+    trained(adapted, tokens, 3)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(tokens[0]).logits, adapted(tokens[0]).logits)
+        assert not torch.equal(again(tokens[0]).logits, base(tokens[0]).logits)
+        with again.disable_adapter():
+            assert torch.equal(again(tokens[0]).logits, base(tokens[0]).logits)
+
+
+def test_an_opened_checkpoint_is_trained(seed: int, tmp_path: Path, epiloq_in_transformers: None) -> None:
+    import transformers
+
+    path = tiny_teacher.save(tmp_path / "float", tiny())
+    how = epiloq.integrations.transformers.EpiloqConfig("w4a16-g32")
+    transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=how).save_pretrained(tmp_path / "4bit")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "4bit")
+    assert integration.linear_names(model)
+    adapted = lora(model)
+    adapted.enable_input_require_grads()
+    adapted.gradient_checkpointing_enable()
+    losses = trained(adapted.train(), sequences(), 30)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_what_needs_a_float_weight_is_refused(seed: int) -> None:
+    model = epiloq.quantize_(tiny(), "w4a16-g32")
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            lora(copy.deepcopy(model), **options)
+    with pytest.raises(NotImplementedError, match="merge it into the floating-point model and quantise that"):
+        lora(model).merge_and_unload()
+
+
+@pytest.mark.slow
+def test_a_trained_model_in_4_bits(teacher: Any) -> None:
+    """SmolLM2-135M learns a text by an adapter on 4 bits as on its float weights."""
+    import transformers
+
+    model, tokenizer = teacher
+    text = pydoc_data.topics.topics["class"]
+    ids = tokenizer(text, return_tensors="pt").input_ids[0, : 8 * 128].view(4, 2, 128)
+    assert isinstance(model, transformers.PreTrainedModel)
+    quantised = epiloq.quantize_(copy.deepcopy(model), "w4a16-g32")
+    exact = trained(lora(model), ids, 24, 1e-3)
+    found = trained(lora(quantised), ids, 24, 1e-3)
+    falls = [sum(losses[:4]) - sum(losses[-4:]) for losses in (exact, found)]
+    assert falls[0] > 0.5 and abs(falls[1] - falls[0]) < 0.25 * falls[0]
