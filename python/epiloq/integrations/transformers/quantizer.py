@@ -115,7 +115,7 @@ class EpiloqQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # what is around the layers, which hand gradients on
 
     @property
     def is_compileable(self) -> bool:
