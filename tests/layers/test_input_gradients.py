@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear, frozen
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, TableLinear, WeightOnlyLinear, frozen
 
 Make = Callable[[nn.Linear], nn.Module]
 PERM = 7
@@ -31,6 +31,7 @@ LAYERS: dict[str, Make] = {
     "w3a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=3, group_size=-1),
     "w8a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=8, group_size=-1),
     "w4a16-order": lambda linear: in_another_order(linear),
+    "table": lambda linear: of_a_table(linear),
     "w8a8-block": OnlineQuantLinear.from_linear,
     "w4a8-block": lambda linear: OnlineQuantLinear.from_linear(linear, bits=4, group_size=32, symmetric=False),
 }
@@ -47,6 +48,19 @@ def in_another_order(linear: nn.Linear) -> WeightOnlyLinear:
     q, perm = torch.randint(0, 16, (n, k)), torch.randperm(k)
     packed = epiloq.pack_weight(q, scale.half(), None, offset.half(), bits=4, group_size=32, perm=perm)
     return WeightOnlyLinear.from_packed(packed, linear.bias)
+
+
+@torch.no_grad()
+def of_a_table(linear: nn.Linear) -> TableLinear:
+    """With scales that go on from row to row."""
+    n, k = linear.weight.shape
+    layer = TableLinear(k, n, linear.bias is not None, block_size=24, dtype=linear.weight.dtype)
+    layer.weight_q.random_(0, 256)
+    layer.weight_table.normal_()
+    layer.weight_scale.uniform_(0.01, 0.03)
+    if layer.bias is not None:
+        layer.bias.copy_(linear.bias)
+    return layer
 
 
 def make(
@@ -68,6 +82,10 @@ def weight_of(layer: Any) -> Tensor:
         q, scale, other = q.double(), scale.double()[:, group], other.double()[:, group]
         packed = scale * q + other if layer.weight_offset is not None else scale * (q - other)
         return packed if layer.weight_perm is None else packed[:, layer.weight_perm.argsort()]
+    if isinstance(layer, TableLinear):
+        flat = torch.stack((layer.weight_q >> 4, layer.weight_q & 15), 1).flatten()[: n * k].long()
+        scale = layer.weight_scale.double().repeat_interleave(layer.block_size)[: n * k]
+        return (layer.weight_table.double()[flat] * scale).view(n, k)
     if isinstance(layer, OnlineQuantLinear):
         q, scale, offset = layer.prepared.unpack()
         group = torch.arange(k, device=q.device) // layer.group_size

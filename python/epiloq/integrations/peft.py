@@ -24,10 +24,10 @@ _NAME = "epiloq.integrations.peft"
 _WEIGHTLESS = (True, False, "gaussian", "eva", "orthogonal")
 _OF_WEIGHTS = ("use_dora", "kasa_config", "corda_config", "lora_ga_config", "loftq_config", "use_qalora")
 
-_without_epiloq = LoraConfig.__post_init__
+_without_epiloq: Any = LoraConfig.__post_init__
 
 
-class LoraLinear(Linear):  # type: ignore[misc]
+class LoraLinear(Linear):
     """PEFT's LoRA layer around a quantised linear layer of epiloq. It does not merge into the integers."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **more: Any) -> None:
@@ -50,8 +50,9 @@ class LoraLinear(Linear):  # type: ignore[misc]
         base = self.get_base_layer()
         target = device or next(tensor.device for tensor in (*base.buffers(), *base.parameters()))
         for name in (*self.adapter_layer_names, *self.other_param_names):
-            adapters = getattr(self, name, None)
-            if isinstance(adapters, nn.Module) and adapter_name in adapters:  # type: ignore[operator]
+            adapters: Any = getattr(self, name, None)
+            holds_modules = isinstance(adapters, nn.Module)  # others hold numbers
+            if holds_modules and adapter_name in adapters:
                 adapters[adapter_name] = adapters[adapter_name].to(target)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
@@ -74,12 +75,12 @@ def register() -> None:
         _without_epiloq(config)
         config._register_custom_module({FrozenLinear: LoraLinear})
 
-    LoraConfig.__post_init__ = with_epiloq
+    LoraConfig.__post_init__ = with_epiloq  # type: ignore[method-assign]
 
 
 def unregister() -> None:
     """Undo `register`."""
-    LoraConfig.__post_init__ = _without_epiloq
+    LoraConfig.__post_init__ = _without_epiloq  # type: ignore[method-assign]
 
 
 register()

@@ -188,7 +188,8 @@ class FrozenLinear(Frozen):
 
     def dequantized_weight(self) -> Tensor:
         parts = self._parts()
-        return torch.cat([self._rows(*piece, *parts) for piece in self._pieces()])
+        rows = [self._rows(*piece, *parts) for piece in self._pieces()]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _spread(self, bias: Tensor) -> Tensor:
         return bias

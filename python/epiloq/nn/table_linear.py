@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class TableLinear(PreparedLinear):
     """
 
     WEIGHT_DTYPE = torch.uint8
-    PARTS = ()
+    PARTS = ("weight_q", "bias", "weight_table", "weight_scale")
 
     weight_table: Tensor
     weight_scale: Tensor
@@ -63,25 +64,23 @@ class TableLinear(PreparedLinear):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[N, K]``: products in float32, rounded once to `dtype`."""
-        return self._rows(0, self.out_features, dtype)
+        return self.dequantized_weight().to(dtype)
 
-    def dequantized_weight(self) -> Tensor:
-        return self.dequantize()
-
-    def _rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """The weight's rows from `first` until `last`."""
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        weight_q, _, table, scales = tensors
         begin, end, size = first * self.in_features, last * self.in_features, self.block_size
-        codes = self.weight_q[begin // 2 : -(-end // 2)]
+        codes = weight_q[begin // 2 : -(-end // 2)]
         places = torch.stack((codes >> 4, codes & 15), 1).reshape(-1).int()
-        values = self.weight_table.index_select(0, places)[begin % 2 :][: end - begin]
-        scale = self.weight_scale[begin // size : -(-end // size)]
+        values = table.index_select(0, places)[begin % 2 :][: end - begin]
+        scale = scales[begin // size : -(-end // size)]
         if begin % size == 0 and end % size == 0:
             values = values.view(-1, size) * scale[:, None]
         else:
             values = values * scale.repeat_interleave(size)[begin % size :][: end - begin]
-        return values.view(last - first, self.in_features).to(dtype)
+        rows: Tensor = values.view(last - first, self.in_features)
+        return rows
 
-    def _parts(self, x: Tensor) -> Iterator[tuple[int, int]]:
+    def _together(self, x: Tensor) -> Iterator[tuple[int, int]]:
         """The rows that are dequantised together."""
         at_once = self.out_features
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -94,9 +93,14 @@ class TableLinear(PreparedLinear):
         self._check_width(x)
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
-        parts = [nn.functional.linear(x, self._rows(first, last, x.dtype)) for first, last in self._parts(x)]
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        return self._call(x, self._made)
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        parts = [
+            nn.functional.linear(x, self._rows(first, last, *tensors).to(x.dtype)) for first, last in self._together(x)
+        ]
+        y, bias = parts[0] if len(parts) == 1 else torch.cat(parts, -1), tensors[1]
+        return y if bias is None else y + bias.to(x.dtype)
 
     def extra_repr(self) -> str:
         return (
