@@ -72,7 +72,7 @@ def test_every_scheme_comes_back_bit_for_bit(scheme: str, make: Callable[[], Any
     for name, tensor in state.items():
         assert tensor.dtype == found[name].dtype and torch.equal(tensor.float(), found[name].float()), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["format_version"], config["scheme"]) == ("epiloq", 2, scheme)
+    assert (config["format"], config["format_version"], config["scheme"]) == ("epiloq", 3, scheme)
 
 
 @pytest.mark.parametrize("scheme", schemes())
@@ -124,7 +124,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c.update(format_version=1), "format_version: expected 2, got 1"),
+        (lambda c: c.update(format_version=1), "format_version: expected 3, got 1"),
         (lambda c: c.pop("modules"), "modules: expected a list"),
         (lambda c: c["modules"].append({}), "modules: class: expected one of Int8Linear"),
         (lambda c: c["modules"][0].update({"class": "Sequential"}), "class: expected one of"),

@@ -33,6 +33,16 @@ def warn(message: str) -> None:
     Console(stderr=True).print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
+def how_to_open(folder: Path, layout: str) -> str:
+    """The line that says how a model directory is opened that was written in a format."""
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
+    alone = " (transformers alone refuses this format)" if layout == "epiloq" else ""
+    return (
+        f"To open it: import epiloq.integrations.transformers, then "
+        f"transformers.{kind[0]}.from_pretrained({str(folder)!r}){alone}"
+    )
+
+
 def check_installed(what: str, missing: list[str], extra: str) -> None:
     """Leave with FAILED where packages are missing that an extra of epiloq would bring."""
     if missing:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from epiloq.cli.common import check_target, failures, one_of, quiet, write_json
+from epiloq.cli.common import check_target, failures, how_to_open, one_of, quiet, write_json
 from epiloq.cli.progress import progress_stages
 
 
@@ -51,4 +51,5 @@ def convert(
             highlight=False,
             soft_wrap=True,
         )
+        console.print(how_to_open(output, layout), highlight=False, markup=False, soft_wrap=True)
         write_json(json_file, report)

@@ -14,6 +14,7 @@ from epiloq.cli.common import (
     check_installed,
     check_target,
     failures,
+    how_to_open,
     one_of,
     quiet,
     warn,
@@ -65,6 +66,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
     lines += [f"experts in floating point: {name}: {reason}" for name, reason in report["float_experts"].items()]
     lines += left_in_floating_point(report["float_layers"])
+    lines.append(how_to_open(Path(report["output"]), report["layout"]))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -1,8 +1,11 @@
 """epiloq's own format: the state of the modules that run a model, so that every scheme is saved and comes back alike.
 
 A quantised layer has its module's state dict under its name; config.json has a ``quantization_config`` with
-``quant_method`` "epiloq", the format's version, the scheme's name (null where layers follow none) and, for each kind of
+``format`` "epiloq", the format's version, the scheme's name (null where layers follow none) and, for each kind of
 module, its class, its options and the names of its layers. All else is as in a model that is not quantised.
+
+There is no ``quant_method``: transformers raises an error then, where a method that it does not know would make it fill
+the model with random weights after a warning. `epiloq.integrations.transformers` teaches it to open the format.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from epiloq.schemes import SCHEMES
 from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.weights.packed_weight import BITS
 
-METHOD, VERSION = "epiloq", 2
+METHOD, VERSION = "epiloq", 3
+_READ = (2, VERSION)
+# Of people who look into a config.json.
+_OPENED_BY = "import epiloq.integrations.transformers"
 
 Options: TypeAlias = Mapping[str, Any]
 _PACKED = "weight_"
@@ -168,8 +174,9 @@ def config(groups: Sequence[Group]) -> dict[str, Any]:
     """The ``quantization_config``."""
     schemes = {group.scheme for group in groups}
     return {
-        "quant_method": METHOD,
+        "format": METHOD,
         "format_version": VERSION,
+        "opened_by": _OPENED_BY,
         "scheme": schemes.pop() if len(schemes) == 1 else None,
         "modules": [
             {"class": group.module, "options": dict(group.options), "layers": sorted(group.layers)} for group in groups
@@ -180,7 +187,7 @@ def config(groups: Sequence[Group]) -> dict[str, Any]:
 def parse(found: Mapping[str, Any]) -> list[Group]:
     """The inverse of `config`. Raises FormatError for what this version does not read, and says what that is."""
     where = "epiloq: quantization_config"
-    if found.get("format_version") != VERSION:
+    if found.get("format_version") not in _READ:
         raise FormatError(f"{where}: format_version: expected {VERSION}, got {found.get('format_version')!r}")
     listed = found.get("modules")
     if not isinstance(listed, list) or not listed:

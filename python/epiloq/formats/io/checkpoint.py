@@ -59,6 +59,9 @@ class Checkpoint:
         found = self.config.get("quantization_config")
         if found is not None and not isinstance(found, dict):
             raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
+        # The format epiloq has no method for transformers to see; older files of it have.
+        if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
+            return {**found, "quant_method": "epiloq"}
         return found
 
     def headers(self) -> dict[str, tuple[str, list[int]]]:

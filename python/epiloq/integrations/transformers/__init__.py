@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+)
 
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.integrations.transformers.config import EpiloqConfig
@@ -33,10 +38,32 @@ _OURS: tuple[tuple[dict[str, Any], type], ...] = (
 _THEIRS = [{method: table[method] for method in METHODS if method in table} for table, _ in _OURS]
 
 
+def _is_ours(said: Any) -> bool:
+    return isinstance(said, dict) and "quant_method" not in said and said.get("format") == METHOD
+
+
+def _supports(said: Any) -> Any:
+    return _is_ours(said) or _THEIR_READERS[0].__func__(said)
+
+
+def _from_dict(said: Any) -> Any:
+    return EpiloqConfig(**said) if _is_ours(said) else _THEIR_READERS[1].__func__(AutoQuantizationConfig, said)
+
+
+# What reads a ``quantization_config``. The format epiloq has no ``quant_method`` there, which transformers refuses.
+_READERS: tuple[tuple[type, str, Any], ...] = (
+    (AutoHfQuantizer, "supports_quant_method", staticmethod(_supports)),
+    (AutoQuantizationConfig, "from_dict", staticmethod(_from_dict)),
+)
+_THEIR_READERS = [vars(owner)[name] for owner, name, _ in _READERS]
+
+
 def register() -> None:
     """Open directories of every method in `METHODS` with epiloq; importing this package does it."""
     for table, ours in _OURS:
         table.update(dict.fromkeys(METHODS, ours))
+    for owner, name, reader in _READERS:
+        setattr(owner, name, reader)
 
 
 def unregister() -> None:
@@ -45,6 +72,8 @@ def unregister() -> None:
         for method in METHODS:
             table.pop(method, None)
         table.update(theirs)
+    for (owner, name, _), reader in zip(_READERS, _THEIR_READERS, strict=True):
+        setattr(owner, name, reader)
 
 
 register()

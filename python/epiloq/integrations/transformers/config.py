@@ -40,4 +40,5 @@ class EpiloqConfig(QuantizationConfigMixin):
         """The JSON-ready dictionary, as config.json has it."""
         own = {"scheme": self.scheme, "modules_to_not_convert": self.modules_to_not_convert}
         given = {name: value for name, value in own.items() if value is not None}
-        return copy.deepcopy({"quant_method": self.quant_method, **given, **self.said})
+        method = {} if self.said.get("format") == METHOD else {"quant_method": self.quant_method}
+        return copy.deepcopy({**method, **given, **self.said})

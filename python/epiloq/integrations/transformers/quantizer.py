@@ -91,7 +91,7 @@ class EpiloqQuantizer(HfQuantizer):
         """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
         said, state = self.quantization_config.to_dict(), file_state(model)
         layers = epiloq_modules.layers_of(model)
-        if said["quant_method"] == epiloq_modules.METHOD:
+        if self.quantization_config.quant_method == epiloq_modules.METHOD:
             said = epiloq_modules.config(epiloq_modules.groups_of(layers))
             model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
             return state, {}

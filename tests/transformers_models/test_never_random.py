@@ -1,0 +1,64 @@
+"""epiloq's own format: transformers without epiloq refuses it, rather than fill a model with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+for needed in ("typer", "rich", "safetensors", "transformers"):
+    pytest.importorskip(needed, reason="models of transformers need the extra hf")
+
+import transformers
+
+import epiloq
+import epiloq.integrations.transformers as integration
+from command_line import ROUND, logits, quantize, run, teacher_and_text
+from epiloq.formats import epiloq_modules
+from epiloq.formats.io import model as models
+from tiny_teacher import tiny_model
+
+integration.unregister()
+pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "fp8-token", "fp8-block", "w4a8-block", "w4a16-g32"])
+def test_transformers_alone_gives_no_random_model(tmp_path: Path, scheme: str) -> None:
+    """Of a directory in epiloq's own format it raises an error, by whatever class; with the import it opens it."""
+    model = epiloq.quantize_(tiny_model(), scheme)
+    epiloq_modules.save(model, tmp_path / "model")
+    expected = logits(model)
+    integration.unregister()
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        with pytest.raises(ValueError, match="quant_method"):
+            kind.from_pretrained(tmp_path / "model")
+    integration.register()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits(found), expected)
+    found.save_pretrained(tmp_path / "again")
+    said = [json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("model", "again")]
+    assert said[0] == said[1] and "quant_method" not in said[0]
+    assert torch.equal(logits(models.from_directory(tmp_path / "again")), expected)
+
+
+def test_files_of_the_version_before_are_opened(tmp_path: Path) -> None:
+    model = epiloq.quantize_(tiny_model(), "w8a8-int8")
+    epiloq_modules.save(model, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    said = config["quantization_config"]
+    del said["format"], said["opened_by"]
+    said |= {"quant_method": "epiloq", "format_version": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(models.from_directory(tmp_path / "model")), logits(model))
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model))
+
+
+def test_commands_say_how_to_open_what_they_wrote(tmp_path: Path) -> None:
+    teacher = teacher_and_text(tmp_path, ROUND)
+    result = quantize(teacher, tmp_path / "out", "--scheme", "w8a16", "--algorithm", "rtn")
+    how = "To open it: import epiloq.integrations.transformers, then transformers.LlamaForCausalLM.from_pretrained("
+    assert f"{how}'{tmp_path / 'out'}')\n" in result.output
+    result = run("convert", tmp_path / "out", tmp_path / "own", "--format", "epiloq")
+    assert f"{how}'{tmp_path / 'own'}') (transformers alone refuses this format)" in result.output
