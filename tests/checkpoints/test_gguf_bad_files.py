@@ -66,6 +66,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "keys": (lambda d: put(d, 16, "Q", 1 << 60), "for 1152921504606846976 entries"),
     "one key more": (lambda d: put(d, 16, "Q", struct.unpack_from("<Q", d, 16)[0] + 1), "tiny.gguf: "),
     "name": (lambda d: put(d, 24, "Q", 1 << 50), "expected at most 65536 characters"),
+    "name of two lines": (
+        lambda d: value(d.replace(b"block_count", b"block\ncount"), "llama.block\ncount", "I", 77),
+        r"llama.block\\ncount: expected a type of value",
+    ),
     "overlap": (lambda d: place(d, NORM, lambda o: o - 64), f"{NORM}: expected its bytes at .*, got"),
     "same place": (lambda d: place(d, UP, lambda o: 0), f"{UP}: expected its bytes at"),
     "misaligned": (lambda d: place(d, NORM, lambda o: o + 4), f"{NORM}: expected its bytes at"),

@@ -42,7 +42,13 @@ class Quantization:
 
 
 class FormatError(ValueError):
-    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why."""
+    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why, in one line.
+
+    Names come from files, which may have any characters in them: those that cannot be printed are escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
 
 
 Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"
