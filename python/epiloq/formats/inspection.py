@@ -120,7 +120,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
 
 def _version(found: Mapping[str, Any]) -> str | int | None:
     """Which of a format's versions or layouts a configuration names."""
-    keys = ("checkpoint_format", "version", "format", "format_version", "fmt")
+    keys = ("checkpoint_format", "version", "format_version", "format", "fmt")
     return next((found[key] for key in keys if key in found), None)
 
 
