@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, quiet, write_json
+from epiloq.cli.common import check_device, check_target, failures, quiet, warn, write_json
 from epiloq.cli.inspect import shortened
 from epiloq.cli.progress import progress_stages
 
@@ -89,9 +89,11 @@ def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates
-    from epiloq.quantize.texts import check_positions
+    from epiloq.quantize.texts import FEW, check_positions, tokens_in
 
     parts = first_tokens(windows(load_tokenizer(a), read_texts(text), length), tokens)
+    if tokens_in(parts) < FEW:
+        warn(f"answers to only {tokens_in(parts)} tokens; what they say of the models is inaccurate")
     checkpoints = [Checkpoint(folder) for folder in (a, b)]
     for checkpoint in checkpoints:
         check_positions(checkpoint, parts)
