@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.optimize import optimize_ as optimize_
     from epiloq.schemes import quantize_ as quantize_
 
 # The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
@@ -67,6 +68,7 @@ __all__ = [
     "nn",
     "online_quant_mm",
     "online_quant_weight",
+    "optimize_",
     "pack_conv2d_weight",
     "pack_weight",
     "quantize",
@@ -86,14 +88,15 @@ __all__ = [
 ]
 
 # A third of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
-_ON_DEMAND = ("compat", "formats", "nn", "quantize", "schemes")
+_ON_DEMAND = ("compat", "formats", "nn", "optimize", "quantize", "schemes")
+_FUNCTIONS = {"optimize_": "optimize", "quantize_": "schemes"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return import_module(f"{__name__}.{name}")
-    if name == "quantize_":
-        return import_module(f"{__name__}.schemes").quantize_
+    if name in _FUNCTIONS:
+        return getattr(import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -122,21 +122,3 @@ def test_nobody_is_sent_to_an_index() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((documents.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-
-
-PATH = re.compile(r"`((?:src|python|tests|tools|include|docs|benchmarks|examples|cmake)/[\w./*-]+)`")
-SOURCE = re.compile(r"`([\w./*-]+\.(?:cuh?|cpp|h))`")
-ELSEWHERE = {"ggml-common.h", "epiloq/version.h"}  # not in the tree: another project's, and what CMake makes
-
-
-def is_there(name: str) -> bool:
-    """Whether a file or folder has this name, or the end of a source's path is this."""
-    if PATH.fullmatch(f"`{name}`"):
-        return any(documents.ROOT.glob(name.rstrip("/")))
-    return name in ELSEWHERE or any(any((documents.ROOT / top).rglob(name)) for top in ("src", "include", "tests/cpp"))
-
-
-@every_page
-def test_files_that_are_named_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert [name for name in {*PATH.findall(text), *SOURCE.findall(text)} if not is_there(name)] == []

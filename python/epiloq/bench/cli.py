@@ -21,6 +21,7 @@ from epiloq.bench.plot import plot as draw
 from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
+from epiloq.bench.whole_model import MODES, SHAPES, Plan, draw_models, run_plan, table, write_json
 
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
 PEERS = list(dict.fromkeys(name for operation in OPERATIONS.values() for name in operation.peers))
@@ -53,11 +54,23 @@ def bench(
     plot: Annotated[
         Path | None, option("Draw percent of floor and ratios to peers (.png or .svg; matplotlib).")
     ] = None,
+    model: Annotated[
+        str, option(f"A whole model instead of operations: a directory, or a shape: {', '.join(SHAPES)}.")
+    ] = "",
+    scheme: Annotated[list[str] | None, option("With --model: schemes, beside the 16-bit model. [w4a16-g128]")] = None,
+    layers: Annotated[int, option("With --model and a shape: decoder layers, by default all.")] = 0,
+    mode: Annotated[list[str] | None, option(f"With --model: {', '.join(MODES)}. [eager]")] = None,
+    batch: Annotated[list[int] | None, option("With --model: sequences that are decoded together. [1]")] = None,
+    context: Annotated[int, option("With --model: tokens of a prefill, and before a step of decode.")] = 512,
 ) -> None:
     """Time the operations and their peers, check the results, and relate the times to the floor.
 
+    With --model: prefill and decode of a whole language model, quantised and optimised, beside its 16-bit self.
+
     Exit codes: 1 when a result is wrong, 2 when an option is.
     """
+    if model:
+        return _bench_model(model, scheme, layers, mode, batch, context, device, json, plot)
     try:
         for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
             _check_names(name, given, known)
@@ -81,6 +94,41 @@ def bench(
     if report.failed:
         print(f"bench: {len(report.failed)} of {len(report.rows)} rows FAILED", file=sys.stderr)
         raise SystemExit(1)
+
+
+def _bench_model(
+    model: str,
+    scheme: list[str] | None,
+    layers: int,
+    mode: list[str] | None,
+    batch: list[int] | None,
+    context: int,
+    device: str,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    from epiloq import schemes
+
+    try:
+        _check_names("scheme", scheme, [name for name in schemes.available() if not schemes.SCHEMES[name].static])
+        _check_names("mode", mode, MODES)
+        target = _device(device)
+        _check_targets(json, plot)
+        for name, numbers in (("layers", [layers or 1]), ("batch", batch or [1]), ("context", [context])):
+            if min(numbers) < 1:
+                raise ValueError(f"bench: --{name}: expected at least 1, got {min(numbers)}")
+        if find_spec("transformers") is None:
+            raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
+        plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
+        results = run_plan(plan, target.type, _progress)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    print(table(results))
+    if json:
+        write_json(json, describe(target, ""), results)
+    if plot:
+        draw_models(results, plot)
 
 
 def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:

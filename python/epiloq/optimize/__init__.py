@@ -1,0 +1,113 @@
+"""`optimize_`: a quantised model of transformers with fewer, larger products and fewer passes over memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from epiloq.optimize import fused, structure
+from epiloq.optimize.attention import use_grouped_sdpa_
+from epiloq.optimize.siblings import ROWS, Siblings, reason_against, siblings_of
+
+__all__ = ["Report", "optimize_"]
+
+# Children that read one input, in the order of their rows in the merged layer.
+_SIBLINGS = (fused.ATTENTION, fused.GATED)
+
+
+@dataclass
+class Report:
+    """What `optimize_` did: names of modules, and why some stayed as they were."""
+
+    merged: list[str] = field(default_factory=list)
+    """Groups of layers that share one product, as ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}``."""
+    fused: list[str] = field(default_factory=list)
+    """Modules whose ``forward`` joins passes over memory."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Modules that look alike and stayed, with the reason."""
+    grouped_attention: bool = False
+    """Whether attention now reads keys and values once for all query heads that share them."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.merged)} groups of layers merged, {len(self.fused)} modules fused"]
+        for reason, count in Counter(self.left.values()).items():
+            names = [name for name, why in self.left.items() if why == reason]
+            more = f" and {count - 1} more" if count > 1 else ""
+            lines.append(f"left as it is: {names[0]}{more}: {reason}")
+        return "\n".join(lines)
+
+
+def optimize_(model: nn.Module) -> Report:
+    """Merge and fuse the quantised layers of `model` in place, so that it runs faster; its state dict stays as it is.
+
+    - Query, key and value projections, and gate and up projections, become one product each. The layers keep their
+      names and parameters, whose integers are views into the merged weight.
+    - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel,
+      and in gated MLPs the activation and the quantiser of the down projection, for the schemes ``w8a8-int8``,
+      ``fp8-token`` and ``fp8-block``. Norms of the other schemes run as one kernel.
+
+    - Attention by ``sdpa`` reads keys and values once for the query heads that share them, when it decodes.
+
+    Forms are recognised by the source of ``forward``, not by names of classes; what is of another form stays as it is.
+    Results are those of the separate layers, but that norms and activations are rounded once, where the model rounds
+    after each step. Calling it again changes nothing but what was added since.
+
+    Args:
+        model: a model quantised by `epiloq.quantize_` or opened by transformers with epiloq, in eval mode.
+
+    Returns:
+        What was merged and fused, and what was left and why; ``print`` it.
+
+    Raises:
+        ValueError: the model is in training mode, or holds no quantised linear layer. Nothing is changed then.
+    """
+    if model.training:
+        raise ValueError(
+            "epiloq.optimize_: model: expected eval mode, got a model in training; call model.eval() first"
+        )
+    if not any(type(module) in ROWS for module in model.modules()):
+        raise ValueError(
+            "epiloq.optimize_: model: expected quantised linear layers, got none; "
+            "call epiloq.quantize_(model, scheme) first, or open a quantised checkpoint"
+        )
+    report = Report()
+    modules = list(model.named_modules())
+    for name, module in modules:
+        for names in _SIBLINGS:
+            _merge(name, module, names, report)
+    # Children first: a decoder layer looks at what became of its attention and MLP.
+    for name, module in reversed(modules):
+        _fuse(name, module, report)
+    report.grouped_attention = use_grouped_sdpa_(model)
+    return report
+
+
+def _merge(name: str, module: nn.Module, names: tuple[str, ...], report: Report) -> None:
+    children = [module._modules.get(child) for child in names]
+    layers = [child for child in children if child is not None]
+    if len(layers) < len(names) or not any(type(layer) in ROWS for layer in layers) or siblings_of(*layers):
+        return
+    group = f"{name}.{{{','.join(names)}}}" if name else f"{{{','.join(names)}}}"
+    reason = reason_against(layers)
+    if reason is None and not structure.same_input(type(module), names):
+        reason = "its layers are not called with one input"
+    if reason is not None:
+        report.left[group] = reason
+        return
+    Siblings(layers)
+    report.merged.append(group)
+
+
+def _fuse(name: str, module: nn.Module, report: Report) -> None:
+    forward = fused.replacement(module)
+    if forward is None:
+        return
+    if module._forward_hooks or module._forward_pre_hooks:
+        forward = "it has hooks"
+    if isinstance(forward, str):
+        report.left[name] = forward
+        return
+    module.forward = forward
+    report.fused.append(name)

@@ -1,0 +1,209 @@
+"""Layers that read the same input, as one product: query, key and value, or gate and up.
+
+The layers stay where they are, with their names, parameters and state dict. Their integers become views into the rows
+of one merged layer, so that no memory is used twice, and the first of them that is called with an input computes the
+product for all; the others take their columns of it. An input that is another tensor gets a product of its own, so that
+the result is right whatever the model does, and in whatever threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from epiloq._parameters import FrozenParameter
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn.prepared_linear import FP8_BLOCK, N_MULTIPLE
+from epiloq.optimize.tokens import Quantized, multiply
+from epiloq.weights.packed_layout import SLAB
+
+# Rows that one piece of a layer's stored tensors stands for: every layer but the last has a multiple of it.
+ROWS: dict[type[nn.Module], int] = {
+    Int8Linear: N_MULTIPLE,
+    Fp8Linear: N_MULTIPLE,
+    Fp8BlockLinear: FP8_BLOCK,
+    WeightOnlyLinear: SLAB,
+    OnlineQuantLinear: 4,
+}
+# Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.
+ROW_DIMENSION = {"weight_parameters": -1}
+SHARED = ("input_scale", "input_zero_point", "weight_perm")
+
+
+def reason_against(layers: Sequence[Any]) -> str | None:
+    """Why layers cannot be merged, or None."""
+    first = layers[0]
+    if any("forward" in vars(layer) for layer in layers):
+        return "a layer's forward was replaced"
+    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return "a layer has hooks"
+    if type(first) not in ROWS or any(type(layer) is not type(first) for layer in layers):
+        return "not layers of one quantised kind: " + ", ".join(type(layer).__name__ for layer in layers)
+    if any(_options(layer) != _options(first) for layer in layers):
+        return "layers of different options"
+    if len({id(layer) for layer in layers}) != len(layers):
+        return "one layer under several names"
+    rows = ROWS[type(first)]
+    uneven = [layer.out_features for layer in layers[:-1] if layer.out_features % rows]
+    if uneven:
+        return f"{uneven[0]} output features, not a multiple of {rows}"
+    for name in first._parameters:
+        held = [layer._parameters[name] for layer in layers]
+        if any((tensor is None) != (held[0] is None) for tensor in held):
+            return f"{name} in some layers only"
+        tensors = [tensor for tensor in held if tensor is not None]
+        if any(t.dtype != tensors[0].dtype or t.device != tensors[0].device for t in tensors):
+            return f"{name} of different types or devices"
+        if any(t.is_meta for t in tensors):
+            return "no values yet (meta device)"
+        if name in SHARED and any(not torch.equal(t, tensors[0]) for t in tensors):
+            return f"different {name}"
+    return None
+
+
+def _options(layer: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(layer).items() if not k.startswith("_") and k not in ("out_features", "training")}
+
+
+def _rows_of(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A stored tensor with its rows; one scale for all of a weight, once for each output feature."""
+    if isinstance(layer, Fp8Linear) and name == "weight_scale" and layer.weight_scales == "tensor":
+        return tensor.expand(layer.out_features)
+    return tensor
+
+
+@torch.no_grad()
+def concatenated(layers: Sequence[Any]) -> Any:
+    """A layer of the rows of all, which are as `reason_against` wants them; their ``weight_q`` become views of its."""
+    first = layers[0]
+    kind: Any = type(first)
+    merged = kind.__new__(kind)
+    vars(merged).update({name: value for name, value in vars(first).items() if name != "forward"})
+    merged._parameters, merged._held = {}, None
+    merged.out_features = sum(layer.out_features for layer in layers)
+    if isinstance(first, Fp8Linear):
+        merged.weight_scales = "channel"
+    for name in first._parameters:
+        tensors = [_rows_of(layer, name, t) for layer in layers if (t := layer._parameters[name]) is not None]
+        if not tensors or name in SHARED:
+            merged._parameters[name] = first._parameters[name]
+            continue
+        dimension = ROW_DIMENSION.get(name, 0)
+        whole = torch.cat([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors], dimension)
+        merged._store(name, whole.view(tensors[0].dtype) if whole.dtype != tensors[0].dtype else whole)
+    if hasattr(first, "_padded_shapes"):
+        multiples = {"weight_scale_inv": 1}
+        merged._padded_shapes = {
+            name: (-(-held.shape[0] // (m := multiples.get(name, N_MULTIPLE))) * m, *first._padded_shapes[name][1:])
+            if name not in SHARED
+            else shape
+            for name, shape in first._padded_shapes.items()
+            if (held := merged._parameters[name]) is not None or name in SHARED
+        }
+    for layer, rows in zip(layers, merged.weight_q.split([layer.weight_q.shape[0] for layer in layers]), strict=True):
+        layer._parameters["weight_q"] = FrozenParameter(rows)
+        layer._settle()
+    merged._settle()
+    return merged
+
+
+# Where a tensor that stands for quantised tokens has them; a graph being traced has them in its `Siblings`.
+_TOKENS = "_epiloq_tokens"
+
+
+class _Product(NamedTuple):
+    """The columns of a product that were not taken yet, and the input that it is of."""
+
+    x: Tensor
+    version: int
+    columns: list[Tensor | None]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if is_compiling() or x.is_inference() else x._version
+
+
+class Siblings:
+    """Layers that share a product. Copied and pickled with them; what is merged follows when they change or move."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = list(layers)
+        self.sizes = [layer.out_features for layer in layers]
+        self._handed: tuple[Tensor, Quantized] | None = None
+        self._product: _Product | None = None
+        self._sources: list[tuple[Tensor | None, int]] = []
+        self._merged: Any = None
+        self.merged()
+        for index, layer in enumerate(layers):
+            layer.forward = partial(member, self, index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_handed": None, "_product": None, "_sources": [], "_merged": None}
+
+    def merged(self) -> Any:
+        """The merged layer of the layers' tensors as they now are."""
+        if is_compiling():
+            return self._merged
+        held = [t for layer in self.layers for t in layer._parameters.values()]
+        if len(held) == len(self._sources):
+            pairs = zip(held, self._sources, strict=True)
+            if all(t is source and (t is None or _version(t) == version) for t, (source, version) in pairs):
+                return self._merged
+        with torch.inference_mode(False):
+            self._merged = None  # before another copy of the weights is made
+            self._merged = concatenated(self.layers)
+        held = [t for layer in self.layers for t in layer._parameters.values()]
+        self._sources = [(t, 0 if t is None else _version(t)) for t in held]
+        return self._merged
+
+    def hand(self, x: Quantized) -> Tensor:
+        """Tokens that are quantised already, and a tensor of their shape that stands for them as the next input."""
+        stand_in = x.q.view(*x.leading, x.q.shape[-1])
+        if is_compiling():
+            self._handed = stand_in, x
+        else:
+            vars(stand_in)[_TOKENS] = x
+        return stand_in
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The product of all layers, side by side."""
+        if not is_compiling():
+            tokens = vars(x).get(_TOKENS)
+        else:
+            tokens = self._handed[1] if self._handed is not None and self._handed[0] is x else None
+            self._handed = None
+        if tokens is not None:
+            return multiply(self.merged(), tokens)
+        return self.merged()(x)  # type: ignore[no-any-return]
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """The product of one layer, with the others' kept for when they are called with the same input."""
+        product = self._product
+        fresh = product is not None and product.x is x and product.version == _version(x)
+        if product is None or not fresh or product.columns[index] is None:
+            product = _Product(x, _version(x), list(self.whole(x).split(self.sizes, -1)))
+        columns, result = product.columns, product.columns[index]
+        columns[index] = None
+        self._product = product if any(column is not None for column in columns) else None
+        assert result is not None
+        return result
+
+
+def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:
+    """``forward`` of a layer that shares a product."""
+    return siblings.take(index, x)
+
+
+def siblings_of(*layers: nn.Module) -> Siblings | None:
+    """What these layers are, all of them and in this order, the members of; None where anything was put in between."""
+    forward = vars(layers[0]).get("forward")
+    if not isinstance(forward, partial) or forward.func is not member:
+        return None
+    siblings: Siblings = forward.args[0]
+    same = len(layers) == len(siblings.layers) and all(a is b for a, b in zip(layers, siblings.layers, strict=True))
+    return siblings if same else None

@@ -1,0 +1,55 @@
+"""Tokens that one kernel quantises behind a norm or a gated activation and the next layer multiplies as they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear
+from epiloq.nn.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
+
+_TOKENS: dict[str, Any] = {"granularity": "token", "pad_to": K_MULTIPLE}
+
+
+class Quantized(NamedTuple):
+    """Tokens ``[M, K padded]`` and their scales, as `quantizer_of` a layer describes them."""
+
+    q: Tensor
+    scale: Tensor
+    leading: torch.Size
+    """Dimensions of the tokens before K."""
+    dtype: torch.dtype
+    """Of the product."""
+
+
+def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
+    """Options of ``rms_norm_quant`` and ``silu_and_mul_quant`` that give what `layer` makes of its input.
+
+    None where the layer quantises in a way that these do not have, or does not quantise.
+    """
+    if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
+        return {"dtype": torch.int8, **_TOKENS}
+    if isinstance(layer, Fp8Linear) and layer.activation == "token":
+        return {"dtype": torch.float8_e4m3fn, **_TOKENS}
+    if isinstance(layer, Fp8BlockLinear):
+        groups = {"granularity": "group", "group_size": FP8_BLOCK, "scale_layout": "column"}
+        return {"dtype": torch.float8_e4m3fn, **_TOKENS, **groups}
+    return None
+
+
+def multiply(layer: Any, tokens: Quantized) -> Tensor:
+    """``forward`` of a layer on quantised tokens: ``[.., out_features]`` of their dtype."""
+    weight, bias, weight_scale = layer._made[:3]
+    widened = tokens.q.is_cuda and tokens.dtype not in HALF_DTYPES and not isinstance(layer, Fp8BlockLinear)
+    out_dtype = torch.bfloat16 if widened else tokens.dtype
+    bias = None if bias is None else bias.to(out_dtype)
+    options: dict[str, Any] = {"out_dtype": out_dtype, "constant_b": True}
+    if isinstance(layer, Fp8BlockLinear):
+        y = epiloq.groupwise_mm(tokens.q, weight.t(), tokens.scale, weight_scale.t(), bias, **options)
+    else:
+        y = epiloq.scaled_mm(tokens.q, weight.t(), tokens.scale, weight_scale, bias, **options)
+    y = y[:, : layer.out_features].contiguous().to(tokens.dtype)
+    return y.view(*tokens.leading, layer.out_features)

@@ -1,0 +1,273 @@
+"""Models whose products are merged and whose passes are fused compute what they computed before."""
+
+from __future__ import annotations
+
+import copy
+import io
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+import transformers
+
+import epiloq
+from epiloq.optimize import optimize_
+from epiloq.optimize.siblings import siblings_of
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Groups of layers that are merged, and modules that are fused, in a model of two layers.
+FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, 4, 9),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, 4, 9),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 9),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 4, 13),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 0),
+}
+EXACT = ("w4a16-g32", "w8a16", "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
+SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block")
+
+
+def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:
+    config, model, _, _ = FAMILIES[family]
+    sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "qwen3") else {})
+    return epiloq.quantize_(model(config(**sizes)).to(dtype).eval(), scheme)
+
+
+def tokens() -> Tensor:
+    return torch.randint(2, SIZES["vocab_size"], (2, 11))
+
+
+@torch.no_grad()
+def logits(model: Any, x: Tensor) -> Tensor:
+    return model(x).logits
+
+
+def assert_same_state(a: nn.Module, b: nn.Module) -> None:
+    mine, other = a.state_dict(), b.state_dict()
+    assert list(mine) == list(other)
+    for name, tensor in mine.items():
+        assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape
+        assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (tensor, other[name]))), name
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).double().norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
+    model, x = quantised(family, scheme), tokens()
+    before = copy.deepcopy(model)
+    expected = logits(model, x)
+    report = optimize_(model)
+    # Key and value have 64 rows, and blocks 128: those layers of fp8-block stay apart.
+    merged, fused = FAMILIES[family][2:]
+    assert len(report.merged) == (2 if scheme == "fp8-block" else merged)
+    assert len(report.fused) == fused
+    # An input that lies on the edge between two integers may be rounded the other way.
+    assert relative(logits(model, x), expected) <= (1e-5 if scheme in EXACT else 2e-3)
+    assert_same_state(model, before)
+
+
+def test_nothing_is_held_twice(seed: int) -> None:
+    model = quantised("llama", "w4a16-g32")
+    optimize_(model)
+    attention = model.model.layers[0].self_attn
+    layers = attention.q_proj, attention.k_proj, attention.v_proj
+    siblings = siblings_of(*layers)
+    assert siblings is not None
+    whole = siblings.merged().weight_q
+    assert [layer.weight_q.untyped_storage().data_ptr() for layer in layers] == 3 * [whole.untyped_storage().data_ptr()]
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8", "w8a8-block", "w8a8-int8-azp"])
+def test_what_is_loaded_or_moved_is_followed(seed: int, scheme: str) -> None:
+    model, other, x = quantised("llama", scheme), quantised("llama", scheme), tokens()
+    optimize_(model)
+    logits(model, x)
+    model.load_state_dict(other.state_dict())
+    expected = logits(other, x)
+    assert relative(logits(model, x), expected) <= 2e-3
+    copies = {"deepcopy": copy.deepcopy(model)}
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies["pickle"] = torch.load(buffer, weights_only=False)
+    for name, made in copies.items():
+        assert torch.equal(logits(made, x), logits(model, x)), name
+        made.load_state_dict(quantised("llama", scheme).state_dict())
+        assert torch.equal(logits(model, x), logits(model, x)) and relative(logits(made, x), expected) > 0.1, name
+    model.to(torch.bfloat16)
+    assert relative(logits(model, x).float(), logits(other.to(torch.bfloat16), x).float()) <= 0.1
+
+
+def test_layers_by_themselves(seed: int) -> None:
+    """Each with an input of its own, in any order, the same input twice, and one that is written in between."""
+    model = quantised("qwen2", "w4a16-g32")
+    plain = copy.deepcopy(model).model.layers[0].self_attn
+    optimize_(model)
+    merged = model.model.layers[0].self_attn
+    inputs = [torch.randn(3, 128) for _ in range(2)]
+    with torch.no_grad():
+        for name, which in (("v_proj", 0), ("q_proj", 1), ("k_proj", 0), ("k_proj", 0), ("q_proj", 0), ("v_proj", 1)):
+            x = inputs[which]
+            assert torch.equal(getattr(merged, name)(x), getattr(plain, name)(x)), name
+        merged.q_proj(x)
+        x.mul_(2)
+        assert torch.equal(merged.k_proj(x), plain.k_proj(x))
+
+
+class Adapter(nn.Module):
+    """As PEFT puts one in the place of a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(128, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp.up_proj"])
+def test_an_adapter_put_in_afterwards(seed: int, scheme: str, place: str) -> None:
+    model, x = quantised("llama", scheme), tokens()
+    other = copy.deepcopy(model)
+    optimize_(model)
+    adapter = Adapter(model.model.layers[0].get_submodule(place))
+    for target, base in ((model, adapter.base), (other, other.model.layers[0].get_submodule(place))):
+        parent, _, leaf = place.rpartition(".")
+        made = Adapter(base)
+        made.a, made.b = adapter.a, adapter.b
+        setattr(target.model.layers[0].get_submodule(parent), leaf, made)
+    assert relative(logits(model, x), logits(other, x)) <= 2e-3
+    adapter.b.weight.data.zero_()
+
+
+def test_hooks_are_respected(seed: int) -> None:
+    model, x, seen = quantised("llama", "w8a8-int8"), tokens(), []
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.register_forward_hook(lambda *call: seen.append(call[1][0].dtype))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: None)
+    expected = logits(model, x)
+    report = optimize_(model)
+    assert report.left["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"] == "a layer has hooks"
+    assert report.left["model.layers.0"] == "it has hooks"
+    assert "left as it is" in str(report)
+    assert relative(logits(model, x), expected) <= 2e-3
+    assert seen == 2 * [torch.float32]
+
+
+def test_refusals_change_nothing(seed: int) -> None:
+    model = quantised("llama", "w8a8-int8")
+    model.train()
+    with pytest.raises(ValueError, match="model: expected eval mode"):
+        optimize_(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    with pytest.raises(ValueError, match="expected quantised linear layers, got none"):
+        optimize_(plain)
+
+
+def test_twice_is_once(seed: int) -> None:
+    model, x = quantised("llama", "fp8-token"), tokens()
+    optimize_(model)
+    expected = logits(model, x)
+    report = optimize_(model)
+    assert not report.merged and not report.fused
+    assert torch.equal(logits(model, x), expected)
+
+
+def test_shared_modules_and_mixed_schemes(seed: int) -> None:
+    model, x = quantised("llama", "w8a8-int8"), tokens()
+    layers = model.model.layers
+    layers[1].mlp = layers[0].mlp
+    floats = nn.Linear(128, 64, bias=False)
+    layers[1].self_attn.v_proj = floats
+    layers[0].self_attn.v_proj = layers[0].self_attn.k_proj
+    expected = logits(model, x)
+    report = optimize_(model)
+    assert report.merged == ["model.layers.0.mlp.{gate_proj,up_proj}"]
+    reasons = {name.split(".")[2]: reason for name, reason in report.left.items()}
+    assert reasons["0"] == "one layer under several names"
+    assert reasons["1"] == "not layers of one quantised kind: Int8Linear, Int8Linear, Linear"
+    assert relative(logits(model, x), expected) <= 2e-3
+
+
+def test_a_forward_of_another_form_stays(seed: int) -> None:
+    class Scaled(transformers.models.llama.modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.5 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    model, x = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval(), tokens()
+    model.model.layers[0].mlp.__class__ = Scaled
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+    epiloq.quantize_(model, "w8a8-int8")
+    expected = logits(model, x)
+    report = optimize_(model)
+    assert not any(name.endswith(".mlp") for name in report.fused) and len(report.merged) == 4
+    assert relative(logits(model, x), expected) <= 2e-3
+
+
+def test_gradients_go_through(seed: int) -> None:
+    model = quantised("llama", "w4a16-g32")
+    other = copy.deepcopy(model)
+    optimize_(model)
+    x = torch.randn(1, 5, 128)
+    grads = []
+    for each in (model, other):
+        embedded = x.clone().requires_grad_()
+        each(inputs_embeds=embedded).logits.square().sum().backward()
+        grads.append(embedded.grad)
+    assert relative(*grads) <= 1e-5
+
+
+def test_threads_do_not_mix_their_inputs(seed: int) -> None:
+    model = quantised("llama", "w8a8-int8")
+    optimize_(model)
+    inputs = [tokens() for _ in range(4)]
+    expected = [logits(model, x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for actual, wanted in zip(pool.map(lambda x: logits(model, x), inputs), expected, strict=True):
+                assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "fp8-block"])
+def test_generate(seed: int, scheme: str, cache: str | None) -> None:
+    model, x = quantised("llama", scheme), tokens()
+    other = copy.deepcopy(model)
+    assert optimize_(model).grouped_attention
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    if cache is not None:
+        options["cache_implementation"] = cache
+    assert torch.equal(model.generate(x, **options), other.generate(x, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiles_as_one_graph(seed: int, scheme: str) -> None:
+    torch._dynamo.reset()
+    model, x = quantised("llama", scheme), tokens()
+    optimize_(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative(logits(compiled, x), logits(model, x)) <= 1e-5

@@ -1,0 +1,71 @@
+"""Forms of ``forward`` are told apart by their source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+from transformers.models.llama import modeling_llama as llama
+
+from epiloq.optimize import structure
+from epiloq.optimize.attention import grouped_sdpa
+
+
+class Renamed(nn.Module):
+    def forward(self, x: Tensor, cache: object = None) -> Tensor:
+        """Documented."""
+        down_proj = self.down_proj(  # a comment
+            self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        )
+        return down_proj
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x) + x
+
+
+class Different(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.q(x) + self.k(y)
+
+
+def test_forms() -> None:
+    assert structure.body_of(Renamed) == structure.body_of(llama.LlamaMLP) == structure.GATED_MLP
+    assert structure.body_of(llama.LlamaDecoderLayer) == structure.PRE_NORM_DECODER
+    assert structure.body_of(llama.LlamaRMSNorm) == structure.RMS_NORM
+    assert structure.body_of(nn.Identity) not in (structure.GATED_MLP, None)
+    module = Renamed()
+    assert structure.has_form(module, structure.GATED_MLP)
+    module.forward = lambda x: x
+    assert not structure.has_form(module, structure.GATED_MLP)
+
+
+def test_inputs() -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    assert structure.same_input(llama.LlamaAttention, names)
+    assert structure.only_projects(llama.LlamaAttention, "hidden_states", names)
+    assert structure.same_input(Twice, ("q", "k")) and not structure.only_projects(Twice, "x", ("q", "k"))
+    assert not structure.same_input(Different, ("q", "k"))
+    assert not structure.same_input(Twice, ("q", "v"))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("tokens", "heads", "shared"), [(1, 8, 2), (1, 4, 4), (5, 8, 2), (1, 6, 1)])
+def test_grouped_attention(seed: int, masked: bool, tokens: int, heads: int, shared: int) -> None:
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = heads // shared, False
+    query = torch.randn(3, tokens, heads, 16).transpose(1, 2)
+    key, value = torch.randn(2, 3, shared, 37, 16).double().unbind()
+    mask = torch.rand(3, 1, tokens, 37) < 0.7 if masked else None
+    if mask is not None:
+        mask[..., 0] = True
+    result, _ = grouped_sdpa(module, query, key.float(), value.float(), mask, scaling=0.3, is_causal=False)
+    scores = 0.3 * query.double() @ key.repeat_interleave(heads // shared, 1).transpose(2, 3)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(heads // shared, 1)).transpose(1, 2)
+    assert result.shape == (3, tokens, heads, 16)
+    torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-6)
