@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 import epiloq
 from epiloq._library import is_transformed
@@ -210,6 +211,8 @@ class Int8Conv2d(QuantizedConv2d):
 
     def _make(self) -> Any:
         """What the kernels take; reads the zero points, so not while a graph is captured."""
+        if is_compiling() and self._held is not None:
+            return self._made_in_graph(*self._held.value[3:])
         if self.weight_q.is_meta:
             return torch.empty_like(self.weight_scale), None, None, 0, 0, 0.0, 0.0
         prepared = PreparedInt8Weight.prepare(
@@ -217,6 +220,14 @@ class Int8Conv2d(QuantizedConv2d):
         )
         p = prepared.parameters("conv2d_int8", to_int8=self.output_scale is not None, clamp=self.clamp)
         return p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi
+
+    def _made_in_graph(self, input_zero: int, output_zero: int, lo: float, hi: float) -> Any:
+        """The same with the numbers as they were when the tensors were read: constants of the graph."""
+        unit = 1.0 if self.output_scale is None else self.output_scale.double()
+        scale = (self.weight_scale.double() * (self.input_scale.double() / unit)).float()
+        shift = None if self.bias is None else (self.bias.double() / unit).float()
+        correction = self.weight_q.sum((1, 2, 3), dtype=torch.int32) * input_zero if input_zero else None
+        return scale, shift, correction, input_zero, output_zero, lo, hi
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any

@@ -62,13 +62,11 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     aligned = is_compiling() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
     if tensor.shape == shape and aligned:
         return tensor
-    filled = tensor.new_zeros(shape)
     # As bytes, for not every backend copies float8.
-    part, values = filled[tuple(map(slice, tensor.shape))], tensor
-    if tensor.dtype.itemsize == 1:
-        part, values = part.view(torch.uint8), tensor.view(torch.uint8)
-    part.copy_(values)
-    return filled
+    values = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    filled = values.new_zeros(shape)
+    filled[tuple(map(slice, tensor.shape))].copy_(values)
+    return filled.view(tensor.dtype)
 
 
 class PreparedLinear(FrozenLinear):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._checks import as_operator, for_operator
 from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
@@ -16,7 +17,7 @@ from epiloq.ops.conv2d_host import blocks_of_sums, int_mm_in_words
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
 _NAME = "conv2d_int8"
-_INFINITY = float("inf")
+_LIMITS = 7  # where they are among the operator's arguments
 _OUT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -178,9 +179,11 @@ def convolve(
     out: Tensor | None = None,
 ) -> Tensor:
     """The operation on parameters as they are prepared."""
-    arguments = (x, q, p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi, *where)
+    arguments: tuple[Any, ...] = (x, q, p.scale, p.bias, p.correction)
+    arguments += (p.input_zero, p.output_zero, p.lo, p.hi, *where)
     if not direct((x, q, p.scale), (p.bias, p.correction, out)):
         expect_tensors(operation, {"x_q": x}, {"out": out}, writes=out is not None)
+        arguments = for_operator(arguments, _LIMITS)
         if out is None:
             return refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))
         torch.ops.epiloq.conv2d_int8_out(*arguments, out=out)
@@ -285,6 +288,6 @@ def _bound(
 
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? correction, int input_zero, int output_zero, "
-    "float lo, float hi, int[] stride, int[] padding, int[] dilation, int groups"
+    "float? lo, float? hi, int[] stride, int[] padding, int[] dilation, int groups"
 )
-register_product(_NAME, _ARGUMENTS, _run, _fake, allocating="ScalarType out_dtype")
+register_product(_NAME, _ARGUMENTS, as_operator(_run, _LIMITS), _fake, allocating="ScalarType out_dtype")

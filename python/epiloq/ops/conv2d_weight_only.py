@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
-from epiloq._checks import limits
+from epiloq._checks import as_operator, for_operator, limits
 from epiloq._library import (
     direct,
     expect_tensors,
@@ -25,6 +25,7 @@ from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes
 
 _NAME = "conv2d_weight_only"
 _INFINITY = float("inf")
+_LIMITS = 12  # where they are among the operator's arguments
 # With a kernel of one tap: the pixels are rows of a product.
 _EVERY_PIXEL = Geometry((1, 1), (0, 0, 0, 0), (1, 1), 1)
 
@@ -71,10 +72,10 @@ def conv2d_weight_only(
     w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, bias, out)):
         expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=out is not None)
-        tensors = (x, w.q, w.scale, w.zero, w.offset, bias)
+        arguments = for_operator((x, w.q, w.scale, w.zero, w.offset, bias, *numbers), _LIMITS)
         if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.conv2d_weight_only(*tensors, *numbers))
-        torch.ops.epiloq.conv2d_weight_only_out(*tensors, *numbers, out=out)
+            return refuse_backward(_NAME, torch.ops.epiloq.conv2d_weight_only(*arguments))
+        torch.ops.epiloq.conv2d_weight_only_out(*arguments, out=out)
         return out
     return _run(x, w.q, w.scale, w.zero, w.offset, bias, *numbers, out=out)
 
@@ -211,7 +212,7 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
 
 _ARGUMENTS = (
     "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? bias, int bits, int n, int[] kernel, "
-    "int channels, int padded_channels, int group_size, float lo, float hi, "
+    "int channels, int padded_channels, int group_size, float? lo, float? hi, "
     "int[] stride, int[] padding, int[] dilation, int groups"
 )
-register_product(_NAME, _ARGUMENTS, _run_lists, _fake)
+register_product(_NAME, _ARGUMENTS, as_operator(_run_lists, _LIMITS), _fake)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._checks import limits
+from epiloq._checks import as_operator, for_operator, limits
 from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
 
 _NAME = "online_quant_mm"
-_INFINITY = math.inf
+_LIMITS = 7  # where they are among the operator's arguments
 
 
 def online_quant_mm(
@@ -73,9 +72,10 @@ def online_quant_mm(
         required = dict(zip(("x", "w_q", "w_scale"), parts, strict=True))
         expect_tensors(_NAME, required, {"bias": bias, "out": out}, writes=out is not None)
         meaning = (weight.in_features, weight.group_size, weight.bits, lo, hi, staged)
+        arguments = for_operator((*parts, bias, *meaning), _LIMITS)
         if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.online_quant_mm(*parts, bias, *meaning))
-        torch.ops.epiloq.online_quant_mm_out(*parts, bias, *meaning, out=out)
+            return refuse_backward(_NAME, torch.ops.epiloq.online_quant_mm(*arguments))
+        torch.ops.epiloq.online_quant_mm_out(*arguments, out=out)
         return out
     return run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
 
@@ -176,6 +176,6 @@ def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in
 
 _ARGUMENTS = (
     "Tensor x, Tensor values, Tensor parameters, Tensor? bias, SymInt in_features, int group_size, int bits, "
-    "float lo, float hi, bool staged"
+    "float? lo, float? hi, bool staged"
 )
-register_product(_NAME, _ARGUMENTS, run, _fake)
+register_product(_NAME, _ARGUMENTS, as_operator(run, _LIMITS), _fake)

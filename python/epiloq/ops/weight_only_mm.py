@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._checks import limits
+from epiloq._checks import as_operator, for_operator, limits
 from epiloq._library import (
     direct,
     expect_tensors,
@@ -22,6 +22,7 @@ from epiloq.weights.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
 _INFINITY = float("inf")
+_LIMITS = 11  # where they are among the operator's arguments
 # Rows of x that the CUDA kernels read start on 16 bytes.
 _ALIGNED = 8
 
@@ -63,10 +64,10 @@ def weight_only_mm(
     numbers = (w.bits, w.n, w.k, w.group_size, lo, hi)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, w.perm, bias, out)):
         expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=out is not None)
-        tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
+        arguments = for_operator((x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers), _LIMITS)
         if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.weight_only_mm(*tensors, *numbers))
-        torch.ops.epiloq.weight_only_mm_out(*tensors, *numbers, out=out)
+            return refuse_backward(_NAME, torch.ops.epiloq.weight_only_mm(*arguments))
+        torch.ops.epiloq.weight_only_mm_out(*arguments, out=out)
         return out
     return run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers, out=out)
 
@@ -180,5 +181,5 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
 
 
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"
-_ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float lo, float hi"
-register_product(_NAME, _ARGUMENTS, run, _fake)
+_ARGUMENTS = f"{_TENSORS}, int bits, int n, int k, int group_size, float? lo, float? hi"
+register_product(_NAME, _ARGUMENTS, as_operator(run, _LIMITS), _fake)

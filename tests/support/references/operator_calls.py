@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,7 +133,7 @@ def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:
         w = weight_reference.make_weight(n, k, 4, 32, kind, act_order=bias is not None, device=device).packed
         tensors = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias)
         yield OPS.weight_only_mm, (*tensors, 4, n, k, 32, 0.0, 6.0), {}
-        yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, -math.inf, math.inf), {"out": out}
+        yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, None, None), {"out": out}
         yield OPS.dequantize_weight, (w.q, w.scale, w.zero, w.offset, 4, n, k, 32, torch.bfloat16), {}
 
 
@@ -145,7 +144,7 @@ def convolutions(batch: int, n: int, device: str) -> Calls:
     for offset, dtype in ((None, torch.float16), (bias, torch.int8)):
         correction = None if offset is None else p.weight.sum((1, 2, 3), dtype=torch.int32)
         zero = 0 if offset is None else 3
-        arguments = (p.x, p.weight, p.weight_scale, offset, correction, zero, -zero, -math.inf, 6.0, *where)
+        arguments = (p.x, p.weight, p.weight_scale, offset, correction, zero, -zero, None, 6.0, *where)
         yield OPS.conv2d_int8, arguments, {"out_dtype": dtype}
         yield OPS.conv2d_int8_out, arguments, {"out": torch.zeros(size, dtype=dtype, device=device)}
     x = torch.randn(batch, 3, 4, 5, device=device)

@@ -1,0 +1,85 @@
+"""Every layer goes through torch.export, and into packages of AOTInductor, which hold no infinite numbers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import every_layer
+from epiloq.nn import Int8Conv2d, TableLinear, WeightOnlyConv2d
+
+CONVOLUTIONS: dict[str, Any] = {
+    "conv-int8-float": lambda k, n: Int8Conv2d.from_conv2d(
+        nn.Conv2d(k, n, 3), input_scale=0.02, input_zero_point=3, clamp=(0.0, float("inf"))
+    ),
+    "conv-w8a16-depthwise": lambda k, n: WeightOnlyConv2d.from_conv2d(nn.Conv2d(k, k, 3, groups=k), bits=8),
+}
+LAYERS = every_layer.LAYERS | CONVOLUTIONS
+
+
+class Called(nn.Module):
+    """A layer, called as the tests call it."""
+
+    def __init__(self, name: str, k: int, n: int) -> None:
+        super().__init__()
+        self.name, self.layer = name, LAYERS[name](k, n)
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return every_layer.run(self.name, self.layer, given)
+
+
+@pytest.mark.parametrize("size", every_layer.SIZES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_exported(name: str, size: tuple[int, int], seed: int) -> None:
+    module, given = Called(name, *size).eval(), every_layer.arguments(name, size[0])
+    with torch.no_grad():
+        exported = torch.export.export(module, given)
+        other = every_layer.arguments(name, size[0])
+        assert torch.equal(exported.module()(*other), module(*other))
+    texts = [str(node.target) for node in exported.graph.nodes]
+    assert any("epiloq" in text for text in texts) or isinstance(module.layer, TableLinear)
+    assert not any(isinstance(a, float) and abs(a) == float("inf") for node in exported.graph.nodes for a in node.args)
+
+
+class Several(nn.Module):
+    """Layers side by side, each with inputs of its own."""
+
+    def __init__(self, names: list[str], k: int, n: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Called(name, k, n) for name in names)
+        self.counts = [len(every_layer.arguments(name, k)) for name in names]
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        results, begin = [], 0
+        for layer, count in zip(self.each, self.counts, strict=True):
+            results.append(layer(*given[begin : begin + count]))
+            begin += count
+        return tuple(results)
+
+
+# One of each kind of arguments that a schema holds; building a package takes a while.
+FEW = ["w4a16", "w8a8-block", "conv-w4a16", "conv-int8-float"]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.parametrize("names", [FEW, pytest.param([*LAYERS], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_packaged(names: list[str], seed: int, tmp_path: Path) -> None:
+    """All in one package."""
+    k, n = every_layer.SIZES[1]
+    module = Several(names, k, n).eval()
+    given = tuple(t for name in names for t in every_layer.arguments(name, k))
+    with torch.no_grad():
+        program = torch.export.export(module, given)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layers.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        other = tuple(t for name in names for t in every_layer.arguments(name, k))
+        for name, found, expected in zip(names, loaded(*other), module(*other), strict=True):
+            if name.startswith(("table-4", "experts")):  # partly torch's own floating point, which inductor may reorder
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected), name
