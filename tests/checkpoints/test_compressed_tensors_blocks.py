@@ -23,9 +23,10 @@ import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 from command_line import WIDE, logits, quantize, run, teacher_and_text
 from epiloq.formats import convert, deepseek_fp8
+from epiloq.formats.configs import compressed_tensors as ct_config
+from epiloq.formats.description import Description, Inputs
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.layouts import compressed_tensors_fp8
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp8BlockLinear
 from rounded_models import same, weights
@@ -191,9 +192,11 @@ def test_sizes_that_groups_do_not_fill(tmp_path: Path) -> None:
 
 
 def test_the_former_spelling_of_blocks() -> None:
-    config = compressed_tensors_fp8.config("Fp8BlockLinear", {}, ["lm_head"])
+    inputs = Inputs("fp8", "group", group_size=128)
+    blocks = Description("float-quantized", "fp8", strategy="block", block=(128, 128), inputs=inputs)
+    config = ct_config.config({"layer": blocks}, ["lm_head"])
     config["config_groups"]["group_0"]["weights"]["block_structure"] = "128x128"
-    assert compressed_tensors_fp8.parse(config) == ("Fp8BlockLinear", {})
+    assert ct_config.parse(config)(["layer"], nn.Linear) == blocks
 
 
 def test_scales_that_disagree(even: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import epiloq
 import epiloq.integrations.transformers as integration
 from command_line import ROUND, logits, quantize, run, teacher_and_text
 from epiloq.formats import convert, epiloq_modules
+from epiloq.formats.configs import compressed_tensors as ct_config
+from epiloq.formats.description import Description, Inputs
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.layouts import compressed_tensors_fp8
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp8Linear
 from rounded_models import same, weights
@@ -50,6 +52,11 @@ def ours(teacher: Path) -> Path:
         result = quantize(teacher, teacher.with_name(scheme), "--scheme", scheme)
         assert result.exit_code == 0, result.output
     return teacher.parent
+
+
+def described(activation: str, weight: str) -> Description:
+    inputs = Inputs("fp8", "token" if activation == "token" else "tensor", activation != "static")
+    return Description("float-quantized", "fp8", strategy=weight, inputs=inputs)
 
 
 def fp8_layers(model: nn.Module) -> dict[str, Fp8Linear]:
@@ -205,7 +212,7 @@ def test_inspected_and_evaluated(ours: Path, tmp_path: Path, scheme: str) -> Non
         ("fp8-token", lambda t: {"weight_scale": t["weight_scale"].int()}, "weight_scale: expected floating point"),
         ("fp8", lambda t: {"weight_scale": t["weight_scale"].expand(96, 1)}, r"weight_scale: expected .* \[1\]"),
         ("fp8", lambda t: {"weight_scale": None}, rf"{UP}.weight: expected torch.float32 .*, got F8_E4M3"),
-        ("fp8", lambda t: {"input_scale": torch.ones(1)}, "expected of a layer weight, weight_scale, got input_scale"),
+        ("fp8", lambda t: {"input_scale": torch.ones(1)}, "expected of a layer .*, weight, .*, got input_scale"),
         ("fp8", lambda t: {"weight": t["weight"].to(torch.float8_e5m2)}, "weight: expected torch.float8_e4m3fn"),
         ("fp8", lambda t: {"weight": t["weight"][:, 1:]}, r"weight: expected torch.float8_e4m3fn \[96, 64\]"),
     ],
@@ -236,26 +243,28 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "change", "said"),
     [
-        ("weights", {"strategy": "block", "block_structure": [64, 128]}, r"weights: .*or block\).*\[64, 128\]"),
         ("weights", {"strategy": "block", "block_structure": [128, 128]}, r"input_activations: .*\(group\).*'token'"),
+        ("weights", {"strategy": "group", "group_size": 32}, "weights: expected symmetric FP8"),
         ("weights", {"num_bits": 4}, "weights: expected symmetric FP8"),
         ("weights", {"symmetric": False}, "weights: expected symmetric FP8"),
         ("input_activations", {"type": "int"}, r"input_activations: expected symmetric FP8 .*'int'"),
         ("input_activations", {"strategy": "group", "group_size": 128}, "input_activations: .*'group'"),
         ("input_activations", {"dynamic": "local"}, "input_activations: .*'local'"),
-        ("input_activations", None, "input_activations: .*, got None"),
+        ("input_activations", {"num_bits": 4}, "input_activations: num_bits: expected 8, got 4"),
+        ("output_activations", {"num_bits": 8}, "output_activations: expected none"),
         ("format", "int-quantized", "format: expected float-quantized, got 'int-quantized'"),
-        ("targets", ["re:.*proj"], "config_groups: expected one, of targets"),
+        ("targets", ["re:(.*proj"], "expected a regular expression, got '\\(.*proj'"),
+        ("targets", [], "config_groups: targets: expected names"),
     ],
 )
 def test_configurations_that_no_layer_runs(part: str, change: Any, said: str) -> None:
-    config = compressed_tensors_fp8.config("Fp8Linear", {"activation": "token", "weight": "channel"}, ["lm_head"])
+    config = ct_config.config({"layer": described("token", "channel")}, ["lm_head"])
     group = config["config_groups"]["group_0"]
     config["config_groups"]["group_0"] = group | {
-        part: {**group[part], **change} if isinstance(change, dict) else change
+        part: {**group.get(part, {}), **change} if isinstance(change, dict) else change
     }
     with pytest.raises(FormatError, match=f"compressed-tensors: {said}"):
-        compressed_tensors_fp8.parse(config)
+        ct_config.parse(config)
 
 
 def test_the_former_name_of_the_layout(ours: Path, tmp_path: Path) -> None:
@@ -269,29 +278,19 @@ def test_the_former_name_of_the_layout(ours: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(models.load(Checkpoint(tmp_path / "in"))[0]), logits(expected))
 
 
-def test_several_groups_are_refused() -> None:
-    config = compressed_tensors_fp8.config("Fp8Linear", {"activation": "token", "weight": "channel"}, ["lm_head"])
-    config["config_groups"]["group_1"] = {
-        **config["config_groups"]["group_0"],
-        "targets": ["model.layers.0.mlp.up_proj"],
-    }
-    with pytest.raises(FormatError, match="config_groups: expected one of FP8 weights"):
-        compressed_tensors_fp8.parse(config)
-
-
 def test_what_is_left_out_is_as_the_package_has_it() -> None:
     pytest.importorskip("compressed_tensors")
     schemas = pytest.importorskip("compressed_tensors.quantization")
-    rows = [("Fp8Linear", {"activation": activation, "weight": weight}) for activation, weight in KINDS]
-    for module, options in [*rows, ("Fp8BlockLinear", {})]:
-        config = compressed_tensors_fp8.config(module, options, ["lm_head"])
-        assert compressed_tensors_fp8.parse(config) == (module, options)
+    blocks = replace(described("token", "block"), block=(128, 128), inputs=Inputs("fp8", "group", group_size=128))
+    for one in [*(described(*kind) for kind in KINDS), blocks]:
+        config = ct_config.config({"layer": one}, ["lm_head"])
+        assert ct_config.parse(config)(["layer"], nn.Linear) == one
         group = schemas.QuantizationConfig.model_validate(config).config_groups["group_0"].model_dump(mode="json")
         for part in ("weights", "input_activations"):
             usual = schemas.QuantizationArgs(type="float").model_dump(mode="json")
             said = {key: value for key, value in group[part].items() if value != usual.get(key) or key == "type"}
             config["config_groups"]["group_0"][part] = said
-        assert compressed_tensors_fp8.parse(config) == (module, options)
+        assert ct_config.parse(config)(["layer"], nn.Linear) == one
 
 
 def test_conversions_that_are_refused(ours: Path, tmp_path: Path) -> None:
@@ -300,6 +299,16 @@ def test_conversions_that_are_refused(ours: Path, tmp_path: Path) -> None:
             convert.prepare(ours / "fp8-token", tmp_path / "out", target)
     mixed = epiloq.quantize_(tiny_model(**ROUND), "fp8", lambda module, name: name.endswith("q_proj"))
     epiloq_modules.save(epiloq.quantize_(mixed, "fp8-token"), tmp_path / "mixed")
-    with pytest.raises(FormatError, match="compressed-tensors: cannot say layers that are not all alike"):
-        convert.prepare(tmp_path / "mixed", tmp_path / "out", "compressed-tensors")
     assert [path.name for path in tmp_path.iterdir()] == ["mixed"]
+
+
+def test_layers_that_differ_are_in_groups(tmp_path: Path) -> None:
+    mixed = epiloq.quantize_(tiny_model(**ROUND), "fp8", lambda module, name: name.endswith("q_proj"))
+    epiloq_modules.save(epiloq.quantize_(mixed, "fp8-token"), tmp_path / "mixed")
+    convert.perform(convert.prepare(tmp_path / "mixed", tmp_path / "out", "compressed-tensors"))
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [group["targets"] for group in found.values()] == [
+        ["Linear"],
+        [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)],
+    ]
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), logits(mixed))

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import epiloq
 from command_line import ROUND, run
 from epiloq.formats import convert, epiloq_modules
+from epiloq.formats.description import of_grid
 from epiloq.formats.io.checkpoint import Checkpoint, Writer
 from epiloq.formats.layouts.base import FormatError
 from epiloq.quantize import QuantizedWeight
@@ -51,9 +52,11 @@ def sixteen(weight: QuantizedWeight) -> QuantizedWeight:
 def test_zero_points_of_the_first_gptq(teacher: Path, tmp_path: Path) -> None:
     """Its 15 stands for 16, which epiloq's format says too, and the others have no field for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("epiloq.formats.table._gptq_version", lambda quantization: "gptq")
+        patch.setattr("epiloq.formats.table._describe_gptq", lambda weight, quantization: of_grid(quantization, "gptq"))
         patch.setattr("epiloq.formats.table.on_grid", lambda weight, name: weight)
         written(teacher, tmp_path / "in", "gptq", INT4, sixteen)
+    config = (tmp_path / "in" / "config.json").read_text()
+    (tmp_path / "in" / "config.json").write_text(config.replace('"gptq_v2"', '"gptq"'))
     for target in ("awq", "compressed-tensors"):
         result = run("convert", tmp_path / "in", tmp_path / "no", "--format", target)
         assert result.exit_code == 2 and "zero point of 16" in result.output
@@ -108,8 +111,11 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     model = epiloq.quantize_(tiny_model(**ROUND), "w8a16", lambda module, name: name.endswith("q_proj"))
     epiloq_modules.save(epiloq.quantize_(model, "w4a16-g32"), tmp_path / "in")
     assert len(json.loads((tmp_path / "in" / "config.json").read_text())["quantization_config"]["modules"]) == 2
-    with pytest.raises(FormatError, match="not all alike"):
-        convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors")
+    with pytest.raises(FormatError, match="symmetric and others are not"):
+        convert.prepare(tmp_path / "in", tmp_path / "out", "gptq")
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors"))
+    assert same(weights(tmp_path / "in"), weights(tmp_path / "out"))
+    assert len(json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]) == 2
 
 
 def test_existing_output_and_failures(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

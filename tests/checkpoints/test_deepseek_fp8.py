@@ -173,31 +173,31 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(f"{DOWN}.weight_scale_inv"), f"{DOWN}.weight_scale_inv: expected a tensor, found none"),
+        (lambda t: t.pop(f"{DOWN}.weight_scale_inv"), f"{DOWN}.weight: expected torch.float32 .*, got F8_E4M3"),
         (
             lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(2, 1)}),
-            f"{DOWN}.weight_scale_inv: expected .* \\[1, 2\\], got F32 \\[2, 1\\]",
+            f"{DOWN}: weight_scale_inv: expected .* \\[1, 2\\], got torch.float32 \\[2, 1\\]",
         ),
         (
             lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(1, 2, dtype=torch.int32)}),
-            f"{DOWN}.weight_scale_inv: expected F32 .*, got I32",
+            f"{DOWN}: weight_scale_inv: expected floating point .*, got torch.int32",
         ),
         (
             lambda t: t.update({f"{DOWN}.weight": torch.zeros(128, 250).to(torch.float8_e4m3fn)}),
-            f"{DOWN}.weight: expected F8_E4M3 \\[128, 256\\], got F8_E4M3 \\[128, 250\\]",
+            f"{DOWN}: weight: expected torch.float8_e4m3fn \\[128, 256\\], got .* \\[128, 250\\]",
         ),
         (
             lambda t: t.update({f"{DOWN}.weight": torch.zeros(128, 256)}),
-            f"{DOWN}.weight_scale_inv: not a tensor of this model",
+            f"{DOWN}: weight: expected torch.float8_e4m3fn .*, got torch.float32",
         ),
         (
             lambda t: t.update({f"{DOWN}.weight": torch.zeros(128, 256, dtype=torch.float8_e5m2)}),
-            f"{DOWN}.weight: expected BF16 .*, got F8_E5M2",
+            f"{DOWN}: weight: expected torch.float8_e4m3fn .*, got torch.float8_e5m2",
         ),
         (lambda t: t.update({"model.more": torch.ones(1)}), "model.more: not a tensor of this model"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(128).to(torch.float8_e4m3fn)}),
-            "model.norm.weight: expected BF16 .*, got F8_E4M3",
+            "model.norm.weight: expected torch.float32 .*, got F8_E4M3",
         ),
     ],
 )
@@ -228,9 +228,10 @@ def test_a_missing_tensor_of_the_rest_is_named(saved: Path, tmp_path: Path) -> N
     ("change", "message"),
     [
         ({"quant_method": "gptq"}, "quant_method: expected fp8, got 'gptq'"),
-        ({"weight_block_size": [64, 64]}, r"weight_block_size: expected \[128, 128\], got \[64, 64\]"),
-        ({"weight_block_size": None}, "weight_block_size: .*None"),
+        ({"weight_block_size": [64, 0]}, r"weight_block_size: expected rows and columns, or null, got \[64, 0\]"),
         ({"activation_scheme": "static"}, "activation_scheme: expected dynamic"),
+        ({"expert_dtype": "fp4"}, "expert_dtype: expected fp8 or None, got 'fp4'"),
+        ({"modules_to_convert": ["embed"]}, r"modules_to_convert: epiloq does not know .*, got \['embed'\]"),
         ({"fmt": "e5m2"}, "fmt: expected e4m3"),
         ({"scale_fmt": "other"}, "scale_fmt: expected float or ue8m0"),
     ],

@@ -15,12 +15,16 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from command_line import ROUND, run
+from epiloq.formats.configs import compressed_tensors as ct_config
+from epiloq.formats.description import of_grid
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts import compressed_tensors
 from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.compressed_tensors import INTEGER
 from epiloq.nn import Int8Linear
 from epiloq.quantize import Grid, rtn
 from epiloq.weights.grid import InputGrid
@@ -97,15 +101,17 @@ def test_compressed_tensors_understands_them(made: Path) -> None:
 
 
 def test_layouts_round_trip_in_their_schema(seed: int) -> None:
-    quantization = Quantization(INT8, "int8-static", ("a.b", "a.c"))
+    static_one, dynamic_one = (of_grid(Quantization(INT8, kind), INTEGER) for kind in ("int8-static", "int8-azp"))
     grid = InputGrid(torch.tensor([0.037]), torch.tensor([-117], dtype=torch.int32))
     value = replace(rtn(torch.randn(24, 40), INT8), inputs=grid)
-    tensors = compressed_tensors.to_tensors(value, quantization, torch.float32)
+    tensors = compressed_tensors.to_tensors(value, static_one, torch.float32)
     assert tensors["input_zero_point"].dtype == torch.int8
-    again = compressed_tensors.from_tensors(tensors, quantization, (24, 40)).inputs
+    again = compressed_tensors.from_tensors(tensors, static_one, (24, 40)).inputs
     assert again is not None and torch.equal(again.scale, grid.scale) and torch.equal(again.zero, grid.zero)
-    config = compressed_tensors.config(quantization, ["lm_head"])
-    assert compressed_tensors.parse(json.loads(json.dumps(config))) == quantization
+    layers = {"a.a": static_one, "a.b": dynamic_one, "a.c": dynamic_one, "a.d": static_one, "a.e": static_one}
+    config = ct_config.config(layers, ["lm_head"])
+    rules = ct_config.parse(json.loads(json.dumps(config)))
+    assert {name: rules([name], nn.Linear) for name in layers} == layers
     schemas = pytest.importorskip("compressed_tensors.quantization")
     groups = schemas.QuantizationConfig.model_validate(config).config_groups
     static, dynamic = (groups[name].input_activations for name in ("group_0", "group_1"))
@@ -117,7 +123,9 @@ def test_layouts_round_trip_in_their_schema(seed: int) -> None:
 def test_symmetric_scales_of_other_tools_are_read(seed: int) -> None:
     value = rtn(torch.randn(8, 16), INT8)
     tensors = {"weight": value.q, "weight_scale": value.scale, "input_scale": torch.tensor([0.5])}
-    found = compressed_tensors.from_tensors(tensors, Quantization(INT8, "int8-static"), (8, 16)).inputs
+    found = compressed_tensors.from_tensors(
+        tensors, of_grid(Quantization(INT8, "int8-static"), INTEGER), (8, 16)
+    ).inputs
     assert found is not None and float(found.scale) == 0.5 and int(found.zero) == 0
 
 
@@ -125,7 +133,7 @@ def test_scales_that_disagree_with_the_configuration(made: Path, tmp_path: Path)
     name = "model.layers.0.mlp.up_proj"
     cases: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({f"{name}.input_scale": None, f"{name}.input_zero_point": None}, r"input_scale.*expected"),
-        ({f"{KEPT}.input_scale": torch.ones(1)}, r"input_scale.*expected none"),
+        ({f"{KEPT}.input_scale": torch.ones(1)}, "expected of a layer .*, got input_scale"),
         ({f"{name}.input_scale": torch.ones(2)}, "input_scale"),
         ({f"{name}.input_zero_point": torch.ones(1)}, "input_zero_point"),
     ]
@@ -139,15 +147,16 @@ def test_scales_that_disagree_with_the_configuration(made: Path, tmp_path: Path)
     [
         {"input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}},
         {"input_activations": {"num_bits": 4, "strategy": "token", "dynamic": True}},
-        {"weights": {"num_bits": 4, "strategy": "channel"}},
-        {"format": "pack-quantized"},
+        {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}},
+        {"format": "float-quantized"},
     ],
 )
 def test_other_groups_are_refused(change: dict[str, Any]) -> None:
-    config = compressed_tensors.config(Quantization(INT8, "int8-static", ("a",)), [])
+    static_one, dynamic_one = (of_grid(Quantization(INT8, kind), INTEGER) for kind in ("int8-static", "int8-azp"))
+    config = ct_config.config({"b": static_one, "a": dynamic_one}, [])
     config["config_groups"]["group_1"] |= change
     with pytest.raises(FormatError, match="compressed-tensors"):
-        compressed_tensors.parse(config)
+        ct_config.parse(config)
 
 
 @pytest.mark.parametrize(

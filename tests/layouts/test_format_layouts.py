@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from epiloq.formats.configs import awq as awq_config
+from epiloq.formats.configs import compressed_tensors as ct_config
+from epiloq.formats.configs import gptq as gptq_config
+from epiloq.formats.description import of_grid
 from epiloq.formats.layouts import awq, compressed_tensors, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.compressed_tensors import INTEGER, PACKED
 from epiloq.formats.layouts.words import pack, unpack
 from epiloq.quantize import Grid, QuantizedWeight, rtn
 from epiloq.quantize import gptq as run_gptq
@@ -114,7 +119,9 @@ def test_awq(seed: int, group: int, symmetric: bool) -> None:
             zero = field(tensors["qzeros"], (k // length, n // 8), nibble, 4)
             found[n, k] = (q - zero) * tensors["scales"][k // length, n].float()
     assert torch.equal(found, value.dequantize())
-    assert same(awq.from_tensors(tensors, value.grid, "gemm", (16, 96)), value)
+    again = awq.from_tensors(tensors, value.grid.group_size, "gemm", (16, 96))
+    # Zero points are always there.
+    assert torch.equal(again.dequantize(), found) and (symmetric or same(again, value))
 
 
 CASES = [
@@ -133,23 +140,24 @@ def test_compressed_tensors(seed: int, layout: str, grid: Grid, activations: Any
     """Its own schema and its own decompressor."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     schemas = pytest.importorskip("compressed_tensors.quantization")
-    value, quantization = weight(rows, 96, grid), Quantization(grid, activations)
-    tensors = compressed_tensors.to_tensors(value, quantization, torch.float32)
-    config = compressed_tensors.config(quantization, ["lm_head"])
+    value, described = weight(rows, 96, grid), of_grid(Quantization(grid, activations), layout)
+    tensors = compressed_tensors.to_tensors(value, described, torch.float32)
+    config = ct_config.config({"layer": described}, ["lm_head"])
     scheme = schemas.QuantizationConfig.model_validate(config).config_groups["group_0"]
     theirs = compressors.BaseCompressor.get_value_from_registry(layout).decompress(tensors, scheme)
     assert torch.equal(theirs["weight"], value.dequantize())
-    assert same(compressed_tensors.from_tensors(tensors, quantization, (rows, 96)), value)
-    assert compressed_tensors.parse(config) == quantization
+    assert same(compressed_tensors.from_tensors(tensors, described, (rows, 96)), value)
+    rules = ct_config.parse(config)
+    assert rules(["layer"], nn.Linear) == described and rules(["lm_head"], nn.Linear) is None
 
 
 @pytest.mark.parametrize(("layout", "grid", "activations"), CASES[:5], ids=str)
 def test_compressed_tensors_packs_the_same_words(seed: int, layout: str, grid: Grid, activations: Any) -> None:
     compressors = pytest.importorskip("compressed_tensors.compressors")
     schemas = pytest.importorskip("compressed_tensors.quantization")
-    value, quantization = weight(24, 64, grid), Quantization(grid, activations)
-    ours = compressed_tensors.to_tensors(value, quantization, torch.float32)
-    scheme = schemas.QuantizationConfig.model_validate(compressed_tensors.config(quantization, [])).config_groups
+    value, described = weight(24, 64, grid), of_grid(Quantization(grid, activations), layout)
+    ours = compressed_tensors.to_tensors(value, described, torch.float32)
+    scheme = schemas.QuantizationConfig.model_validate(ct_config.config({"layer": described}, [])).config_groups
     state = {"weight": value.dequantize(), "weight_scale": value.scale}
     if value.zero is not None:
         state["weight_zero_point"] = (value.zero - (1 << (grid.bits - 1))).to(torch.int8)
@@ -160,15 +168,18 @@ def test_compressed_tensors_packs_the_same_words(seed: int, layout: str, grid: G
 
 def test_configurations_are_read_back() -> None:
     for version in gptq.VERSIONS:
-        grid = Grid(4, 64, symmetric=version == "gptq")
-        assert gptq.parse(gptq.config(grid, version, desc_act=False)) == (Quantization(grid), version)
-    assert awq.parse(awq.config(Grid(4, 128), ["lm_head"])) == (Grid(4, 128), "gemm")
+        described = of_grid(Quantization(Grid(4, 64, symmetric=version == "gptq")), version)
+        rules = gptq_config.parse(gptq_config.config({"layer": described}, ["lm_head"]))
+        assert rules(["layer"], nn.Linear) == described
+    described = of_grid(Quantization(Grid(4, 128)), "gemm")
+    rules = awq_config.parse(awq_config.config({"layer": described}, ["lm_head"]))
+    assert rules(["layer"], nn.Linear) == described and rules(["lm_head"], nn.Linear) is None
 
 
 def test_what_a_format_cannot_say_is_refused(seed: int) -> None:
     ragged = weight(8, 72, Grid(4, 32))
     for refused in (
-        lambda: compressed_tensors.to_tensors(ragged, Quantization(ragged.grid), torch.float32),
+        lambda: compressed_tensors.to_tensors(ragged, of_grid(Quantization(ragged.grid), PACKED), torch.float32),
         lambda: awq.to_tensors(ragged),
         lambda: awq.to_tensors(weight(9, 64, Grid(4, 32))),
         lambda: gptq.to_tensors(weight(8, 63, Grid(4, -1)), "gptq_v2"),
@@ -183,26 +194,33 @@ def test_what_a_format_cannot_say_is_refused(seed: int) -> None:
     with pytest.raises(FormatError, match="4 bits"):
         awq.to_tensors(weight(8, 64, Grid(8, 32)))
     with pytest.raises(FormatError, match="symmetric"):
-        compressed_tensors.to_tensors(weight(8, 64, Grid(8)), Quantization(Grid(8), "int8"), torch.float32)
+        compressed_tensors.to_tensors(
+            weight(8, 64, Grid(8)), of_grid(Quantization(Grid(8), "int8"), INTEGER), torch.float32
+        )
 
 
 def test_tensors_that_disagree_are_refused(seed: int) -> None:
     value = weight(16, 64, Grid(4, 32))
     readers = {
-        "awq": (awq.to_tensors(value), lambda t: awq.from_tensors(t, value.grid, "gemm", (16, 64))),
-        "awq gemv": (awq.to_tensors(value, "gemv"), lambda t: awq.from_tensors(t, value.grid, "gemv", (16, 64))),
+        "awq": (awq.to_tensors(value), lambda t: awq.from_tensors(t, value.grid.group_size, "gemm", (16, 64))),
+        "awq gemv": (
+            awq.to_tensors(value, "gemv"),
+            lambda t: awq.from_tensors(t, value.grid.group_size, "gemv", (16, 64)),
+        ),
         "gptq": (
             gptq.to_tensors(value, "gptq_v2"),
             lambda t: gptq.from_tensors(t, value.grid, "gptq_v2", (16, 64)),
         ),
         "compressed-tensors": (
-            compressed_tensors.to_tensors(value, Quantization(value.grid), torch.float32),
-            lambda t: compressed_tensors.from_tensors(t, Quantization(value.grid), (16, 64)),
+            compressed_tensors.to_tensors(value, of_grid(Quantization(value.grid), PACKED), torch.float32),
+            lambda t: compressed_tensors.from_tensors(t, of_grid(Quantization(value.grid), PACKED), (16, 64)),
         ),
     }
     for tensors, read in readers.values():
         for name, tensor in tensors.items():
             for wrong in (None, tensor[:-1], tensor.double().to(torch.complex64)):
+                if name == "g_idx" and wrong is None:
+                    continue  # Groups are in order then.
                 changed = {k: v for k, v in tensors.items() if k != name} | ({} if wrong is None else {name: wrong})
                 with pytest.raises(FormatError, match=name):
                     read(changed)
@@ -211,12 +229,12 @@ def test_tensors_that_disagree_are_refused(seed: int) -> None:
 @pytest.mark.parametrize(
     ("parse", "config"),
     [
-        (gptq.parse, {"bits": 4}),
-        (gptq.parse, {"bits": 4, "group_size": 32, "checkpoint_format": "marlin"}),
-        (awq.parse, {"bits": 8, "group_size": 32}),
-        (awq.parse, {"bits": 4, "group_size": 32, "version": "marlin"}),
-        (compressed_tensors.parse, {}),
-        (compressed_tensors.parse, compressed_tensors.config(Quantization(Grid(4, 32)), []) | {"config_groups": {}}),
+        (gptq_config.parse, {"bits": 4}),
+        (gptq_config.parse, {"bits": 4, "group_size": 32, "checkpoint_format": "marlin"}),
+        (awq_config.parse, {"bits": 8, "group_size": 32}),
+        (awq_config.parse, {"bits": 4, "group_size": 32, "version": "marlin"}),
+        (ct_config.parse, {}),
+        (ct_config.parse, {"quant_method": "compressed-tensors", "config_groups": {}}),
     ],
 )
 def test_unknown_configurations_are_refused(parse: Any, config: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ import foreign_checkpoints as foreign
 from epiloq.demo import teacher
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.readers import reader
+from epiloq.formats.readers import parse, reader
 from epiloq.integrations.transformers import EpiloqConfig
-from epiloq.integrations.transformers.layers import in_format, tensors_of
+from epiloq.integrations.transformers.layers import tensors_of
 from opened_models import TOKENS, layers, logits, opened
 
 # Other tests want transformers as it is.
@@ -99,9 +99,11 @@ def test_tensors_stay_on_the_layers_device(seed: int, tool: str, without: str) -
     pack, config = foreign.TOOLS[tool]
     linear = torch.nn.Linear(64, 96, bias=False)
     given = {name: tensor for name, tensor in pack(linear)[0].items() if name != without}
-    read = reader(config)
+    described = parse(config)(["layer"], torch.nn.Linear)
+    assert described is not None
+    read = reader(described)
     with torch.device("meta"):
-        said = tensors_of(read.opened(linear, given), read, in_format(config), torch.float32)
+        said = tensors_of(read.opened(linear, given), read, torch.float32)
     assert given.keys() <= said.keys()
     assert all(torch.equal(said[name], tensor) for name, tensor in given.items())
     assert {tensor.device.type for tensor in said.values()} == {"cpu"}

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epiloq.formats.description import Description
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carried, carry_over, written_whole
 from epiloq.formats.io.model import Target
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.table import FORMATS, Format, blank
+from epiloq.formats.table import FORMATS, Format, Written, blank
 from epiloq.formats.weights import Weight
 from epiloq.linears.conv1d import TransposedConv1D
 from epiloq.mixtures import left_beside
@@ -52,24 +53,28 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 def refusal(layers: Layers, layout: Format) -> str | None:
     """Why a format cannot say a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
-    kinds = {reader.quantization or repr(reader.module) for reader in layers.readers.values()}
-    if layers.quantization is None and len(kinds) > 1:
-        if layout.name != "epiloq":
-            return f"{layout.name}: cannot say layers that are not all alike; only the format epiloq can"
-        return None
     transposed = [name for name in layers.readers if isinstance(layers.linears[name], TransposedConv1D)]
     if transposed and not layout.conv1d:
         return f"{transposed[0]}: {layout.name}: cannot hold a Conv1D, only torch.nn.Linear"
-    tried = set()
+    tried, described = set(), dict[str, Description]()
     for name, reader in layers.readers.items():
         key = (reader.quantization, repr(reader.module), layers.shape(name), layers.ordered(name))
         if key in tried:
             continue
         tried.add(key)
         try:
-            layout.to_tensors(_sample(layers, name), reader.quantization, layers.dtype)
+            sample = _sample(layers, name)
+            layout.to_tensors(sample, reader.quantization, layers.dtype)
+            if layout.describe is not None:
+                described[name] = layout.describe(sample, reader.quantization)
         except ValueError as error:
             return f"{name}: {error}"
+    if not described:
+        return None
+    try:
+        layout.config(Written({}, [], described))
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -93,7 +98,7 @@ def perform(
     checkpoint = layers.checkpoint
     with written_whole(conversion.output) as aside:
         writer = Writer(aside, largest_shard)
-        target = Target(conversion.layout, layers.quantization, layers.dtype, writer, checkpoint)
+        target = Target(conversion.layout, layers.dtype, writer, checkpoint)
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
         for name in (name for name in checkpoint.names() if name not in layers.unused):
             layer = by_part.get(name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, written_whole
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
 from epiloq.mixtures import named_layers
+from epiloq.nn.prepared_linear import FP8_BLOCK
 from epiloq.schemes import SCHEMES
 from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.weights.packed_weight import BITS
@@ -45,6 +46,8 @@ class Kind:
 
     options
         Which arguments of its constructor say what the layer beside its sizes does, and where the module has them.
+    usual
+        Values of options that are not said.
     weight
         What a module's weight is, given also its options.
     described
@@ -55,6 +58,12 @@ class Kind:
     options: Mapping[str, Callable[[Any], Any]]
     weight: Callable[[Any, Options], Weight]
     described: Callable[[Options], Quantization | None] = lambda options: None
+    usual: Options = field(default_factory=dict)
+
+    def said(self, module: nn.Module) -> dict[str, Any]:
+        """The options of a module."""
+        found = {name: value(module) for name, value in self.options.items()}
+        return {name: value for name, value in found.items() if name not in self.usual or value != self.usual[name]}
 
     def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
         """A module in the place of a linear layer, its state loaded. Raises FormatError for what it does not take."""
@@ -107,7 +116,7 @@ def _int8_described(options: Options) -> Quantization:
 
 def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
     state = _state(module)
-    return BlockWeight(state["weight"], state["weight_scale_inv"])
+    return BlockWeight(state["weight"], state["weight_scale_inv"], module.rows)
 
 
 def _weight_only(module: modules.WeightOnlyLinear, options: Options) -> Weight:
@@ -128,10 +137,12 @@ _TABLE = (
     Kind(modules.Int8Linear, _attributes("activation", "symmetric"), _int8, _int8_described),
     Kind(
         modules.Fp8Linear,
-        _attributes("activation") | {"weight": attrgetter("weight_scales")},
+        _attributes("activation", "limit") | {"weight": attrgetter("weight_scales")},
         _as_it_is(modules.Fp8Linear.dequantized_weight),
+        usual={"limit": None},
     ),
-    Kind(modules.Fp8BlockLinear, {}, _blocks),
+    Kind(modules.Fp8BlockLinear, _attributes("rows"), _blocks, usual={"rows": FP8_BLOCK}),
+    Kind(modules.Fp8WeightOnlyLinear, _attributes("block"), _as_it_is(modules.Fp8WeightOnlyLinear.dequantized_weight)),
     Kind(
         modules.OnlineQuantLinear,
         _attributes("bits", "group_size", "symmetric"),
@@ -204,8 +215,9 @@ def _group(entry: Any, where: str) -> Group:
     name, options, layers = (fields.get(key) for key in ("class", "options", "layers"))
     if name not in KINDS:
         raise FormatError(f"{where}: modules: class: expected one of {', '.join(KINDS)}, got {name!r}")
-    if not isinstance(options, dict) or options.keys() != KINDS[name].options.keys():
-        expected = ", ".join(KINDS[name].options) or "none"
+    usual = KINDS[name].usual
+    if not isinstance(options, dict) or (usual.keys() | options.keys()) != KINDS[name].options.keys():
+        expected = ", ".join(option for option in KINDS[name].options if option not in usual) or "none"
         raise FormatError(f"{where}: modules: {name}: options: expected {expected}, got {options!r}")
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, str) for layer in layers):
         raise FormatError(f"{where}: modules: {name}: layers: expected names, got {layers!r}")
@@ -227,7 +239,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
     for name, module in named_layers(model):
         kind = KINDS.get(type(module).__name__)
         if kind is not None and type(module) is kind.module:
-            found[name] = kind.module.__name__, {option: value(module) for option, value in kind.options.items()}
+            found[name] = kind.module.__name__, kind.said(module)
         elif type(module).__module__.startswith(modules.__name__) and not isinstance(module, modules.ExpertLinears):
             raise FormatError(f"epiloq: {name}: expected one of {', '.join(KINDS)}, got {type(module).__name__}")
     if not found:
@@ -261,7 +273,7 @@ def described(weight: Weight, quantization: Quantization | None) -> tuple[str, O
     if isinstance(weight, ModuleWeight):
         return weight.module, weight.options
     if isinstance(weight, BlockWeight):
-        return "Fp8BlockLinear", {}
+        return "Fp8BlockLinear", {} if weight.rows == FP8_BLOCK else {"rows": weight.rows}
     if quantization is not None and quantization.activations is not None:
         activation = "dynamic" if weight.inputs is None else "static"
         return "Int8Linear", {"activation": activation, "symmetric": quantization.activations == "int8"}

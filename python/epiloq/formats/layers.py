@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton
+from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
@@ -30,21 +30,27 @@ class Layers:
     def __init__(self, checkpoint: Checkpoint, model: nn.Module | None = None) -> None:
         self.checkpoint = checkpoint
         self.model = skeleton(checkpoint, "meta") if model is None else renamed(model, checkpoint)
-        found = {} if checkpoint.quantization is None else readers(checkpoint)
-        self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
         linears = ((name, as_linear(module)) for name, module in self.model.named_modules())
         self.linears = {name: linear for name, linear in linears if linear is not None}
+        untie_(self.model, checkpoint)
+        found = {} if checkpoint.quantization is None else readers(checkpoint, self._site)
+        self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
         self.unused = frozenset(cache_scales(checkpoint))
         """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
         """Names of a quantised layer's tensors by their last parts, the bias left out."""
         self._compare()
 
+    def _site(self, layer: str) -> tuple[tuple[str, str], type[nn.Module]]:
+        """The names of a layer, in the model and in the files, and its class."""
+        kind = type(self.model.get_submodule(layer)) if layer in self.linears else nn.Linear
+        return (layer, self.checkpoint.stored_layer(layer)), kind
+
     @property
     def format(self) -> str | None:
-        """The format's name; None in floating point."""
+        """The name of the format, or of the method where it is one that is only read; None in floating point."""
         found = self.checkpoint.quantization
-        return None if found is None else METHODS[found["quant_method"]]
+        return None if found is None else METHODS.get(found["quant_method"], found["quant_method"])
 
     @property
     def quantization(self) -> Quantization | None:
@@ -73,9 +79,10 @@ class Layers:
 
     def ordered(self, layer: str) -> bool:
         """Whether a quantised layer's groups are in activation order; gptq's files may say that they are not."""
-        part = self.parts[layer].get("g_idx")
+        parts = self.parts[layer]
+        part = parts.get("g_idx", parts.get("weight_g_idx"))
         if part is None:
-            return "weight_perm" in self.parts[layer]
+            return "weight_perm" in parts
         index, quantization = self.checkpoint.tensor(part), self.readers[layer].quantization
         columns = self.shape(layer)[1]
         if index.shape != (columns,):
@@ -139,6 +146,12 @@ class Layers:
                     f"got {entry.dtype} {list(entry.shape)}"
                 )
             seen.add(id(target))
+        for layer, reader in self.readers.items():
+            headers = {part: checkpoint.entries[name].outline() for part, name in self.parts[layer].items()}
+            try:
+                reader.check(headers, self.shape(layer))
+            except ValueError as error:
+                raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
         # Other names of a tied weight are not in the files.
         for name in sorted(wanted):
             if id(targets[name]) not in seen:

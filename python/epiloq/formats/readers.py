@@ -1,23 +1,26 @@
-"""How the quantised layers of a checkpoint are read, by its ``quantization_config``."""
+"""How the quantised layers of a checkpoint are read, each by its own description."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats import epiloq_modules
+from epiloq.formats.configs import auto_round, fp8
+from epiloq.formats.configs import awq as awq_config
+from epiloq.formats.configs import compressed_tensors as ct_config
+from epiloq.formats.configs import gptq as gptq_config
+from epiloq.formats.description import OFFSETS, Description, Rules
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.layouts import awq, compressed_tensors, compressed_tensors_fp8, gptq
-from epiloq.formats.layouts.base import FormatError, Quantization, require
-from epiloq.formats.table import METHODS
-from epiloq.formats.weights import BlockWeight, Weight, blocks_of
-from epiloq.weights.grid import Grid
+from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
+from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.weights import Weight, exact, on_grid
 
 BIAS = "bias"
 # Of compressed-tensors.
@@ -25,29 +28,116 @@ _OF_CACHES = ("k_scale", "k_zero_point", "v_scale", "v_zero_point")
 Tensors: TypeAlias = Mapping[str, Tensor]
 Shape: TypeAlias = tuple[int, int]
 
+CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
+    ct_config.METHOD: ct_config.parse,
+    gptq_config.METHOD: gptq_config.parse,
+    awq_config.METHOD: awq_config.parse,
+    fp8.METHOD: fp8.parse,
+    fp8.FBGEMM: fp8.parse,
+    **dict.fromkeys(auto_round.METHODS, auto_round.parse),
+}
+"""What parses the configuration of each method but epiloq's own."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors of one layout become a weight, and back.
+
+    marker
+        The tensor that only a quantised layer has, by the last part of its name.
+    parts
+        Every tensor that a layer may have, by the last part of its name, beside its bias.
+    from_tensors
+        What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
+    to_tensors
+        The inverse, given the model's type. Raises FormatError for what the layout cannot say.
+    check
+        Raises FormatError for tensors of other types or shapes than a layer's, whose values are not looked at.
+    """
+
+    marker: str
+    parts: Callable[[Description], frozenset[str]]
+    from_tensors: Callable[[Tensors, Description, Shape], Weight]
+    to_tensors: Callable[[Weight, Description, torch.dtype], dict[str, Tensor]]
+    check: Callable[[Tensors, Description, Shape], object] = lambda tensors, described, shape: None
+
+
+def _integers(marker: str) -> Layout:
+    def write(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
+        value = on_grid(weight, ct_config.METHOD)
+        # Its reader multiplies in the scale's type, then rounds to the model's.
+        holds = exact(value.scale, (dtype, torch.float32), ct_config.METHOD)
+        return compressed_tensors.to_tensors(value, described, holds)
+
+    return Layout(marker, compressed_tensors.parts, compressed_tensors.from_tensors, write)
+
+
+def _gptq(version: str) -> Layout:
+    def read(tensors: Tensors, described: Description, shape: Shape) -> Weight:
+        assert described.grid is not None
+        return gptq.from_tensors(tensors, described.grid, version, shape, described.ordered)
+
+    parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    return Layout("qweight", lambda _: parts, read, lambda weight, *_: gptq.to_tensors(weight, version))
+
+
+def _awq(version: str) -> Layout:
+    def read(tensors: Tensors, described: Description, shape: Shape) -> Weight:
+        return awq.from_tensors(tensors, described.group_size, version, shape)
+
+    parts = frozenset({"qweight", "qzeros", "scales"})
+    return Layout("qweight", lambda _: parts, read, lambda weight, *_: awq.to_tensors(weight, version))
+
+
+def _float8(names: float8.Names) -> Layout:
+    return Layout(
+        names.scale,
+        names.parts,
+        lambda tensors, described, shape: float8.from_tensors(tensors, described, shape, names),
+        lambda weight, described, _: float8.to_tensors(weight, described, names),
+        lambda tensors, described, shape: float8.checked(tensors, described, shape, names),
+    )
+
+
+LAYOUTS: dict[str, Layout] = {
+    ct_config.PACKED: _integers("weight_packed"),
+    ct_config.INTEGER: _integers("weight_scale"),
+    ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
+    fp8.BLOCKS: _float8(float8.Names("weight_scale_inv")),
+    fp8.TENSORS: _float8(float8.Names()),
+    fp8.SCALARS: _float8(float8.Names("weight_scale_inv", "activation_scale", scalar=True)),
+    fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
+    **{version: _gptq(version) for version in gptq.VERSIONS},
+    **{version: _awq(version) for version in awq.VERSIONS},
+}
+_MARKERS = frozenset(layout.marker for layout in LAYOUTS.values())
+
 
 @dataclass(frozen=True)
 class Reader:
-    """How the layers of one checkpoint, or some of them, are read.
+    """How one layer is read.
 
+    described
+        How it is quantised; None in epiloq's own format.
     quantization
-        How they are quantised; None where that is not to integers on a grid.
-    marker
-        The tensor that only a quantised layer has, by the last part of its name.
+        The same for integers on a grid; None for others.
     from_tensors
         What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
     parts
         Every tensor that a layer may have, by the last part of its name, beside its bias; None: `from_tensors` knows.
+    check
+        Raises FormatError for tensors of other types or shapes than such a layer's; values are not looked at.
     build
         Of tensors that are a module's state: that module, in the place of a linear layer.
     module
         Without a quantization, the class of the module that runs a layer, and its options, as in epiloq's own format.
     """
 
+    described: Description | None
     quantization: Quantization | None
-    marker: str
     from_tensors: Callable[[Tensors, Shape], Weight]
     parts: frozenset[str] | None
+    check: Callable[[Tensors, Shape], object] = lambda tensors, shape: None
     build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
     module: tuple[str, Mapping[str, Any]] = ("", {})
 
@@ -69,55 +159,25 @@ class Reader:
         return module
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    """The reader for a ``quantization_config`` of layers that are all alike, integers on a grid or FP8.
-
-    Raises FormatError for one that epiloq does not read.
-    """
-    method = config.get("quant_method")
-    if method == "compressed-tensors" and compressed_tensors_fp8.knows(config):
-        module, options = compressed_tensors_fp8.parse(config)
-        return Reader(
-            None,
-            "weight_scale",
-            lambda t, shape: compressed_tensors_fp8.from_tensors(t, module, options, shape),
-            compressed_tensors_fp8.parts(module, options),
-            module=(module, options),
-        )
-    if method == "compressed-tensors":
-        found = compressed_tensors.parse(config)
-        return Reader(
-            found,
-            "weight_scale",
-            lambda t, shape: compressed_tensors.from_tensors(t, found, shape),
-            compressed_tensors.parts(found),
-        )
-    if method == "gptq":
-        described, version = gptq.parse(config)
-        return Reader(
-            described,
-            "qweight",
-            lambda t, shape: gptq.from_tensors(t, described.grid, version, shape),
-            frozenset({"qweight", "qzeros", "scales", "g_idx"}),
-        )
-    if method == "awq":
-        return _awq_reader(*awq.parse(config))
-    if method == deepseek_fp8.METHOD:
-        deepseek_fp8.parse(config)
-        parts = frozenset({"weight", deepseek_fp8.SCALE})
-        return Reader(None, deepseek_fp8.SCALE, _from_blocks, parts, module=("Fp8BlockLinear", {}))
-    raise FormatError(f"quantization_config: quant_method: expected one of {', '.join(METHODS)}, got {method!r}")
-
-
-def _awq_reader(grid: Grid, version: str) -> Reader:
-    with_offsets = version == "gemv_fast"
-    options = {"bits": awq.BITS, "group_size": grid.group_size, "zeros": "offset"}
+@cache
+def reader(described: Description) -> Reader:
+    """The reader of layers that are quantised so. Raises FormatError where no module runs them."""
+    layout = LAYOUTS[described.layout]
+    module: tuple[str, Mapping[str, Any]]
+    quantization: Quantization | None
+    if described.layout == OFFSETS:
+        options = {"bits": described.bits, "group_size": described.group_size, "zeros": "offset"}
+        quantization, module = None, ("WeightOnlyLinear", options)
+    else:
+        quantization = described.quantization
+        module = ("", {}) if quantization is not None else described.module
     return Reader(
-        None if with_offsets else Quantization(grid),
-        "qweight",
-        lambda t, shape: awq.from_tensors(t, grid, version, shape),
-        frozenset({"qweight", "qzeros", "scales"}),
-        module=("WeightOnlyLinear", options) if with_offsets else ("", {}),
+        described,
+        quantization,
+        lambda tensors, shape: layout.from_tensors(tensors, described, shape),
+        layout.parts(described),
+        lambda tensors, shape: layout.check(tensors, described, shape),
+        module=module,
     )
 
 
@@ -128,11 +188,16 @@ def cache_scales(checkpoint: Checkpoint) -> list[str]:
     return [name for name in checkpoint.names() if name.rpartition(".")[2] in _OF_CACHES]
 
 
-def readers(checkpoint: Checkpoint) -> dict[str, Reader]:
-    """How each quantised layer of a checkpoint is read, by name; layers that are alike share theirs.
+Site: TypeAlias = Callable[[str], "tuple[Sequence[str], type[nn.Module]]"]
+"""The names under which a configuration may mean a layer of the files, and its class in the model."""
 
-    Warns of a key-value cache that is quantised too: keys and values stay as they are, and its scales are not used.
-    Raises FormatError for a configuration that epiloq does not read, or no quantised layers.
+
+def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
+    """How each quantised layer of a checkpoint is read, by its name there; layers that are alike share theirs.
+
+    Warns of what is not carried out: a key-value cache that is quantised too, blocks that no kernel multiplies.
+    Raises FormatError for a configuration that epiloq does not read, no quantised layers, or tensors of a quantised
+    layer that the configuration leaves in floating point.
     """
     found = checkpoint.quantization or {}
     try:
@@ -143,40 +208,51 @@ def readers(checkpoint: Checkpoint) -> dict[str, Reader]:
                 for shared in [_module_reader(group)]
                 for layer in group.layers
             }
-        shared = reader(found)
+        rules = parse(found)
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{checkpoint.folder / 'config.json'}: {error}") from error
-    if found.get("kv_cache_scheme") is not None:
-        warnings.warn(
-            f"{checkpoint.folder}: the key-value cache stays in the model's type, and its scales are not used",
-            stacklevel=3,
-        )
-    end = f".{shared.marker}"
-    names = [name.removesuffix(end) for name in checkpoint.files if name.endswith(end)]
-    layers = {name: _one_layer(shared, name) for name in names}
+        raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from error
+    layers = _described(checkpoint, rules, site)
     if not layers:
-        raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found no {shared.marker}")
+        raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found none")
+    if found.get("kv_cache_scheme") is not None:
+        _warn(checkpoint, "the key-value cache stays in the model's type, and its scales are not used")
+    for loss in dict.fromkeys(described.loss for described in layers.values()):
+        if loss is not None:
+            _warn(checkpoint, loss)
+    return {layer: reader(described) for layer, described in layers.items()}
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config`` of any method but epiloq's own.
+
+    Raises FormatError, which names key and value, for what is not read.
+    """
+    method = found.get("quant_method")
+    if not isinstance(method, str) or method not in CONFIGS:
+        expected = ", ".join((*CONFIGS, epiloq_modules.METHOD))
+        raise FormatError(f"quantization_config: quant_method: expected one of {expected}, got {method!r}")
+    return CONFIGS[method](found)
+
+
+def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, Description]:
+    layers: dict[str, Description] = {}
+    marked = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.files if name.rpartition(".")[2] in _MARKERS)
+    for layer in marked:
+        described = rules(*site(layer))
+        if described is None:
+            part = next(part for part in sorted(_MARKERS) if f"{layer}.{part}" in checkpoint.files)
+            raise FormatError(
+                f"{checkpoint.where(f'{layer}.{part}')}: belongs to a quantised layer, "
+                f"but {checkpoint.described_by} leaves {layer} in floating point"
+            )
+        if described.layout == fp8.TENSORS and f"{layer}.weight_scale_inv" in checkpoint.files:
+            described = replace(described, layout=fp8.SCALARS)  # transformers' names
+        layers[layer] = described
     return layers
 
 
-def _one_layer(shared: Reader, name: str) -> Reader:
-    """The reader of a layer among others that are not quite alike."""
-    if shared.quantization is None or shared.quantization.activations != "int8-static":
-        return shared
-    own = shared.quantization.of(name)
-
-    def read(tensors: Tensors, shape: Shape) -> Weight:
-        if (own.activations == "int8-static") != ("input_scale" in tensors):
-            wanted = "a tensor, found none" if own.activations == "int8-static" else "none with dynamic activations"
-            raise FormatError(f"input_scale: expected {wanted}")
-        return shared.from_tensors(tensors, shape)
-
-    return replace(shared, quantization=own, from_tensors=read)
-
-
-def _from_blocks(tensors: Tensors, shape: Shape) -> Weight:
-    require(tensors, {"weight": (torch.float8_e4m3fn, shape), deepseek_fp8.SCALE: (None, blocks_of(shape))})
-    return BlockWeight(tensors["weight"], tensors[deepseek_fp8.SCALE])
+def _warn(checkpoint: Checkpoint, what: str) -> None:
+    warnings.warn(f"{checkpoint.folder}: {what}", stacklevel=4)
 
 
 def _from_module(group: epiloq_modules.Group, tensors: Tensors, shape: Shape) -> Weight:
@@ -189,10 +265,10 @@ def _module_reader(group: epiloq_modules.Group) -> Reader:
     """A module refuses by itself tensors that it does not take, so all are read."""
     kind, options = group.kind, group.options
     return Reader(
+        None,
         kind.described(options),
-        "",
         partial(_from_module, group),
         None,
-        lambda linear, tensors: kind.build(linear, options, tensors, linear.weight.device),
-        (group.module, options),
+        build=lambda linear, tensors: kind.build(linear, options, tensors, linear.weight.device),
+        module=(group.module, options),
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq.formats import deepseek_fp8, epiloq_modules
-from epiloq.formats.layouts import awq, compressed_tensors, compressed_tensors_fp8, gptq
+from epiloq.formats.configs import awq as awq_config
+from epiloq.formats.configs import compressed_tensors as compressed_config
+from epiloq.formats.configs import fp8
+from epiloq.formats.configs import gptq as gptq_config
+from epiloq.formats.description import Description, Inputs, of_grid
+from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.readers import LAYOUTS
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
 from epiloq.nn.prepared_linear import FP8_BLOCK
 from epiloq.weights.grid import QuantizedWeight
@@ -25,16 +30,16 @@ class Written:
     quantised
         Every quantised layer by name, with its class and its options in epiloq's own format.
     ignored
-        Linear layers that stay in floating point.
-    act_order
-        Whether any layer's groups are in activation order.
+        Linear layers that stay in floating point, by all names that a reader may match.
+    described
+        How every quantised layer is described, by all names that a reader may match.
     blocks
         The shapes ``[N, K]`` of layers in FP8 blocks.
     """
 
     quantised: Mapping[str, tuple[str, Mapping[str, Any]]]
     ignored: Sequence[str]
-    act_order: bool = False
+    described: Mapping[str, Description]
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -49,6 +54,10 @@ class Format:
     to_tensors
         A layer's tensors by the last part of their names, given how layers are quantised (None: not as integers on a
         grid) and the model's type.
+    config
+        The ``quantization_config``.
+    describe
+        How such a weight is described in this format; None in epiloq's own.
     conv1d
         Whether readers take GPT-2's ``Conv1D`` for the linear layer that it is.
     """
@@ -56,7 +65,8 @@ class Format:
     name: str
     scale_dtype: Callable[[torch.dtype, str | None], torch.dtype]
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
-    config: Callable[[Quantization | None, Written], dict[str, Any]]
+    config: Callable[[Written], dict[str, Any]]
+    describe: Callable[[Weight, Quantization | None], Description] | None = None
     conv1d: bool = False
     widens: bool = False
 
@@ -90,65 +100,80 @@ def _weights_only(name: str, weight: Weight, quantization: Quantization | None) 
     return value
 
 
-def _gptq_version(quantization: Quantization) -> str:
-    # Asymmetric groups of positive weights have the zero point 0.
-    return "gptq" if quantization.grid.symmetric else "gptq_v2"
+def _describe_gptq(weight: Weight, quantization: Quantization | None) -> Description:
+    described = _grid_of(quantization)
+    # Asymmetric groups of positive weights have the zero point 0, which the first version has no word for.
+    version = "gptq" if described.grid.symmetric else "gptq_v2"
+    return of_grid(described, version, isinstance(weight, QuantizedWeight) and weight.perm is not None)
 
 
 def _to_gptq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
     value = _weights_only("gptq", weight, quantization)
-    return gptq.to_tensors(value, _gptq_version(_grid_of(quantization)))
+    return gptq.to_tensors(value, _describe_gptq(value, quantization).layout)
 
 
-def _gptq_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
-    described = _grid_of(quantization)
-    found = gptq.config(described.grid, _gptq_version(described), written.act_order)
-    # Readers take every linear layer of the blocks for quantised but those named here.
-    lists = {name.split(".0.")[0] for name in written.quantised if ".0." in name}
-    beside = [name for name in written.ignored if name.startswith(tuple(f"{each}." for each in lists))]
-    return found | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in beside}} if beside else {})
+def _describe_awq(weight: Weight, quantization: Quantization | None) -> Description:
+    return replace(of_grid(_grid_of(quantization), "gemm"), symmetric=False)
 
 
 def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return awq.to_tensors(_weights_only("awq", weight, quantization))
 
 
+def _describe_compressed(weight: Weight, quantization: Quantization | None) -> Description:
+    if isinstance(weight, (BlockWeight, ModuleWeight)):
+        return _describe_float8(weight)
+    on_grid(weight, "compressed-tensors")
+    described = _grid_of(quantization)
+    return of_grid(described, compressed_tensors.INTEGER if described.activations else compressed_tensors.PACKED)
+
+
+def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:
+    """FP8 weights of a module that `Description.module` names."""
+    layout, group = compressed_config.FLOAT, Inputs("fp8", "group", group_size=FP8_BLOCK)
+    if isinstance(weight, BlockWeight):
+        return Description(layout, "fp8", strategy="block", block=(weight.rows, FP8_BLOCK), inputs=group)
+    if weight.module == "Fp8Linear" and weight.options.get("limit") is None:
+        activation = weight.options["activation"]
+        inputs = Inputs("fp8", "token" if activation == "token" else "tensor", dynamic=activation != "static")
+        return Description(layout, "fp8", strategy=weight.options["weight"], inputs=inputs)
+    if weight.module == "Fp8WeightOnlyLinear":
+        rows, columns = block = tuple(weight.options["block"])
+        strategy = {(-1, -1): "tensor", (1, -1): "channel"}.get(block, "block")
+        if min(block) > 0 or strategy != "block":
+            return Description(layout, "fp8", strategy=strategy, block=(rows, columns) if strategy == "block" else None)
+    raise FormatError(f"compressed-tensors: cannot say {weight.described}")
+
+
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(weight, BlockWeight) or (
-        isinstance(weight, ModuleWeight) and weight.module == compressed_tensors_fp8.ROWS
-    ):
-        return compressed_tensors_fp8.to_tensors(weight)
-    value, described = on_grid(weight, "compressed-tensors"), _grid_of(quantization)
-    # Its reader multiplies in the scale's type, then rounds to the model's.
-    holds = exact(value.scale, (dtype, torch.float32), "compressed-tensors")
-    return compressed_tensors.to_tensors(value, described, holds)
+    if isinstance(weight, BlockWeight):
+        float8.whole_groups(weight.q.shape[1])
+    described = _describe_compressed(weight, quantization)
+    return LAYOUTS[described.layout].to_tensors(weight, described, dtype)
 
 
-def _compressed_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
-    if quantization is not None:
-        return compressed_tensors.config(quantization, written.ignored)
-    (group,) = epiloq_modules.groups_of(written.quantised)  # Others were refused.
-    return compressed_tensors_fp8.config(group.module, group.options, written.ignored)
+def _describe_blocks(weight: Weight, quantization: Quantization | None) -> Description:
+    inputs = Inputs("fp8", "group", group_size=FP8_BLOCK)
+    return Description(fp8.BLOCKS, "fp8", strategy="block", block=(FP8_BLOCK, FP8_BLOCK), inputs=inputs)
 
 
 def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(weight, BlockWeight):
+    if isinstance(weight, BlockWeight) and weight.rows == FP8_BLOCK:
         return {"weight": weight.q, deepseek_fp8.SCALE: weight.scale.float()}
-    said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
+    if isinstance(weight, BlockWeight):
+        said = f"FP8 in blocks of {weight.rows} x {FP8_BLOCK}"
+    else:
+        said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
     raise FormatError(f"deepseek-fp8: cannot say {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}")
 
 
-def _blocks_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
+def _blocks_config(written: Written) -> dict[str, Any]:
     deepseek_fp8.warn_of(written.blocks)
-    return deepseek_fp8.config(written.ignored)
+    return fp8.config(written.ignored)
 
 
 def _to_epiloq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return epiloq_modules.state_of(weight, quantization)
-
-
-def _epiloq_config(quantization: Quantization | None, written: Written) -> dict[str, Any]:
-    return epiloq_modules.config(epiloq_modules.groups_of(written.quantised))
 
 
 def _grid_of(quantization: Quantization | None) -> Quantization:
@@ -158,17 +183,39 @@ def _grid_of(quantization: Quantization | None) -> Quantization:
 
 # In order of preference.
 _TABLE = (
-    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config),
-    Format("compressed-tensors", _as_model, _to_compressed, _compressed_config, widens=True),
-    Format("gptq", _half, _to_gptq, _gptq_config, conv1d=True),
+    Format("deepseek-fp8", _as_model, _to_blocks, _blocks_config, _describe_blocks),
+    Format(
+        "compressed-tensors",
+        _as_model,
+        _to_compressed,
+        lambda written: compressed_config.config(written.described, written.ignored),
+        _describe_compressed,
+        widens=True,
+    ),
+    Format(
+        "gptq",
+        _half,
+        _to_gptq,
+        lambda written: gptq_config.config(written.described, written.ignored),
+        _describe_gptq,
+        conv1d=True,
+    ),
     Format(
         "awq",
         _half,
         _to_awq,
-        lambda quantization, written: awq.config(_grid_of(quantization).grid, written.ignored),
+        lambda written: awq_config.config(written.described, written.ignored),
+        _describe_awq,
     ),
-    Format("epiloq", _as_model, _to_epiloq, _epiloq_config, conv1d=True, widens=True),
+    Format(
+        "epiloq",
+        _as_model,
+        _to_epiloq,
+        lambda written: epiloq_modules.config(epiloq_modules.groups_of(written.quantised)),
+        conv1d=True,
+        widens=True,
+    ),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}
 # The names that config.json has for them.
-METHODS = {name: name for name in FORMATS} | {deepseek_fp8.METHOD: "deepseek-fp8"}
+METHODS = {name: name for name in FORMATS} | {fp8.METHOD: "deepseek-fp8"}

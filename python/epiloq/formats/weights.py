@@ -15,23 +15,29 @@ from epiloq.weights.grid import QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight
 
 
-def blocks_of(shape: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks a weight ``[N, K]`` has along either dimension."""
-    return -(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)
+def spread(q: Tensor, scale: Tensor, spans: tuple[int, int]) -> Tensor:
+    """``scale * q`` in float32, a scale for so many rows and columns of q ``[N, K]`` each; -1 for all."""
+    for dim, (span, size) in enumerate(zip(spans, q.shape, strict=True)):
+        length = size if span == -1 else span
+        scale = scale.float().repeat_interleave(max(length, 1), dim).narrow(dim, 0, size)
+    return q.float() * scale
 
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """``W = scale * q``: q float8_e4m3fn ``[N, K]``, scale ``[ceil(N / 128), ceil(K / 128)]`` of any float type."""
+    """``W = scale * q``: q float8_e4m3fn ``[N, K]``, scale ``[ceil(N / rows), ceil(K / 128)]`` of any float type.
+
+    rows
+        128, or 1.
+    """
 
     q: Tensor
     scale: Tensor
+    rows: int = FP8_BLOCK
 
     def dequantize(self) -> Tensor:
         """The weight, float32 ``[N, K]``."""
-        rows, columns = self.q.shape
-        scale = self.scale.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-        return self.q.float() * scale
+        return spread(self.q, self.scale, (self.rows, FP8_BLOCK))
 
 
 @dataclass(frozen=True)

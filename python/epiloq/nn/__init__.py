@@ -8,6 +8,7 @@ from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
+from epiloq.nn.fp8_weight_only_linear import Fp8WeightOnlyLinear
 from epiloq.nn.int8_conv2d import Int8Conv2d
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.int8_table import Int8Quantize, Int8Table
@@ -22,6 +23,7 @@ __all__ = [
     "Fp8BlockLinear",
     "Fp8Experts",
     "Fp8Linear",
+    "Fp8WeightOnlyLinear",
     "GatedExperts",
     "Int8Conv2d",
     "Int8Experts",

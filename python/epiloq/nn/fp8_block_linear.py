@@ -28,9 +28,12 @@ class Fp8BlockLinear(PreparedLinear):
     contiguous ``[.., out_features]`` in the dtype of `x`. Every 128 values of a token have a scale, measured, see
     ``epiloq.quantize_fp8``; the product is ``epiloq.groupwise_mm``.
 
+    rows
+        How many rows of W share a scale with 128 columns: 128, or 1.
+
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
         weight_q          float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
-        weight_scale_inv  float32 [ceil(N / 128), ceil(K / 128)], the scale, max|W| / 448 of the block, at least 2^-126
+        weight_scale_inv  float32 [ceil(N / rows), ceil(K / 128)], the scale, max|W| / 448 of the block, at least 2^-126
         bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
     Files, such as DeepSeek-V3's checkpoints, have `weight_q` under "weight". `weight` is the float weight
     that these stand for, computed when it is read. Kernels read N rounded up to 8 and K to 16, with zeros: of other
@@ -48,13 +51,17 @@ class Fp8BlockLinear(PreparedLinear):
         out_features: int,
         bias: bool = True,
         *,
+        rows: int = FP8_BLOCK,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, dtype)
-        blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
+        if rows not in (1, FP8_BLOCK):
+            raise ValueError(f"Fp8BlockLinear: rows: expected 1 or {FP8_BLOCK}, got {rows!r}")
+        self.rows = rows
+        blocks = (-(-out_features // rows), -(-in_features // FP8_BLOCK))
         self._hold("weight_q", (out_features, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
-        self._hold("weight_scale_inv", blocks, (1, 1), torch.float32, device)
+        self._hold("weight_scale_inv", blocks, (N_MULTIPLE if rows == 1 else 1, 1), torch.float32, device)
         self._hold("bias", (out_features,), (N_MULTIPLE,), dtype, device, wanted=bias)
 
     @classmethod
@@ -87,7 +94,7 @@ class Fp8BlockLinear(PreparedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, parts = convert_input(self, x), self._made
-        call = self._direct(x, FLOAT_DTYPES, parts)
+        call = self._direct(x, FLOAT_DTYPES, parts) if self.rows == FP8_BLOCK else None
         if call is not None:
             call.append(threads_for(x))
             _core.fp8_block_linear(*call)
@@ -98,19 +105,29 @@ class Fp8BlockLinear(PreparedLinear):
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
         weight_q, bias, weight_scale_inv = tensors
         bias = None if bias is None else bias.to(x.dtype)
-        y = epiloq.groupwise_mm(q, weight_q.t(), scale, weight_scale_inv.t(), bias, out_dtype=x.dtype, constant_b=True)
+        y = epiloq.groupwise_mm(
+            q,
+            weight_q.t(),
+            scale,
+            weight_scale_inv.t(),
+            bias,
+            recipe=(1, self.rows, FP8_BLOCK),
+            out_dtype=x.dtype,
+            constant_b=True,
+        )
         return self._result(y, x)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, weight_scale_inv = tensors
-        return rows_of_blocks(first, last, self.in_features, weight_q, weight_scale_inv)
+        return rows_of_blocks(first, last, self.in_features, weight_q, weight_scale_inv, self.rows)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        rows = "" if self.rows == FP8_BLOCK else f", rows={self.rows}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{rows}"
 
 
-def rows_of_blocks(first: int, last: int, columns: int, weight: Tensor, scale: Tensor) -> Tensor:
+def rows_of_blocks(first: int, last: int, columns: int, weight: Tensor, scale: Tensor, rows: int = FP8_BLOCK) -> Tensor:
     """Rows of a weight with a scale a block, in float32, and its leading columns; `first` is a multiple of a block."""
-    blocks = slice(first // FP8_BLOCK, -(-last // FP8_BLOCK))
-    down = scale[blocks].repeat_interleave(FP8_BLOCK, 0)[: last - first]
+    blocks = slice(first // rows, -(-last // rows))
+    down = scale[blocks].repeat_interleave(rows, 0)[: last - first]
     return weight[first:last, :columns].to(torch.float32) * down.repeat_interleave(FP8_BLOCK, 1)[:, :columns]

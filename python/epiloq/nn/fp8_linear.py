@@ -40,6 +40,8 @@ class Fp8Linear(PreparedLinear):
         what is larger than 448 of it saturates.
     weight
         ``"channel"``: a scale for each output feature. ``"tensor"``: one for all of W.
+    limit
+        What is larger in magnitude is taken for this much before scales are measured; None for no limit.
 
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
         weight_q      float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
@@ -65,13 +67,16 @@ class Fp8Linear(PreparedLinear):
         *,
         activation: str = "token",
         weight: str = "channel",
+        limit: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, dtype)
         check_choice("Fp8Linear", "activation", activation, ACTIVATIONS)
         check_choice("Fp8Linear", "weight", weight, WEIGHTS)
-        self.activation, self.weight_scales = activation, weight
+        if limit is not None and not limit > 0:
+            raise ValueError(f"Fp8Linear: limit: expected a number above 0 or None, got {limit!r}")
+        self.activation, self.weight_scales, self.limit = activation, weight, limit
         n, scales, multiple = (out_features, out_features, N_MULTIPLE) if weight == "channel" else (out_features, 1, 1)
         self._hold("weight_q", (n, in_features), (N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale", (scales,), (multiple,), torch.float32, device)
@@ -125,14 +130,18 @@ class Fp8Linear(PreparedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, parts = convert_input(self, x), self._made
-        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
+        call = self._direct(self._limited(x), HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
         if call is not None:
             call += [self.activation == "token", threads_for(x)]
             _core.fp8_linear(*call)
             return cast(Tensor, call[0])
         return self._call(x, parts)
 
+    def _limited(self, x: Tensor) -> Tensor:
+        return x if self.limit is None else x.clamp(-self.limit, self.limit)
+
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        x = self._limited(x)
         weight_q, bias, weight_scale, input_scale = tensors
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         granularity = "token" if self.activation == "token" else "tensor"
@@ -145,4 +154,5 @@ class Fp8Linear(PreparedLinear):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"activation={self.activation}, weight={self.weight_scales}"
+            + ("" if self.limit is None else f", limit={self.limit:g}")
         )

@@ -55,6 +55,17 @@ def _table(k: int, n: int) -> nn.Module:
     return quantised.Int8Table.from_function(torch.tanh, input=(0.02 * k, 3), output=(0.01, -n))
 
 
+def _filled(layer: Any) -> nn.Module:
+    """Random weights, scales and biases in a layer that only files fill."""
+    state = layer.state_dict()
+    found = {
+        name: torch.randn(t.shape).to(t.dtype) if name in ("weight_q", "bias") else torch.rand(t.shape) * 0.1 + 0.01
+        for name, t in state.items()
+    }
+    layer.load_state_dict(found)
+    return layer  # type: ignore[no-any-return]
+
+
 LAYERS: dict[str, Make] = {
     "int8": _of_linear(quantised.Int8Linear),
     "int8-azp": _of_linear(quantised.Int8Linear, symmetric=False),
@@ -64,6 +75,9 @@ LAYERS: dict[str, Make] = {
     "fp8": _of_linear(quantised.Fp8Linear, activation="tensor", weight="tensor"),
     "fp8-static": _of_linear(quantised.Fp8Linear, activation="static", input_scale=0.01),
     "fp8-block": _of_linear(quantised.Fp8BlockLinear),
+    "fp8-block-by-row": lambda k, n: _filled(quantised.Fp8BlockLinear(k, n, rows=1)),
+    "fp8-limit": lambda k, n: _filled(quantised.Fp8Linear(k, n, limit=3.0)),
+    "fp8-weight-only": lambda k, n: _filled(quantised.Fp8WeightOnlyLinear(k, n, block=(8, 5))),
     "w8a8-block": _of_linear(quantised.OnlineQuantLinear, bits=8, group_size=32, symmetric=True),
     "w4a8-block": _of_linear(quantised.OnlineQuantLinear, bits=4, group_size=32, symmetric=False),
     "w4a16": _of_linear(quantised.WeightOnlyLinear, bits=4, group_size=32, zeros="zero"),

@@ -27,7 +27,7 @@ def written(
     checkpoint = Checkpoint(teacher)
     model = models.load_float(checkpoint)
     takes = default_filter(model)
-    target = Target(FORMATS[layout], quantization, torch.float32, Writer(folder), checkpoint)
+    target = Target(FORMATS[layout], torch.float32, Writer(folder), checkpoint)
     grid = replace(quantization.grid, scale_dtype=torch.float16)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, module in linears.items():

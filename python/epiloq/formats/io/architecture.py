@@ -158,6 +158,25 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@torch.no_grad()
+def untie_(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Take apart weights that a model ties to each other but of which a checkpoint has different ones.
+
+    As transformers does: which of two tensors a model has then does not hang on their order in the files.
+    """
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for one, other in tied.items():
+        if one not in checkpoint.files or other not in checkpoint.files:
+            continue
+        a, b = checkpoint.tensor(one), checkpoint.tensor(other)
+        if a.shape == b.shape and torch.equal(a, b):
+            continue
+        parent, _, leaf = one.rpartition(".")
+        parameter = model.get_parameter(one)
+        own = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+        setattr(model.get_submodule(parent), leaf, own)
+
+
 def model_config(model: nn.Module) -> dict[str, Any]:
     """The config.json of a model of transformers as it is."""
     found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]

@@ -25,7 +25,8 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and what describes weights that are not there any more; all else is carried over.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
-DESCRIPTIONS = {"config.json", "quant_config.json", "quantize_config.json"}
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+DESCRIPTIONS = {"config.json", *_BESIDE}
 
 
 class Checkpoint:
@@ -44,6 +45,10 @@ class Checkpoint:
         self.files = self._weight_map()
         self.stored: dict[str, str] = {}
         """Names in the files by the names used here, where they differ."""
+        self._layers: dict[str, str] = {}
+        self.described_by = "config.json"
+        """The file that says how layers are quantised."""
+        self._quantization = self._find_quantization()
         self._opened: dict[str, Any] = {}
         self.limits.check_config(self.config)
 
@@ -55,14 +60,24 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """The ``quantization_config``, if there is one."""
+        """The ``quantization_config``, or what older AutoGPTQ and AutoAWQ wrote in a file of its own, if any."""
+        return self._quantization
+
+    def _find_quantization(self) -> dict[str, Any] | None:
         found = self.config.get("quantization_config")
         if found is not None and not isinstance(found, dict):
             raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
         # The format epiloq has no method for transformers to see; older files of it have.
         if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
             return {**found, "quant_method": "epiloq"}
-        return found
+        if found is not None or not any(name.endswith(".qweight") for name in self.files):
+            return found
+        for file, method in _BESIDE.items():
+            if status(self.folder / file) is not None:
+                self.described_by = file
+                said = read_json(self.folder / file)
+                return {"quant_method": "awq" if "w_bit" in said else method} | said
+        return None
 
     def headers(self) -> dict[str, tuple[str, list[int]]]:
         """Type, as safetensors names it ("BF16"), and shape of every tensor by name; no tensor is read."""
@@ -92,6 +107,7 @@ class Checkpoint:
         self.entries = {names[old]: entry for old, entry in self.entries.items()}
         self.files = {names[old]: file for old, file in self.files.items()}
         self.stored = {new: old for old, new in names.items() if new != old}
+        self._layers = {new.rpartition(".")[0]: old.rpartition(".")[0] for new, old in self.stored.items()}
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor, or would call another one of its layer."""
@@ -101,9 +117,8 @@ class Checkpoint:
         return f"{self.stored_layer(layer)}.{part}" if layer else name
 
     def stored_layer(self, layer: str) -> str:
-        """What the files call a layer, told by its weight."""
-        name = f"{layer}.weight"
-        return self.stored.get(name, name).removesuffix(".weight")
+        """What the files call a layer, told by its tensors."""
+        return self._layers.get(layer, layer)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, one file after the other."""
@@ -123,6 +138,9 @@ class Checkpoint:
         elif status(self.folder / SINGLE) is not None:
             self.entries = read_header(self.folder / SINGLE)
             return dict.fromkeys(self.entries, SINGLE)
+        elif (named := self._named_by_auto_gptq()) is not None:
+            self.entries = read_header(self.folder / named)
+            return dict.fromkeys(self.entries, named)
         else:
             raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither")
         for file in sorted(set(files.values())):
@@ -136,6 +154,15 @@ class Checkpoint:
                     raise FormatError(f"{self.folder / file}: {name}: expected a tensor, found none")
                 self.entries[name] = found[name]
         return files
+
+    def _named_by_auto_gptq(self) -> str | None:
+        """The one file of weights whose name AutoGPTQ wrote beside it."""
+        if status(self.folder / "quantize_config.json") is None:
+            return None
+        base = read_json(self.folder / "quantize_config.json").get("model_file_base_name")
+        name = f"{base}.safetensors"
+        usable = isinstance(base, str) and PurePosixPath(name).name == name and "\\" not in name
+        return name if usable and status(self.folder / name) is not None else None
 
 
 def _opened(file: Path) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from epiloq.formats import deepseek_fp8, epiloq_modules
+from epiloq.formats import epiloq_modules
+from epiloq.formats.description import Description
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
 from epiloq.formats.io.safe_files import reason
@@ -65,8 +66,6 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
     """
     if checkpoint.quantization is None:
         return load_float(checkpoint), None
-    if checkpoint.quantization.get("quant_method") == deepseek_fp8.METHOD:
-        return deepseek_fp8.read(skeleton(checkpoint), checkpoint), None
     layers = Layers(checkpoint, skeleton(checkpoint))
     fill(layers)
     return together_(layers.model), layers.quantization
@@ -101,7 +100,7 @@ def save(
 
     `quantization` is None where it is not to integers on a grid. Raises FormatError for what the format cannot say.
     """
-    target = Target(layout, quantization, next(model.parameters()).dtype, Writer(folder, largest_shard), source)
+    target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source)
     for name, weight in weights:
         target.layer(name, weight, None if quantization is None else quantization.of(name))
     for name, tensor in distinct(model).items():
@@ -123,14 +122,13 @@ class Target:
     def __init__(
         self,
         layout: Format,
-        quantization: Quantization | None,
         dtype: torch.dtype,
         writer: Writer,
         source: Checkpoint,
     ) -> None:
-        self.layout, self.quantization, self.dtype, self.writer = layout, quantization, dtype, writer
-        self.source = source
+        self.layout, self.dtype, self.writer, self.source = layout, dtype, writer, source
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self.described: dict[str, Description] = {}
         self.blocks: dict[str, tuple[int, ...]] = {}
         self.act_order = False
 
@@ -139,12 +137,17 @@ class Target:
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{self.source.stored_layer(name)}.{part}", tensor)
         self.quantised[name] = epiloq_modules.described(weight, described)
+        if self.layout.describe is not None:
+            said = self.layout.describe(weight, described)
+            # Readers match either name.
+            self.described |= dict.fromkeys((name, self.source.stored_layer(name)), said)
         if isinstance(weight, BlockWeight):
             self.blocks[name] = tuple(weight.q.shape)
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
     def close(self, linears: Collection[str]) -> None:
         """Finish, given the names of all linear layers, and of what else stays in floating point."""
-        ignored = sorted(map(self.source.stored_layer, set(linears) - self.quantised.keys()))
-        said = self.layout.config(self.quantization, Written(self.quantised, ignored, self.act_order, self.blocks))
+        left = set(linears) - self.quantised.keys()
+        ignored = sorted(left | set(map(self.source.stored_layer, left)))
+        said = self.layout.config(Written(self.quantised, ignored, self.described, self.blocks))
         self.writer.close({**self.source.config, "quantization_config": said})

@@ -54,6 +54,10 @@ class Entry:
     shape: tuple[int, ...]
     nbytes: int
 
+    def outline(self) -> Tensor:
+        """A tensor of this type and shape without values."""
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
+
     def fits(self, target: Tensor) -> bool:
         """Whether this can become a model's tensor as it is: its shape, and its type or both floating-point ones.
 

@@ -5,9 +5,8 @@ Defined by AutoAWQ (``awq/modules/linear/{gemm,gemv,gemv_fast}.py``), drawn in d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from epiloq.formats.layouts.base import (
     FormatError,
     agrees,
     divides,
-    flag,
     full,
     groups_of,
     require,
@@ -109,13 +107,13 @@ def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
     return tensors | {"scales": tensors["scales"].to(torch.float16)}
 
 
-def from_tensors(tensors: Mapping[str, Tensor], grid: Grid, version: str, shape: tuple[int, int]) -> Weight:
+def from_tensors(tensors: Mapping[str, Tensor], group_size: int, version: str, shape: tuple[int, int]) -> Weight:
     """The inverse of `to_tensors` for a layer ``[N, K]``. Raises FormatError for tensors that disagree with it."""
     layout = _layout(version)
-    require(tensors, layout.expected(*shape, grid.group_size))
+    require(tensors, layout.expected(*shape, group_size))
     if layout.codes is None:
-        return OffsetWeight.of(layout.read(tensors, grid.group_size, shape))
-    return layout.codes(tensors, grid.group_size, shape).quantized(grid)
+        return OffsetWeight.of(layout.read(tensors, group_size, shape))
+    return layout.codes(tensors, group_size, shape).quantized(Grid(BITS, group_size, symmetric=False))
 
 
 def padded_groups(columns: int, group_size: int) -> int:
@@ -128,32 +126,6 @@ def padded_groups(columns: int, group_size: int) -> int:
     if words is None:
         raise FormatError(f"awq: group_size: expected 32, 64, or at least 128 for gemv, got {length}")
     return -(-(columns // length) // (PER_WORD * words)) * PER_WORD * words
-
-
-def config(grid: Grid, ignore: Sequence[str]) -> dict[str, Any]:
-    """The ``quantization_config``."""
-    return {
-        "quant_method": "awq",
-        "bits": BITS,
-        "group_size": grid.group_size,
-        "zero_point": True,
-        "version": "gemm",
-        "modules_to_not_convert": list(ignore),
-    }
-
-
-def parse(found: Mapping[str, Any]) -> tuple[Grid, str]:
-    """What a ``quantization_config`` says, and the version. Raises FormatError for what epiloq does not read."""
-    size = found.get("group_size", found.get("q_group_size"))
-    if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
-        raise FormatError("awq: quantization_config: expected 4 bits and a group_size")
-    flag(found, "zero_point", True, "awq")  # Layers have zero points in either case.
-    version = found.get("version", "gemm")
-    if not isinstance(version, str):
-        raise FormatError(f"awq: quantization_config: version: expected a name, got {version!r}")
-    version = version.lower()
-    _layout(version)
-    return Grid(BITS, size, symmetric=False), version
 
 
 @dataclass(frozen=True)
@@ -289,6 +261,9 @@ _LAYOUTS = {
     "gemv": _integers("gemv", lambda rows, words: (rows, words * PER_WORD), _gemv_expected, _gemv_codes, _gemv_words),
     "gemv_fast": _Layout(lambda tiles, columns: (tiles * INTERLEAVE, columns), _fast_expected, _fast_read, _fast_write),
 }
+
+
+VERSIONS = tuple(_LAYOUTS)
 
 
 def _layout(version: str) -> _Layout:

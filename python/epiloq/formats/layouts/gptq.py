@@ -7,7 +7,6 @@ Defined by AutoGPTQ and GPTQModel (``qlinear_cuda_old``, ``qlinear_torch``), dra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from torch import Tensor
 from epiloq.formats.layouts.base import (
     Codes,
     FormatError,
-    Quantization,
     agrees,
     divides,
-    flag,
     full,
     groups_of,
     order_of,
@@ -85,9 +82,20 @@ def to_tensors(weight: Weight, version: str) -> dict[str, Tensor]:
     return tensors | {"scales": tensors["scales"].to(torch.float16)}
 
 
-def from_tensors(tensors: Mapping[str, Tensor], grid: Grid, version: str, shape: tuple[int, int]) -> QuantizedWeight:
-    """The inverse of `to_tensors` for a layer ``[N, K]``. Raises FormatError for tensors that disagree with it."""
+def from_tensors(
+    tensors: Mapping[str, Tensor], grid: Grid, version: str, shape: tuple[int, int], ordered: bool = False
+) -> QuantizedWeight:
+    """The inverse of `to_tensors` for a layer ``[N, K]``; without ``g_idx`` its groups are in order.
+
+    Raises FormatError for tensors that disagree with it, or an order that is missing though `ordered`.
+    """
     _check(version, grid.bits)
+    if "g_idx" not in tensors:
+        if ordered and grid.length(shape[1]) < shape[1]:
+            raise FormatError("g_idx: expected a tensor beside desc_act, found none")
+        device = next(iter(tensors.values())).device
+        index = torch.arange(shape[1], dtype=torch.int32, device=device)
+        tensors = {**tensors, "g_idx": index // full(grid.group_size, shape[1])}
     return _read(tensors, grid.bits, grid.group_size, version, shape).quantized(grid)
 
 
@@ -127,28 +135,6 @@ def _read(tensors: Mapping[str, Tensor], bits: int, group_size: int, version: st
     zero = unpack(tensors["qzeros"], bits, rows).int() + (version == "gptq")
     perm = order_of(tensors["g_idx"], full(group_size, columns), "gptq")
     return Codes(q if perm is None else q[:, perm], tensors["scales"].t(), zero.t(), perm, bits, group_size)
-
-
-def config(grid: Grid, version: str, desc_act: bool) -> dict[str, Any]:
-    """The ``quantization_config``; `desc_act` says whether any layer's groups are in activation order."""
-    return {
-        "quant_method": "gptq",
-        "bits": grid.bits,
-        "group_size": grid.group_size,
-        "sym": grid.symmetric,
-        "desc_act": desc_act,
-        "checkpoint_format": version,
-    }
-
-
-def parse(found: Mapping[str, Any]) -> tuple[Quantization, str]:
-    """What a ``quantization_config`` says, and the version. Raises FormatError for what epiloq does not read."""
-    version = found.get("checkpoint_format", "gptq")
-    _check(version)
-    flag(found, "desc_act", False, "gptq")  # Groups say themselves whether they are in activation order.
-    if found.get("bits") is None or found.get("group_size") is None:
-        raise FormatError("gptq: quantization_config: expected bits and group_size")
-    return Quantization(Grid(found["bits"], found["group_size"], flag(found, "sym", True, "gptq"))), version
 
 
 def _check(version: str, bits: int = 4) -> None:

@@ -15,7 +15,7 @@ from epiloq.formats.io.names import apart, without_stacking
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader
 from epiloq.integrations.transformers.config import EpiloqConfig
-from epiloq.integrations.transformers.layers import in_format, tensors_of
+from epiloq.integrations.transformers.layers import tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
 from epiloq.mixtures import file_state, named_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
@@ -95,7 +95,6 @@ class EpiloqQuantizer(HfQuantizer):
             said = epiloq_modules.config(epiloq_modules.groups_of(layers))
             model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
             return state, {}
-        say = in_format(said)
         for name, module in named_layers(model, None):
             if name not in layers:
                 continue
@@ -104,7 +103,7 @@ class EpiloqQuantizer(HfQuantizer):
             try:
                 if name not in self.readers:
                     raise FormatError("not a layer of the directory that was opened")
-                tensors = tensors_of(module, self.readers[name], say, model.dtype)
+                tensors = tensors_of(module, self.readers[name], model.dtype)
             except ValueError as error:
                 raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}

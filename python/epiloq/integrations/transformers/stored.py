@@ -75,7 +75,14 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     configuration that epiloq does not read, a quantised layer that the model lacks, a tensor that the files lack, one
     that is not known, or one of another shape or type.
     """
-    known, names, found = readers(checkpoint), names_in(model, checkpoint), dict[str, Reader]()
+    names, found = names_in(model, checkpoint), dict[str, Reader]()
+
+    def site(layer: str) -> tuple[tuple[str, str], type[nn.Module]]:
+        own = names.of(f"{layer}.weight").removesuffix(".weight")
+        module = _submodule(model, own)
+        return (own, layer), nn.Linear if module is None else type(module)
+
+    known = readers(checkpoint, site)
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
@@ -107,10 +114,7 @@ def stored_scales(model: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _linear(model: Any, name: str, origin: str) -> nn.Linear:
-    try:
-        found = model.get_submodule(name)
-    except AttributeError:
-        found = None
+    found = _submodule(model, name)
     linear = None if found is None else as_linear(found)
     if linear is None:
         is_what = "nothing of that name" if found is None else type(found).__name__
@@ -120,6 +124,13 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
     return linear
+
+
+def _submodule(model: Any, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
 
 
 def open_layers(model: Any) -> None:

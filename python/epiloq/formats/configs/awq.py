@@ -1,0 +1,62 @@
+"""The configurations of AutoAWQ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from epiloq.formats.configs.keys import TUNING, check_keys, excludes, names, one_of
+from epiloq.formats.description import Description, Rules
+from epiloq.formats.layouts.awq import BITS, VERSIONS
+from epiloq.formats.layouts.base import FormatError, flag
+
+METHOD = "awq"
+_KNOWN = {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "zero_point", "sym"}
+_KNOWN |= {"modules_to_not_convert", "data_type", "act_bits", "format", "checkpoint_format"}
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    check_keys(found, _KNOWN, METHOD, TUNING)
+    one_of(found, "act_bits", None, (None, 16, 32), METHOD)
+    one_of(found, "data_type", "int", ("int", None), METHOD)
+    base = described(found)
+    left = names(found, "modules_to_not_convert", METHOD)
+
+    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
+        return None if any(excludes(left, name) for name in layer) else base
+
+    return rules
+
+
+def described(found: Mapping[str, Any], version: str = "gemm") -> Description:
+    """The description that bits, group size and version make. Zero points are in the files whatever a symmetric
+    configuration says, so that they count."""
+    size = found.get("group_size", found.get("q_group_size"))
+    if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
+        raise FormatError(f"{METHOD}: quantization_config: expected 4 bits and a group_size")
+    flag(found, "zero_point", True, METHOD)  # Layers have zero points in either case.
+    said = found.get("version") or found.get("checkpoint_format") or found.get("format") or version
+    version = said.lower() if isinstance(said, str) else ""
+    if version not in VERSIONS:
+        raise FormatError(f"{METHOD}: version: expected one of {', '.join(VERSIONS)}, got {said!r}")
+    made = Description(version, "int", BITS, "channel" if size == -1 else "group", size, symmetric=False)
+    _ = made.grid  # Raises ValueError for a size that no grid has.
+    return made
+
+
+def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config``. Raises FormatError for layers that differ."""
+    sizes = {described.group_size for described in layers.values()}
+    if len(sizes) > 1:
+        raise FormatError(f"awq: cannot say layers that are not all alike: groups of {sorted(sizes)}")
+    return {
+        "quant_method": METHOD,
+        "bits": BITS,
+        "group_size": sizes.pop(),
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(ignore),
+    }

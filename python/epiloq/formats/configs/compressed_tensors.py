@@ -1,0 +1,232 @@
+"""The configurations of compressed-tensors: groups of layers, by name, regular expression or class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from epiloq.formats.configs.keys import check_keys, mapping, names, pattern
+from epiloq.formats.description import Description, Inputs, Kind, Rules
+from epiloq.formats.layouts.base import FormatError, flag
+
+METHOD = "compressed-tensors"
+PACKED, INTEGER, FLOAT, FORMER = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+MIXED = "mixed-precision"
+
+_KNOWN = {"quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}
+# Where it stands in the tool's own life, and notes.
+_NOTES = {"quantization_status", "global_compression_ratio", "version", "run_compressed", "dequantize"}
+_NOTES |= {"use_optimized_inference"}
+_GROUP = {"targets", "weights", "input_activations", "output_activations", "format"}
+_NUMBERS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"}
+# How scales were found, and types of tensors, which the files tell.
+_OBSERVED = {"actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_CACHE = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"} | _OBSERVED
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What a group says of weights or of activations; left out, as the package takes it."""
+
+    kind: Kind
+    bits: int
+    strategy: str
+    group_size: int
+    block: tuple[int, int] | None
+    symmetric: bool
+    dynamic: bool
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    check_keys(found, _KNOWN, METHOD, _NOTES)
+    _check_neighbours(found)
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise FormatError(f"{METHOD}: config_groups: expected one or more objects, got {groups!r}")
+    # Of equal targets the last group counts, as in the package.
+    targets: dict[str, Description | None] = {}
+    for group in groups.values():
+        listed = names(group, "targets", METHOD)
+        if not listed:
+            raise FormatError(f"{METHOD}: config_groups: targets: expected names, got {group.get('targets')!r}")
+        described = _description(group, found.get("format"))
+        targets |= dict.fromkeys(listed, described)
+    ignored = _matching(names(found, "ignore", METHOD))
+    chosen = _matching(sorted(targets, key=lambda target: ("re:" in target, target)))
+
+    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
+        if ignored(layer, kind) is not None:
+            return None
+        target = chosen(layer, kind)
+        return None if target is None else targets[target]
+
+    return rules
+
+
+def _check_neighbours(found: Mapping[str, Any]) -> None:
+    """Raise FormatError for what changes the computation outside of quantised layers."""
+    sparsity = mapping(found, "sparsity_config", METHOD)
+    if sparsity.get("format", "dense") != "dense":
+        raise FormatError(f"{METHOD}: sparsity_config: expected none or the format dense, got {sparsity!r}")
+    transforms = mapping(found, "transform_config", METHOD)
+    if any(transforms.values()):
+        raise FormatError(
+            f"{METHOD}: transform_config: expected none, for epiloq does not transform activations at run time, "
+            f"got {transforms!r}"
+        )
+    cache = mapping(found, "kv_cache_scheme", METHOD)
+    check_keys(cache, _CACHE, f"{METHOD}: kv_cache_scheme")
+
+
+def _matching(targets: Sequence[str]) -> Callable[[Sequence[str], type[nn.Module]], str | None]:
+    """The first of some targets that means a layer: by one of its names, else by its class or one that it derives from.
+
+    As ``compressed_tensors.utils.match`` has it.
+    """
+    named = [(target, None if target[:3] != "re:" else pattern(target[3:], METHOD)) for target in targets]
+
+    def found(layer: Sequence[str], kind: type[nn.Module]) -> str | None:
+        for target, expression in named:
+            if any(name == target if expression is None else expression.match(name) for name in layer):
+                return target
+        classes = {cls.__name__ for cls in kind.__mro__ if issubclass(cls, nn.Module)}
+        return next((target for target, _ in named if target in classes), None)
+
+    return found
+
+
+def _description(group: Mapping[str, Any], usual: str | None) -> Description | None:
+    check_keys(group, _GROUP, f"{METHOD}: config_groups")
+    if group.get("output_activations") is not None:
+        raise FormatError(f"{METHOD}: output_activations: expected none, got {group['output_activations']!r}")
+    weights, inputs = (_numbers(group, part) for part in ("weights", "input_activations"))
+    if weights is None:
+        if inputs is not None:
+            raise FormatError(f"{METHOD}: weights: expected an object beside input_activations, got None")
+        return None
+    if weights.dynamic or weights.strategy not in _STRATEGIES:
+        raise FormatError(f"{METHOD}: weights: expected scales in the files (tensor, channel, group or block)")
+    if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric or weights.strategy == "group"):
+        said = {key: value for key, value in group["weights"].items() if value is not None}
+        raise FormatError(f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got {said!r}")
+    layout = group.get("format") or (usual if usual != MIXED else None)
+    expected = _layouts(weights.kind, inputs is not None)
+    if layout is not None and layout not in expected:
+        raise FormatError(f"{METHOD}: format: expected {' or '.join(expected[:-1])}, got {layout!r}")
+    described = Description(
+        expected[0] if layout in (None, FORMER) else layout,
+        weights.kind,
+        weights.bits,
+        weights.strategy,
+        weights.group_size,
+        weights.block,
+        weights.symmetric,
+        ordered=group["weights"].get("actorder") in ("group", "dynamic", True),
+        inputs=None if inputs is None else _inputs(inputs),
+    )
+    try:
+        _ = described.quantization if weights.kind == "int" else described.module
+    except ValueError as error:
+        raise FormatError(f"{METHOD}: {error}") from None
+    return described
+
+
+def _layouts(kind: Kind, with_inputs: bool) -> tuple[str, ...]:
+    """The layouts of such layers, the usual one first, and the former name last."""
+    if kind == "fp8":
+        return FLOAT, FORMER
+    return (INTEGER, PACKED, FORMER) if with_inputs else (PACKED, INTEGER, FORMER)
+
+
+def _inputs(said: _Numbers) -> Inputs:
+    if said.bits != 8:
+        raise FormatError(f"{METHOD}: input_activations: num_bits: expected 8, got {said.bits!r}")
+    return Inputs(said.kind, said.strategy, said.dynamic, said.symmetric, said.group_size)
+
+
+def _numbers(group: Mapping[str, Any], part: str) -> _Numbers | None:
+    where = f"{METHOD}: {part}"
+    said = group.get(part)
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise FormatError(f"{where}: expected an object or null, got {said!r}")
+    check_keys(said, _NUMBERS, where, _OBSERVED)
+    size, kind = said.get("group_size"), str(said.get("type") or "int").lower()
+    usual = {None: "tensor", -1: "channel"}.get(size, "group")
+    strategy = str(said.get("strategy") or usual).lower()
+    block, dynamic = _block(said.get("block_structure"), where), said.get("dynamic") or False
+    if kind not in ("int", "float"):
+        raise FormatError(f"{where}: type: expected int or float, got {kind!r}")
+    if not isinstance(dynamic, bool):
+        raise FormatError(f"{where}: dynamic: expected true or false, got {dynamic!r}")
+    if (strategy == "block") != (block is not None):
+        raise FormatError(f"{where}: block_structure: expected one of blocks, got {said.get('block_structure')!r}")
+    if strategy == "group" and not (type(size) is int and size > 0):
+        raise FormatError(f"{where}: group_size: expected at least 1, got {size!r}")
+    return _Numbers(
+        "fp8" if kind == "float" else "int",
+        said.get("num_bits", 8),
+        strategy,
+        size if strategy == "group" and size is not None else -1,
+        block,
+        flag(said, "symmetric", True, where),
+        dynamic,
+    )
+
+
+def _block(value: Any, where: str) -> tuple[int, int] | None:
+    # Earlier versions of the package wrote "128x128".
+    sizes = value.split("x") if isinstance(value, str) else value
+    if sizes is None:
+        return None
+    if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdecimal() and int(size) > 0 for size in sizes):
+        return int(sizes[0]), int(sizes[1])
+    raise FormatError(f"{where}: block_structure: expected rows and columns, got {value!r}")
+
+
+def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of layers by name (all names that a reader may match), others being in `ignore`.
+
+    The largest group has all linear layers for targets, the others their layers' names.
+    """
+    groups: dict[Description, list[str]] = {}
+    for name, described in layers.items():
+        groups.setdefault(replace(described, ordered=False), []).append(name)
+    ranked = sorted(groups.items(), key=lambda group: -len(group[1]))
+    said = [_group(described, ["Linear"] if not i else sorted(listed)) for i, (described, listed) in enumerate(ranked)]
+    layouts = {group["format"] for group in said}
+    found: dict[str, Any] = {
+        "quant_method": METHOD,
+        "format": layouts.pop() if len(layouts) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(said)},
+        "ignore": list(ignore),
+    }
+    if any(described.layout == PACKED and not described.symmetric for described in groups):
+        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape unless it dequantises.
+        found["dequantize"] = True
+    return found
+
+
+def _group(described: Description, targets: list[str]) -> dict[str, Any]:
+    weights: dict[str, Any] = _said(described.kind, described.symmetric, described.strategy, described.bits, False)
+    if described.strategy == "group":
+        weights["group_size"] = described.group_size
+    if described.block is not None:
+        weights["block_structure"] = list(described.block)
+    inputs = described.inputs
+    activations = None if inputs is None else _said(inputs.kind, inputs.symmetric, inputs.strategy, 8, inputs.dynamic)
+    if inputs is not None and activations is not None and inputs.strategy == "group":
+        activations["group_size"] = inputs.group_size
+    return {"targets": targets, "input_activations": activations, "weights": weights, "format": described.layout}
+
+
+def _said(kind: Kind, symmetric: bool, strategy: str, bits: int, dynamic: bool) -> dict[str, Any]:
+    number = "float" if kind == "fp8" else "int"
+    return {"num_bits": bits, "type": number, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}

@@ -1,0 +1,74 @@
+"""The configurations of FP8 directories: DeepSeek's blocks, AutoFP8's tensors, and those of fbgemm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
+from epiloq.formats.description import Description, Inputs, Rules
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn.prepared_linear import FP8_BLOCK
+
+METHOD, FBGEMM = "fp8", "fbgemm_fp8"
+BLOCKS, TENSORS, SCALARS, ROWS = "fp8 blocks", "fp8 tensors", "fp8 scalars", "fp8 rows"
+_KNOWN = {"quant_method", "activation_scheme", "weight_block_size", "fmt", "scale_fmt", "modules_to_not_convert"}
+_KNOWN |= {"ignored_layers", "expert_dtype", "kv_cache_scheme"}
+_NOTES = {"dequantize", "kv_cache_quant_targets"}
+_WHERE = "quantization_config"
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    if found.get("quant_method") == FBGEMM:
+        return _fbgemm(found)
+    if found.get("quant_method") != METHOD:
+        raise FormatError(f"{_WHERE}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
+    check_keys(found, _KNOWN, _WHERE, _NOTES)
+    one_of(found, "fmt", "e4m3", ("e4m3",), _WHERE)
+    one_of(found, "scale_fmt", "float", ("float", "ue8m0"), _WHERE)
+    one_of(found, "expert_dtype", "fp8", ("fp8", None), _WHERE)
+    scheme = one_of(found, "activation_scheme", "dynamic", ("dynamic", "static"), _WHERE)
+    # AutoFP8 leaves it out of directories that have none, and DeepSeek never does.
+    block = found.get("weight_block_size", None if "ignored_layers" in found or scheme == "static" else [FP8_BLOCK] * 2)
+    if block is None:
+        inputs = Inputs("fp8", "tensor", dynamic=scheme == "dynamic")
+        return _all_but(found, Description(TENSORS, "fp8", strategy="tensor", inputs=inputs))
+    sizes = block if isinstance(block, list) and len(block) == 2 else [0]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise FormatError(f"{_WHERE}: weight_block_size: expected rows and columns, or null, got {block!r}")
+    if scheme != "dynamic":
+        raise FormatError(f"{_WHERE}: activation_scheme: expected dynamic beside blocks, got {scheme!r}")
+    inputs = Inputs("fp8", "group", group_size=sizes[1])
+    return _all_but(found, Description(BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs))
+
+
+def _fbgemm(found: Mapping[str, Any]) -> Rules:
+    check_keys(found, {"quant_method", "activation_scale_ub", "modules_to_not_convert"}, _WHERE)
+    limit = found.get("activation_scale_ub", 1200.0)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
+        raise FormatError(f"{_WHERE}: activation_scale_ub: expected a number above 0, got {limit!r}")
+    inputs = Inputs("fp8", "token", limit=None if limit is None else float(limit))
+    return _all_but(found, Description(ROWS, "fp8", strategy="channel", inputs=inputs))
+
+
+def _all_but(found: Mapping[str, Any], described: Description) -> Rules:
+    left = [name for key in ("modules_to_not_convert", "ignored_layers") for name in names(found, key, _WHERE)]
+
+    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
+        return None if any(excludes(left, name) for name in layer) else described
+
+    return rules
+
+
+def config(not_converted: Collection[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a model in blocks of 128 x 128, the named layers being in floating point."""
+    return {
+        "quant_method": METHOD,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": sorted(not_converted),
+    }

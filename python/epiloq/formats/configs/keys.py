@@ -1,0 +1,83 @@
+"""Keys of configurations: which are understood, which change nothing, and what becomes of others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from epiloq.formats.layouts.base import FormatError
+
+# How a model was quantised, or how some library runs it: no part of what the tensors mean.
+TUNING = frozenset(
+    """
+    act_group_aware activation amp auto_forward_data_parallelism autoround_version backend batch_size
+    block_name_to_quantize cache_block_outputs compute_device_filter damp_auto_increment damp_percent dataset
+    dense_vram_strategy dequantize device disable_exllama do_fuse dtype enable_full_range enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input enable_torch_compile exllama_config fail_safe failsafe fallback
+    foem fuse_max_seq_len gc_mode gptaq gptaq_alpha gradient_accumulate_steps hessian iters low_cpu_mem_usage
+    low_gpu_mem_usage lm_head lr lr_scheduler max_input_length meta minmax_lr minmax_tuning mock_quantization
+    model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+    modules_in_block_to_quantize modules_to_fuse momentum moe mse not_use_best_mse nblocks nsamples offload_to_disk
+    offload_to_disk_path original_dtype pack_impl pad_token_id provider quant_lm_head run_compressed sampler
+    scale_dtype seed seqlen static_groups super_bits super_group_size tokenizer train_bs transformers_version
+    true_sequential use_cuda_fp16 use_exllama use_optimized_inference use_quant_input v2 v2_alpha v2_memory_device
+    version vllm_backend vram_strategy wait_for_submodule_finalizers weight_dtype
+    """.split()  # noqa: SIM905
+)
+_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, "none", "None")
+
+
+def check_keys(found: Mapping[str, Any], known: Collection[str], where: str, harmless: Collection[str] = ()) -> None:
+    """Raise FormatError, naming key and value, for an entry that is not known and says something."""
+    for key, value in found.items():
+        if key not in known and key not in harmless and not any(value == nothing for nothing in _NEUTRAL):
+            raise FormatError(f"{where}: {key}: epiloq does not know what it does to the computation, got {value!r}")
+
+
+def one_of(found: Mapping[str, Any], key: str, default: Any, choices: Sequence[Any], where: str) -> Any:
+    """The value of an entry. Raises FormatError for one that is not among the choices."""
+    value = found.get(key, default)
+    if value not in choices or isinstance(value, bool) != any(isinstance(choice, bool) for choice in choices):
+        raise FormatError(f"{where}: {key}: expected {' or '.join(map(str, choices))}, got {value!r}")
+    return value
+
+
+def mapping(found: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """The value of an entry that is an object, or is empty or missing. Raises FormatError for another."""
+    value = found.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise FormatError(f"{where}: {key}: expected an object or null, got {value!r}")
+    return value or {}
+
+
+def names(found: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """The value of an entry that is a list of names, or is missing. Raises FormatError for another."""
+    value = found.get(key)
+    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise FormatError(f"{where}: {key}: expected a list of names, got {value!r}")
+    return value or []
+
+
+def pattern(text: str, where: str) -> re.Pattern[str]:
+    """A regular expression. Raises FormatError for what is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise FormatError(f"{where}: expected a regular expression, got {text!r}: {error}") from None
+
+
+def excludes(patterns: Sequence[str], layer: str) -> bool:
+    """Whether one of some names (of the layer, of what holds it, of its last parts, or an expression) means a layer."""
+    dotted = f".{layer}."
+    return any(f".{name.strip('.')}." in dotted or _means(name, layer) for name in patterns if name)
+
+
+def _means(text: str, layer: str) -> bool:
+    if not set(text) & set("*+?^$()[]{}|\\"):
+        return False
+    try:
+        found = re.match(rf"(?:{text.removeprefix('re:')})(?=\.|$)", layer)
+    except re.error:
+        return False
+    return found is not None

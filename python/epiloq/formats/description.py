@@ -1,0 +1,174 @@
+"""How one layer of a checkpoint is quantised, as data: what every reader and every writer derives from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from epiloq.formats.layouts.base import Activations, FormatError, Quantization
+from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.weights.grid import Grid
+
+Kind = Literal["int", "fp8"]
+OFFSETS = "gemv_fast"
+"""The layout whose groups have real offsets in the place of integer zero points."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How activations are quantised, to 8 bits.
+
+    strategy
+        What shares a scale: "token", "tensor", or "group" (of `group_size` features of a token).
+    dynamic
+        Whether scales are measured at run time; otherwise they are in the files.
+    limit
+        The largest magnitude that is not clamped before; None for all.
+    """
+
+    kind: Kind
+    strategy: str
+    dynamic: bool = True
+    symmetric: bool = True
+    group_size: int = -1
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """How one layer is quantised and how its tensors lie in files.
+
+    layout
+        The name of the layout of its tensors, a key of `readers.LAYOUTS`.
+    kind, bits
+        The numbers that weights are: integers of `bits` bits, or float8_e4m3fn.
+    strategy
+        What shares a scale: "tensor", "channel", "group" (of `group_size` input features) or "block" (of `block` rows
+        and columns).
+    symmetric
+        Without zero points (or offsets).
+    ordered
+        Whether groups may be in activation order; then the files have to hold the order.
+    inputs
+        How activations are quantised; None leaves them in floating point.
+    """
+
+    layout: str
+    kind: Kind = "int"
+    bits: int = 8
+    strategy: str = "channel"
+    group_size: int = -1
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    ordered: bool = False
+    inputs: Inputs | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of integers with integer zero points or none; None for other weights."""
+        if self.kind != "int" or self.layout == OFFSETS:
+            return None
+        return Grid(self.bits, self.group_size, self.symmetric)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The same as the formats of integers have it; None for other weights. Raises FormatError as `runs_on` does."""
+        grid = self.grid
+        return None if grid is None else Quantization(grid, self._activations())
+
+    def _activations(self) -> Activations:
+        if self.inputs is None:
+            return None
+        if self.strategy == "group" or not self.symmetric:
+            raise FormatError(f"int8 activations: expected symmetric weights per channel or tensor, got {self.weights}")
+        found = self.inputs
+        if found.kind == "int" and found.strategy == "token" and found.dynamic:
+            return "int8" if found.symmetric else "int8-azp"
+        if found.kind == "int" and found.strategy == "tensor" and not found.dynamic:
+            return "int8-static"
+        raise FormatError(
+            "input_activations: expected beside integers none, 8 bits per token at run time, or 8 bits with one scale, "
+            f"got {found}"
+        )
+
+    @property
+    def weights(self) -> str:
+        """The weights in words."""
+        what = "fp8" if self.kind == "fp8" else f"int{self.bits}"
+        size = {"group": f" of {self.group_size}", "block": f" of {self.block}"}.get(self.strategy, "")
+        return f"{what} per {self.strategy}{size}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+    @property
+    def rows(self) -> int | None:
+        """Of blocks that a kernel multiplies, how many rows share a scale in it: 128, or 1; None where none does."""
+        if self.block is None or self.block[1] != FP8_BLOCK:
+            return None
+        return 1 if self.block[0] % FP8_BLOCK else FP8_BLOCK
+
+    @property
+    def module(self) -> tuple[str, Mapping[str, Any]]:
+        """The class of the module that runs an FP8 layer and its options. Raises FormatError where there is none."""
+        inputs = self.inputs
+        if inputs is None or (self.strategy == "block" and self.rows is None):
+            return "Fp8WeightOnlyLinear", {"block": self.spans}
+        if self.strategy == "block":
+            if (inputs.kind, inputs.strategy, inputs.group_size, inputs.dynamic) != ("fp8", "group", FP8_BLOCK, True):
+                raise FormatError(f"input_activations: expected FP8 in groups of {FP8_BLOCK} (group), got {inputs}")
+            return "Fp8BlockLinear", {} if self.rows == FP8_BLOCK else {"rows": self.rows}
+        activation = "static" if not inputs.dynamic else inputs.strategy
+        if inputs.kind != "fp8" or inputs.strategy not in ("token", "tensor") or not inputs.symmetric:
+            raise FormatError(f"input_activations: expected symmetric FP8 (token or tensor or static), got {inputs}")
+        limit = {} if inputs.limit is None else {"limit": inputs.limit}
+        return "Fp8Linear", {"activation": activation, "weight": self.strategy, **limit}
+
+    @property
+    def spans(self) -> tuple[int, int]:
+        """Rows and columns of a weight that share a scale, -1 for all."""
+        return self.block or {"tensor": (-1, -1), "channel": (1, -1)}.get(self.strategy, (1, self.group_size))
+
+    @property
+    def loss(self) -> str | None:
+        """What of the computation is not carried out, in words; None where all is."""
+        if self.kind == "fp8" and self.strategy == "block" and self.inputs is not None and self.rows is None:
+            assert self.block is not None
+            rows, columns = self.block
+            return (
+                f"no kernel multiplies FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
+                "in floating point"
+            )
+        return None
+
+
+Rules: TypeAlias = Callable[[Sequence[str], "type[nn.Module]"], "Description | None"]
+"""What a configuration says of a layer, given its names (in the model, in the files) and its class; None: nothing."""
+
+
+def activations(described: Activations) -> Inputs | None:
+    """The inverse of `Description.quantization`, of activations."""
+    if described is None:
+        return None
+    strategy = "tensor" if described == "int8-static" else "token"
+    return Inputs("int", strategy, dynamic=strategy == "token", symmetric=described == "int8")
+
+
+def of_grid(quantization: Quantization, layout: str, ordered: bool = False) -> Description:
+    """The description of integers on a grid in a layout."""
+    grid = quantization.grid
+    return Description(
+        layout,
+        "int",
+        grid.bits,
+        "channel" if grid.group_size == -1 else "group",
+        grid.group_size,
+        symmetric=grid.symmetric,
+        ordered=ordered,
+        inputs=activations(quantization.activations),
+    )
+
+
+def without_order(described: Description) -> Description:
+    """The same, whatever the order of groups."""
+    return replace(described, ordered=False)

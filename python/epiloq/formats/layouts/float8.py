@@ -1,0 +1,134 @@
+"""The layouts of FP8 layers: ``float-quantized`` of compressed-tensors, DeepSeek's, AutoFP8's, fbgemm's.
+
+They differ in the names and the shapes of their scales. The class and the options of the module that runs a layer are
+those of its `Description`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epiloq.formats.description import Description
+from epiloq.formats.layouts.base import Expected, FormatError, divides, require
+from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, spread
+from epiloq.nn.prepared_linear import FP8_BLOCK
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a layout calls its scales, and the tensors that it may have besides, which say nothing if they are zeros.
+
+    scalar
+        Whether one scale of a tensor has no dimension rather than one.
+    limit
+        The tensor that repeats the limit of activations.
+    """
+
+    scale: str = "weight_scale"
+    input_scale: str = "input_scale"
+    zeros: tuple[str, ...] = ()
+    scalar: bool = False
+    limit: str | None = None
+
+    def parts(self, described: Description) -> frozenset[str]:
+        """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+        inputs = {self.input_scale} if static(described) else set()
+        return frozenset({"weight", self.scale, *inputs, *self.zeros} | ({self.limit} if self.limit else set()))
+
+    def expected(self, described: Description, shape: tuple[int, int]) -> Expected:
+        """Types and shapes of a layer's tensors ``[N, K]``; one scale of a tensor may have a dimension or none."""
+        inputs: Expected = {self.input_scale: (None, (1,))} if static(described) else {}
+        return {"weight": (FP8, shape), self.scale: (None, _scales(described, shape)), **inputs}
+
+
+def static(described: Description) -> bool:
+    """Whether the scale of activations is in the files."""
+    return described.inputs is not None and not described.inputs.dynamic
+
+
+def _scales(described: Description, shape: tuple[int, int]) -> tuple[int, ...]:
+    if described.strategy == "tensor":
+        return (1,)
+    rows, columns = (whole if size == -1 else size for size, whole in zip(described.spans, shape, strict=True))
+    return -(-shape[0] // max(rows, 1)), -(-shape[1] // max(columns, 1))
+
+
+def from_tensors(
+    tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
+) -> BlockWeight | ModuleWeight:
+    """What a layer's tensors stand for. Raises FormatError for tensors that disagree with it."""
+    found = checked(tensors, described, shape, names)
+    for name in names.zeros:
+        if name in found and bool(found[name].float().any()):
+            raise FormatError(f"{name}: expected zeros of symmetric FP8")
+    _check_limit(found, described, names)
+    weight, scale = found["weight"], found[names.scale].float()
+    module, options = described.module
+    if module == "Fp8BlockLinear":
+        assert described.block is not None and described.rows is not None
+        rows = described.block[0]
+        if rows != described.rows:
+            # As many as the kernel's blocks, each within one of the file's.
+            first = torch.arange(0, shape[0], described.rows, device=scale.device)
+            scale = scale[first // rows].contiguous()
+        return BlockWeight(weight, scale, described.rows)
+    inputs = {"input_scale": found[names.input_scale].float()} if static(described) else {}
+    if module == "Fp8WeightOnlyLinear":
+        state = {"weight": weight, "weight_scale": scale.view(1, 1) if scale.ndim == 1 else scale}
+        return ModuleWeight(module, options, state, lambda: spread(weight, state["weight_scale"], described.spans))
+    state = {"weight": weight, "weight_scale": scale.flatten(), **inputs}
+    return ModuleWeight(module, options, state, lambda: weight.float() * state["weight_scale"].view(-1, 1))
+
+
+def checked(
+    tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
+) -> dict[str, Tensor]:
+    """A layer's tensors, one scale of a tensor with a dimension. Raises FormatError for other types and shapes."""
+    found = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
+    require(found, names.expected(described, shape))
+    return found
+
+
+def _check_limit(tensors: Mapping[str, Tensor], described: Description, names: Names) -> None:
+    if names.limit not in tensors:
+        return
+    limit = described.inputs.limit if described.inputs is not None else None
+    found = tensors[str(names.limit)].float().flatten().tolist()
+    if found != [limit]:
+        raise FormatError(f"{names.limit}: expected {limit}, as config.json has it, got {found}")
+
+
+def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str, Tensor]:
+    """The inverse of `from_tensors`, scales in float32. Raises FormatError for another kind of weight."""
+    if isinstance(weight, BlockWeight):
+        if described.block is None or described.rows != weight.rows:
+            raise FormatError(f"{described.layout}: cannot say FP8 in blocks of {weight.rows} x {FP8_BLOCK}")
+        scale = weight.scale.float()
+        if described.block[0] != weight.rows:
+            every = torch.arange(0, weight.q.shape[0], described.block[0], device=scale.device) // weight.rows
+            scale = scale[every]
+        return {"weight": weight.q, names.scale: scale}
+    if not isinstance(weight, ModuleWeight) or (weight.module, dict(weight.options)) != (
+        described.module[0],
+        dict(described.module[1]),
+    ):
+        said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
+        raise FormatError(f"{described.layout}: cannot say {said}")
+    state = weight.state
+    shape = _scales(described, (weight.state["weight"].shape[0], weight.state["weight"].shape[1]))
+    one = () if names.scalar else (1,)
+    tensors = {"weight": state["weight"], names.scale: state["weight_scale"].reshape(one if shape == (1,) else shape)}
+    if "input_scale" in state:
+        tensors[names.input_scale] = state["input_scale"].reshape(one)
+    return tensors
+
+
+def whole_groups(columns: int) -> None:
+    """Raise FormatError for inputs that no groups of 128 fill, which compressed-tensors' reader does not run."""
+    divides("in_features", columns, FP8_BLOCK, "compressed-tensors")
