@@ -134,6 +134,7 @@ online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
   p.n = static_cast<int>(sizes.n);
   p.k = work.quantise.padded_cols;
   p.padded_m = static_cast<int>(round_up(sizes.x.rows, 4));
+  work.quantise.parameter_rows = p.padded_m;  // kernels load parameters four rows at a time
   p.padded_n = static_cast<int>(round_up(sizes.n, 4));
   p.kinds = static_cast<int>(call.parameters.size(1));
   p.b = call.values.as<std::int8_t>();

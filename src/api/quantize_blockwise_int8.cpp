@@ -67,6 +67,7 @@ void quantize_blockwise_int8(QuantizeBlockwiseInt8 const& call, Stream stream) {
   problem.rows = static_cast<int>(sizes.x.rows);
   problem.cols = static_cast<int>(sizes.x.cols);
   problem.padded_cols = problem.cols;
+  problem.parameter_rows = problem.rows;
   problem.group = static_cast<int>(call.group_size);
   problem.stride_x = sizes.x.stride;
   problem.stride_q = sizes.q.stride;

@@ -14,6 +14,7 @@ inline constexpr int kTf32Parts = 4;
 // sums.
 struct Problem {
   int rows, cols, padded_cols, group;
+  int parameter_rows;  // rows that parameters are stored for on CUDA: zeros for those past `rows`
   std::int64_t stride_x, stride_q, row_stride, block_stride;
   void const* x;
   std::int8_t* q;

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
   wait_for_previous_kernel();
   int const row = blockIdx.x;
+  int const cols = row < p.rows ? p.cols : 0, padded_cols = row < p.rows ? p.padded_cols : 0;
   int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
   T const* const x_row = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q_row = p.q + row * p.stride_q;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
     int const piece = first + threadIdx.x, lane = piece & (lanes - 1);
     int const column = ((piece - lane) * kVectors + lane) * kVector, step = lanes * kVector;
-    auto const left = [&](int v) { return p.cols - column - v * step; };
+    auto const left = [&](int v) { return cols - column - v * step; };
     Vector<T> held[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) load(held[v], x_row + column + v * step, left(v), x_vectors);
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       int const to = column + v * step;
-      store(q_row + to, p.padded_cols - to, q_vectors, bytes[v]);
+      store(q_row + to, padded_cols - to, q_vectors, bytes[v]);
     }
     store_parameters(p, lane, lanes, row, piece / lanes, parameters, sum);
   }
@@ -194,7 +195,8 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
 #pragma unroll
   for (int v = 1; v < kVectors; ++v) range = merge(range, held[v].range());
   Range const merged = merge_lanes(range, kLanes);  // by whole warps, whose last blocks may have no values
-  Parameters const parameters = measure(block * kGroup < p.cols ? merged : empty(), p.offset == nullptr);
+  bool const has_values = row < p.rows && block * kGroup < p.cols;
+  Parameters const parameters = measure(has_values ? merged : empty(), p.offset == nullptr);
   Divisor const divisor = divide_by(parameters.scale);
   uint2 bytes[kVectors];
   int sum = 0;
@@ -202,15 +204,15 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
   for (int v = 0; v < kVectors; ++v) {
     float values[kVector];
     held[v].widen(values);
-    bytes[v] = quantize(values, p.cols - column - v * kStep, parameters, divisor);
+    bytes[v] = quantize(values, row < p.rows ? p.cols - column - v * kStep : 0, parameters, divisor);
     sum = add_bytes(bytes[v].y, add_bytes(bytes[v].x, sum));
   }
   sum = add_lanes(sum, kLanes);
-  if (row >= p.rows || block * kGroup >= p.padded_cols) return;
+  if (row >= p.parameter_rows || block * kGroup >= p.padded_cols) return;
   std::int8_t* const q = p.q + row * p.stride_q + column;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (column + v * kStep < p.padded_cols) *reinterpret_cast<uint2*>(q + v * kStep) = bytes[v];
+    if (row < p.rows && column + v * kStep < p.padded_cols) *reinterpret_cast<uint2*>(q + v * kStep) = bytes[v];
   }
   store_parameters(p, lane, kLanes, row, block, parameters, sum);
 }
@@ -225,7 +227,7 @@ __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Probl
   int const blocks = (p.cols + p.group - 1) / p.group;
   let_next_kernel_start();
   for (int block = blockIdx.y * warps + threadIdx.x / 32; block < blocks; block += gridDim.y * warps) {
-    int const begin = block * p.group, end = min(begin + p.group, p.cols);
+    int const begin = block * p.group, end = row < p.rows ? min(begin + p.group, p.cols) : begin;
     Range range = empty();
     for (int c = begin + lane; c < end; c += 32) {
       float const value = static_cast<float>(x[c]);
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Probl
     sum = add_lanes(sum, 32);
     store_parameters(p, lane, 32, row, block, parameters, sum);
   }
-  if (blockIdx.y == 0) {
+  if (blockIdx.y == 0 && row < p.rows) {
     for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
   }
 }
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Probl
 char const* const kDoing = "launching epiloq.quantize_blockwise_int8";
 
 dim3 grid_of(Problem const& p, int pieces, int each) {
-  return dim3(p.rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
+  return dim3(p.parameter_rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
 }
 
 // Whether rows of x are whole 16 bytes apart, and those of q vectors.
@@ -275,7 +277,7 @@ bool launch_few_lanes(Problem const& p, Aligned const& aligned, Stream stream) {
   int const warps = std::min(kFewWarps, wanted), along_row = (wanted + warps - 1) / warps;
   if (along_row > kMaxGridY) return false;
   int const of_rows = across_rows ? kBlocksOfWarp : 1;
-  dim3 const grid((p.rows + of_rows - 1) / of_rows, along_row);
+  dim3 const grid((p.parameter_rows + of_rows - 1) / of_rows, along_row);
   launch_spread(kDoing, by_few_lanes<T, kLanes, kVectors>, grid, 32 * warps, stream, p, across_rows);
   return true;
 }
