@@ -1,4 +1,4 @@
-"""How work that takes long tells how far it is, without knowing who looks."""
+"""Progress callbacks: what long work calls after each step, whoever displays it."""
 
 from __future__ import annotations
 

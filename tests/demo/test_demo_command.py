@@ -20,6 +20,7 @@ import tiny_teacher
 from epiloq import schemes
 from epiloq.cli import app
 from epiloq.cli import demo as command
+from epiloq.cli.output import write_json
 from epiloq.demo import report, results, speed, teacher
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -64,7 +65,7 @@ def test_best_scheme_and_worst_layer_treat_nan_as_worst() -> None:
 
 
 def test_json_holds_the_figures_and_no_nan(tmp_path: Path) -> None:
-    results.write_json(tmp_path / "figures.json", made_up(math.inf, 10.5))
+    write_json(tmp_path / "figures.json", made_up(math.inf, 10.5).to_json())
     read = json.loads((tmp_path / "figures.json").read_text())
     assert read["teacher"]["perplexity"] == 10.0
     assert read["schemes"]["scheme-0"]["perplexity"] is None

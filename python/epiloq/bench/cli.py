@@ -22,6 +22,8 @@ from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
 from epiloq.bench.whole_model import MODES, SHAPES, Plan, draw_models, run_plan, table, write_json
+from epiloq.cli.output import STDOUT, display
+from epiloq.cli.progress import clock, time_left
 
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
 PEERS = list(dict.fromkeys(name for operation in OPERATIONS.values() for name in operation.peers))
@@ -50,7 +52,7 @@ def bench(
         option("On a GPU, milliseconds of a turn that do not count; from 100 on each contender has its own clock. [8]"),
     ] = None,
     commit: Annotated[str, option("The commit to record where the package is not inside a checkout.")] = "",
-    json: Annotated[Path | None, option("Write everything here, after every case.")] = None,
+    json: Annotated[Path | None, option("Write everything to FILE after every case; -: to standard output.")] = None,
     plot: Annotated[
         Path | None, option("Draw percent of floor and ratios to peers (.png or .svg; matplotlib).")
     ] = None,
@@ -87,7 +89,7 @@ def bench(
         raise SystemExit(2) from None
     archs, peers = ("auto", *(arch or ())), peer or default_peers(suites)
     report = _measure(target, settle, cases, seed, archs, peers, commit, json)
-    print(render(report))
+    print(render(report), file=sys.stderr if json == STDOUT else sys.stdout)
     if plot and any(row.status == "ok" for row in report.rows):
         facts = report.environment
         draw(report.rows, plot, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}")
@@ -139,7 +141,9 @@ def _check_names(option_name: str, given: Sequence[str] | None, known: Collectio
 
 def _check_targets(json: Path | None, plot: Path | None) -> None:
     for name, path in (("json", json), ("plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path in (None, STDOUT):
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"bench: --{name}: expected a file in a folder that exists, got {path}")
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueError(f"bench: --plot: expected a name that ends in .png or .svg, got {plot}")
@@ -163,7 +167,8 @@ def _check_settle(device: torch.device, ms: float | None) -> None:
 
 
 def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if not display.quiet:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _measure(
@@ -188,10 +193,12 @@ def _measure(
     generator = torch.Generator(device).manual_seed(seed)
     run = Bench(device, timer, floor, ceilings, OPERATIONS, generator, cache_bytes(device), archs, peers)
     report = Report(environment, floor, ceilings, host=list(run.host_times(cases)))
-    for index, case in enumerate(cases, 1):
-        _progress(f"[{index}/{len(cases)}] {case}")
+    first = time.monotonic()
+    for index, case in enumerate(cases):
+        rest = f", about {clock(time_left(index, len(cases), time.monotonic() - first))} left" if index else ""
+        _progress(f"[{index + 1}/{len(cases)}] {case}{rest}")
         report.rows += run.run(case)
-        if json:
+        if json and json != STDOUT:
             report.write(json)
     if device.type == "cuda":
         # The last kernels have only just ended: about the clocks and the power under load.

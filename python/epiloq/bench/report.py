@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from epiloq.bench.floor import Ceiling, ReadFloor
 from epiloq.bench.runner import HostTime, Row
 from epiloq.bench.summary import Summary, summarise
+from epiloq.cli.output import STDOUT
 from epiloq.files import write_text
 
 SCHEMA = 1
@@ -51,8 +53,12 @@ class Report:
         }
 
     def write(self, path: Path) -> None:
-        """Replaces the file whole, so that a run cut short leaves what it had measured."""
-        write_text(path, json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+        """Write JSON to a file, replaced whole so that a run cut short leaves what it had measured, or to ``-``."""
+        text = json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
+        if path == STDOUT:
+            sys.stdout.write(text)
+        else:
+            write_text(path, text)
 
 
 def _number(value: float | None) -> str:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from epiloq.cli.output import display
 
 if TYPE_CHECKING:
     import typer
@@ -19,10 +24,34 @@ COMMANDS = {
     "convert": "epiloq.cli.convert:convert",
     "compare": "epiloq.cli.compare:compare",
 }
+INTERRUPTED = 130
+HELP = {"help_option_names": ["-h", "--help"]}
 EPILOG = (
-    "Exit codes: 0 all well; 1 a disk that failed or a package that is missing; 2 bad input; 130 interrupted.\n\n"
+    "Exit codes: 0 success; 1 a disk that failed, a package that is missing or a benchmark's wrong result; 2 bad usage "
+    "or input; 130 interrupted. Results go to standard output, errors and progress to standard error.\n\n"
     "python -m epiloq --cmake-dir | --include-dir prints where the CMake package and the C++ headers are."
 )
+
+
+def version() -> str:
+    """The program's name and version."""
+    import epiloq
+
+    return f"epiloq {epiloq.__version__}"
+
+
+def interruptible(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """The command, which ends with one line and exit code 130 when it is interrupted."""
+
+    @wraps(function)
+    def command(*arguments: Any, **options: Any) -> None:
+        try:
+            function(*arguments, **options)
+        except KeyboardInterrupt:
+            print(f"epiloq {name}: interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+    return command
 
 
 def create_app() -> typer.Typer:
@@ -31,7 +60,26 @@ def create_app() -> typer.Typer:
     from typer.core import TyperGroup
     from typer.main import get_command
 
+    def set_quiet(asked: bool) -> None:
+        display.quiet = display.quiet or asked
+
+    options = typer.Typer(add_completion=False)
+
+    @options.command()
+    def common(
+        quiet: bool = typer.Option(False, "--quiet", "-q", callback=set_quiet, expose_value=False, help=QUIET),
+    ) -> None: ...
+
+    quiet_option = get_command(options).params[0]
+
     class LazyGroup(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args[0] not in COMMANDS and not args[0].startswith("-"):
+                near = get_close_matches(args[0], COMMANDS, 1)
+                meant = f" Did you mean {near[0]}?" if near else ""
+                ctx.fail(f"no command {args[0]!r}.{meant} There are {', '.join(COMMANDS)}")
+            return super().resolve_command(ctx, args)
+
         def list_commands(self, ctx: Any) -> list[str]:
             return list(COMMANDS)
 
@@ -39,17 +87,36 @@ def create_app() -> typer.Typer:
             if cmd_name not in COMMANDS:
                 return None
             module, _, function = COMMANDS[cmd_name].partition(":")
-            single = typer.Typer(add_completion=False)
-            single.command(cmd_name)(getattr(import_module(module), function))
-            return get_command(single)
+            single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            given = getattr(import_module(module), function)
+            single.command(cmd_name, context_settings=HELP)(interruptible(cmd_name, given))
+            command = get_command(single)
+            command.params.append(quiet_option)
+            return command
 
-    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, epilog=EPILOG)
+    app = typer.Typer(
+        cls=LazyGroup, no_args_is_help=True, epilog=EPILOG, context_settings=HELP, pretty_exceptions_enable=False
+    )
+
+    def print_version(asked: bool) -> None:
+        if asked:
+            print(version())
+            raise typer.Exit
 
     @app.callback()
-    def epiloq() -> None:
+    def epiloq(
+        show_version: bool = typer.Option(
+            False, "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+        quiet: bool = typer.Option(False, "--quiet", "-q", help=QUIET),
+    ) -> None:
         """Quantised matrix multiplication for PyTorch and C++."""
+        display.quiet = quiet
 
     return app
+
+
+QUIET = "No progress and no summary: only results, warnings and errors."
 
 
 def main() -> None:
@@ -57,5 +124,22 @@ def main() -> None:
     try:
         app = create_app()
     except ModuleNotFoundError as error:
-        sys.exit(f"epiloq: the command line needs {error.name}: pip install 'epiloq[cli]'")
-    app(prog_name="epiloq")
+        _without_typer(sys.argv[1:], str(error.name))
+        return
+    try:
+        app(prog_name="epiloq")
+    except KeyboardInterrupt:  # while a command's packages are imported
+        print("epiloq: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _without_typer(arguments: list[str], missing: str) -> None:
+    """The version and the environment, which need no package of the extra; one sentence for all else."""
+    if arguments == ["--version"]:
+        print(version())
+    elif arguments == ["env"]:
+        from epiloq.cli.environment import print_plainly
+
+        print_plainly()
+    else:
+        sys.exit(f"epiloq: the command line needs {missing}: pip install 'epiloq[cli]'")

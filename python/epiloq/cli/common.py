@@ -1,25 +1,33 @@
-"""What commands share: how they end, the options they check first, and their JSON."""
+"""What commands share: exit codes, error messages and the checks of options before any work."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from epiloq.files import write_text
+from epiloq.cli.output import STDOUT
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
+JSON_HELP = "Also write the figures to FILE, - for standard output."
+
+
+def json_option() -> Any:
+    """``--json FILE``, which every command has."""
+    return typer.Option("--json", metavar="FILE", help=JSON_HELP, show_default=False)
+
+
 def complain(command: str, message: str) -> None:
-    """Print on stderr why a command ends."""
+    """Print on standard error why a command ends."""
     from rich.console import Console
 
     text = f"epiloq {command}: {message}"
@@ -27,7 +35,7 @@ def complain(command: str, message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Print on stderr what a user should know before the work begins."""
+    """Print on standard error what a user should know before the work begins."""
     from rich.console import Console
 
     Console(stderr=True).print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -77,10 +85,24 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
+def choices(text: str, known: Iterable[str], name: str, metavar: str, default: str = "") -> Any:
+    """An option whose value is one of the `known` names: they are in its help, and the shell completes them."""
+    names = list(known)
+    return typer.Option(
+        name,
+        metavar=metavar,
+        help=f"{text}: {', '.join(names)}.{f' By default {default}.' if default else ''}",
+        show_default=False,
+        autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
+    )
+
+
 def one_of(value: str, known: dict[str, Any], option: str) -> str:
-    """`value` if it is a name in a table; otherwise an error that lists them."""
+    """`value` if it is a name in a table; otherwise an error that names the nearest and lists them."""
     if value not in known:
-        raise typer.BadParameter(f"no {value!r}; there are {', '.join(known)}", param_hint=option)
+        near = get_close_matches(value, known, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise typer.BadParameter(f"no {value!r}.{meant} There are {', '.join(known)}", param_hint=option)
     return value
 
 
@@ -95,7 +117,7 @@ def check_device(device: str) -> None:
 
 def check_target(path: Path | None, option: str = "--json") -> None:
     """Refuse a file to write that could not be written later, before any work is done."""
-    if path is None:
+    if path is None or (path == STDOUT and option == "--json"):
         return
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint=option)
@@ -111,17 +133,3 @@ def quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def write_json(file: Path | None, found: dict[str, Any]) -> None:
-    """Write what ``--json`` asks for, if it was given; NaN and infinities, for which JSON has no words, are null."""
-    if file is not None:
-        write_text(file, json.dumps(_sayable(found), indent=2, allow_nan=False) + "\n")
-
-
-def _sayable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sayable(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_sayable(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, quiet, warn, write_json
+from epiloq.cli.common import check_device, check_target, failures, json_option, quiet, warn
 from epiloq.cli.inspect import shortened
+from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def compare(
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it at most.")] = 4096,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="Where the models run: cpu or cuda.")] = "cpu",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """Compare two directories of one model: weights layer by layer, sizes and, with --text, what they predict.
 
@@ -46,15 +45,13 @@ def compare(
 
     Exit codes: 0 compared, whatever the outcome; 2 a directory is bad, or they are not of one model.
     """
-    from rich.console import Console
-
     check_target(json_file)
     check_device(device)
-    console = Console()
+    console = results_console(json_file)
     with failures("compare"):
         quiet()
 
-        with progress_stages(console) as stage:
+        with progress_stages() as stage:
             found = _weights(a, b, stage)
             if text is not None:
                 found["answers"] = _answers(a, b, text, tokens, length, device, stage)

@@ -7,19 +7,17 @@ from typing import Annotated
 
 import typer
 
-from epiloq.cli.common import check_target, failures, how_to_open, one_of, quiet, write_json
+from epiloq.cli.common import check_target, choices, failures, how_to_open, json_option, one_of, quiet
+from epiloq.cli.output import summary_console, write_json
 from epiloq.cli.progress import progress_stages
+from epiloq.formats.table import FORMATS
 
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A quantised model directory.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make. It must not exist.")],
-    layout: Annotated[
-        str, typer.Option("--format", metavar="F", help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq.")
-    ],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to FILE.", show_default=False)
-    ] = None,
+    layout: Annotated[str, choices("The format to write", FORMATS, "--format", "FORMAT")],
+    json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """Say a quantised model in another format, weight for weight, or say why that format cannot.
 
@@ -30,18 +28,15 @@ def convert(
     Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format has no words for it; 130 interrupted.
     Nothing is left under OUT unless it is 0.
     """
-    from rich.console import Console
-
     check_target(json_file)
-    console = Console()
+    console = summary_console(json_file)
     with failures("convert"):
         quiet()
         from epiloq.formats.convert import perform, prepare
-        from epiloq.formats.table import FORMATS
 
         conversion = prepare(source, output, one_of(layout, FORMATS, "--format"))
         with (
-            progress_stages(console) as stage,
+            progress_stages() as stage,
             stage(f"{conversion.layers.format} to {layout}: layers", conversion.steps) as advance,
         ):
             report = perform(conversion, advance)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.common import FAILED, check_target, complain
-from epiloq.cli.env import collect
+from epiloq.cli.common import FAILED, check_target, complain, json_option
+from epiloq.cli.environment import collect
+from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 
@@ -137,7 +138,7 @@ def span(part: dict[str, Any]) -> str:
 
 def perform(settings: Settings, output: Path, json_file: Path | None, converts: bool, console: Console) -> None:
     """Convert if need be, measure, print and write. Arguments were checked before."""
-    from epiloq.demo import report, results, teacher
+    from epiloq.demo import report, teacher
     from epiloq.demo.measure import measure
 
     output.mkdir(parents=True, exist_ok=True)
@@ -145,12 +146,11 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
         # Outside our progress display: transformers shows a bar of its own that cannot be turned off.
         console.print(f"Converting the teacher to {settings.teacher}, once", highlight=False, soft_wrap=True)
         teacher.prepare(settings.teacher)
-    with progress_stages(console) as stage:
+    with progress_stages() as stage:
         found = measure(settings, collect(), stage)
         with stage("write the report", 1) as advance:
             write_text(output / "report.html", report.render(found))
-            if json_file is not None:
-                results.write_json(json_file, found)
+            write_json(json_file, found.to_json())
             advance()
     show(found, console)
     console.print(f"Report: {output / 'report.html'} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)
@@ -160,9 +160,7 @@ def demo(
     vision: Annotated[
         bool, typer.Option("--vision", help="Convolutional networks that read drawn text, not a language model.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, json_option()] = None,
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Where report.html (vision.html) and the converted teacher go.")
     ] = Path("build/demo"),
@@ -188,12 +186,10 @@ def demo(
     ] = "auto",
 ) -> None:
     """Quantise a real language model: perplexity, size, speed and layer errors beside the original's."""
-    from rich.console import Console
-
     from epiloq.demo import DemoError
     from epiloq.demo.teacher import NAME, find_gguf, is_model, keep_offline
 
-    console = Console()
+    console = results_console(json_file)
     chosen, devices = choose_schemes(schemes), choose_devices(device)
     check_target(json_file)
     check_folders(output, teacher)

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.common import write_json
-from epiloq.cli.env import collect
+from epiloq.cli.environment import collect
+from epiloq.cli.output import write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 
@@ -64,7 +64,7 @@ def perform(output: Path, json_file: Path | None, devices: Sequence[str], consol
 
     output.mkdir(parents=True, exist_ok=True)
     page = output / "vision.html"
-    with progress_stages(console) as stage:
+    with progress_stages() as stage:
         with stage("draw words and pages", 1) as advance:
             drawn = material.draw()
             advance()

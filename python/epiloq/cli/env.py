@@ -1,131 +1,22 @@
-"""``epiloq env``: what this installation contains and what this machine offers. A report of a bug begins with it."""
+"""``epiloq env``: what this installation contains and what this machine offers. A bug report begins with it."""
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
-
-from epiloq.cli.common import check_target, write_json
-
-OPTIONAL_PACKAGES = ("transformers", "safetensors", "gguf", "accelerate", "matplotlib", "numpy", "rich", "typer")
-PEER_PACKAGES = ("torchao", "vllm", "sgl-kernel", "deep-gemm", "bitsandbytes")
-# The instruction sets that decide how fast int8 and bf16 products are on a CPU.
-CPU_FEATURES = ("avx2", "avx_vnni", "avx512_f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+from epiloq.cli.common import check_target, json_option
+from epiloq.cli.environment import collect, rows
+from epiloq.cli.output import results_console, write_json
 
 
-def installed_version(package: str) -> str | None:
-    """Version of an installed distribution, None when it is absent."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def env(json_file: Annotated[Path | None, json_option()] = None) -> None:
+    """Show versions, GPUs, the kernels in this build and the CPU's instruction sets.
 
-
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver; torch does not know it, so nvidia-smi is asked."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (subprocess.SubprocessError, OSError):
-        return None
-    return answer[0] if answer else None
-
-
-def cpu_facts() -> dict[str, Any]:
-    """Architecture, threads, load (mean of the last minute) and the features that matter to quantised products."""
-    import torch
-
-    # torch 2.10 has no get_capabilities; the level alone says most there.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return {
-        "name": capabilities.get("cpu_name", platform.processor() or platform.machine()),
-        "architecture": platform.machine(),
-        "logical_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "vector_level": torch.backends.cpu.get_cpu_capability(),
-        "features": [name for name in CPU_FEATURES if capabilities.get(name)],
-    }
-
-
-def gpu_facts() -> list[dict[str, Any]]:
-    """Name, compute capability, multiprocessors and memory (bytes) of each visible CUDA device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        {
-            "name": gpu.name,
-            "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "multiprocessors": gpu.multi_processor_count,
-            "memory_bytes": gpu.total_memory,
-        }
-        for gpu in found
-    ]
-
-
-def collect() -> dict[str, Any]:
-    """The environment as a JSON-ready dictionary. Absent things are None or empty, never missing keys."""
-    import torch
-
-    import epiloq
-    from epiloq import _core
-
-    return {
-        "epiloq": {"version": epiloq.__version__, "kernels": list(_core.built_archs())},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": {"version": torch.__version__, "cuda_runtime": torch.version.cuda},
-        "driver": driver_version(),
-        "gpus": gpu_facts(),
-        "cpu": cpu_facts(),
-        "packages": {name: installed_version(name) for name in OPTIONAL_PACKAGES + PEER_PACKAGES},
-    }
-
-
-def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The environment as (name, value) lines for a reader."""
-    cpu, gpus = facts["cpu"], facts["gpus"]
-    gpu_lines = [
-        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['memory_bytes'] / 1e9:.0f} GB"
-        for gpu in gpus
-    ]
-    packages = [f"{name} {found}" for name, found in facts["packages"].items() if found]
-    return [
-        ("epiloq", facts["epiloq"]["version"]),
-        ("kernels", ", ".join(facts["epiloq"]["kernels"]) or "none in this build: every operation runs on the CPU"),
-        ("python", f"{facts['python']} on {facts['platform']}"),
-        ("torch", f"{facts['torch']['version']} (CUDA runtime {facts['torch']['cuda_runtime'] or 'none'})"),
-        ("driver", facts["driver"] or "none"),
-        ("gpu", "\n".join(gpu_lines) or "none"),
-        (
-            "cpu",
-            f"{cpu['name']}, {cpu['torch_threads']} threads, {cpu['vector_level']}, load {cpu['load_average']:.1f}",
-        ),
-        ("cpu features", ", ".join(cpu["features"]) or "none known"),
-        ("packages", ", ".join(packages)),
-    ]
-
-
-def env(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the facts to FILE.", show_default=False)
-    ] = None,
-) -> None:
-    """Show versions, GPUs, the kernels in this build and what the CPU offers."""
-    from rich.console import Console
+    Examples:\n
+      epiloq env\n
+      epiloq env --json -\n
+    """
     from rich.table import Table
 
     check_target(json_file)
@@ -135,5 +26,5 @@ def env(
     table.add_column(overflow="fold")
     for name, value in rows(facts):
         table.add_row(name, value)
-    Console().print(table)
+    results_console(json_file).print(table)
     write_json(json_file, facts)

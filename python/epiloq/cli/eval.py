@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, quiet, warn, write_json
+from epiloq.cli.common import check_device, check_target, failures, json_option, quiet, warn
+from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ def evaluate(
     length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Go on although the text is too short to tell much.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """Measure a model's perplexity on a text, quantised or not.
 
@@ -76,14 +75,12 @@ def evaluate(
       epiloq eval model-w4 --text other.txt\n
       epiloq eval model-w4 --text other.txt --tokens 0 --json figures.json\n
     """
-    from rich.console import Console
-
     check_target(json_file)
     check_device(device)
-    console = Console()
+    console = results_console(json_file)
     with failures("eval"):
         quiet()
-        with progress_stages(console) as stage:
+        with progress_stages() as stage:
             found = measure(folder, text, tokens, length, device, force, stage)
         console.print(
             f"perplexity {found['perplexity']:.3f} over {found['tokens']} tokens; "

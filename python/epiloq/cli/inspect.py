@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.common import check_installed, check_target, failures, quiet, write_json
+from epiloq.cli.common import check_installed, check_target, failures, json_option, quiet
+from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ def inspect(
     check: Annotated[
         bool, typer.Option("--check", help="Also decode every layer, and look for values that are not finite.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the facts to FILE.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """Show how a model directory is quantised, what it takes, and which formats could say it.
 
@@ -40,10 +39,8 @@ def inspect(
 
     Exit codes: 0 all well; 2 the model is bad, in one sentence that names the file and the tensor.
     """
-    from rich.console import Console
-
     check_target(json_file)
-    console = Console()
+    console = results_console(json_file)
     with failures("inspect"):
         quiet()
         from epiloq.formats import gguf_inspection, inspection
@@ -59,7 +56,7 @@ def inspect(
         layers = Layers(Checkpoint(folder))
         facts = inspection.inspect(layers)
         if check:
-            with progress_stages(console) as stage, stage("decode", len(layers.readers) + len(layers.rest)) as advance:
+            with progress_stages() as stage, stage("decode", len(layers.readers) + len(layers.rest)) as advance:
                 facts["wrong"] = inspection.check(layers, advance)
         show(facts, console)
         write_json(json_file, facts)

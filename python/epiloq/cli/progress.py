@@ -1,4 +1,4 @@
-"""How far a command is: bars with the time that is left in a terminal, lines elsewhere."""
+"""Progress of a command on standard error: bars with the time left on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from epiloq.cli.output import display
+from epiloq.progress import Stage, unseen
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from epiloq.progress import Stage
 
 LINES = 100
 """At most so many lines a stage."""
 
 
 @contextmanager
-def progress_stages(console: Console) -> Iterator[Stage]:
+def progress_stages(console: Console | None = None) -> Iterator[Stage]:
     """A display of stages: finished bars stay; without a terminal there is a line for each step, or hundredth of them.
 
-    Each says how long the rest will take if it goes on as it did.
+    Each says how long the rest will take if it goes on as it did. Nothing is displayed with ``--quiet``. `console` is
+    standard error by default.
     """
+    if display.quiet:
+        yield unseen
+        return
+    if console is None:
+        from rich.console import Console as RichConsole
+
+        console = RichConsole(stderr=True)
     if not console.is_terminal:
         yield lambda title, steps: _lines(console, title, steps)
         return
@@ -64,11 +73,16 @@ def _lines(console: Console, title: str, steps: int) -> Iterator[Callable[[], No
         if done % every and done != steps:
             return
         passed = time.monotonic() - start
-        left = passed / done * (steps - done)
+        left = time_left(done, steps, passed)
         line = f"{title}: {done}/{steps}, {clock(passed)}" + (f", about {clock(left)} left" if done < steps else "")
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     yield advance
+
+
+def time_left(done: int, steps: int, passed: float) -> float:
+    """Seconds for the other steps if they take as long as those that are `done`, at least one."""
+    return passed / done * (steps - done)
 
 
 def clock(seconds: float) -> str:

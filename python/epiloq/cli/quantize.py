@@ -13,15 +13,20 @@ from epiloq.cli.common import (
     check_device,
     check_installed,
     check_target,
+    choices,
     failures,
     how_to_open,
+    json_option,
     one_of,
     quiet,
     warn,
-    write_json,
 )
+from epiloq.cli.output import summary_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
+from epiloq.formats.table import FORMATS
+from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.schemes import available
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,17 +38,17 @@ SHOWN = 3
 GO_ON = "; what was finished is kept, and the same command goes on from there"
 
 
-def run(settings: Settings, console: Console) -> dict[str, Any]:
+def run(settings: Settings) -> dict[str, Any]:
     """Do what settings say, whose names are all known, and give the report."""
     from epiloq.quantize.job import perform, prepare
 
     with failures("quantize", GO_ON):
-        with progress_stages(console) as stage, stage("load and check", 1) as advance:
+        with progress_stages() as stage, stage("load and check", 1) as advance:
             job = prepare(settings)
             advance()
         for warning in job.warnings:
             warn(warning)
-        with progress_stages(console) as stage:
+        with progress_stages() as stage:
             return perform(job, stage)
 
 
@@ -86,18 +91,11 @@ def left_in_floating_point(layers: dict[str, str]) -> list[str]:
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[
-        str, typer.Option(metavar="S", help="w4a16-g64, w8a8-int8, fp8-block, .. (a wrong one lists them).")
-    ],
+    scheme: Annotated[str, choices("What the layers become", available(), "--scheme", "SCHEME")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
     algorithm: Annotated[
         str | None,
-        typer.Option(
-            metavar="A",
-            help="gptq, awq, awq+gptq, smoothquant, rtn, .. (a wrong one lists them). By default gptq, or rtn "
-            "for fp8* and *-block.",
-            show_default=False,
-        ),
+        choices("How weights are rounded", ALGORITHMS, "--algorithm", "NAME", "gptq, or rtn for fp8* and *-block"),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -105,13 +103,7 @@ def quantize(
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(
-            "--format",
-            metavar="F",
-            help="deepseek-fp8, compressed-tensors, gptq, awq or epiloq; by default the first that can hold the "
-            "layers as the scheme has them.",
-            show_default=False,
-        ),
+        choices("The format to write", FORMATS, "--format", "FORMAT", "the first that can hold the layers"),
     ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
@@ -153,9 +145,7 @@ def quantize(
         bool,
         typer.Option("--force", help="Go on with too little text, or with text to evaluate on that calibration sees."),
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, json_option()] = None,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
@@ -173,17 +163,13 @@ def quantize(
       epiloq quantize model --scheme fp8-block --output model-fp8\n
       epiloq quantize model --scheme w4a8-block --algorithm gptq --calibration text.txt --output model-w4a8\n
     """
-    from rich.console import Console
-
     check_target(json_file)
     check_target(report, "--report")
     check_device(device)
-    console = Console()
+    console = summary_console(json_file)
     with failures("quantize"):
         quiet()
-        from epiloq.formats.table import FORMATS
         from epiloq.quantize import report as page
-        from epiloq.quantize.algorithms.table import ALGORITHMS
         from epiloq.quantize.job import Settings
         from epiloq.quantize.outputs import schemes
         from epiloq.quantize.targets import TARGETS
@@ -215,7 +201,7 @@ def quantize(
             tuple(ignore or ()),
             shlex.join(["epiloq", *sys.argv[1:]]),
         )
-        found = run(settings, console)
+        found = run(settings)
         show(found, console)
         write_json(json_file, found)
         if absent:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from epiloq.demo.speed import Speed
-from epiloq.files import write_text
 
 FORMAT = 1
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
@@ -114,8 +111,3 @@ class Results:
 def finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it."""
     return value if math.isfinite(value) else None
-
-
-def write_json(path: Path, results: Results) -> None:
-    """Write the results as an indented JSON file."""
-    write_text(path, json.dumps(results.to_json(), indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,64 @@
+"""Where commands print: results and JSON. Needs nothing but the standard library to import."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epiloq.files import write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STDOUT = Path("-")
+"""The file name that means standard output."""
+
+
+@dataclass
+class Display:
+    """What the user asked for, whichever command runs."""
+
+    quiet: bool = False
+
+
+display = Display()
+
+
+def results_console(json_file: Path | None = None) -> Console:
+    """Where results go: standard output, or standard error while ``--json -`` needs the former."""
+    from rich.console import Console
+
+    return Console(stderr=json_file == STDOUT)
+
+
+def summary_console(json_file: Path | None = None) -> Console:
+    """The same for a command whose result is a directory: ``--quiet`` leaves its summary out."""
+    from rich.console import Console
+
+    return Console(stderr=json_file == STDOUT, quiet=display.quiet)
+
+
+def write_json(file: Path | None, found: dict[str, Any]) -> None:
+    """Write what ``--json`` asks for, if it was given: to a file, or to standard output for ``-``.
+
+    NaN and infinities, which JSON cannot represent, become null.
+    """
+    if file is None:
+        return
+    text = json.dumps(_representable(found), indent=2, allow_nan=False) + "\n"
+    if file == STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_text(file, text)
+
+
+def _representable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _representable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_representable(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,173 @@
+"""Conventions of command lines that every command keeps: -h, --version, --quiet, --json -, completion, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+for needed in ("typer", "rich", "transformers", "safetensors"):
+    pytest.importorskip(needed, reason="the commands need the extra hf")
+
+from typer.testing import CliRunner, Result
+
+import epiloq
+import tiny_teacher
+from epiloq.cli import app, output
+from epiloq.formats.table import FORMATS
+from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.outputs import schemes
+
+QUANTIZE = ("--scheme", "w8a8-int8", "--algorithm", "rtn")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture(autouse=True)
+def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.display, "quiet", False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_teacher.save(tmp_path_factory.mktemp("tiny"))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app.create_app(), list(arguments))
+
+
+def process(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **more}
+    command = [sys.executable, "-m", "epiloq", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"epiloq {epiloq.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["", *app.COMMANDS])
+def test_short_and_long_help_are_one(command: str) -> None:
+    short, long = (run(*command.split(), option) for option in ("-h", "--help"))
+    assert short.exit_code == long.exit_code == 0
+    assert short.output == long.output
+    assert "--quiet" in short.output
+
+
+def test_help_lists_what_may_be_chosen() -> None:
+    quantize, convert = run("quantize", "-h").output, run("convert", "-h").output
+    assert [name for name in (*schemes(), *ALGORITHMS, *FORMATS) if name not in quantize] == []
+    assert [name for name in FORMATS if name not in convert] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("quantise",), "Did you mean quantize?"),
+        (("quantize", "absent", "--scheme", "w4a16-g46", "--output", "out"), "Did you mean w4a16-g64?"),
+        (("convert", "absent", "out", "--format", "gguf"), "There are deepseek-fp8, compressed-tensors, gptq"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_right_one(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr and result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("epiloq conv", {"convert"}), ("epiloq quantize --scheme w8a16", {"w8a16"})]
+)
+def test_the_shell_completes_commands_and_schemes(words: str, offered: set[str]) -> None:
+    count = str(len(words.split()) - 1)
+    result = process(_EPILOQ_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
+    assert set(result.stdout.split()) == offered
+
+
+def test_json_to_standard_output_is_alone_there(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten " * 400)
+    commands = (
+        ("env",),
+        ("inspect", str(model)),
+        ("eval", str(model), "--text", str(text), "--tokens", "600"),
+        ("quantize", str(model), *QUANTIZE, "--output", "small"),
+        ("compare", str(model), "small"),
+        ("convert", "small", "other", "--format", "epiloq"),
+    )
+    for arguments in commands:
+        result = run(*arguments, "--json", "-")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)
+        assert result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "small", "text.txt"]
+
+
+def test_bench_writes_json_to_standard_output() -> None:
+    arguments = ("--op", "quantize_int8", "--variant", "static", "--m", "1", "--peer", "eager", "--device", "cpu")
+    result = run("bench", *arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"] and "floor" in result.stderr
+
+
+def test_progress_goes_to_standard_error_as_lines(model: Path, tmp_path: Path) -> None:
+    result = run("quantize", str(model), *QUANTIZE, "--output", str(tmp_path / "small"))
+    assert result.exit_code == 0, result.output
+    written = result.stderr.splitlines()
+    assert written[0].startswith("load and check: 1/1")
+    assert any("blocks: 1/2" in line and "left" in line for line in written[1:])
+    assert "MB of weights" in result.stdout and "load and check" not in result.stdout
+
+
+def test_quiet_leaves_results_alone(model: Path, tmp_path: Path) -> None:
+    made = run("quantize", str(model), *QUANTIZE, "--output", str(tmp_path / "small"), "--quiet")
+    assert (made.exit_code, made.output) == (0, "")
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten " * 400)
+    for before, after in ((["-q"], []), ([], ["-q"])):
+        result = run(*before, "eval", str(model), "--text", str(text), "--tokens", "600", *after)
+        assert result.exit_code == 0
+        assert all(line.startswith("warning: ") for line in result.stderr.splitlines())
+        assert result.stdout.startswith("perplexity") and len(result.stdout.splitlines()) == 1
+
+
+def test_interrupted_anywhere_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epiloq.cli.env.collect", interrupt)
+    result = run("env")
+    assert (result.exit_code, result.stderr) == (130, "epiloq env: interrupted\n")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+WITHOUT_TYPER = (
+    "import sys; sys.modules['typer'] = None; sys.argv = ['epiloq', *sys.argv[1:]]; "
+    "from epiloq.cli.app import main; main()"
+)
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "said"), [("--version", 0, "epiloq "), ("env", 0, "kernels"), ("demo", 1, "epiloq[cli]")]
+)
+def test_without_typer_it_does_what_it_can(option: str, code: int, said: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_TYPER, option]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    assert said in (result.stdout if code == 0 else result.stderr)
+    assert "Traceback" not in result.stderr
