@@ -74,9 +74,9 @@ def test_help_lists_what_may_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("quantise",), "Did you mean quantize?"),
-        (("quantize", "absent", "--scheme", "w4a16-g46", "--output", "out"), "Did you mean w4a16-g64?"),
-        (("convert", "absent", "out", "--format", "gguf"), "There are deepseek-fp8, compressed-tensors, gptq"),
+        (("quantise",), "did you mean quantize?"),
+        (("quantize", "absent", "--scheme", "w4a16-g46", "--output", "out"), "did you mean w4a16-g64?"),
+        (("convert", "absent", "out", "--format", "gguf"), "there are deepseek-fp8, compressed-tensors, gptq"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_right_one(

@@ -76,8 +76,8 @@ def create_app() -> typer.Typer:
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             if args[0] not in COMMANDS and not args[0].startswith("-"):
                 near = get_close_matches(args[0], COMMANDS, 1)
-                meant = f" Did you mean {near[0]}?" if near else ""
-                ctx.fail(f"no command {args[0]!r}.{meant} There are {', '.join(COMMANDS)}")
+                meant = f" (did you mean {near[0]}?)" if near else ""
+                ctx.fail(f"no command {args[0]!r}{meant}; there are {', '.join(COMMANDS)}")
             return super().resolve_command(ctx, args)
 
         def list_commands(self, ctx: Any) -> list[str]:

@@ -101,8 +101,8 @@ def one_of(value: str, known: dict[str, Any], option: str) -> str:
     """`value` if it is a name in a table; otherwise an error that names the nearest and lists them."""
     if value not in known:
         near = get_close_matches(value, known, 1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        raise typer.BadParameter(f"no {value!r}.{meant} There are {', '.join(known)}", param_hint=option)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise typer.BadParameter(f"no {value!r}{meant}; there are {', '.join(known)}", param_hint=option)
     return value
 
 
