@@ -126,7 +126,7 @@ def _bench_model(
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    print(table(results))
+    print(table(results), file=sys.stderr if json == STDOUT else sys.stdout)
     if json:
         write_json(json, describe(target, ""), results)
     if plot:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 import epiloq
+from epiloq.cli import output
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3-8b": {
@@ -234,9 +234,7 @@ def run_plan(plan: Plan, device: str, progress: Callable[[str], None]) -> list[M
 
 def write_json(path: Path, environment: Mapping[str, Any], results: Sequence[Measured]) -> None:
     """The environment and a row a result."""
-    path.write_text(
-        json.dumps({"environment": dict(environment), "rows": [asdict(r) for r in results]}, indent=1) + "\n"
-    )
+    output.write_json(path, {"environment": dict(environment), "rows": [asdict(r) for r in results]})
 
 
 def draw_models(results: Sequence[Measured], path: Path) -> None:
