@@ -176,6 +176,9 @@ class Peeking(nn.Module):
         self.a, self.b, self.c, self.d, self.e, self.f = (nn.Linear(16, 16) for _ in range(6))
         self.inner = nn.ModuleDict({"g": nn.Linear(16, 16)})
         self.slices, self.aside = 1, Aside()
+        self.calls, self.first = 0, nn.Linear(16, 16)
+        self.listed = nn.ModuleList(nn.ModuleDict({"i": nn.Linear(16, 16)}) for _ in range(2))
+        self.looped = nn.ModuleList(nn.ModuleDict({"j": nn.Linear(16, 16)}) for _ in range(2))
 
     def _apply_b(self, x: Tensor) -> Tensor:
         return x @ self.b.weight
@@ -188,13 +191,18 @@ class Peeking(nn.Module):
         nn.init.zeros_(self.f.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.aside.twice(x)
+        x = self.aside.twice(x) + self.listed[1].i.weight.mean()
+        for number, layer in enumerate(self.looped[:2]):
+            x = x + number * layer.j.weight.mean()
         x = nn.functional.linear(x, self.a.weight, self.a.bias)
         x = self._apply_b(x).to(self.type_of_c)
-        layer = self.d
-        x = x + layer.weight.sum() + self.inner.g.weight.sum()
+        inner = self.d
+        x = x + inner.weight.sum() + self.inner.g.weight.sum()
         if self.training:
             return x @ self.e.weight
+        if self.calls == 0:
+            x = x + self.first.weight.mean()
+        self.calls += 1
         if self.slices > 1 and x.shape[0] > 2:
             return x @ self.f.weight
         return self.f(self.e(self.d(self.c(x))))  # type: ignore[no-any-return]
@@ -211,7 +219,8 @@ def test_layers_whose_weight_is_read_stay_and_are_named(seed: int, scheme: str) 
             epiloq.quantize_(model, scheme)
         found = model(x)
     assert quantised(model) == ["0.e", "0.f", "1"]
-    assert all(f"0.{name} (" in str(warned[0].message) for name in "abcd")
+    read = ["a", "b", "c", "d", "listed.0.i", "listed.1.i", "looped.0.j", "looped.1.j", "first"]
+    assert all(f"0.{name} (" in str(warned[0].message) for name in read)
     assert float((found - expected).norm() / expected.norm()) < 0.2
 
 

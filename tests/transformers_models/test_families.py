@@ -43,8 +43,10 @@ LEFT = {
     "llama4": {".router", "lm_head"},
     "bert": {"cls.predictions.decoder"},
     "modernbert": {"decoder"},
+    "deberta": {".in_proj", "decoder"},
+    "rwkv": {"attention.output", "feed_forward.value", "head"},
 }
-LARGEST_ERROR = {"siglip": 0.15, "t5": 0.15, "gemma3n": 0.15}
+LARGEST_ERROR = {"rwkv": 0.15, "siglip": 0.15, "t5": 0.15, "gemma3n": 0.15}
 """By which quantised activations may change logits, beside de-quantised weights: of random models of two layers."""
 
 

@@ -1,8 +1,8 @@
 """Layers whose weight the code of a module around them reads, rather than call the layer: found in its source.
 
-The methods that ``forward`` reaches are searched for ``self.layer.weight``. Of a branch whose condition follows from
-the module's own attributes (``self.training`` is false, for models are quantised for inference) the dead half counts
-for nothing.
+The methods that ``forward`` reaches are searched for ``self.layer.weight``, ``self.layers[i].weight`` and the like. Of
+a branch whose condition follows from attributes that no method changes (``self.training`` is false, for models are
+quantised for inference) the dead half counts for nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from typing import Any
 from torch import nn
 
 _UNKNOWN = object()
+_EACH = "*"
+"""In a path, every module that a list holds."""
+# Methods that make a module, and code that all of them share.
+_MAKING, _BASES = ("__init__", "post_init"), ("torch.nn.modules.", "transformers.modeling_utils")
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -76,6 +80,25 @@ def _source(function: Any) -> ast.AST | None:
         return None
 
 
+def _functions(kind: type) -> list[tuple[str, Any]]:
+    members = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    return [(name, value) for name, value in members.items() if inspect.isfunction(value)]
+
+
+@cache
+def _changed(kind: type) -> frozenset[str]:
+    """Attributes that methods of a class assign, other than those that make it."""
+    found = set[str]()
+    for name, function in _functions(kind):
+        if name in _MAKING or function.__module__.startswith(_BASES):
+            continue
+        tree = _source(inspect.unwrap(function))
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+                found |= {node.attr} if node.value.id == "self" else set()
+    return frozenset(found)
+
+
 class _Search(ast.NodeVisitor):
     """What of a module's methods matters: paths whose weight is read, and other methods that are used."""
 
@@ -106,33 +129,51 @@ class _Search(ast.NodeVisitor):
                 self.aliases[target.id] = path
         self.generic_visit(node)
 
+    def visit_For(self, node: ast.For) -> None:
+        """Of ``for child in self.children``, of ``enumerate`` and of ``zip`` the names that children have inside."""
+        pairs = [(node.target, node.iter)]
+        if isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name):
+            targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+            numbered = node.iter.func.id == "enumerate"
+            pairs = list(zip(targets[numbered:], node.iter.args, strict=False))
+        for target, values in pairs:
+            path = self._path(values)
+            if isinstance(target, ast.Name) and path:
+                self.aliases[target.id] = [*path, _EACH]
+        self.generic_visit(node)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         path = self._path(node)
         if path is None:
             self.generic_visit(node)
             return
         for end, part in enumerate(path):
-            held = self._held(path[:end])
-            if held is not None and end and part == "weight":
-                self.found.add(".".join(path[:end]))
-            elif held is not None and _function(type(held), part) is not None:
-                self.methods.add((".".join(path[:end]), part))
+            for name, held in self._held(path[:end]):
+                if end and part == "weight":
+                    self.found.add(name)
+                elif _function(type(held), part) is not None:
+                    self.methods.add((name, part))
 
     def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
         for node in nodes:
             self.visit(node)
 
-    def _held(self, path: list[str]) -> nn.Module | None:
-        try:
-            return self.module.get_submodule(".".join(path))
-        except AttributeError:
-            return None
+    def _held(self, path: list[str]) -> list[tuple[str, nn.Module]]:
+        """The modules at a path, by their paths: several where it goes through each of a list's."""
+        found: list[tuple[str, nn.Module]] = [("", self.module)]
+        for part in path:
+            children = ((prefix, name, child) for prefix, held in found for name, child in held._modules.items())
+            found = [(_joined(p, name), c) for p, name, c in children if c is not None and part in (name, _EACH)]
+        return found
 
     def _path(self, node: ast.AST) -> list[str] | None:
-        """The names in ``self.a.b``, which may have another name by now."""
+        """The names in ``self.a.b`` or ``self.a[i].b``, which may have another name by now."""
         names: list[str] = []
-        while isinstance(node, ast.Attribute):
-            names.append(node.attr)
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            if isinstance(node, ast.Attribute):
+                names.append(node.attr)
+            elif not isinstance(node.slice, ast.Slice):
+                names.append(_EACH)
             node = node.value
         if not isinstance(node, ast.Name) or (node.id != "self" and node.id not in self.aliases):
             return None
@@ -168,6 +209,9 @@ class _Search(ast.NodeVisitor):
     def _attribute(self, path: list[str]) -> Any:
         if path == ["training"]:
             return False
+        kind: Any = type(self.module)
+        if path[0] in _changed(kind):
+            return _UNKNOWN
         value: Any = self.module
         for name in path:
             value = getattr(value, name, _UNKNOWN)

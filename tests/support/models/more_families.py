@@ -66,6 +66,21 @@ def gemma3n() -> Any:
     return transformers.Gemma3nForCausalLM(config)
 
 
+def rwkv() -> Any:
+    sizes = {"attention_hidden_size": 32, "context_length": 64}
+    config = transformers.RwkvConfig(**sizes, **{k: v for k, v in _WIDTHS.items() if k != "num_attention_heads"})
+    return transformers.RwkvForCausalLM(config)
+
+
+def deberta() -> Any:
+    return transformers.DebertaForMaskedLM(transformers.DebertaConfig(relative_attention=True, **_WIDTHS))
+
+
+def openai() -> Any:
+    config = transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    return transformers.OpenAIGPTLMHeadModel(config)
+
+
 MORE: dict[str, Callable[[], Any]] = {
     **FAMILIES,
     "gpt2": gpt2,
@@ -77,6 +92,9 @@ MORE: dict[str, Callable[[], Any]] = {
     "siglip": siglip,
     "llama4": llama4,
     "gemma3n": gemma3n,
+    "rwkv": rwkv,
+    "deberta": deberta,
+    "openai": openai,
 }
 
 
