@@ -177,6 +177,11 @@ def test_transformers_opens_experts_that_were_stacked(seed: int, tmp_path: Path)
     assert torch.allclose(answer(theirs, given), answer(found, given), rtol=1e-4, atol=1e-4)
     experts = [name for name in epiloq_modules.layers_of(found) if ".experts.3." in name]
     assert len(experts) == 3
+    integration.register()
+    for layout in ("epiloq", "gptq"):
+        assert run("convert", tmp_path / "out", tmp_path / layout, "--format", layout).exit_code == 0
+        assert torch.equal(answer(kind.from_pretrained(tmp_path / layout), given), answer(found, given))
+        assert torch.equal(answer(from_directory(tmp_path / layout), given), answer(found, given))
 
 
 def test_a_transposed_layer_that_is_ignored_is_written_as_it_was(seed: int, tmp_path: Path) -> None:

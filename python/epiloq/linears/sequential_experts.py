@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 
-def unstack_(model: Any, method: str, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
+def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Put lists of modules in the place of the stacked experts that transformers replaces in files of a method.
 
     They have the same weights, ``[E, K, 2 N]`` and ``[E, N, K]`` before, a matrix a linear layer then. Gives the names
-    of those that were replaced, of which ``takes(name)``.
+    of those that were replaced, of which ``takes(name)``. Without a method, those of any.
     """
     found = {name: kind for name, module in model.named_modules() if (kind := _kind(module, method)) and takes(name)}
     for name, kind in found.items():
@@ -29,7 +29,7 @@ def unstack_(model: Any, method: str, takes: Callable[[str], bool] = lambda name
     return list(found)
 
 
-def _kind(module: nn.Module, method: str) -> Any:
+def _kind(module: nn.Module, method: str | None) -> Any:
     """The class of such a list for a module, if there is one."""
     if not type(module).__module__.startswith("transformers."):
         return None
@@ -38,6 +38,5 @@ def _kind(module: nn.Module, method: str) -> Any:
     table: dict[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     entry = table.get(type(module).__name__)
     stacked = {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
-    if entry is None or not stacked or method not in [getattr(m, "value", m) for m in entry["quantization_methods"]]:
-        return None
-    return entry["module_name"]
+    methods = [None, *(getattr(m, "value", m) for m in entry["quantization_methods"])] if entry and stacked else []
+    return entry["module_name"] if entry is not None and method in methods else None

@@ -138,7 +138,7 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
     # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.
     matrices = {names.of(name).rsplit(".", 3)[0] for name in checkpoint.files}
     changed = take_apart_(model, lambda name: name in matrices)
-    changed += unstack_(model, (checkpoint.quantization or {}).get("quant_method", ""), lambda name: name in matrices)
+    changed += unstack_(model, None, lambda name: name in matrices)
     return Names(model) if changed else names
 
 
