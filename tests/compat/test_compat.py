@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import epiloq
 from epiloq.compat import sglang, vllm
 from int8_reference import assert_within_one_ulp
 
@@ -224,3 +225,34 @@ def test_sglang_refuses(wrong: dict[str, object], message: str) -> None:
     names = {"a": "mat_a", "b": "mat_b", "scale_a": "scales_a", "scale_b": "scales_b", "out_dtype": "out_dtype"}
     with pytest.raises(ValueError, match=message):
         sglang.int8_scaled_mm(**{names[name]: value for name, value in MM.items()} | wrong)
+
+
+def test_transposed_inputs_are_copied(seed: int) -> None:
+    """As vLLM copies them."""
+    x = torch.randn(24, 7).t()
+    for given in (x, torch.randn(2, 3, 24).transpose(0, 1)):
+        whole = given.contiguous()
+        for how in ({}, {"symmetric": False}, {"scale": torch.full((1,), 0.02)}):
+            for found, expected in zip(
+                vllm.scaled_int8_quant(given, **how), vllm.scaled_int8_quant(whole, **how), strict=True
+            ):
+                assert (found is None and expected is None) or torch.equal(found, expected)
+        for per_token in (True, False):
+            found = vllm.scaled_fp8_quant(given, use_per_token_if_dynamic=per_token)
+            expected = vllm.scaled_fp8_quant(whole.view(-1, 24), use_per_token_if_dynamic=per_token)
+            assert found[0].shape == given.shape and torch.equal(found[1], expected[1])
+            assert torch.equal(found[0].view(torch.uint8).reshape(-1, 24), expected[0].view(torch.uint8))
+            out = torch.empty(given.shape, dtype=torch.float8_e4m3fn)
+            assert vllm.scaled_fp8_quant(given, use_per_token_if_dynamic=per_token, output=out)[0] is out
+            assert torch.equal(out.view(torch.uint8).reshape(-1, 24), expected[0].view(torch.uint8))
+
+
+def test_nothing_is_quantised_alike(seed: int) -> None:
+    """By int8 and FP8: an empty tensor has the scale of zeros."""
+    for shape in ((0, 5), (3, 0), (0, 0), (2, 0, 4)):
+        x = torch.empty(shape)
+        for granularity in ("tensor", "token"):
+            q, scale, azp = epiloq.quantize_int8(x, granularity=granularity, symmetric=False)
+            e4m3, other = epiloq.quantize_fp8(x, granularity=granularity)
+            assert q.shape == e4m3.shape == x.shape and torch.equal(scale, other)
+            assert azp is not None and (azp == -128).all() and azp.shape == scale.shape

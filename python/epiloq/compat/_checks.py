@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from epiloq.nn.dense_rows import dense_rows
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 INT8 = (torch.int8,)
 FP8 = (torch.float8_e4m3fn,)
@@ -42,6 +44,14 @@ def vector(operation: str, name: str, tensor: Tensor, numel: int) -> Tensor:
     if tensor.numel() != numel:
         raise ValueError(f"{operation}: {name}: expected {numel} elements, got shape {list(tensor.shape)}")
     return tensor.reshape(-1)
+
+
+def rows_apart(operation: str, name: str, x: Tensor) -> Tensor:
+    """`x` [.., K] with dense rows that lie apart: itself, or a copy where its memory has another order."""
+    _require_tensor(operation, name, x)
+    if x.dim() == 0:
+        raise ValueError(f"{operation}: {name}: expected shape [.., K], got a scalar")
+    return dense_rows(x)
 
 
 def groups_of(operation: str, name: str, x: Tensor, group_size: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, vector
+from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, rows_apart, vector
 
 __all__ = [
     "fp8_blockwise_scaled_mm",
@@ -82,7 +82,8 @@ def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -
     """Quantise the rows of `input` [M, K] into `output_q` float8_e4m3fn, `output_s` float32 [M, 1] = max|x| / 448."""
     operation = "sgl_per_token_quant_fp8"
     require_dtype(operation, FP8, output_q=output_q)
-    epiloq.quantize_fp8(input, granularity="token", out=(output_q, output_s))
+    rows = rows_apart(operation, "input", input)
+    epiloq.quantize_fp8(rows, granularity="token", out=(output_q, output_s))
 
 
 def sgl_per_token_group_quant_8bit(

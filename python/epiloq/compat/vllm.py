@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, vector
+from epiloq.compat._checks import FP8, INT8, groups_of, require_dtype, require_half, require_matrix, rows_apart, vector
 from epiloq.compat._packed_words import awq_dequantize, awq_gemm, forget_weights, gptq_gemm, gptq_shuffle
 from epiloq.ops.quantizers.outputs import empty_scale
 
@@ -104,6 +104,7 @@ def scaled_int8_quant(
     `symmetric`, scale = (max - min) / 255 and azp int32 [tokens, 1] = round(-128 - min / scale). That range need
     not contain zero, so that azp may leave [-128, 127].
     """
+    input = rows_apart("scaled_int8_quant", "input", input)
     if scale is None:
         q, scale, azp = epiloq.quantize_int8(input, symmetric=symmetric, range_includes_zero=False)
         return q, scale.reshape(-1, 1), None if azp is None else azp.reshape(-1, 1)
@@ -131,7 +132,9 @@ def scaled_fp8_quant(
     output: Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise `input` [M, K] to ``(q, scale)``, q float8_e4m3fn.
+    """Quantise `input` [.., K], its leading dimensions flattened to M rows, to ``(q, scale)``, q float8_e4m3fn [.., K].
+
+    Memory in another order than by rows is copied, as vLLM does.
 
     Without `scale`: per tensor, scale float32 [1] = max|x| / 448; or, with `use_per_token_if_dynamic`, [rows, 1] =
     max(min(max|x|, scale_ub) / 448, 1 / (448 * 512)).
@@ -144,7 +147,14 @@ def scaled_fp8_quant(
     which those past M are not written.
     """
     operation = "scaled_fp8_quant"
-    require_matrix(operation, input=input)
+    input = rows_apart(operation, "input", input)
+    if input.dim() != 2:
+        if num_token_padding is not None:
+            raise ValueError(f"{operation}: num_token_padding: expected None beside {input.dim()} dimensions of input")
+        matrix = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+        flat = None if output is None else output.view(matrix.shape)
+        q, scale = scaled_fp8_quant(matrix, scale, None, scale_ub, use_per_token_if_dynamic, flat, group_shape)
+        return (q.view(input.shape) if output is None else output), scale
     if output is not None and num_token_padding is not None:
         raise ValueError(f"{operation}: num_token_padding: expected None beside output, got {num_token_padding}")
     m, k = input.shape

@@ -13,6 +13,7 @@ from torch.nn.functional import conv2d, conv_transpose2d, pad
 from epiloq.nn.frozen import Frozen
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.weights.computed import refresh
 
 Clamp = tuple[float, float]
 
@@ -23,6 +24,7 @@ def check_conv2d(name: str, conv: nn.Module) -> None:
         raise ValueError(f"{name}: conv: expected a torch.nn.Conv2d, got {type(conv).__name__}")
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name}: conv: its lazy weight has no shape yet; run the model once before quantising it")
+    refresh(name, conv)
     if conv.weight.dtype not in FLOAT_DTYPES:
         expected = ", ".join(map(str, FLOAT_DTYPES))
         raise ValueError(f"{name}: conv.weight: expected one of {expected}, got {conv.weight.dtype}")

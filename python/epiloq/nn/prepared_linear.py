@@ -15,6 +15,7 @@ from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import takes_directly
 from epiloq.nn.frozen import FrozenLinear
 from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT
+from epiloq.weights.computed import refresh
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = FLOAT_DTYPES[1:]
@@ -39,6 +40,7 @@ def check_linear(name: str, linear: nn.Module) -> None:
         raise ValueError(f"{name}: linear: expected a layer that is called, but MultiheadAttention reads its weight")
     if isinstance(linear.weight, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name}: linear: its lazy weight has no shape yet; run the model once before quantising it")
+    refresh(name, linear)
     if linear.weight.dtype not in FLOAT_DTYPES:
         expected = ", ".join(map(str, FLOAT_DTYPES))
         raise ValueError(f"{name}: linear.weight: expected one of {expected}, got {linear.weight.dtype}")

@@ -106,8 +106,6 @@ def _expect(
         expect_tensors("quantize_int8", {"x": x}, {}, writes=False)
         if x.dtype not in _FLOATS:
             raise ValueError(f"epiloq.quantize_int8: x: expected float32 or float16 or bfloat16, got {x.dtype}")
-        if x.numel() == 0:
-            raise ValueError(f"epiloq.quantize_int8: x: expected elements to measure, got shape {list(x.shape)}")
 
 
 def _expect_out(
@@ -131,7 +129,9 @@ def _expect_out(
 
 def _measure_tensor(x: Tensor, symmetric: bool, range_includes_zero: bool) -> tuple[Tensor, Tensor | None]:
     # The ends of the tensor's range, quantised as a token of their own, have its parameters.
-    ends = torch.stack(torch.aminmax(x)).to(torch.float32).view(1, 2)
+    # One without elements is as one of zeros, which quantize_fp8 measures too.
+    ends = torch.stack(torch.aminmax(x)) if x.numel() else x.new_zeros(2)
+    ends = ends.to(torch.float32).view(1, 2)
     _, scale, azp = quantize_int8(ends, symmetric=symmetric, range_includes_zero=range_includes_zero)
     return scale.view(1), None if azp is None else azp.view(1)
 
