@@ -12,7 +12,8 @@ from epiloq.formats.layouts.base import Activations, FormatError, Quantization
 from epiloq.nn.prepared_linear import FP8_BLOCK
 from epiloq.weights.grid import Grid
 
-Kind = Literal["int", "fp8"]
+Kind = Literal["int", "fp8", "table"]
+INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES = "bitsandbytes int8", "bitsandbytes 4 bits"
 OFFSETS = "gemv_fast"
 """The layout whose groups have real offsets in the place of integer zero points."""
 
@@ -44,7 +45,7 @@ class Description:
     layout
         The name of the layout of its tensors, a key of `readers.LAYOUTS`.
     kind, bits
-        The numbers that weights are: integers of `bits` bits, or float8_e4m3fn.
+        The numbers that weights are: integers of `bits` bits, float8_e4m3fn, or places of `bits` bits in a table.
     strategy
         What shares a scale: "tensor", "channel", "group" (of `group_size` input features) or "block" (of `block` rows
         and columns).
@@ -97,7 +98,7 @@ class Description:
     @property
     def weights(self) -> str:
         """The weights in words."""
-        what = "fp8" if self.kind == "fp8" else f"int{self.bits}"
+        what = {"fp8": "fp8", "table": f"{self.bits}-bit table"}.get(self.kind, f"int{self.bits}")
         size = {"group": f" of {self.group_size}", "block": f" of {self.block}"}.get(self.strategy, "")
         return f"{what} per {self.strategy}{size}, {'symmetric' if self.symmetric else 'asymmetric'}"
 
@@ -110,7 +111,12 @@ class Description:
 
     @property
     def module(self) -> tuple[str, Mapping[str, Any]]:
-        """The class of the module that runs an FP8 layer and its options. Raises FormatError where there is none."""
+        """The class of the module that runs a layer whose weights are no integers, and its options.
+
+        Raises FormatError where there is none.
+        """
+        if self.kind == "table":
+            return "TableLinear", {"block_size": self.group_size}
         inputs = self.inputs
         if inputs is None or (self.strategy == "block" and self.rows is None):
             return "Fp8WeightOnlyLinear", {"block": self.spans}
@@ -139,6 +145,8 @@ class Description:
                 f"no kernel multiplies FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
                 "in floating point"
             )
+        if self.layout == INT8_OF_BITSANDBYTES:
+            return "activations stay in floating point, where bitsandbytes (LLM.int8) quantises them too"
         return None
 
 

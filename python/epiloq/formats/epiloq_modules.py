@@ -143,6 +143,7 @@ _TABLE = (
     ),
     Kind(modules.Fp8BlockLinear, _attributes("rows"), _blocks, usual={"rows": FP8_BLOCK}),
     Kind(modules.Fp8WeightOnlyLinear, _attributes("block"), _as_it_is(modules.Fp8WeightOnlyLinear.dequantized_weight)),
+    Kind(modules.TableLinear, _attributes("block_size"), _as_it_is(modules.TableLinear.dequantized_weight)),
     Kind(
         modules.OnlineQuantLinear,
         _attributes("bits", "group_size", "symmetric"),

@@ -108,6 +108,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         options["symmetric"],
         f"int8 in groups of {options['group_size']}",
     ),
+    "TableLinear": lambda options: ("4-bit table, dequantised as it runs", 4, options["block_size"], False, None),
     "WeightOnlyLinear": lambda options: (
         f"int{options['bits']}",
         options["bits"],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
-from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
 from epiloq.formats.table import METHODS
@@ -128,7 +128,7 @@ class Layers:
         wanted = {name for name in targets if name.removesuffix(".weight") not in self.readers}
         seen = set()
         for name, entry in checkpoint.entries.items():
-            layer, _, part = name.rpartition(".")
+            layer, part = split_name(name)
             if layer in self.readers and part != BIAS:
                 self._part(layer, part, name)
                 continue

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from epiloq.formats import epiloq_modules
 from epiloq.formats.configs import auto_round, fp8
 from epiloq.formats.configs import awq as awq_config
+from epiloq.formats.configs import bitsandbytes as bitsandbytes_config
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.configs import gptq as gptq_config
-from epiloq.formats.description import OFFSETS, Description, Rules
-from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
+from epiloq.formats.description import INT8_OF_BITSANDBYTES, OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
+from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.weights import Weight, exact, on_grid
 
@@ -32,6 +33,7 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     ct_config.METHOD: ct_config.parse,
     gptq_config.METHOD: gptq_config.parse,
     awq_config.METHOD: awq_config.parse,
+    bitsandbytes_config.METHOD: bitsandbytes_config.parse,
     fp8.METHOD: fp8.parse,
     fp8.FBGEMM: fp8.parse,
     **dict.fromkeys(auto_round.METHODS, auto_round.parse),
@@ -99,7 +101,21 @@ def _float8(names: float8.Names) -> Layout:
     )
 
 
+def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
+    raise FormatError(f"{described.layout}: is read only")
+
+
 LAYOUTS: dict[str, Layout] = {
+    INT8_OF_BITSANDBYTES: Layout(
+        "SCB", lambda _: bitsandbytes.INT8_PARTS, bitsandbytes.int8_weight, _only_read, bitsandbytes.check_int8
+    ),
+    TABLE_OF_BITSANDBYTES: Layout(
+        "weight.quant_map",
+        lambda _: bitsandbytes.PARTS,
+        bitsandbytes.table_weight,
+        _only_read,
+        bitsandbytes.check_table,
+    ),
     ct_config.PACKED: _integers("weight_packed"),
     ct_config.INTEGER: _integers("weight_scale"),
     ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
@@ -236,7 +252,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
 def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, Description]:
     layers: dict[str, Description] = {}
-    marked = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.files if name.rpartition(".")[2] in _MARKERS)
+    marked = dict.fromkeys(layer for layer, part in map(split_name, checkpoint.files) if part in _MARKERS)
     for layer in marked:
         described = rules(*site(layer))
         if described is None:
@@ -247,8 +263,20 @@ def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, De
             )
         if described.layout == fp8.TENSORS and f"{layer}.weight_scale_inv" in checkpoint.files:
             described = replace(described, layout=fp8.SCALARS)  # transformers' names
+        if described.layout == TABLE_OF_BITSANDBYTES:
+            described = _sized(checkpoint, layer, described)
         layers[layer] = described
     return layers
+
+
+def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Description:
+    """With the block size that a layer's own tensors name."""
+    names = {part: f"{layer}.{part}" for part in bitsandbytes.STATES.values() if f"{layer}.{part}" in checkpoint.files}
+    try:
+        size = bitsandbytes.block_size({part: checkpoint.tensor(name) for part, name in names.items()})
+    except FormatError as error:
+        raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
+    return replace(described, group_size=size)
 
 
 def _warn(checkpoint: Checkpoint, what: str) -> None:

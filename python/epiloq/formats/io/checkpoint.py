@@ -29,6 +29,15 @@ _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 DESCRIPTIONS = {"config.json", *_BESIDE}
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """The layer of a tensor and which part of it this is; bitsandbytes' parts have names like "weight.absmax"."""
+    layer, found, part = name.partition(".weight.")
+    if found:
+        return layer, f"weight.{part}"
+    layer, _, part = name.rpartition(".")
+    return layer, part
+
+
 class Checkpoint:
     """A model directory opened for reading: which file holds which tensor, every one of them checked to be there.
 
@@ -107,13 +116,13 @@ class Checkpoint:
         self.entries = {names[old]: entry for old, entry in self.entries.items()}
         self.files = {names[old]: file for old, file in self.files.items()}
         self.stored = {new: old for old, new in names.items() if new != old}
-        self._layers = {new.rpartition(".")[0]: old.rpartition(".")[0] for new, old in self.stored.items()}
+        self._layers = {split_name(new)[0]: split_name(old)[0] for new, old in self.stored.items()}
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor, or would call another one of its layer."""
         if name in self.files:
             return self.stored.get(name, name)
-        layer, _, part = name.rpartition(".")
+        layer, part = split_name(name)
         return f"{self.stored_layer(layer)}.{part}" if layer else name
 
     def stored_layer(self, layer: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from epiloq.formats.io.checkpoint import split_name
 from epiloq.nn import ExpertLinears
 
 
@@ -44,7 +45,7 @@ class Names:
         """Names in the model by those of files; tensors of a quantised layer go with its weight, others keep theirs."""
         found = {}
         for name in stored:
-            layer, _, part = name.rpartition(".")
+            layer, part = split_name(name)
             weight, whole = self.of(f"{layer}.weight"), self.of(name)
             if whole in self.state:
                 found[name] = whole

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from epiloq.formats.layouts.base import FormatError, agrees, require
-from epiloq.nn.table_linear import ENTRIES
+from epiloq.formats.weights import ModuleWeight
+from epiloq.nn.table_linear import ENTRIES, TableLinear
+from epiloq.weights.grid import Grid, QuantizedWeight
 
 _POSITIVE = (0.0, 0.0052083335, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25)
 TABLES = {
@@ -35,11 +37,51 @@ TABLES = {
 }
 """What bitsandbytes multiplies by, whatever a file's table."""
 STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in TABLES}
+INT8_PARTS = frozenset({"weight", "SCB", "weight_format"})
 NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+PARTS = frozenset({"weight", "weight.quant_map", "weight.absmax", *NESTED, *STATES.values()})
 _LONGEST_STATE = 1 << 16
 _PLACES = 256
 # bitsandbytes multiplies by it rather than divide by 127.
 _PER_127 = 7.874015718698502e-3
+
+
+def int8_weight(tensors: Mapping[str, Tensor], described: object, shape: tuple[int, int]) -> QuantizedWeight:
+    """What LLM.int8's tensors stand for. Raises FormatError as `int8_scale` does."""
+    q, scale = int8_scale(tensors, shape)
+    return QuantizedWeight(q, scale, None, Grid(8, -1, symmetric=True))
+
+
+def check_int8(tensors: Mapping[str, Tensor], described: object, shape: tuple[int, int]) -> None:
+    """Raise FormatError for tensors of other types or shapes than a layer's; their values are not looked at."""
+    require(tensors, {"weight": (torch.int8, shape), "SCB": (torch.float32, shape[:1])})
+
+
+def table_weight(tensors: Mapping[str, Tensor], described: object, shape: tuple[int, int]) -> ModuleWeight:
+    """What 4-bit tensors stand for. Raises FormatError as `table_state` does."""
+    state, size = table_state(tensors, shape)
+
+    def values() -> Tensor:
+        layer = TableLinear(shape[1], shape[0], bias=False, block_size=size)
+        layer.load_state_dict(state)
+        return layer.dequantized_weight()
+
+    return ModuleWeight("TableLinear", {"block_size": size}, state, values)
+
+
+def check_table(tensors: Mapping[str, Tensor], described: object, shape: tuple[int, int]) -> None:
+    """Raise FormatError for tensors of other types or shapes than a layer's; their values are not looked at."""
+    require(tensors, {"weight.quant_map": (torch.float32, (ENTRIES,))})
+    wanted = -(-math.prod(shape) // 2)
+    if "weight" not in tensors or tensors["weight"].nbytes != wanted:
+        found = f"{tensors['weight'].nbytes} bytes" if "weight" in tensors else "none"
+        raise FormatError(f"weight: expected {wanted} bytes for {list(shape)}, found {found}")
+
+
+def block_size(tensors: Mapping[str, Tensor]) -> int:
+    """Weights that share a scale, as the one of `STATES` says. Raises FormatError for none, and for a senseless one."""
+    kind = _kind(tensors)
+    return _size(_state(tensors[STATES[kind]], kind), "blocksize")
 
 
 def int8_scale(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -61,9 +103,7 @@ def table_state(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[
 
     Nested scales are dequantised as bitsandbytes does. Raises FormatError for tensors that disagree.
     """
-    kind = next((kind for kind in TABLES if STATES[kind] in tensors), None)
-    if kind is None:
-        raise FormatError(f"{STATES['nf4']}: expected a tensor, found none")
+    kind = _kind(tensors)
     state = _state(tensors[STATES[kind]], kind)
     size, count = _size(state, "blocksize"), math.prod(shape)
     agrees("bitsandbytes", _shape(state), shape)
@@ -82,6 +122,13 @@ def table_state(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[
         require(tensors, {"weight.absmax": (torch.float32, (blocks,))})
         scale = tensors["weight.absmax"]
     return {"weight": codes, "weight_table": table, "weight_scale": scale}, size
+
+
+def _kind(tensors: Mapping[str, Tensor]) -> str:
+    found = [kind for kind in TABLES if STATES[kind] in tensors]
+    if len(found) != 1:
+        raise FormatError(f"{STATES['nf4']}: expected a tensor, found {' and '.join(found) or 'none'}")
+    return found[0]
 
 
 def _nested(tensors: Mapping[str, Tensor], state: Mapping[str, Any], blocks: int) -> Tensor:

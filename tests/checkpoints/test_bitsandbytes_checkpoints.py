@@ -1,0 +1,216 @@
+"""Directories of bitsandbytes, LLM.int8 and 4 bits, as written here and as transformers writes them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+import foreign_checkpoints
+from command_line import logits, run
+from epiloq.formats.io import model as models
+from epiloq.formats.io.checkpoint import SINGLE
+from epiloq.formats.layouts import bitsandbytes as layout
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn import TableLinear, WeightOnlyLinear
+from foreign_checkpoints import MODELS
+
+Made = tuple[dict[str, Tensor], Tensor]
+COMMON = {
+    "quant_method": "bitsandbytes",
+    "llm_int8_threshold": 6.0,
+    "llm_int8_skip_modules": None,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "bnb_4bit_compute_dtype": "float32",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_use_double_quant": True,
+}
+INT8 = COMMON | {"load_in_8bit": True, "load_in_4bit": False, "bnb_4bit_quant_type": "fp4"}
+BITS4 = COMMON | {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def rows_of_int8(linear: nn.Linear) -> Made:
+    q = torch.randint(-127, 128, linear.weight.shape, dtype=torch.int8)
+    largest = torch.rand(linear.out_features) * 0.2 + 0.05
+    format_of_rows = torch.tensor(0, dtype=torch.uint8)
+    return {"weight": q, "SCB": largest, "weight_format": format_of_rows}, q * (largest / 127)[:, None]
+
+
+def four_bits(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> Callable[[nn.Linear], Made]:
+    def pack(linear: nn.Linear) -> Made:
+        shape, count = list(linear.weight.shape), linear.weight.numel()
+        blocks = count // 64
+        codes = torch.randint(0, 16, (count,))
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": shape}
+        scale = torch.rand(blocks) * 0.1 + 0.1
+        parts = {"weight.absmax": scale}
+        if nested:
+            places, factors = torch.randint(0, 256, (blocks,), dtype=torch.uint8), torch.rand(-(-blocks // 256)) * 0.1
+            own = torch.linspace(-1, 1, 256)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.15}
+            scale = own[places.long()] * factors.repeat_interleave(256)[:blocks] + 0.15
+            parts = {"weight.absmax": places, "weight.nested_absmax": factors, "weight.nested_quant_map": own}
+        table = torch.tensor(layout.TABLES[kind])
+        described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        packed = (codes[::2] << 4 | codes[1::2]).to(torch.uint8).view(storage)[:, None]
+        values = (table[codes].view(blocks, 64) * scale[:, None]).view(shape)
+        parts |= {"weight": packed, "weight.quant_map": table, layout.STATES[kind]: described}
+        return parts, values
+
+    return pack
+
+
+KINDS: dict[str, tuple[Callable[[nn.Linear], Made], dict[str, Any]]] = {
+    "int8": (rows_of_int8, INT8),
+    "nf4": (four_bits("nf4", nested=False), BITS4),
+    "nf4 nested": (four_bits("nf4", nested=True), BITS4),
+    "fp4 in bfloat16": (four_bits("fp4", nested=False, storage=torch.bfloat16), BITS4 | {"bnb_4bit_quant_type": "fp4"}),
+}
+
+
+def written(folder: Path, model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model whose weights the folder stands for."""
+    monkeypatch.setitem(foreign_checkpoints._ALL, kind, KINDS[kind])
+    return foreign_checkpoints.write(folder, model, kind, shards=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "opt"])
+def test_models_open(seed: int, tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = written(tmp_path / "model", MODELS[name](), kind, monkeypatch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ours = models.from_directory(tmp_path / "model")
+    told = [str(each.message) for each in said if "activations stay in floating point" in str(each.message)]
+    assert len(told) == (kind == "int8")
+    expected = logits(model)
+    torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    layers = [m for m in ours.modules() if isinstance(m, (TableLinear, WeightOnlyLinear))]
+    assert layers and all(isinstance(m, WeightOnlyLinear if kind == "int8" else TableLinear) for m in layers)
+    if kind == "int8":
+        assert all((m.bits, m.group_size, m.zeros) == (8, -1, "none") for m in layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands(seed: int, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "model", MODELS["llama"](), kind, monkeypatch)
+    result = run("inspect", tmp_path / "model", "--check")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "format bitsandbytes" in words and ("int8" if kind == "int8" else "table") in words, words
+    result = run("convert", tmp_path / "model", tmp_path / "own", "--format", "epiloq")
+    assert result.exit_code == 0, result.output
+    again, before = models.from_directory(tmp_path / "own"), models.from_directory(tmp_path / "model")
+    assert torch.equal(logits(again), logits(before))
+    result = run("convert", tmp_path / "model", tmp_path / "other", "--format", "awq")
+    assert result.exit_code == 2 and not (tmp_path / "other").exists(), result.output
+
+
+def change(folder: Path, name: str, made: Callable[[Tensor], Tensor | None]) -> None:
+    tensors = load_file(folder / SINGLE)
+    changed = made(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), folder / SINGLE, {"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "made", "said"),
+    [
+        ("int8", f"{UP}.SCB", lambda t: t[1:].clone(), r"up_proj.*SCB: expected torch.float32 \[192\]"),
+        ("int8", f"{UP}.weight_format", lambda t: t + 3, "weight_format: expected 0"),
+        ("nf4", f"{UP}.weight.absmax", lambda t: None, "up_proj.*absmax: expected a tensor"),
+        ("nf4", f"{UP}.weight", lambda t: t[2:].clone(), "up_proj.*weight: expected 6144 bytes"),
+        ("nf4", f"{UP}.weight.quant_map", lambda t: t * 2, "up_proj.*quant_map: expected the table of nf4"),
+        ("nf4", f"{UP}.{layout.STATES['nf4']}", lambda t: t[:-4].clone(), "up_proj.*quant_state: expected JSON"),
+        ("nf4", f"{UP}.{layout.STATES['nf4']}", lambda t: None, "up_proj.*quant_state.*: expected a tensor"),
+        ("nf4 nested", f"{UP}.weight.nested_absmax", lambda t: t[:0].clone(), "up_proj.*nested_absmax: expected"),
+    ],
+)
+def test_tensors_that_disagree(
+    seed: int,
+    tmp_path: Path,
+    kind: str,
+    name: str,
+    made: Callable[[Tensor], Tensor | None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written(tmp_path / "model", MODELS["llama"](), kind, monkeypatch)
+    change(tmp_path / "model", name, made)
+    with pytest.raises(FormatError, match=said):
+        models.from_directory(tmp_path / "model")
+    result = run("inspect", tmp_path / "model", "--check")
+    assert result.exit_code == 2, result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"load_in_8bit": True}, "expected one of them to be true"),
+        ({"load_in_4bit": False}, "expected one of them to be true"),
+        ({"load_in_4bit": "yes"}, "load_in_4bit: expected True or False"),
+        ({"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight: expected False"),
+        ({"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules: expected a list of names"),
+        ({"llm_int8_skip_modules": ["up_proj"]}, "up_proj.*: belongs to a quantised layer"),
+        ({"rotation": "hadamard"}, "rotation: epiloq does not know"),
+    ],
+)
+def test_configurations(
+    seed: int, tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "model", MODELS["llama"](), "nf4", monkeypatch)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=said):
+        models.from_directory(tmp_path / "model")
+
+
+@pytest.mark.parametrize("options", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
+def test_what_transformers_and_bitsandbytes_write(seed: int, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Stock tools write the directory and say what its weights are."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    import bitsandbytes.functional as functional
+
+    MODELS["llama"]().save_pretrained(tmp_path / "float")
+    stated = transformers.BitsAndBytesConfig(**options, bnb_4bit_use_double_quant=True)
+    classes: Any = transformers.AutoModelForCausalLM
+    theirs = classes.from_pretrained(
+        tmp_path / "float", quantization_config=stated, dtype=torch.float32, device_map="cpu"
+    )
+    theirs.save_pretrained(tmp_path / "quantised")
+    ours = models.from_directory(tmp_path / "quantised")
+    float_model = MODELS["llama"]()
+    float_model.load_state_dict(classes.from_pretrained(tmp_path / "float").state_dict())
+    for name, module in theirs.named_modules():
+        found = ours.get_submodule(name)
+        if type(module).__name__ == "Linear4bit":
+            expected = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            assert torch.equal(found.dequantized_weight(), expected)
+        elif type(module).__name__ == "Linear8bitLt":
+            scale = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+            expected = functional.int8_vectorwise_dequant(module.weight.data, scale)
+            assert ((found.packed.dequantize() - expected).abs() <= 2.0**-22 * expected.abs()).all()
+        else:
+            continue
+        float_model.get_submodule(name).weight.data = expected
+    expected = logits(float_model)
+    torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    assert (logits(ours) - logits(classes.from_pretrained(tmp_path / "float"))).norm() < 0.3 * expected.norm()
