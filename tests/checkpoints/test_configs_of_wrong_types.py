@@ -92,3 +92,36 @@ def test_formats_come_when_they_are_asked_for() -> None:
     assert callable(epiloq.formats.awq.to_packed) and callable(epiloq.formats.gguf_model.load)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         epiloq.formats.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "said"),
+    [
+        ("OnlineQuantLinear", {"group_size": [32]}, r"OnlineQuantLinear: group_size: expected int, got \[32\]"),
+        ("OnlineQuantLinear", {"symmetric": []}, r"symmetric: expected bool, got \[\]"),
+        ("OnlineQuantLinear", {"bits": True}, "bits: expected int, got True"),
+        ("OnlineQuantLinear", {"bits": 5}, "bits: expected 4 or 8, got 5"),
+        ("WeightOnlyLinear", {"zeros": 1}, "zeros: expected str, got 1"),
+        ("WeightOnlyLinear", {"group_size": 1 << 40}, "group_size: expected less than 2"),
+        ("Int8Linear", {"activation": "tensor"}, "activation: expected one of"),
+        ("Fp8Linear", {"limit": "x"}, "limit: expected int or float or NoneType, got 'x'"),
+        ("TableLinear", {"block_size": 0}, "block_size: expected at least 1, got 0"),
+    ],
+)
+def test_options_of_modules(module: str, changes: dict[str, Any], said: str) -> None:
+    from epiloq.formats import epiloq_modules
+
+    usual: dict[str, dict[str, Any]] = {
+        "OnlineQuantLinear": {"bits": 8, "group_size": 32, "symmetric": True},
+        "WeightOnlyLinear": {"bits": 4, "group_size": 32, "zeros": "none"},
+        "Int8Linear": {"activation": "dynamic", "symmetric": True},
+        "Fp8Linear": {"activation": "token", "weight": "channel"},
+        "TableLinear": {"block_size": 64},
+    }
+
+    def described(options: dict[str, Any]) -> dict[str, Any]:
+        return epiloq_modules.config([epiloq_modules.Group(module, options, ["a"])])
+
+    assert epiloq_modules.parse(described(usual[module]))[0].options == usual[module]
+    with pytest.raises(ValueError, match=said):
+        epiloq_modules.parse(described(usual[module] | changes))

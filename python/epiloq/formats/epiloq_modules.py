@@ -10,6 +10,7 @@ the model with random weights after a warning. `epiloq.integrations.transformers
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,22 @@ class Kind:
         """The options of a module."""
         found = {name: value(module) for name, value in self.options.items()}
         return {name: value for name, value in found.items() if name not in self.usual or value != self.usual[name]}
+
+    def check(self, options: Options) -> None:
+        """Raise FormatError for options of other types than the constructor's own, or that it does not take."""
+        defaults = inspect.signature(self.module).parameters
+        for name, value in options.items():
+            usual = defaults[name].default
+            wanted = {bool: (bool,), int: (int,), str: (str,), tuple: (list,)}.get(
+                type(usual), (int, float, type(None))
+            )
+            if type(value) not in wanted:
+                expected = " or ".join(kind.__name__ for kind in wanted)
+                raise FormatError(f"{self.module.__name__}: {name}: expected {expected}, got {value!r}")
+        try:
+            self.module(1, 1, False, **options, device="meta")
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(str(error)) from None
 
     def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
         """A module in the place of a linear layer, its state loaded. Raises FormatError for what it does not take."""
@@ -214,12 +231,16 @@ def parse(found: Mapping[str, Any]) -> list[Group]:
 def _group(entry: Any, where: str) -> Group:
     fields = entry if isinstance(entry, dict) else {}
     name, options, layers = (fields.get(key) for key in ("class", "options", "layers"))
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise FormatError(f"{where}: modules: class: expected one of {', '.join(KINDS)}, got {name!r}")
     usual = KINDS[name].usual
     if not isinstance(options, dict) or (usual.keys() | options.keys()) != KINDS[name].options.keys():
         expected = ", ".join(option for option in KINDS[name].options if option not in usual) or "none"
         raise FormatError(f"{where}: modules: {name}: options: expected {expected}, got {options!r}")
+    try:
+        KINDS[name].check(options)
+    except FormatError as error:
+        raise FormatError(f"{where}: modules: {error}") from None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, str) for layer in layers):
         raise FormatError(f"{where}: modules: {name}: layers: expected names, got {layers!r}")
     return Group(name, options, layers)
