@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("typer", reason="the command line needs the extra cli")
 pytest.importorskip("rich", reason="the command line needs the extra cli")
@@ -19,79 +19,20 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-import foreign_checkpoints
+from bitsandbytes_layers import KINDS
 from command_line import logits, run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import SINGLE
 from epiloq.formats.layouts import bitsandbytes as layout
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import TableLinear, WeightOnlyLinear
-from foreign_checkpoints import MODELS
-
-Made = tuple[dict[str, Tensor], Tensor]
-COMMON = {
-    "quant_method": "bitsandbytes",
-    "llm_int8_threshold": 6.0,
-    "llm_int8_skip_modules": None,
-    "llm_int8_enable_fp32_cpu_offload": False,
-    "llm_int8_has_fp16_weight": False,
-    "bnb_4bit_compute_dtype": "float32",
-    "bnb_4bit_quant_storage": "uint8",
-    "bnb_4bit_use_double_quant": True,
-}
-INT8 = COMMON | {"load_in_8bit": True, "load_in_4bit": False, "bnb_4bit_quant_type": "fp4"}
-BITS4 = COMMON | {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-
-
-def rows_of_int8(linear: nn.Linear) -> Made:
-    q = torch.randint(-127, 128, linear.weight.shape, dtype=torch.int8)
-    largest = torch.rand(linear.out_features) * 0.2 + 0.05
-    format_of_rows = torch.tensor(0, dtype=torch.uint8)
-    return {"weight": q, "SCB": largest, "weight_format": format_of_rows}, q * (largest / 127)[:, None]
-
-
-def four_bits(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> Callable[[nn.Linear], Made]:
-    def pack(linear: nn.Linear) -> Made:
-        shape, count = list(linear.weight.shape), linear.weight.numel()
-        blocks = count // 64
-        codes = torch.randint(0, 16, (count,))
-        state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": shape}
-        scale = torch.rand(blocks) * 0.1 + 0.1
-        parts = {"weight.absmax": scale}
-        if nested:
-            places, factors = torch.randint(0, 256, (blocks,), dtype=torch.uint8), torch.rand(-(-blocks // 256)) * 0.1
-            own = torch.linspace(-1, 1, 256)
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.15}
-            scale = own[places.long()] * factors.repeat_interleave(256)[:blocks] + 0.15
-            parts = {"weight.absmax": places, "weight.nested_absmax": factors, "weight.nested_quant_map": own}
-        table = torch.tensor(layout.TABLES[kind])
-        described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-        packed = (codes[::2] << 4 | codes[1::2]).to(torch.uint8).view(storage)[:, None]
-        values = (table[codes].view(blocks, 64) * scale[:, None]).view(shape)
-        parts |= {"weight": packed, "weight.quant_map": table, layout.STATES[kind]: described}
-        return parts, values
-
-    return pack
-
-
-KINDS: dict[str, tuple[Callable[[nn.Linear], Made], dict[str, Any]]] = {
-    "int8": (rows_of_int8, INT8),
-    "nf4": (four_bits("nf4", nested=False), BITS4),
-    "nf4 nested": (four_bits("nf4", nested=True), BITS4),
-    "fp4 in bfloat16": (four_bits("fp4", nested=False, storage=torch.bfloat16), BITS4 | {"bnb_4bit_quant_type": "fp4"}),
-}
-
-
-def written(folder: Path, model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The model whose weights the folder stands for."""
-    monkeypatch.setitem(foreign_checkpoints._ALL, kind, KINDS[kind])
-    return foreign_checkpoints.write(folder, model, kind, shards=1)
+from foreign_checkpoints import MODELS, write
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt"])
-def test_models_open(seed: int, tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = written(tmp_path / "model", MODELS[name](), kind, monkeypatch)
+def test_models_open(seed: int, tmp_path: Path, name: str, kind: str) -> None:
+    model = write(tmp_path / "model", MODELS[name](), KINDS[kind], shards=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ours = models.from_directory(tmp_path / "model")
@@ -106,8 +47,8 @@ def test_models_open(seed: int, tmp_path: Path, name: str, kind: str, monkeypatc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_commands(seed: int, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "model", MODELS["llama"](), kind, monkeypatch)
+def test_commands(seed: int, tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "model", MODELS["llama"](), KINDS[kind], shards=1)
     result = run("inspect", tmp_path / "model", "--check")
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
@@ -149,9 +90,8 @@ def test_tensors_that_disagree(
     name: str,
     made: Callable[[Tensor], Tensor | None],
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written(tmp_path / "model", MODELS["llama"](), kind, monkeypatch)
+    write(tmp_path / "model", MODELS["llama"](), KINDS[kind], shards=1)
     change(tmp_path / "model", name, made)
     with pytest.raises(FormatError, match=said):
         models.from_directory(tmp_path / "model")
@@ -171,10 +111,8 @@ def test_tensors_that_disagree(
         ({"rotation": "hadamard"}, "rotation: epiloq does not know"),
     ],
 )
-def test_configurations(
-    seed: int, tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(tmp_path / "model", MODELS["llama"](), "nf4", monkeypatch)
+def test_configurations(seed: int, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    write(tmp_path / "model", MODELS["llama"](), KINDS["nf4"], shards=1)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config["quantization_config"] |= changes
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))

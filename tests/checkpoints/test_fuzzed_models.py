@@ -27,6 +27,7 @@ pytest.importorskip("transformers")
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import bitsandbytes_layers
 import epiloq
 import foreign_checkpoints
 from command_line import ROUND, run
@@ -117,6 +118,8 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
         ("deepseek-fp8", "fp8", 1),
     ):
         foreign_checkpoints.write(folder / name, model(), tool, shards=shards)
+    for name, kind in (("llm.int8", "int8"), ("nf4", "nf4 nested")):
+        foreign_checkpoints.write(folder / name, model(), bitsandbytes_layers.KINDS[kind], shards=1)
     for other in folder.iterdir():
         for file in (folder / "float").glob("tokenizer*"):
             if other.name != "float":
@@ -133,9 +136,13 @@ def one_layer(model: Any) -> Any:
     return model
 
 
-NAMES = ("float", "epiloq", "epiloq w8a8", "epiloq online", "compressed-tensors", "gptq", "awq", "deepseek-fp8")
+NAMES = (
+    *("float", "epiloq", "epiloq w8a8", "epiloq online", "compressed-tensors", "gptq", "awq", "deepseek-fp8"),
+    *("llm.int8", "nf4"),
+)
 SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("epiloq w8a8", "epiloq online") else name for name in NAMES
+    pytest.param(name, marks=pytest.mark.slow) if name in ("epiloq w8a8", "epiloq online", "llm.int8") else name
+    for name in NAMES
 ]
 
 

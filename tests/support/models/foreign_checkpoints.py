@@ -264,7 +264,8 @@ _DEEPSEEK = {
     "weight_block_size": [128, 128],
 }
 
-TOOLS: dict[str, tuple[Callable[[nn.Linear], Layer], dict[str, Any]]] = {
+Tool = tuple[Callable[[nn.Linear], Layer], dict[str, Any]]
+TOOLS: dict[str, Tool] = {
     "gptq": (gptq, _AUTO_GPTQ | {"desc_act": False}),
     "gptq in activation order": (lambda linear: gptq(linear, act_order=True), _AUTO_GPTQ),
     "awq": (awq, _AUTO_AWQ),
@@ -282,9 +283,9 @@ FP8_BLOCKS = "float-quantized in blocks"
 _ALL = TOOLS | {FP8_BLOCKS: (fp8_blocks, _ct("float-quantized", _FP8_BLOCKS, _FP8_GROUPS))}
 
 
-def write(folder: Path, model: Any, tool: str, shards: int = 2) -> Any:
+def write(folder: Path, model: Any, tool: str | Tool, shards: int = 2) -> Any:
     """Quantise `model` as `tool` would into a new `folder`; then it has the weights that the folder stands for."""
-    pack, config = _ALL[tool]
+    pack, config = _ALL[tool] if isinstance(tool, str) else tool
     head = model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     tied = model.all_tied_weights_keys
