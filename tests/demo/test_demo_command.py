@@ -126,7 +126,8 @@ def test_command_measures_every_scheme(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     read = json.loads(figures.read_text())
     assert tuple(read["schemes"]) == schemes.available()
-    assert [run["dtype"] for run in read["teacher"]["runs"]] == ["float32", "bfloat16"]
+    for model in (read["teacher"], *read["schemes"].values()):
+        assert [run["dtype"] for run in model["runs"]] == ["float32", "bfloat16"]
     for name, scheme in read["schemes"].items():
         assert scheme["perplexity"] == pytest.approx(read["teacher"]["perplexity"], rel=0.1)
         assert scheme["weight_bytes"] < read["teacher"]["weight_bytes"]

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 BASELINE_DTYPE = "float32"
 TEACHER_DTYPES = (BASELINE_DTYPE, "bfloat16")
-# CUDA kernels write 16-bit outputs; the CPU also writes fp32, which leaves quantisation as the only difference.
-SCHEME_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+# CUDA kernels write 16-bit outputs; the CPU also writes fp32, which leaves quantisation as the only difference, and
+# bf16, beside which a CPU with AMX has to be seen.
+SCHEME_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,12 @@ def measure_teacher(model: nn.Module, settings: Settings, material: text.Text, s
 
 
 def measure_scheme(model: nn.Module, scheme: str, settings: Settings, material: text.Text, stage: Stage) -> Measured:
-    """One scheme on each device, and its layers' errors on the first."""
+    """One scheme on each device in each floating-point format, and its layers' errors in the first run."""
     runs: list[Run] = []
     errors: dict[str, float] = {}
-    for device in settings.devices:
-        dtype = SCHEME_DTYPE[device]
+    for device, dtype in ((place, dtype) for place in settings.devices for dtype in SCHEME_DTYPES[place]):
         baseline = model.to(device)
-        with stage(f"{scheme} on {device}", len(material.evaluation.windows) + 3) as advance:
+        with stage(f"{scheme} {dtype} on {device}", len(material.evaluation.windows) + 3) as advance:
             student = quantise(cast(model, device, dtype), scheme, material, advance)
             if not runs:
                 errors = layer_errors(baseline, student, material.evaluation.windows[0])

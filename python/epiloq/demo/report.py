@@ -10,11 +10,12 @@ from epiloq.demo.results import Measured, Results, Run
 
 
 class Headline(NamedTuple):
-    """One figure at the top of the page."""
+    """One figure at the top of the page; `worse` shows it in the colour of a loss."""
 
     value: str
     label: str
     detail: str
+    worse: bool = False
 
 
 def headlines(results: Results) -> list[Headline]:
@@ -36,6 +37,7 @@ def headlines(results: Results) -> list[Headline]:
             f"{run.speed.prefill_speedup:.2f}x",
             "prefill speed",
             f"{run.speed.prefill_tokens_per_s:.0f} tokens/s; decode {run.speed.decode_speedup:.2f}x",
+            run.speed.prefill_speedup < 1,
         ),
     ]
     if scheme.worst_layer is not None:

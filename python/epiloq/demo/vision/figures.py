@@ -62,18 +62,18 @@ def layer_errors(runs: Sequence[Run]) -> str:
 
 
 def speeds(results: Results) -> str:
-    """Milliseconds for an image of every run, as two panels of bars."""
+    """Speed of every run in multiples of the float network's, timed in turns with it, as two panels of bars."""
     runs = results.runs
     panels = (
-        ("detector", [1e3 * run.detector.seconds_per_image for run in runs]),
-        ("recogniser", [1e3 * run.recogniser.seconds_per_image for run in runs]),
+        ("detector", [run.detector.speedup for run in runs]),
+        ("recogniser", [run.recogniser.speedup for run in runs]),
     )
     names = list(dict.fromkeys(run.name for run in runs))
     palette = dict(zip(names, chain((FLOAT_COLOUR,), COLOURS), strict=False))
     with canvas(0.9 + 0.42 * len(runs)) as figure:
         for axes, (title, values) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
             bars = axes.barh(range(len(runs)), values, color=[palette[run.name] for run in runs], height=0.62)
-            axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
+            axes.bar_label(bars, fmt="%.2fx", padding=3, fontsize=9)
             axes.margins(x=0.28)
             axes.set_title(title, fontsize=10.5, loc="left")
             axes.set_yticks(range(len(runs)), [f"{run.name}\n{run.place}" for run in runs])
@@ -81,4 +81,4 @@ def speeds(results: Results) -> str:
             axes.set_xticks([])
             axes.spines[["bottom", "left"]].set_visible(False)
         figure.axes[0].invert_yaxis()
-        return to_svg(figure, "Time for an image")
+        return to_svg(figure, "Speed in multiples of the float networks")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from epiloq import pages
+from epiloq.demo.report import Headline
 from epiloq.demo.vision import figures
 from epiloq.demo.vision.measure import FLOAT
 from epiloq.demo.vision.networks import VARIANTS, Variant
@@ -14,25 +13,23 @@ SHOWN = VARIANTS[0].name
 """The variant that the page shows beside the float networks."""
 
 
-class Headline(NamedTuple):
-    """One figure at the top of the page."""
-
-    value: str
-    label: str
-    detail: str
-
-
 def headlines(results: Results) -> list[Headline]:
     """Four figures of the int8 networks."""
     whole, run = results.run(FLOAT), results.run(SHOWN)
     right = f"right: {percent(whole.characters_right)} by float, {percent(run.characters_right)} by int8"
     size = f"{megabytes(whole.weight_bytes)} to {megabytes(run.weight_bytes)} MB"
     lowest = f"the lowest of {results.drawn['pages']} pages {run.lowest_map_iou:.3f}"
+    recogniser = f"recogniser {run.recogniser.speedup:.2f}x"
     return [
         Headline(f"{run.map_iou:.3f}", "detector's map IoU", lowest),
         Headline(percent(run.characters_equal), "of characters read alike", right),
         Headline(f"{100 * run.weight_bytes / whole.weight_bytes:.0f} %", "of the bytes", size),
-        Headline(f"{run.detector.speedup:.2f}x", "detector's speed", f"recogniser {run.recogniser.speedup:.2f}x"),
+        Headline(
+            f"{run.detector.speedup:.2f}x",
+            "detector's speed",
+            f"recogniser {run.recogniser.speedup:.2f}x",
+            run.detector.speedup < 1,
+        ),
     ]
 
 
