@@ -40,10 +40,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"float": save(folder / "float", tiny_model(**ROUND))}
     found["gptq"] = folder / "gptq"
     foreign_checkpoints.write(found["gptq"], tiny_model(**ROUND), "gptq", shards=1)
+    found["fp8"] = folder / "fp8"
+    foreign_checkpoints.write(found["fp8"], tiny_model(**ROUND), "fp8", shards=1)
     found["sharded"] = folder / "sharded"
     foreign_checkpoints.write(found["sharded"], tiny_model(**ROUND), "awq", shards=2)
     for file in found["float"].glob("tokenizer*"):
         shutil.copy(file, found["gptq"])
+        shutil.copy(file, found["fp8"])
         shutil.copy(file, found["sharded"])
     (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(2100)))
     return found
@@ -139,7 +142,8 @@ WHEN_OPENED: dict[str, tuple[str, Damage, str]] = {
     "model type": ("float", config(model_type=["llama"]), "config.json: "),
     "architecture": ("float", config(architectures=["T5ForConditionalGeneration"]), "config.json: "),
     "code of its own": ("float", config(auto_map={"AutoConfig": "x.Y"}, model_type="own"), "config.json: "),
-    "group": ("gptq", quantization(group_size=1 << 40), "group_size|scales|qzeros"),
+    "group": ("gptq", quantization(group_size=1 << 40), "group"),
+    "block": ("fp8", quantization(weight_block_size=[128, 1 << 63]), "groups and blocks of less than 2.31, got 9223"),
     "bits list": ("gptq", quantization(bits=[4]), "bits: expected"),
     "group list": ("gptq", quantization(group_size=[32]), "group_size: expected"),
     "order list": ("gptq", quantization(desc_act=[False]), "desc_act: expected"),

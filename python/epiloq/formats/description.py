@@ -67,6 +67,12 @@ class Description:
     ordered: bool = False
     inputs: Inputs | None = None
 
+    def __post_init__(self) -> None:
+        inputs = () if self.inputs is None else (self.inputs.group_size,)
+        for size in (self.group_size, *(self.block or ()), *inputs):
+            if type(size) is int and size >= 1 << 31:
+                raise FormatError(f"quantization_config: expected groups and blocks of less than 2^31, got {size}")
+
     @property
     def grid(self) -> Grid | None:
         """The grid of integers with integer zero points or none; None for other weights."""
