@@ -27,7 +27,7 @@ import wheels
 FOLDER = wheels.ROOT / "build" / "cuda-check"
 ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a"}
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "OFF"}
-MMA_KERNELS = ("ring_kernel",)  # whose product on SM90 is mma.sync, as for the fewest tokens it is the faster one
+MMA_KERNELS = ("decode_kernel",)  # whose product on SM90 is mma.sync, as for the fewest tokens it is the faster one
 WHEEL_LIMIT = 30_000_000  # bytes
 
 

@@ -14,11 +14,11 @@ namespace {
 // In the order in which costs.h has them.
 std::vector<double*> numbers() {
   std::vector<double*> all;
-  for (auto& of_bits : wo::kStreamSteps) {
-    for (auto& step : of_bits) all.insert(all.end(), {&step.step, &step.slab, &step.token, &step.slab_token});
+  for (auto& of_bits : wo::kGemvSteps) {
+    for (auto& step : of_bits) all.insert(all.end(), {&step.step, &step.panel, &step.token, &step.panel_token});
   }
-  for (auto& row : wo::kStreamTimes) all.insert(all.end(), {&row.work[0], &row.work[1], &row.wait});
-  auto& of_streams = wo::kStreamTime;
+  for (auto& row : wo::kGemvTimes) all.insert(all.end(), {&row.work[0], &row.work[1], &row.wait});
+  auto& of_streams = wo::kGemvTime;
   all.insert(all.end(), {&of_streams.latency, &of_streams.own, &of_streams.read_rate, &of_streams.power,
                          &of_streams.sum, &of_streams.kernel, &of_streams.cluster, &of_streams.cluster_block});
   auto const add = [&all](auto& rows) {
@@ -27,8 +27,8 @@ std::vector<double*> numbers() {
   add(wo::kWgmmaTimes);
   for (double& products : wo::kWgmmaProducts) all.push_back(&products);
   all.push_back(&wo::kLimitExponent);
-  add(wo::kRingTimes);
-  for (auto* sums : {&wo::kSentSums, &wo::kLentSums, &wo::kRingSums}) {
+  add(wo::kDecodeTimes);
+  for (auto* sums : {&wo::kSentSums, &wo::kLentSums, &wo::kDecodeSums}) {
     all.insert(all.end(), {&sums->tile, &sums->sum, &sums->crowd});
   }
   return all;
@@ -54,16 +54,16 @@ void add(wo::Family family, Rows const& rows, epiloq::WeightOnlyMmProblem const&
 void add_candidates(int m, int n, int k, int bits, epiloq::Target const& t) {
   epiloq::WeightOnlyMmProblem p;
   p.m = m, p.n = n, p.k = k, p.bits = bits, p.group_size = 128;
-  add(wo::Family::kStream, wo::kStreamRows, p, t);
-  add(wo::Family::kRing, wo::kRingRows, p, t);
+  add(wo::Family::kStream, wo::kGemvRows, p, t);
+  add(wo::Family::kRing, wo::kDecodeRows, p, t);
   add(wo::Family::kWgmma, wo::kWgmmaRows, p, t);
 }
 std::string words_of(Candidate const& c) { return wo::describe(c.choice); }
 double microseconds_of(Candidate const& c) {
   auto const& [family, row, split, why] = c.choice;
-  if (family == wo::Family::kStream) return wo::time_of_row(wo::kStreamRows, row, c.problem, split, c.target);
+  if (family == wo::Family::kStream) return wo::time_of_row(wo::kGemvRows, row, c.problem, split, c.target);
   if (family == wo::Family::kWgmma) return wo::time_of_row(wo::kWgmmaRows, row, c.problem, split, c.target);
-  return wo::time_of_row(wo::kRingRows, row, c.problem, split, c.target);
+  return wo::time_of_row(wo::kDecodeRows, row, c.problem, split, c.target);
 }
 
 }  // namespace

@@ -11,15 +11,15 @@ namespace epiloq {
 
 // A weight [N, K] of 2, 3, 4 or 8 bits in the kernels' order: W[n, k] = scale (q - zero), or scale q + offset.
 //
-// Rows lie in slabs of 16, K is padded to a multiple Kp of 128, and a group of columns shares its parameters: there are
-// ceil(Kp / group_size) groups. Bytes past N and K hold anything. A tile is 16 rows by `depth` columns, 32 of 8 bits
-// and 64 of fewer, in 32 lanes of 16 bytes, or of 8 and 12 for 2 and 3 bits. Of a group's parameters those of row r of
-// a slab stand at r % 8 * 2 + r / 8. src/problems/packed_layout.h has the order within a lane; epiloq.pack_weight
+// Rows lie in panels of 16, K is padded to a multiple Kp of 128, and a group of columns shares its parameters: there
+// are ceil(Kp / group_size) groups. Bytes past N and K hold anything. A tile is 16 rows by `depth` columns, 32 of 8
+// bits and 64 of fewer, in 32 lanes of 16 bytes, or of 8 and 12 for 2 and 3 bits. Of a group's parameters those of row
+// r of a panel stand at r % 8 * 2 + r / 8. src/problems/packed_layout.h has the order within a lane; epiloq.pack_weight
 // (Python) writes it. Columns of a weight with an activation order are in the order of their groups: it is up to the
 // caller that those of X are.
 struct PackedWeight {
-  TensorView q;                        // uint8 [slabs, Kp / depth, 32, bytes a lane]
-  TensorView scale;                    // float16, bfloat16 or float32 [slabs, groups, 16]
+  TensorView q;                        // uint8 [panels, Kp / depth, 32, bytes a lane]
+  TensorView scale;                    // float16, bfloat16 or float32 [panels, groups, 16]
   std::optional<TensorView> zero{};    // uint8, shaped like scale, at most 2^bits; with neither it is 2^(bits - 1)
   std::optional<TensorView> offset{};  // like scale
   int bits = 4;

@@ -37,7 +37,7 @@ struct GroupwiseProblem {
   std::int32_t const* masked_m = nullptr;
   // Blocks of a cluster that share a tile's K: 1, or 2 without experts, where groupwise_split_k.h finds tiles to share
   // and each block has a step of 128.
-  int k_blocks = 1;
+  int split_k = 1;
   bool constant_b = false;  // nothing that may still run when this kernel starts writes B; not of experts
 
   friend bool operator==(GroupwiseProblem const&, GroupwiseProblem const&) = default;

@@ -14,14 +14,14 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline constexpr int kSlab = 16;      // rows of a tile
-inline constexpr int kLanes = 32;     // of a tile
-inline constexpr int kPadding = 128;  // K is padded to a multiple of this
+inline constexpr int kPanelRows = 16;  // rows of a tile
+inline constexpr int kLanes = 32;      // of a tile
+inline constexpr int kPadding = 128;   // K is padded to a multiple of this
 
 // Columns of a tile, and bytes of a lane in it.
 EPILOQ_HD constexpr int depth(int bits) { return bits == 8 ? 32 : 64; }
 EPILOQ_HD constexpr int lane_bytes(int bits) { return bits == 8 ? 16 : 4 * bits; }
-EPILOQ_HD constexpr int lane_values(int bits) { return kSlab * depth(bits) / kLanes; }
+EPILOQ_HD constexpr int lane_values(int bits) { return kPanelRows * depth(bits) / kLanes; }
 
 struct Place {
   int row, column;  // within the tile
@@ -56,7 +56,7 @@ EPILOQ_HD constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
   return value;
 }
 
-// Parameters of a slab and group: rows g and g + 8 side by side, as a lane wants them.
+// Parameters of a panel and group: rows g and g + 8 side by side, as a lane wants them.
 EPILOQ_HD constexpr int parameter_of(int row) { return row % 8 * 2 + row / 8; }
 
 }  // namespace epiloq::ops::weight_only_mm

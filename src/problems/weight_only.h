@@ -6,10 +6,10 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// A packed weight as kernels see it; sizes are whole slabs and tiles.
+// A packed weight as kernels see it; sizes are whole panels and tiles.
 //
 // Kernels read it before the one launched before them has finished, and only then wait for that one
-// (wait_for_previous_kernel). That is safe as long as no kernel that lets the next one start early writes a packed
+// (pdl_wait). That is safe as long as no kernel that lets the next one start early writes a packed
 // weight: copies do not, nor do eager torch's element-wise kernels, which pack, and what follows one that does not
 // starts when all that it wrote is there (PTX ISA, griddepcontrol: only where the one before uses launch_dependents has
 // the next one to wait). epiloq's callers are told (epiloq/weight_only_mm.h).
@@ -17,7 +17,7 @@ struct Weight {
   int n, k, padded_k;
   int bits;
   int group;        // columns; at most padded_k
-  int groups;       // that a slab has parameters for
+  int groups;       // that a panel has parameters for
   int group_shift;  // a group of 2^n times 128 columns: n; else 0
   std::uint8_t const* q;
   void const* scale;

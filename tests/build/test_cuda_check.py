@@ -101,7 +101,7 @@ def test_cutlass_kernels_go_by_their_tiles(demangled: str, expected: str) -> Non
     assert ptxas.short_name(demangled) == expected
 
 
-RING, WGMMA = "_ZN6epiloq11ring_kernelINS_4RingEEEvT_", "_ZN6epiloq12wgmma_kernelINS_5WgmmaEEEvT_"
+RING, WGMMA = "_ZN6epiloq13decode_kernelINS_6DecodeEEEvT_", "_ZN6epiloq12wgmma_kernelINS_5WgmmaEEEvT_"
 
 
 @pytest.mark.parametrize(

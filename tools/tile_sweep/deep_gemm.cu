@@ -13,14 +13,14 @@ namespace {
 
 using epiloq::gemm::GroupwiseProblem;
 
-constexpr int kM = 256, kN = 128, kK = 128, kStages = 3, kSwizzle = 128, kCopyThreads = 128, kMathThreads = 256;
+constexpr int kM = 256, kN = 128, kK = 128, kStages = 3, kSwizzle = 128, kCopyThreads = 128, kConsumerThreads = 256;
 
 template <int kSizeN, int kSizeK>
 void launch(GroupwiseProblem const& p, epiloq::Stream stream) {
   constexpr int kSms = 132, kBlocks = 2;
   auto* const kernel =
       &deep_gemm::sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, kSizeN, kSizeK, 1, kM, kN, kK, kSwizzle, kSwizzle,
-                                          kSwizzle, kStages, kCopyThreads, kMathThreads, kBlocks, true, kSms,
+                                          kSwizzle, kStages, kCopyThreads, kConsumerThreads, kBlocks, true, kSms,
                                           deep_gemm::GemmType::Normal, cutlass::bfloat16_t,
                                           deep_gemm::epilogue::transform::EpilogueIdentity>;
   constexpr int kScaleBytes = (kSizeK / kK * 4 + 7) / 8 * 8, kBarrierBytes = 2 * kStages * 8;
@@ -40,7 +40,7 @@ void launch(GroupwiseProblem const& p, epiloq::Stream stream) {
   cudaLaunchAttribute pairs{.id = cudaLaunchAttributeClusterDimension};
   pairs.val.clusterDim = {kBlocks, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = kSms, config.blockDim = kCopyThreads + kMathThreads, config.dynamicSmemBytes = kSharedBytes;
+  config.gridDim = kSms, config.blockDim = kCopyThreads + kConsumerThreads, config.dynamicSmemBytes = kSharedBytes;
   config.stream = static_cast<cudaStream_t>(stream), config.attrs = &pairs, config.numAttrs = 1;
   epiloq::cuda_check(cudaLaunchKernelEx(&config, kernel, const_cast<float*>(p.scale_b.ptr), static_cast<int*>(nullptr),
                                         std::uint32_t(p.m), std::uint32_t(p.n), std::uint32_t(p.k), a, b, d, scales),

@@ -15,6 +15,6 @@ using Tile = epiloq::gemm::Groupwise<M_GROUPS, K_GROUPS, TILE_N, ROUNDS, epiloq:
 void NAME(epiloq::gemm::GroupwiseProblem const& problem, int device, epiloq::Stream stream) {
   using Gemm = epiloq::gemm::GroupwiseGemm<Tile>;
   auto shared = problem;
-  if (SHARES && Gemm::shared(problem, epiloq::device_properties(device).sm_count) > 0) shared.k_blocks = 2;
+  if (SHARES && Gemm::shared(problem, epiloq::device_properties(device).sm_count) > 0) shared.split_k = 2;
   Gemm::launch(shared, device, stream);
 }

@@ -30,12 +30,12 @@ EPILOQ_CLONES int largest(std::uint8_t const* values, std::int64_t count) {
 void check_zeros(Checker const& check, PackedWeight const& w, std::int64_t groups, std::int64_t used) {
   int const most = 1 << w.bits;
   auto const* zero = w.zero->as<std::uint8_t>();
-  for (std::int64_t row = 0; row < w.n; row += kSlab, zero += groups * kSlab) {
-    int found = largest(zero, used * kSlab);
-    if (found > most && w.n - row < kSlab) {
+  for (std::int64_t row = 0; row < w.n; row += kPanelRows, zero += groups * kPanelRows) {
+    int found = largest(zero, used * kPanelRows);
+    if (found > most && w.n - row < kPanelRows) {
       found = 0;
-      for (std::int64_t i = 0; i < used * kSlab; ++i) {
-        if (row + row_of(static_cast<int>(i % kSlab)) < w.n) found = std::max<int>(found, zero[i]);
+      for (std::int64_t i = 0; i < used * kPanelRows; ++i) {
+        if (row + row_of(static_cast<int>(i % kPanelRows)) < w.n) found = std::max<int>(found, zero[i]);
       }
     }
     if (found > most) check.fail("weight.zero", "expected 0 to ", most, " with ", w.bits, " bits, got ", found);
@@ -68,18 +68,18 @@ Weight checked_weight(Checker const& check, PackedWeight const& w) {
   if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
   if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
   if (w.zero && w.offset) check.fail("offset", "expected none beside zero, got ", describe(*w.offset));
-  std::int64_t const slabs = ceil_div(w.n, kSlab), padded_k = ceil_div(w.k, kPadding) * kPadding;
+  std::int64_t const panels = ceil_div(w.n, kPanelRows), padded_k = ceil_div(w.k, kPadding) * kPadding;
   std::int64_t const group = w.group_size == -1 ? padded_k : std::min(w.group_size, padded_k);
   std::int64_t const groups = padded_k == 0 ? 0 : ceil_div(padded_k, group);
   check.tensor("weight.q", w.q, {DType::kUInt8});
   check.tensor("weight.scale", w.scale, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
-  expect_shape(check, "weight.q", w.q, {slabs, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
-  expect_shape(check, "weight.scale", w.scale, {slabs, groups, kSlab});
+  expect_shape(check, "weight.q", w.q, {panels, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
+  expect_shape(check, "weight.scale", w.scale, {panels, groups, kPanelRows});
   check.aligned16("weight.q", w.q);
   check.aligned16("weight.scale", w.scale);
   if (w.zero) {
     check.tensor("weight.zero", *w.zero, {DType::kUInt8});
-    expect_shape(check, "weight.zero", *w.zero, {slabs, groups, kSlab});
+    expect_shape(check, "weight.zero", *w.zero, {panels, groups, kPanelRows});
     check.aligned16("weight.zero", *w.zero);
     if (w.zero->device.type == Device::Type::kCpu && w.bits < 8 && w.k > 0) {
       check_zeros(check, w, groups, ceil_div(w.k, std::max<std::int64_t>(group, 1)));
@@ -87,7 +87,7 @@ Weight checked_weight(Checker const& check, PackedWeight const& w) {
   }
   if (w.offset) {
     check.tensor("weight.offset", *w.offset, {w.scale.dtype});
-    expect_shape(check, "weight.offset", *w.offset, {slabs, groups, kSlab});
+    expect_shape(check, "weight.offset", *w.offset, {panels, groups, kPanelRows});
     check.aligned16("weight.offset", *w.offset);
   }
   return {static_cast<int>(w.n),

@@ -56,8 +56,8 @@ MultiplyFloats multiply_by() {
 
 // In vectors of the widest registers: a few tokens by rows as they lie, or many by rows that were widened.
 template <bool kFew>
-void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
-  constexpr int kSlab = 16;
+void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
+  constexpr int kPanelRows = 16;
   std::int64_t const stride = rounded_up(w.columns, 4 * 16);
   std::vector<float> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
   Widen const widen = x.is_e5m2 ? Widens<E5M2>::here() : Widens<E4M3>::here();
@@ -71,10 +71,10 @@ void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, 
     }
   });
   MultiplyFloats const multiply = w.is_e5m2 ? multiply_by<E5M2, kFew>() : multiply_by<E4M3, kFew>();
-  by_slabs(x.rows, w.rows, kSlab, tokens_at_once(w.columns, 1 << 17, 48), threads, finish,
-           [&](int row, int first, int count, float* sums) {
-             multiply(w, row, {tokens.data() + first * stride, stride, count}, lines_of(sums));
-           });
+  by_panels(x.rows, w.rows, kPanelRows, tokens_at_once(w.columns, 1 << 17, 48), threads, finish,
+            [&](int row, int first, int count, float* sums) {
+              multiply(w, row, {tokens.data() + first * stride, stride, count}, lines_of(sums));
+            });
 }
 
 #ifdef EPILOQ_HAS_CLONES
@@ -89,25 +89,25 @@ std::vector<float> scales_of(ScaledFloat8 const& x) {
   return scales;
 }
 
-void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   std::int64_t const stride = RowsByTokens::lines(w.columns);
   std::vector<Line> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
   std::vector<float> const scales = scales_of(x);
   share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t m = first; m < last; ++m) RowsByTokens::bring(x, m, tokens.data() + m * stride);
   });
-  by_slabs(x.rows, w.rows, RowsByTokens::kSums, tokens_at_once(w.columns, 1 << 18, 64), threads, finish,
-           [&](int row, int first, int count, float* sums) {
-             Float8Pairs const some{.x = tokens.data() + first * stride,
-                                    .stride = stride,
-                                    .scale = scales.empty() ? nullptr : scales.data() + first,
-                                    .of_piece = rounded_up(x.rows, kTokensUpTo),
-                                    .count = count};
-             RowsByTokens::run(w, row, some, lines_of(sums));
-           });
+  by_panels(x.rows, w.rows, RowsByTokens::kSums, tokens_at_once(w.columns, 1 << 18, 64), threads, finish,
+            [&](int row, int first, int count, float* sums) {
+              Float8Pairs const some{.x = tokens.data() + first * stride,
+                                     .stride = stride,
+                                     .scale = scales.empty() ? nullptr : scales.data() + first,
+                                     .of_piece = rounded_up(x.rows, kTokensUpTo),
+                                     .count = count};
+              RowsByTokens::run(w, row, some, lines_of(sums));
+            });
 }
 
-void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   using Kernel = ColumnsByTokenBlocks;
   std::int64_t const words = Kernel::words(w.columns);
   std::vector<std::uint32_t> tokens(rounded_up(x.rows, kPairBlock) * words);
@@ -115,18 +115,18 @@ void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
   share(rounded_up(x.rows, kPairBlock) / kPairBlock, threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) Kernel::bring(x, i, tokens.data() + i * kPairBlock * words);
   });
-  by_slabs(x.rows, w.rows, Kernel::kRows, tokens_at_once(w.columns, 1 << 18, 8 * kPairBlock), threads, finish,
-           [&](int row, int first, int count, float* sums) {
-             Float8Blocks const some{.x = tokens.data() + first * words,
-                                     .words = words,
-                                     .scale = scales.empty() ? nullptr : scales.data() + first,
-                                     .of_piece = rounded_up(x.rows, kTokensUpTo),
-                                     .count = count};
-             Kernel::run(w, row, some, lines_of(sums));
-           });
+  by_panels(x.rows, w.rows, Kernel::kRows, tokens_at_once(w.columns, 1 << 18, 8 * kPairBlock), threads, finish,
+            [&](int row, int first, int count, float* sums) {
+              Float8Blocks const some{.x = tokens.data() + first * words,
+                                      .words = words,
+                                      .scale = scales.empty() ? nullptr : scales.data() + first,
+                                      .of_piece = rounded_up(x.rows, kTokensUpTo),
+                                      .count = count};
+              Kernel::run(w, row, some, lines_of(sums));
+            });
 }
 
-void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   TokenTiles const tiles{Float8InTiles::lines(w.columns), static_cast<int>(x.rows)};
   std::vector<Line> lines(tiles.size());
   std::vector<float> const scales = scales_of(x);
@@ -137,11 +137,11 @@ void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
                            .tiles = tiles,
                            .scale = scales.empty() ? nullptr : scales.data(),
                            .of_piece = rounded_up(x.rows, kTokensUpTo)};
-  by_slabs(x.rows, w.rows, Float8InTiles::kRows, tokens_at_once(w.columns, 1 << 19, 64), threads, finish,
-           [&](int row, int first, int count, float* sums) {
-             int const tile = first / TokenTiles::kTokens;
-             Float8InTiles::run(w, row, tokens, tile, count, lines_of(sums));
-           });
+  by_panels(x.rows, w.rows, Float8InTiles::kRows, tokens_at_once(w.columns, 1 << 19, 64), threads, finish,
+            [&](int row, int first, int count, float* sums) {
+              int const tile = first / TokenTiles::kTokens;
+              Float8InTiles::run(w, row, tokens, tile, count, lines_of(sums));
+            });
 }
 #endif
 
@@ -168,7 +168,7 @@ Float8Way const& float8_way(std::int64_t tokens) {
       kWays, [tokens](Float8Way const& way) { return way.fewest <= tokens && tokens <= way.most && way.is_here(); });
 }
 
-void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish) {
+void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   threads = threads_for_products(x.rows * w.rows * w.columns, threads);
   float8_way(x.rows).multiply(x, w, threads, finish);
 }

@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "cpu/common/slabs.h"
+#include "cpu/common/panels.h"
 
 namespace epiloq {
 
@@ -25,12 +25,12 @@ struct ScaledFloat8 {
   }
 };
 
-using Float8Sums = SlabSums<float>;
+using Float8Sums = PanelSums<float>;
 
 // x [m, k] times w [n, k] transposed: finish(sums) of parts that together are the product, from at most `threads`
 // threads.
 using MultiplyFloat8 = void (*)(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
-                                FinishSlab<float> const& finish);
+                                FinishPanel<float> const& finish);
 
 // A way to do so, for any operands, where the CPU has what it takes; the first that is chosen for so many tokens.
 struct Float8Way {
@@ -42,6 +42,6 @@ struct Float8Way {
 std::span<Float8Way const> float8_ways();
 Float8Way const& float8_way(std::int64_t tokens);
 // By that way, on as many threads as the product is worth.
-void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishSlab<float> const& finish);
+void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish);
 
 }  // namespace epiloq

@@ -117,7 +117,7 @@ struct FloatTokens {
 template <class Format, int kLanes>
 struct FewFloat8 {
   // As many sums as fit the registers of every instruction set.
-  static constexpr int kTokens = kFewFloatTokens, kSums = kTokens, kSlab = 16, kPiece = 4 * kLanes;
+  static constexpr int kTokens = kFewFloatTokens, kSums = kTokens, kPanelRows = 16, kPiece = 4 * kLanes;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
   using Codes = Float8Codes<Format, kLanes>;
@@ -198,7 +198,8 @@ struct FewFloat8 {
       float const* const x = tokens.x + m * tokens.stride;
       int const count = tokens.count - m;
       auto const rows_of = [&]<int kRows>() __attribute__((always_inline)) {
-        for (int i = 0; i < kSlab && row + i < w.rows; i += kRows) rows<kRows>(w, row + i, x, tokens.stride, i, sums);
+        for (int i = 0; i < kPanelRows && row + i < w.rows; i += kRows)
+          rows<kRows>(w, row + i, x, tokens.stride, i, sums);
       };
       if (count == 1) {
         rows_of.template operator()<4>();
@@ -216,13 +217,13 @@ template <class Format, int kLanes>
 struct ManyFloat8 {
   [[gnu::always_inline]] static void run(ScaledFloat8 const& w, std::int64_t row, FloatTokens const& tokens,
                                          Line* sums) {
-    constexpr int kSlab = 16;
+    constexpr int kPanelRows = 16;
     Line columns[kFloat8Columns];
     float values[kFloat8Columns];
     std::fill_n(sums, tokens.count, Line{});
     for (std::int64_t first = 0; first < w.columns; first += kFloat8Columns) {
       auto const count = static_cast<int>(std::min<std::int64_t>(kFloat8Columns, w.columns - first));
-      for (int r = 0; r < kSlab; ++r) {
+      for (int r = 0; r < kPanelRows; ++r) {
         std::int64_t const here = std::min(row + r, w.rows - 1);
         WidenFloat8<Format, kLanes>::under(w.values + here * w.stride + first, count,
                                            w.scale_at(here, first / kFloat8Columns), values);

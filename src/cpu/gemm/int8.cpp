@@ -7,13 +7,13 @@
 #include "core/threads.h"
 #include "cpu/common/rows.h"
 #include "cpu/gemm/int8_amx.h"
-#include "cpu/gemm/int8_slab.h"
+#include "cpu/gemm/int8_panel.h"
 #include "epiloq/host_int8.h"
 
 namespace epiloq {
 namespace {
 
-// Tokens that go through a slab together: their sums stay in the second cache.
+// Tokens that go through a panel together: their sums stay in the second cache.
 constexpr int kTokensAtOnce = 512;
 constexpr int kFewestInTiles = 3;
 
@@ -43,11 +43,11 @@ struct Int8Tokens {
   }
 };
 
-void multiply_slabs(Int8Product const& p, int threads, FinishSlab<std::int32_t> const& finish) {
-  static auto const multiply = ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::here();
+void multiply_panels(Int8Product const& p, int threads, FinishPanel<std::int32_t> const& finish) {
+  static auto const multiply = ByteVersions<MultiplyInt8, Int8PanelByTokens const&, std::int32_t*>::here();
   Int8Tokens const tokens(p, threads);
   int const rows = bytes_here().rows;
-  by_slabs(p.m, p.n, rows, kTokensAtOnce, threads, finish, [&](int row, int first, int count, std::int32_t* sums) {
+  by_panels(p.m, p.n, rows, kTokensAtOnce, threads, finish, [&](int row, int first, int count, std::int32_t* sums) {
     for (int m = 0; m < count; ++m) std::fill_n(sums + m * rows, rows, tokens.corrections[first + m]);
     multiply({.weight = p.b + row * p.stride_b,
               .stride = p.stride_b,
@@ -69,28 +69,28 @@ bool takes_tiles([[maybe_unused]] std::int64_t tokens) {
 }
 
 #ifdef EPILOQ_HAS_CLONES
-void multiply_tiles(Int8Product const& p, int threads, FinishSlab<std::int32_t> const& finish) {
+void multiply_tiles(Int8Product const& p, int threads, FinishPanel<std::int32_t> const& finish) {
   TokenTiles const tiles{Int8InTiles::lines(p.k), p.m};
   std::vector<Line> tokens(tiles.size());
   share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) Int8InTiles::bring(p, tiles, static_cast<int>(i), tokens.data());
   });
-  by_slabs(p.m, p.n, Int8InTiles::kRows, kTokensAtOnce, threads, finish,
-           [&](int row, int first, int count, std::int32_t* sums) {
-             Int8InTiles::run(p, row, tokens.data(), tiles, first / TokenTiles::kTokens, count,
-                              reinterpret_cast<Line*>(sums));
-           });
+  by_panels(p.m, p.n, Int8InTiles::kRows, kTokensAtOnce, threads, finish,
+            [&](int row, int first, int count, std::int32_t* sums) {
+              Int8InTiles::run(p, row, tokens.data(), tiles, first / TokenTiles::kTokens, count,
+                               reinterpret_cast<Line*>(sums));
+            });
 }
 #else
-void multiply_tiles(Int8Product const&, int, FinishSlab<std::int32_t> const&) {}
+void multiply_tiles(Int8Product const&, int, FinishPanel<std::int32_t> const&) {}
 #endif
 
 }  // namespace
 
-void multiply_int8(Int8Product const& p, int threads, FinishSlab<std::int32_t> const& finish) {
+void multiply_int8(Int8Product const& p, int threads, FinishPanel<std::int32_t> const& finish) {
   if (p.m == 0 || p.n == 0) return;
   threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
-  (takes_tiles(p.m) ? multiply_tiles : multiply_slabs)(p, threads, finish);
+  (takes_tiles(p.m) ? multiply_tiles : multiply_panels)(p, threads, finish);
 }
 
 std::string describe_int8(std::int64_t tokens) {

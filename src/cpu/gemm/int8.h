@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "cpu/common/slabs.h"
+#include "cpu/common/panels.h"
 
 namespace epiloq {
 
@@ -15,10 +15,10 @@ struct Int8Product {
   std::int64_t stride_a, stride_b;
 };
 
-using Int8Sums = SlabSums<std::int32_t>;
+using Int8Sums = PanelSums<std::int32_t>;
 
 // Calls finish(sums) of parts that together are the product, from at most `threads` threads.
-void multiply_int8(Int8Product const& product, int threads, FinishSlab<std::int32_t> const& finish);
+void multiply_int8(Int8Product const& product, int threads, FinishPanel<std::int32_t> const& finish);
 // What multiplies so many tokens, in words.
 std::string describe_int8(std::int64_t tokens);
 

@@ -15,17 +15,17 @@
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-// A slab's sums, and what its columns have besides.
+// A panel's sums, and what its columns have besides.
 template <class Sum>
-struct Slab {
-  static constexpr int kMost = SlabSums<Sum>::kMostColumns;
+struct Panel {
+  static constexpr int kMost = PanelSums<Sum>::kMostColumns;
 
   gemm::Problem const& p;
-  SlabSums<Sum> const& sums;
+  PanelSums<Sum> const& sums;
   float scale_b[kMost] = {}, bias[kMost] = {};
   std::int32_t azp_adj[kMost] = {};
 
-  Slab(gemm::Problem const& problem, DType dtype, SlabSums<Sum> const& slab) : p(problem), sums(slab) {
+  Panel(gemm::Problem const& problem, DType dtype, PanelSums<Sum> const& panel) : p(problem), sums(panel) {
     epilogue::Operands const& o = p.operands;
     for (int i = 0; i < sums.columns; ++i) scale_b[i] = o.scale_b[o.scale_b_is_vector ? sums.column + i : 0];
     if (o.bias != nullptr) read_row(o.bias, dtype, sums.column, sums.columns, bias);
@@ -45,21 +45,21 @@ struct Slab {
   }
 };
 
-// The epilogue of a slab, and its way to D.
+// The epilogue of a panel, and its way to D.
 template <class Epilogue, class Sum, DType kOut>
 struct Finish {
   using Value = std::conditional_t<kOut == DType::kInt8, std::int8_t, float>;
 
   template <int kLanes>
   struct Kernel {
-    [[gnu::always_inline]] static void run(Slab<Sum> const& slab) {
+    [[gnu::always_inline]] static void run(Panel<Sum> const& panel) {
       constexpr int kTogether = kOutputsTogether;
-      SlabSums<Sum> const sums = slab.sums;  // D is not part of it
-      std::int64_t const stride_d = slab.p.stride_d;
-      auto* d = static_cast<OutputElement<kOut>*>(slab.p.d) + sums.row * stride_d + sums.column;
+      PanelSums<Sum> const sums = panel.sums;  // D is not part of it
+      std::int64_t const stride_d = panel.p.stride_d;
+      auto* d = static_cast<OutputElement<kOut>*>(panel.p.d) + sums.row * stride_d + sums.column;
       Sum const* row = sums.values;
       for (int i = 0; i < sums.count; ++i, row += sums.stride, d += stride_d) {
-        auto const expr = Epilogue::template make<Value>(slab.of_row(sums.row + i));
+        auto const expr = Epilogue::template make<Value>(panel.of_row(sums.row + i));
         if (i + kRowsAhead < sums.count) expect_row(d + kRowsAhead * stride_d, sums.columns);
         for (int first = 0; first < sums.columns; first += kTogether) {
           Value values[kTogether];
@@ -72,21 +72,21 @@ struct Finish {
 };
 
 template <class Epilogue, class Sum, DType kOut>
-void finish_as(Slab<Sum> const& slab) {
-  static auto const run = Versions<Finish<Epilogue, Sum, kOut>::template Kernel, Slab<Sum> const&>::here();
-  run(slab);
+void finish_as(Panel<Sum> const& panel) {
+  static auto const run = Versions<Finish<Epilogue, Sum, kOut>::template Kernel, Panel<Sum> const&>::here();
+  run(panel);
 }
 
 template <class Epilogue, class Sum>
-void finish(gemm::Problem const& p, DType out, SlabSums<Sum> const& sums) {
-  Slab<Sum> const slab(p, out, sums);
+void finish(gemm::Problem const& p, DType out, PanelSums<Sum> const& sums) {
+  Panel<Sum> const panel(p, out, sums);
   switch (out) {
     case DType::kFloat16:
-      return finish_as<Epilogue, Sum, DType::kFloat16>(slab);
+      return finish_as<Epilogue, Sum, DType::kFloat16>(panel);
     case DType::kBFloat16:
-      return finish_as<Epilogue, Sum, DType::kBFloat16>(slab);
+      return finish_as<Epilogue, Sum, DType::kBFloat16>(panel);
     default:
-      return finish_as<Epilogue, Sum, DType::kFloat32>(slab);
+      return finish_as<Epilogue, Sum, DType::kFloat32>(panel);
   }
 }
 

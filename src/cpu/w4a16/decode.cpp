@@ -61,7 +61,7 @@ Multiply multiply_of(Weight const& w, int block) {
 
 bool is_for_few(Problem const& p, DType dtype) {
   Weight const& w = p.weight;
-  // Tiles repay the work on a slab from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
+  // Tiles repay the work on a panel from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
   // 2026-11-21).
   int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
   int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
@@ -81,11 +81,11 @@ FewTokens::FewTokens(Problem const& p, DType dtype)
   }
 }
 
-void multiply_few(Problem const& p, FewTokens const& tokens, SlabParameters const& parameters, int slab, Line* sums) {
+void multiply_few(Problem const& p, FewTokens const& tokens, PanelParameters const& parameters, int panel, Line* sums) {
   Weight const& w = p.weight;
   Multiply const multiply = multiply_of(w, tokens.block);
   for (int m = 0; m < p.m; m += tokens.block) {
-    multiply({.q = w.q + slab * slab_bytes(w),
+    multiply({.q = w.q + panel * panel_bytes(w),
               .x = tokens.x[static_cast<std::size_t>(m) * (w.padded_k / kWords)].values,
               .tiles = w.padded_k / depth(w.bits),
               .groups = tokens.groups.data(),

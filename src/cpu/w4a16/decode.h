@@ -1,6 +1,6 @@
 #pragma once
 
-// The arithmetic of a few tokens by a slab. 64 bytes of two rows g and g + 8 of a tile are 16 words, and an operation
+// The arithmetic of a few tokens by a panel. 64 bytes of two rows g and g + 8 of a tile are 16 words, and an operation
 // on words takes the same byte or nibble of each: values of 16 columns of a row.
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline constexpr int kPairs = kSlab / 2;
+inline constexpr int kPairs = kPanelRows / 2;
 inline constexpr int kWords = 16;
 inline constexpr int kRowBytes = 4 * kWords;  // of two rows in a tile
 inline constexpr int kGrain = 32;             // columns that are surely of one group
@@ -106,7 +106,7 @@ struct Few {
     Floats low[kAtOnce][kTokens], high[kAtOnce][kTokens];
     for (int g = 0; g < kAtOnce; ++g) {
       for (int m = 0; m < kTokens; ++m)
-        low[g][m] = sums[m * kSlab + first + g], high[g][m] = sums[m * kSlab + kPairs + first + g];
+        low[g][m] = sums[m * kPanelRows + first + g], high[g][m] = sums[m * kPanelRows + kPairs + first + g];
     }
     std::uint8_t const* q = p.q + first * kRowBytes;
     float const* x = p.x;
@@ -136,17 +136,17 @@ struct Few {
     }
     for (int g = 0; g < kAtOnce; ++g) {
       for (int m = 0; m < kTokens; ++m)
-        sums[m * kSlab + first + g] = low[g][m], sums[m * kSlab + kPairs + first + g] = high[g][m];
+        sums[m * kPanelRows + first + g] = low[g][m], sums[m * kPanelRows + kPairs + first + g] = high[g][m];
     }
   }
 
   // The sum of each of 16 vectors.
   [[gnu::always_inline]] static void reduce(Floats* v, Line& out) {
-    if constexpr (kLanes == kSlab) {
+    if constexpr (kLanes == kPanelRows) {
       sums_of_lanes(v);
       std::memcpy(&out, v, sizeof(*v));
     } else {
-      for (int i = 0; i < kSlab; ++i) {
+      for (int i = 0; i < kPanelRows; ++i) {
         out.values[i] = 0.f;
         for (int l = 0; l < kLanes; ++l) out.values[i] += v[i][l];
       }
@@ -156,13 +156,13 @@ struct Few {
   // out [tokens]
   [[gnu::always_inline]] static void run(Piece p, Line* out) {
     constexpr int kTiles = kPiece / depth(kBits);
-    Floats sums[kTokens * kSlab] = {};
+    Floats sums[kTokens * kPanelRows] = {};
     for (int left = p.tiles; left > 0; left -= kTiles) {
       p.tiles = std::min(left, kTiles);
       for (int first = 0; first < kPairs; first += kAtOnce) multiply(p, first, sums);
       p.q += kTiles * kPairs * kRowBytes, p.x += kPiece * kTokens, p.groups += kPiece / kGrain;
     }
-    for (int m = 0; m < kTokens; ++m) reduce(sums + m * kSlab, out[m]);
+    for (int m = 0; m < kTokens; ++m) reduce(sums + m * kPanelRows, out[m]);
   }
 };
 

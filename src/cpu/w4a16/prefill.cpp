@@ -12,11 +12,11 @@ namespace epiloq::ops::weight_only_mm {
 namespace {
 
 #ifdef EPILOQ_HAS_CLONES
-void multiply_pairs(SlabByTokens const& slab, int group, ManyTokens const& all, int first, Line* sums) {
-  ManyPairs::run({.slab = slab, .group = group, .x = all.pairs.data() + first * all.stride}, sums);
+void multiply_pairs(PanelByTokens const& panel, int group, ManyTokens const& all, int first, Line* sums) {
+  ManyPairs::run({.panel = panel, .group = group, .x = all.pairs.data() + first * all.stride}, sums);
 }
 #else
-void multiply_pairs(SlabByTokens const&, int, ManyTokens const&, int, Line*) {}
+void multiply_pairs(PanelByTokens const&, int, ManyTokens const&, int, Line*) {}
 #endif
 
 // A token of a block; of an odd K a zero follows.
@@ -52,29 +52,29 @@ ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
   }
 }
 
-void multiply_many(Problem const& p, ManyTokens const& tokens, SlabParameters const& parameters, int slab, int first,
+void multiply_many(Problem const& p, ManyTokens const& tokens, PanelParameters const& parameters, int panel, int first,
                    int count, Line* sums) {
-  static auto const multiply = Versions<Many, SlabByTokens const&, Line*>::here();
+  static auto const multiply = Versions<Many, PanelByTokens const&, Line*>::here();
   Weight const& w = p.weight;
   std::fill_n(sums, count, Line{});
-  SlabByTokens const of_slab{.q = w.q + slab * slab_bytes(w),
-                             .bits = w.bits,
-                             .k = w.k,
-                             .groups = tokens.groups.data(),
-                             .scale = parameters.scale.data(),
-                             .zero = parameters.zero.data(),
-                             .offset = parameters.offset.data(),
-                             .x = tokens.x + first * tokens.stride,
-                             .m = count,
-                             .stride = tokens.stride};
+  PanelByTokens const of_panel{.q = w.q + panel * panel_bytes(w),
+                               .bits = w.bits,
+                               .k = w.k,
+                               .groups = tokens.groups.data(),
+                               .scale = parameters.scale.data(),
+                               .zero = parameters.zero.data(),
+                               .offset = parameters.offset.data(),
+                               .x = tokens.x + first * tokens.stride,
+                               .m = count,
+                               .stride = tokens.stride};
   if (tokens.pairs.empty()) {
-    multiply(of_slab, sums);
+    multiply(of_panel, sums);
   } else {
-    multiply_pairs(of_slab, w.group, tokens, first, sums);
+    multiply_pairs(of_panel, w.group, tokens, first, sums);
   }
   for (int m = 0; m < count; ++m) {
     Line const by_parameter = sums[m];
-    for (int i = 0; i < kSlab; ++i) sums[m].values[i] = by_parameter.values[parameter_of(i)];
+    for (int i = 0; i < kPanelRows; ++i) sums[m].values[i] = by_parameter.values[parameter_of(i)];
   }
 }
 

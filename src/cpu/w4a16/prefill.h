@@ -1,7 +1,7 @@
 #pragma once
 
-// The arithmetic of many tokens by a slab: its weights, a piece of K at a time, as columns of 16 rows in the order of
-// the slab's parameters, each by one value of six tokens.
+// The arithmetic of many tokens by a panel: its weights, a piece of K at a time, as columns of 16 rows in the order of
+// the panel's parameters, each by one value of six tokens.
 
 #include <algorithm>
 
@@ -16,10 +16,10 @@ inline constexpr int kColumns = 256;
 
 // A column's integers.
 struct alignas(16) Codes {
-  std::uint8_t values[kSlab];
+  std::uint8_t values[kPanelRows];
 };
 
-struct SlabByTokens {
+struct PanelByTokens {
   std::uint8_t const* q;
   int bits, k;
   int const* groups;  // where the parameters of each column begin
@@ -31,19 +31,19 @@ struct SlabByTokens {
 
 template <int kLanes>
 struct Many {
-  static constexpr int kPairs = kSlab / 2;
+  static constexpr int kPairs = kPanelRows / 2;
   using Floats = typename Vectors<kLanes>::Floats;
   using Ints = typename Vectors<kLanes>::Ints;
   using Shorts = typename Vectors<kLanes>::Shorts;
   using Bytes = Vectors<16>::Bytes;
 
   // Columns' integers become weights.
-  [[gnu::always_inline]] static void restore(SlabByTokens const& s, int first, int count, Codes const* codes,
+  [[gnu::always_inline]] static void restore(PanelByTokens const& s, int first, int count, Codes const* codes,
                                              Line* out) {
     for (int column = 0; column < count; ++column) {
       int const at = s.groups[first + column];
 #pragma GCC unroll 4
-      for (int i = 0; i < kSlab; i += kLanes) {
+      for (int i = 0; i < kPanelRows; i += kLanes) {
         typename Vectors<kLanes>::Bytes q;
         Floats scale, zero, offset;
         load(q, codes[column].values + i);
@@ -70,7 +70,7 @@ struct Many {
 
   // Columns from `first` to `end`.
   template <int kBits>
-  [[gnu::always_inline]] static void unpack(SlabByTokens const& s, int first, int end, Codes* out) {
+  [[gnu::always_inline]] static void unpack(PanelByTokens const& s, int first, int end, Codes* out) {
     constexpr int kTileBytes = weight_only_mm::kLanes * sizeof(Bytes);
     std::uint8_t const* q = s.q + static_cast<std::int64_t>(first / depth(kBits)) * kTileBytes;
     for (; first < end; first += depth(kBits), q += kTileBytes, out += depth(kBits)) {
@@ -92,14 +92,14 @@ struct Many {
     }
   }
 
-  [[gnu::always_inline]] static void unpack(SlabByTokens const& s, int first, int end, Codes* out) {
+  [[gnu::always_inline]] static void unpack(PanelByTokens const& s, int first, int end, Codes* out) {
     if (s.bits == 4) unpack<4>(s, first, end, out);
     if (s.bits == 8) unpack<8>(s, first, end, out);
     if (s.bits < 4) unpack_by_place(s, first, end, out);
   }
 
   // Two and three bits.
-  static void unpack_by_place(SlabByTokens const& s, int first, int end, Codes* out) {
+  static void unpack_by_place(PanelByTokens const& s, int first, int end, Codes* out) {
     int const tile_bytes = weight_only_mm::kLanes * lane_bytes(s.bits);
     std::uint8_t const* q = s.q + static_cast<std::int64_t>(first / depth(s.bits)) * tile_bytes;
     for (; first < end; first += depth(s.bits), out += depth(s.bits)) {
@@ -113,7 +113,7 @@ struct Many {
   }
 
   // sums [m]: added to.
-  [[gnu::always_inline]] static void run(SlabByTokens const& s, Line* sums) {
+  [[gnu::always_inline]] static void run(PanelByTokens const& s, Line* sums) {
     Codes codes[kColumns];
     Line columns[kColumns];
     for (int first = 0; first < s.k; first += kColumns) {

@@ -1,4 +1,4 @@
-// Products of many tokens on a CPU with AMX: tokens brought into tiles, and slabs by twos.
+// Products of many tokens on a CPU with AMX: tokens brought into tiles, and panels by twos.
 
 #include "cpu/w4a16/prefill_amx.h"
 
@@ -78,12 +78,12 @@ TiledTokens::TiledTokens(Problem const& p, DType dtype, int threads)
   });
 }
 
-void multiply_tiles(Problem const& p, TiledTokens const& tokens, SlabParameters const* parameters, int slab, int first,
-                    int count, Line* sums) {
-  int const second = (slab + 1) * kSlab < p.weight.n ? 1 : 0;  // or the last one again
-  std::uint8_t const* const q = p.weight.q + slab * slab_bytes(p.weight);
+void multiply_tiles(Problem const& p, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
+                    int first, int count, Line* sums) {
+  int const second = (panel + 1) * kPanelRows < p.weight.n ? 1 : 0;  // or the last one again
+  std::uint8_t const* const q = p.weight.q + panel * panel_bytes(p.weight);
   MultiplyInTiles::run({.weight = p.weight,
-                        .q = {q, q + second * slab_bytes(p.weight)},
+                        .q = {q, q + second * panel_bytes(p.weight)},
                         .parameters = {parameters, parameters + second},
                         .groups = tokens.groups.data(),
                         .rounds = tokens.rounds},
@@ -91,7 +91,7 @@ void multiply_tiles(Problem const& p, TiledTokens const& tokens, SlabParameters 
 }
 #else
 TiledTokens::TiledTokens(Problem const&, DType, int) {}
-void multiply_tiles(Problem const&, TiledTokens const&, SlabParameters const*, int, int, int, Line*) {}
+void multiply_tiles(Problem const&, TiledTokens const&, PanelParameters const*, int, int, int, Line*) {}
 #endif
 
 }  // namespace epiloq::ops::weight_only_mm

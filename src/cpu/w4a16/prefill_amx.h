@@ -1,6 +1,6 @@
 #pragma once
 
-// Two slabs of a weight by many tokens with AMX. The 64 bytes of rows g and g + 8 in a packed tile become lines of
+// Two panels of a weight by many tokens with AMX. The 64 bytes of rows g and g + 8 in a packed tile become lines of
 // bfloat16, 32 columns of a row in the order in which they lie, and tokens come in that order: integers less their zero
 // points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32. Or, for very many
 // tokens, weights rounded with their scales.
@@ -35,10 +35,10 @@ struct TokenParts {
   int parts;
 };
 
-struct SlabsInTiles {
+struct PanelsInTiles {
   Weight const& weight;
   std::uint8_t const* q[2];
-  SlabParameters const* parameters[2];
+  PanelParameters const* parameters[2];
   int const* groups;  // where the parameters of each line's columns begin
   bool rounds;
 };
@@ -106,12 +106,12 @@ struct MultiplyInTiles {
                                             SmallIntegers const& integers, Line* out) {
     typedef std::uint64_t Quads __attribute__((vector_size(64)));
 #pragma GCC unroll 8
-    for (int g = 0; g < kSlab / 2; ++g) {
+    for (int g = 0; g < kPanelRows / 2; ++g) {
       Ints pair;
       load(pair, q + g * kTileRowBytes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        int const row = g + half * kSlab / 2;
+        int const row = g + half * kPanelRows / 2;
         std::uint64_t const a = zero[parameter_of(row)], b = next[parameter_of(row)];
         Bytes const zeros = zero == next ? (Bytes)(a - Quads{}) : (Bytes)Quads{a, b, a, b, a, b, a, b};
         integers.widen(out[row], out[kRows + row], (Bytes)((half == 0 ? pair : pair >> 4) & 0x0f0f0f0f) - zeros);
@@ -122,12 +122,12 @@ struct MultiplyInTiles {
   // 8 bits, 32 columns: twos of row g, then of g + 8, in each word.
   [[gnu::always_inline]] static void widen8(std::uint8_t const* q, float const* zero, Line* out) {
 #pragma GCC unroll 8
-    for (int g = 0; g < kSlab / 2; ++g) {
+    for (int g = 0; g < kPanelRows / 2; ++g) {
       Ints words;
       load(words, q + g * kTileRowBytes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        int const row = g + half * kSlab / 2;
+        int const row = g + half * kPanelRows / 2;
         float const of_row = zero[parameter_of(row)];
         Ints const even = (Ints)(__builtin_convertvector(words >> (16 * half) & 0xff, Floats) - of_row);
         Ints const odd = (Ints)(__builtin_convertvector(words >> (16 * half + 8) & 0xff, Floats) - of_row);
@@ -138,13 +138,13 @@ struct MultiplyInTiles {
     }
   }
 
-  // Columns `begin` to `end` of a slab, to every other 16 lines of `out`.
-  [[gnu::always_inline]] static void widen(SlabsInTiles const& s, int slab, int begin, int end, Line* out) {
+  // Columns `begin` to `end` of a panel, to every other 16 lines of `out`.
+  [[gnu::always_inline]] static void widen(PanelsInTiles const& s, int panel, int begin, int end, Line* out) {
     Weight const& w = s.weight;
-    SlabParameters const& p = *s.parameters[slab];
+    PanelParameters const& p = *s.parameters[panel];
     SmallIntegers const integers;
     int const columns = depth(w.bits), tile_bytes = 8 * kTileRowBytes;
-    std::uint8_t const* q = s.q[slab] + std::int64_t{begin} / columns * kLanes * lane_bytes(w.bits);
+    std::uint8_t const* q = s.q[panel] + std::int64_t{begin} / columns * kLanes * lane_bytes(w.bits);
     for (int column = begin; column < end; column += columns, out += columns / kOfLine * kRows) {
       int const* const groups = s.groups + column / kOfLine;
       if (w.bits == 8) {
@@ -165,7 +165,7 @@ struct MultiplyInTiles {
 
   // 32 rows by tiles of tokens from an even one on, as many as hold `count` tokens; sums [tokens] of 32 rows, up to
   // whole tiles.
-  [[EPILOQ_ROW_TILES]] static void run(SlabsInTiles const& s, TokenParts const& tokens, int first, int count,
+  [[EPILOQ_ROW_TILES]] static void run(PanelsInTiles const& s, TokenParts const& tokens, int first, int count,
                                        Line* sums) {
     Tiles const tiles;
     Weight const& w = s.weight;
@@ -175,7 +175,7 @@ struct MultiplyInTiles {
     int const at_once = s.rounds ? equal_parts(w.k, kUnit, kAtOnce / kUnit) : kAtOnce;
     for (int begin = 0; begin < w.k; begin += at_once) {
       int const end = std::min(begin + at_once, w.k);
-      widen(s, 0, begin, end, rows), widen(s, 1, begin, end, rows + kSlab);
+      widen(s, 0, begin, end, rows), widen(s, 1, begin, end, rows + kPanelRows);
       for (int tile = first; tile < last; tile += 2) {
         bool const two = tile + 1 < tokens.tiles.count();
         Line const* const x = tokens.x + tokens.tiles.start(tile);
@@ -198,14 +198,14 @@ struct MultiplyInTiles {
 
  private:
   // sums += the rows' scales of a group, products: of so many times 16 tokens.
-  [[gnu::always_inline]] static void fold(Line const* products, SlabsInTiles const& s, int group, int count,
+  [[gnu::always_inline]] static void fold(Line const* products, PanelsInTiles const& s, int group, int count,
                                           Line* sums) {
-    for (int slab = 0; slab < 2; ++slab) {
-      float const* const scales = &s.parameters[slab]->scale[group];
+    for (int panel = 0; panel < 2; ++panel) {
+      float const* const scales = &s.parameters[panel]->scale[group];
       for (int tile = 0; tile < count; ++tile) {
-        int const at = tile * kRows + slab * kSlab;
+        int const at = tile * kRows + panel * kPanelRows;
 #pragma GCC unroll 16
-        for (int r = 0; r < kSlab; ++r) {
+        for (int r = 0; r < kPanelRows; ++r) {
           Floats product, total;
           load(product, products[at + r].values), load(total, sums[at + r].values);
           total += scales[parameter_of(r)] * product;

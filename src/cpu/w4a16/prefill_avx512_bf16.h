@@ -1,7 +1,7 @@
 #pragma once
 
-// The arithmetic of many tokens of bfloat16 by a slab, where the CPU has pairs: integers less their zero points, which
-// bfloat16 holds exactly, in the order of the slab's parameters. A group's sums are multiplied by its scale, in
+// The arithmetic of many tokens of bfloat16 by a panel, where the CPU has pairs: integers less their zero points, which
+// bfloat16 holds exactly, in the order of the panel's parameters. A group's sums are multiplied by its scale, in
 // float32.
 
 #include "cpu/isa/avx512_bf16.h"
@@ -10,9 +10,9 @@
 namespace epiloq::ops::weight_only_mm {
 
 #ifdef EPILOQ_HAS_CLONES
-struct SlabByPairs {
-  SlabByTokens slab;  // of which neither offsets nor x are looked at
-  int group;          // even
+struct PanelByPairs {
+  PanelByTokens panel;  // of which neither offsets nor x are looked at
+  int group;            // even
   std::uint32_t const* x;
 };
 
@@ -22,7 +22,7 @@ struct ManyPairs {
   using Ints = Vectors<kLanes>::Ints;
 
   // A column's differences, as the upper halves of float32.
-  [[gnu::always_inline]] static void differences(Ints& out, SlabByTokens const& s, int column, Codes const& codes) {
+  [[gnu::always_inline]] static void differences(Ints& out, PanelByTokens const& s, int column, Codes const& codes) {
     Vectors<kLanes>::Bytes q;
     Floats zero;
     load(q, codes.values), load(zero, s.zero + s.groups[column]);
@@ -30,7 +30,7 @@ struct ManyPairs {
     out = (Ints)(__builtin_convertvector(wide, Floats) - zero);
   }
 
-  [[gnu::always_inline]] static void pair_up(SlabByTokens const& s, int first, int count, Codes const* codes,
+  [[gnu::always_inline]] static void pair_up(PanelByTokens const& s, int first, int count, Codes const* codes,
                                              Line* out) {
     for (int column = 0; column < count; column += 2) {
       Ints even, odd{};
@@ -42,14 +42,14 @@ struct ManyPairs {
   }
 
   template <int kTokens>
-  [[gnu::always_inline]] static void multiply(SlabByPairs const& s, int first, int count, Line const* pairs,
+  [[gnu::always_inline]] static void multiply(PanelByPairs const& s, int first, int count, Line const* pairs,
                                               std::uint32_t const* x, Line* sums) {
     Floats total[kTokens];
     std::memcpy(total, sums, sizeof(total));
     for (int column = 0; column < count;) {
       int const of_group = std::min(count - column, s.group - (first + column) % s.group), end = column + of_group;
       Floats scale, sum[kTokens] = {};
-      load(scale, s.slab.scale + s.slab.groups[first + column]);
+      load(scale, s.panel.scale + s.panel.groups[first + column]);
       for (; column < end; column += 2, ++pairs, x += kPairBlock) {
         Floats weights;
         load(weights, pairs->values);
@@ -63,15 +63,15 @@ struct ManyPairs {
   }
 
   // sums [m]: added to.
-  [[gnu::target("arch=x86-64-v4")]] static void run(SlabByPairs const& s, Line* sums) {
+  [[gnu::target("arch=x86-64-v4")]] static void run(PanelByPairs const& s, Line* sums) {
     Codes codes[kColumns];
     Line pairs[kColumns / 2];
-    std::int64_t const of_token = (s.slab.k + 1) / 2;
-    for (int first = 0; first < s.slab.k; first += kColumns) {
-      int const count = std::min(kColumns, s.slab.k - first);
-      Many<kLanes>::unpack(s.slab, first, first + count, codes);
-      pair_up(s.slab, first, count, codes, pairs);
-      by_blocks<kPairBlock>(s.slab.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
+    std::int64_t const of_token = (s.panel.k + 1) / 2;
+    for (int first = 0; first < s.panel.k; first += kColumns) {
+      int const count = std::min(kColumns, s.panel.k - first);
+      Many<kLanes>::unpack(s.panel, first, first + count, codes);
+      pair_up(s.panel, first, count, codes, pairs);
+      by_blocks<kPairBlock>(s.panel.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + std::int64_t{first} / 2 * kPairBlock, sums + m);
       });
     }

@@ -19,7 +19,7 @@ struct RoundedWeights {
   // What a row's integers of a group mean.
   struct Meaning {
     float scale, zero, offset;
-    [[gnu::always_inline]] Meaning(SlabParameters const& p, int at)
+    [[gnu::always_inline]] Meaning(PanelParameters const& p, int at)
         : scale(p.scale[at]), zero(p.zero[at]), offset(p.offset[at]) {}
     [[gnu::always_inline]] void of(Floats& values) const { values = (values - zero) * scale + offset; }
   };
@@ -35,19 +35,19 @@ struct RoundedWeights {
   // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher. Eights of bytes are of the first 32
   // columns and of the others in turn. All that a row's integers of a group can be are 16 values: both groups' are
   // looked up, the lower bytes and the upper.
-  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, SlabParameters const& p, int group, int next,
+  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, PanelParameters const& p, int group, int next,
                                             int stride, Line* out) {
     typedef std::uint64_t Quads __attribute__((vector_size(64)));
     constexpr std::uint64_t kSecond = 0x1010101010101010u;
     Floats integers;
     for (int i = 0; i < 16; ++i) integers[i] = static_cast<float>(i);
 #pragma GCC unroll 2
-    for (int g = 0; g < kSlab / 2; ++g) {
+    for (int g = 0; g < kPanelRows / 2; ++g) {
       Ints pair;
       load(pair, q + g * kRowBytes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        int const row = g + half * kSlab / 2;
+        int const row = g + half * kPanelRows / 2;
         Floats of_group = integers, of_next = integers;
         Meaning(p, group + parameter_of(row)).of(of_group), Meaning(p, next + parameter_of(row)).of(of_next);
         Halves values;
@@ -68,16 +68,16 @@ struct RoundedWeights {
   }
 
   // 8 bits, 32 columns: twos of row g, then of g + 8, in each word.
-  [[gnu::always_inline]] static void widen8(std::uint8_t const* q, SlabParameters const& p, int group, Line* out) {
+  [[gnu::always_inline]] static void widen8(std::uint8_t const* q, PanelParameters const& p, int group, Line* out) {
     Halves in_twos;
     for (int i = 0; i < 32; ++i) in_twos[i] = static_cast<std::uint16_t>(i / 2 + i % 2 * 16);
 #pragma GCC unroll 2
-    for (int g = 0; g < kSlab / 2; ++g) {
+    for (int g = 0; g < kPanelRows / 2; ++g) {
       Ints words;
       load(words, q + g * kRowBytes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        int const row = g + half * kSlab / 2;
+        int const row = g + half * kPanelRows / 2;
         Meaning const meaning(p, group + parameter_of(row));
         Floats even = __builtin_convertvector(words >> (16 * half) & 0xff, Floats);
         Floats odd = __builtin_convertvector(words >> (16 * half + 8) & 0xff, Floats);

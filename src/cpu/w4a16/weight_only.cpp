@@ -1,4 +1,4 @@
-// A packed weight on the CPU: the definition, a slab of rows at a time.
+// A packed weight on the CPU: the definition, a panel of rows at a time.
 
 #include "cpu/w4a16/weight_only.h"
 
@@ -65,15 +65,15 @@ EPILOQ_CLONES void restore(std::uint8_t const* q, int count, float scale, float 
   for (int i = 0; i < count; ++i) out[i] = scale * (static_cast<float>(q[i]) - zero) + offset;
 }
 
-// The integers of a slab as rows [16, padded_k], from 0.
-void unpack_slab(Weight const& w, int slab, std::uint8_t* values) {
-  std::uint8_t const* q = w.q + slab * slab_bytes(w);
+// The integers of a panel as rows [16, padded_k], from 0.
+void unpack_panel(Weight const& w, int panel, std::uint8_t* values) {
+  std::uint8_t const* q = w.q + panel * panel_bytes(w);
   if (w.bits != 4 && w.bits != 8) return unpack_by_place(w.bits, q, w.padded_k, values);
   auto* const unpack = w.bits == 4 ? unpack_rows4 : unpack_rows8;
   for (int first = 0; first < w.padded_k; first += depth(w.bits)) {
-    for (int g = 0; g < kSlab / 2; ++g, q += kRowBytes) {
+    for (int g = 0; g < kPanelRows / 2; ++g, q += kRowBytes) {
       std::uint8_t* const low = values + static_cast<std::int64_t>(g) * w.padded_k + first;
-      unpack(q, low, low + static_cast<std::int64_t>(kSlab / 2) * w.padded_k);
+      unpack(q, low, low + static_cast<std::int64_t>(kPanelRows / 2) * w.padded_k);
     }
   }
 }
@@ -82,14 +82,14 @@ void unpack_slab(Weight const& w, int slab, std::uint8_t* values) {
 
 void dequantize_on_host(DequantizeProblem const& problem) {
   Weight const& w = problem.weight;
-  SlabParameters parameters(w);
-  std::vector<std::uint8_t> values(static_cast<std::size_t>(kSlab) * w.padded_k);
+  PanelParameters parameters(w);
+  std::vector<std::uint8_t> values(static_cast<std::size_t>(kPanelRows) * w.padded_k);
   std::vector<float> row(w.k);
   for (int n = 0; n < w.n; ++n) {
-    int const slab = n / kSlab, in_slab = n % kSlab;
-    if (in_slab == 0) unpack_slab(w, slab, values.data()), parameters.read(w, slab);
-    std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_slab) * w.padded_k;
-    for (int k = 0, at = parameter_of(in_slab); k < w.k; k += w.group, at += kSlab) {
+    int const panel = n / kPanelRows, in_panel = n % kPanelRows;
+    if (in_panel == 0) unpack_panel(w, panel, values.data()), parameters.read(w, panel);
+    std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_panel) * w.padded_k;
+    for (int k = 0, at = parameter_of(in_panel); k < w.k; k += w.group, at += kPanelRows) {
       restore(q + k, std::min(w.group, w.k - k), parameters.scale[at], parameters.zero[at], parameters.offset[at],
               row.data() + k);
     }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Pieces of the CPU's implementation. A slab's parameters lie as in memory: [groups, 16] by parameter_of(row).
+// Pieces of the CPU's implementation. A panel's parameters lie as in memory: [groups, 16] by parameter_of(row).
 
 #include <vector>
 
@@ -11,19 +11,19 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline std::int64_t slab_bytes(Weight const& w) {
+inline std::int64_t panel_bytes(Weight const& w) {
   return static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
 }
 
-// A slab's parameters as float32, with zeros for one group more, which is that of columns past K, but for those that
+// A panel's parameters as float32, with zeros for one group more, which is that of columns past K, but for those that
 // share a step with columns before it.
-struct SlabParameters {
+struct PanelParameters {
   std::vector<float> scale, zero, offset;
   std::vector<std::uint64_t> zero_bytes;  // eight times each zero point
 
-  SlabParameters() = default;
-  explicit SlabParameters(Weight const& weight);
-  void read(Weight const& weight, int slab);
+  PanelParameters() = default;
+  explicit PanelParameters(Weight const& weight);
+  void read(Weight const& weight, int panel);
 };
 
 // Where the parameters of columns k, k + step, .. begin.
@@ -50,12 +50,12 @@ struct FewTokens {
 
   FewTokens(Problem const& problem, DType dtype);
 };
-// sums [m filled up] of a slab's rows.
-void multiply_few(Problem const& problem, FewTokens const& tokens, SlabParameters const& parameters, int slab,
+// sums [m filled up] of a panel's rows.
+void multiply_few(Problem const& problem, FewTokens const& tokens, PanelParameters const& parameters, int panel,
                   Line* sums);
 
-// Two slabs, or the last one, by tokens in tiles of 16: sums [count up to whole tiles] of their rows.
-inline constexpr int kSlabsInTiles = 2;
+// Two panels, or the last one, by tokens in tiles of 16: sums [count up to whole tiles] of their rows.
+inline constexpr int kPanelsInTiles = 2;
 struct TiledTokens {
   TokenTiles tiles;
   int parts;
@@ -65,10 +65,10 @@ struct TiledTokens {
 
   TiledTokens(Problem const& problem, DType dtype, int threads);
 };
-void multiply_tiles(Problem const& problem, TiledTokens const& tokens, SlabParameters const* parameters, int slab,
+void multiply_tiles(Problem const& problem, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
                     int first, int count, Line* sums);
 
-// Any number of tokens and any weight: tokens are multiplied by the columns of a slab, de-quantised or as integers.
+// Any number of tokens and any weight: tokens are multiplied by the columns of a panel, de-quantised or as integers.
 struct ManyTokens {
   std::vector<float> copy;           // of what is no float32
   std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks
@@ -79,7 +79,7 @@ struct ManyTokens {
   ManyTokens(Problem const& problem, DType dtype, int threads);
 };
 // Of `count` tokens from `first` on.
-void multiply_many(Problem const& problem, ManyTokens const& tokens, SlabParameters const& parameters, int slab,
+void multiply_many(Problem const& problem, ManyTokens const& tokens, PanelParameters const& parameters, int panel,
                    int first, int count, Line* sums);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -1,4 +1,4 @@
-// Products on the CPU, a slab of weight rows by some tokens at a time, shared among threads.
+// Products on the CPU, a panel of weight rows by some tokens at a time, shared among threads.
 
 #include <algorithm>
 #include <cstring>
@@ -21,7 +21,7 @@ int threads_for(Problem const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, std::max(threads, 1)));
 }
 
-// Tokens that go through the slabs together: as many as the second cache keeps, but enough to repay a slab.
+// Tokens that go through the panels together: as many as the second cache keeps, but enough to repay a panel.
 int tokens_at_once(Problem const& p, DType dtype) {
   if (is_for_few(p, dtype)) return p.m;
   bool const in_tiles = by_tiles(p, dtype);
@@ -33,16 +33,16 @@ int tokens_at_once(Problem const& p, DType dtype) {
 
 }  // namespace
 
-SlabParameters::SlabParameters(Weight const& w) {
-  std::size_t const count = static_cast<std::size_t>(w.groups + 1) * kSlab;
+PanelParameters::PanelParameters(Weight const& w) {
+  std::size_t const count = static_cast<std::size_t>(w.groups + 1) * kPanelRows;
   scale.assign(count, 0.f), offset.assign(count, 0.f);
   zero.assign(count, w.offset != nullptr ? 0.f : static_cast<float>(1 << (w.bits - 1)));
   zero_bytes.assign(count, kInEachByte << (w.bits - 1));
 }
 
-void SlabParameters::read(Weight const& w, int slab) {
-  int const count = w.groups * kSlab;
-  std::int64_t const first = static_cast<std::int64_t>(slab) * count;
+void PanelParameters::read(Weight const& w, int panel) {
+  int const count = w.groups * kPanelRows;
+  std::int64_t const first = static_cast<std::int64_t>(panel) * count;
   read_row(w.scale, w.scale_dtype, first, count, scale.data());
   for (int i = 0; i < count && w.zero != nullptr; ++i) {
     zero[i] = w.zero[first + i], zero_bytes[i] = kInEachByte * w.zero[first + i];
@@ -51,10 +51,10 @@ void SlabParameters::read(Weight const& w, int slab) {
 }
 
 std::vector<int> groups_of(Weight const& w, int step) {
-  std::vector<int> groups(w.padded_k / step, w.groups * kSlab);
+  std::vector<int> groups(w.padded_k / step, w.groups * kPanelRows);
   int at = 0, end = w.group;
   for (int k = 0; k < w.k; k += step) {
-    if (k >= end) end += w.group, at += kSlab;
+    if (k >= end) end += w.group, at += kPanelRows;
     groups[k / step] = at;
   }
   return groups;
@@ -74,37 +74,38 @@ std::string describe_on_host(Problem const& p, DType dtype) {
 void multiply_on_host(Problem const& p, DType dtype, int threads) {
   threads = threads_for(p, threads);
   Columns const out{p.bias, p.out, dtype, p.stride_out, p.lo, p.hi};
-  std::int64_t const slabs = (p.weight.n + kSlab - 1) / kSlab, at_once = tokens_at_once(p, dtype);
-  // multiply(parameters, slab, token, count, sums), so many slabs after the other of the same tokens.
-  auto const with_slabs = [&](int together, auto const& multiply) {
-    int const rows = together * kSlab;
-    std::int64_t const steps = (slabs + together - 1) / together;
+  std::int64_t const panels = (p.weight.n + kPanelRows - 1) / kPanelRows, at_once = tokens_at_once(p, dtype);
+  // multiply(parameters, panel, token, count, sums), so many panels after the other of the same tokens.
+  auto const with_panels = [&](int together, auto const& multiply) {
+    int const rows = together * kPanelRows;
+    std::int64_t const steps = (panels + together - 1) / together;
     share(steps * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
-      std::vector<SlabParameters> parameters(together, SlabParameters(p.weight));
+      std::vector<PanelParameters> parameters(together, PanelParameters(p.weight));
       std::vector<Line> sums((at_once + kFewTokens) * together);
       for (std::int64_t i = first; i < last; ++i) {
-        int const slab = static_cast<int>(i % steps * together), token = static_cast<int>(i / steps * at_once);
+        int const panel = static_cast<int>(i % steps * together), token = static_cast<int>(i / steps * at_once);
         int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
-        for (int j = 0; j < together && slab + j < slabs; ++j) parameters[j].read(p.weight, slab + j);
-        multiply(parameters.data(), slab, token, count, sums.data());
-        write(out, token, count, slab * kSlab, std::min(rows, p.weight.n - slab * kSlab), sums.data()->values, rows);
+        for (int j = 0; j < together && panel + j < panels; ++j) parameters[j].read(p.weight, panel + j);
+        multiply(parameters.data(), panel, token, count, sums.data());
+        write(out, token, count, panel * kPanelRows, std::min(rows, p.weight.n - panel * kPanelRows),
+              sums.data()->values, rows);
       }
     });
   };
   if (is_for_few(p, dtype)) {
     FewTokens const tokens(p, dtype);
-    with_slabs(1, [&](SlabParameters const* parameters, int slab, int, int, Line* sums) {
-      multiply_few(p, tokens, *parameters, slab, sums);
+    with_panels(1, [&](PanelParameters const* parameters, int panel, int, int, Line* sums) {
+      multiply_few(p, tokens, *parameters, panel, sums);
     });
   } else if (by_tiles(p, dtype)) {
     TiledTokens const tokens(p, dtype, threads);
-    with_slabs(kSlabsInTiles, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
-      multiply_tiles(p, tokens, parameters, slab, token, count, sums);
+    with_panels(kPanelsInTiles, [&](PanelParameters const* parameters, int panel, int token, int count, Line* sums) {
+      multiply_tiles(p, tokens, parameters, panel, token, count, sums);
     });
   } else {
     ManyTokens const tokens(p, dtype, threads);
-    with_slabs(1, [&](SlabParameters const* parameters, int slab, int token, int count, Line* sums) {
-      multiply_many(p, tokens, *parameters, slab, token, count, sums);
+    with_panels(1, [&](PanelParameters const* parameters, int panel, int token, int count, Line* sums) {
+      multiply_many(p, tokens, *parameters, panel, token, count, sums);
     });
   }
 }

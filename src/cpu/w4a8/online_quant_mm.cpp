@@ -1,4 +1,4 @@
-// online_quant_mm on the CPU: tokens are quantised and brought into the order of host_slab.h, then slabs of the weight
+// online_quant_mm on the CPU: tokens are quantised and brought into the order of host_slab.h, then panels of the weight
 // shared among threads.
 
 #include "problems/online_quant_mm.h"
@@ -8,13 +8,13 @@
 
 #include "core/threads.h"
 #include "cpu/common/columns.h"
-#include "cpu/common/slabs.h"
+#include "cpu/common/panels.h"
 #include "cpu/w4a8/w4a8_amx.h"
 
 namespace epiloq::ops::online_quant_mm {
 namespace {
 
-// Tokens that go through a slab together: their sums and a piece of their values stay in the second cache.
+// Tokens that go through a panel together: their sums and a piece of their values stay in the second cache.
 constexpr int kTokensAtOnce = 512;
 
 // A token's integers, and its blocks' scales, offsets and, for now, sums as corrections.
@@ -116,10 +116,10 @@ void multiply_tiles(OnlineQuantProblem const& problem, Work const& work, int thr
                           .parameters = nullptr};
   constexpr int kRows = MultiplyBlocksInTiles::kRows;
   Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};
-  auto const finish = [&](SlabSums<float> const& sums) {
+  auto const finish = [&](PanelSums<float> const& sums) {
     write(out, sums.row, sums.count, sums.column, sums.columns, sums.values, sums.stride);
   };
-  by_slabs<float>(p.m, p.n, kRows, kTokensAtOnce, threads, finish, [&](int row, int first, int count, float* sums) {
+  by_panels<float>(p.m, p.n, kRows, kTokensAtOnce, threads, finish, [&](int row, int first, int count, float* sums) {
     BlocksInTiles s = all;
     s.values += row * s.stride, s.rows = std::min(kRows, p.n - row);
     std::vector<float> parameters(std::size_t(s.blocks()) * 3 * kRows);
@@ -145,20 +145,20 @@ void run_on_host(OnlineQuantProblem const& problem, Work const& work, int thread
   int const rows = bytes_here().rows;
   threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
   if (takes_tiles(p.m, work.quantise.group)) return multiply_tiles(problem, work, threads);
-  static auto const multiply = ByteVersions<MultiplySlab, SlabByTokens const&, float*>::here();
+  static auto const multiply = ByteVersions<MultiplyPanel, PanelByTokens const&, float*>::here();
   Tokens const tokens(work.quantise, p.dtype, problem.bits, threads);
-  SlabByTokens all{};
+  PanelByTokens all{};
   all.stride = std::int64_t{p.k} * problem.bits / 8, all.bits = problem.bits;
   all.k = work.quantise.cols, all.group = work.quantise.group, all.blocks = (all.k + all.group - 1) / all.group;
-  std::int64_t const slabs = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
+  std::int64_t const panels = (p.n + rows - 1) / rows, chunks = (p.m + kTokensAtOnce - 1) / kTokensAtOnce;
   std::int64_t const words = std::int64_t{all.blocks} * all.group_words() * bytes_here().words;
   Columns const out{p.bias, p.out, p.dtype, p.stride_out, p.lo, p.hi};
-  share(slabs * chunks, threads, [&](std::int64_t first, std::int64_t last) {
+  share(panels * chunks, threads, [&](std::int64_t first, std::int64_t last) {
     std::vector<float> parameters(std::size_t(all.blocks) * 3 * rows), sums(std::min(p.m, kTokensAtOnce) * rows);
     std::vector<Line> columns(all.columns() * rows * sizeof(float) / sizeof(Line));
     for (std::int64_t i = first; i < last; ++i) {
-      int const column = static_cast<int>(i % slabs) * rows, row = static_cast<int>(i / slabs) * kTokensAtOnce;
-      SlabByTokens s = all;
+      int const column = static_cast<int>(i % panels) * rows, row = static_cast<int>(i / panels) * kTokensAtOnce;
+      PanelByTokens s = all;
       s.rows = std::min(rows, p.n - column), s.m = std::min(kTokensAtOnce, p.m - row);
       s.values = p.b + column * s.stride;
       s.parameters = parameters.data(), s.words = columns.data();

@@ -3,7 +3,7 @@
 // 32 rows of the weight by quantised tokens with AMX: a block's integer sums in tiles, then its scales.
 
 #include "cpu/gemm/int8_amx.h"
-#include "cpu/w4a8/w4a8_slab.h"
+#include "cpu/w4a8/w4a8_panel.h"
 
 namespace epiloq::ops::online_quant_mm {
 

@@ -13,7 +13,7 @@ void launch_tiled(TiledProblem const& t, unsigned blocks, int split, int device,
   static constexpr TileConfig kTile = kTiles[kRow];
   using T = Tiled<kTile.mma, kTile.team_m, kTile.team_n, kTile.teams_m, kTile.teams_n, kTile.depth, kTile.stages,
                   kTile.vector, kTile.blocks>;
-  static_assert(T::kThreads == kTile.threads() && T::Math::kAhead == kTile.ahead() && sizeof(conv2d::Window) == 16);
+  static_assert(T::kThreads == kTile.threads() && T::Mainloop::kAhead == kTile.ahead() && sizeof(conv2d::Window) == 16);
   auto* const kernel = tiled_kernel<T, kTile.ring_bytes()>;
   static PerDevice prepared;
   prepared.once(device, [kernel] {
@@ -21,7 +21,7 @@ void launch_tiled(TiledProblem const& t, unsigned blocks, int split, int device,
                "asking for shared memory");
   });
   dim3 const grid(blocks, t.problem.shape.groups, split);
-  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, 1, split), T::kThreads, kTile.shared_bytes(), stream, t),
+  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, 1, split), T::kThreads, kTile.shared_bytes(), stream, t),
              "launching epiloq.conv2d_int8");
 }
 

@@ -24,14 +24,13 @@ void launch_patches(Patches const& problem, int split, int device, Stream stream
                "asking for shared memory");
   });
   wo::Problem const& product = problem.product;
-  auto const layout = wo::StageLayout::of(product.weight, S::kSlabs, kGroups);
+  auto const layout = wo::StageLayout::of(product.weight, S::kPanels, kGroups);
   Patches patches = problem;
   patches.windows_at = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   int const shared_bytes = patches.windows_at + S::kTokens * static_cast<int>(sizeof(conv2d::Window));
   dim3 const grid((product.m + S::kTokens - 1) / S::kTokens, split, (product.weight.n + S::kRows - 1) / S::kRows);
-  cuda_check(
-      launch_dependent_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, patches, layout),
-      "launching epiloq.conv2d_weight_only");
+  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, patches, layout),
+             "launching epiloq.conv2d_weight_only");
 }
 
 }  // namespace epiloq::ops::conv2d_weight_only

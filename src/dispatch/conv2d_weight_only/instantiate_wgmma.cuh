@@ -10,7 +10,7 @@ namespace epiloq::ops::conv2d_weight_only {
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Patches const& problem, int split, int device, Stream stream) {
   constexpr wo::WgmmaConfig kConfig = kWgmmaRows[kRow];
-  using C = wo::Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens,
+  using C = wo::Wgmma<CudaType<kX>, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kConfig.tokens,
                       kConfig.rounds, ImageTokens>;
   wo::Problem const& p = problem.product;
   ImageReads const reads{wo::WeightReads::of(p.weight, C::kRows, kGroups), p.x, problem.shape,

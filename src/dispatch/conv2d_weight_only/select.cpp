@@ -145,7 +145,7 @@ std::string describe(Choice const& choice) {
     wo::WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warpgroups()
          << (c.warpgroups() > 1 ? " warpgroups" : " warpgroup")
-         << (c.ways > 1 ? ", " + std::to_string(c.ways) + " along K" : "");
+         << (c.k_groups > 1 ? ", " + std::to_string(c.k_groups) + " along K" : "");
   } else {
     wo::TiledConfig const& c = kRows[choice.row];
     text << "mma.sync " << c.rows() << " weight rows x " << c.tokens << " pixels, " << c.warps << " warps, stages "

@@ -77,7 +77,7 @@ void launch_mma(int row, gemm::GroupwiseProblem const& p, DType element, DType o
 
 void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element, DType out, int device, Stream stream) {
   DeviceGuard const guard(device);
-  problem.k_blocks = choice.k_blocks;
+  problem.split_k = choice.split_k;
   switch (choice.family) {
     case Family::kMma:
       return launch_mma(choice.row, problem, element, out, device, stream);

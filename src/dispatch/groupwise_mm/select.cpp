@@ -30,17 +30,17 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
 template <class Tiles>
 WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
-  auto const best_of = [&](int k_blocks) {
-    WholeRowsChoice best{{family, 0, k_blocks}, std::numeric_limits<double>::infinity()};
+  auto const best_of = [&](int split_k) {
+    WholeRowsChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
       if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
-      double const ns = expected_ns(tiles[row], p, sm_count, k_blocks);
-      if (ns <= best.ns) best = {{family, row, k_blocks}, ns};
+      double const ns = expected_ns(tiles[row], p, sm_count, split_k);
+      if (ns <= best.ns) best = {{family, row, split_k}, ns};
     }
     return best;
   };
   auto const late_next = [&](Choice const& choice) {
-    return late_next_ns(tiles_of(tiles[choice.row], p) * choice.k_blocks, sm_count);
+    return late_next_ns(tiles_of(tiles[choice.row], p) * choice.split_k, sm_count);
   };
   auto const alone = best_of(1), shared = best_of(2);
   return shared.ns + late_next(shared.choice) < alone.ns + late_next(alone.choice) ? shared : alone;
@@ -59,13 +59,13 @@ std::string describe(BlockwiseConfig const& c) {
   return text.str();
 }
 
-std::string describe(GroupwiseConfig const& c, char const* kind, int k_blocks) {
+std::string describe(GroupwiseConfig const& c, char const* kind, int split_k) {
   std::ostringstream text;
   text << "sm90 " << kind << " wgmma, " << c.tokens() << " tokens x " << c.n << " weights";
   if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
   if (c.m_groups > 2) text << ", " << c.m_groups << " warpgroups";
-  if (k_blocks > 1) text << ", K over clusters of " << k_blocks;
-  if (k_blocks > 1 && gemm::shares_last_wave(c)) text << " in a last wave";
+  if (split_k > 1) text << ", K over clusters of " << split_k;
+  if (split_k > 1 && gemm::splits_last_wave(c)) text << " in a last wave";
   return text.str();
 }
 
@@ -85,17 +85,17 @@ WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
   return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
 }
 
-double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int k_blocks) {
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int split_k) {
   std::int64_t const tiles = tiles_of(tile, p), steps = ceil_div(p.k, 128);
   std::int64_t const whole_ns = steps * tile.step_ns + tile.end_ns;
-  if (k_blocks == 1) return static_cast<double>(ceil_div(tiles, sm_count) * whole_ns);
-  std::int64_t const shared = gemm::shared_tiles(tile.config, tiles, sm_count);
-  bool const may_share = tile.shared_ns > 0 && !p.has_experts && p.experts == 1 && shared > 0 && steps >= k_blocks;
+  if (split_k == 1) return static_cast<double>(ceil_div(tiles, sm_count) * whole_ns);
+  std::int64_t const shared = gemm::split_tiles(tile.config, tiles, sm_count);
+  bool const may_share = tile.split_ns > 0 && !p.has_experts && p.experts == 1 && shared > 0 && steps >= split_k;
   if (!may_share) return std::numeric_limits<double>::infinity();
   std::int64_t const waves = (tiles - shared) / (sm_count / 2 * 2);
   std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
-  return static_cast<double>(waves * whole_ns + ceil_div(steps, k_blocks) * tile.shared_ns + tile.end_ns +
-                             tile.meeting_ns + tokens * tile.meeting_token_ns);
+  return static_cast<double>(waves * whole_ns + ceil_div(steps, split_k) * tile.split_ns + tile.end_ns +
+                             tile.reduction_ns + tokens * tile.reduction_token_ns);
 }
 
 std::string describe(Choice const& choice) {
@@ -106,13 +106,13 @@ std::string describe(Choice const& choice) {
     case Family::kMma:
       return describe(kMmaTiles[choice.row]);
     case Family::kSm90:
-      return describe(kTiles[choice.row].config, "group-wise", choice.k_blocks);
+      return describe(kTiles[choice.row].config, "group-wise", choice.split_k);
     case Family::kSm90ColumnScales:
-      return describe(kColumnScaleTiles[choice.row].config, "a-scale-a-column", choice.k_blocks);
+      return describe(kColumnScaleTiles[choice.row].config, "a-scale-a-column", choice.split_k);
     case Family::kSm90Int8Rows:
-      return describe(kInt8RowTiles[choice.row].config, "whole-row", choice.k_blocks);
+      return describe(kInt8RowTiles[choice.row].config, "whole-row", choice.split_k);
     case Family::kSm90Float8Rows:
-      return describe(kFloat8RowTiles[choice.row].config, "whole-row", choice.k_blocks);
+      return describe(kFloat8RowTiles[choice.row].config, "whole-row", choice.split_k);
   }
   return "";
 }

@@ -13,8 +13,8 @@ enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90Int8Rows, kSm90Floa
 
 struct Choice {
   Family family;
-  int row;           // of the family's table in tables.h
-  int k_blocks = 1;  // that share K
+  int row;          // of the family's table in tables.h
+  int split_k = 1;  // that share K
 };
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
@@ -26,7 +26,7 @@ struct WholeRowsChoice {
   double ns;
 };
 WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
-double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int k_blocks = 1);
+double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int split_k = 1);
 std::string describe(Choice const& choice);
 
 }  // namespace epiloq::ops::groupwise_mm

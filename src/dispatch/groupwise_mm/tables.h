@@ -20,62 +20,78 @@ using gemm::GroupwiseConfig;
 // most; times of one kernel differ by 3 to 8 there. Only ratios count: they stand so that tiles of 64 tokens keep their
 // place, which were put in order by times at 1 to 64, where no others serve; what those take besides is a guess.
 //
-// Two blocks may share K of what does not fill a wave (groupwise_split_k.h): a step then takes `shared_ns` (0: never),
-// and their meeting `meeting_ns` and more for each token, less where one gives all of its sums ahead of time
+// Two blocks may share K of what does not fill a wave (groupwise_split_k.h): a step then takes `split_ns` (0: never),
+// and their meeting `reduction_ns` and more for each token, less where one gives all of its sums ahead of time
 // (rings.json, `sharing`; given-sums.json; last-waves.json).
 struct Tile {
   GroupwiseConfig config;
-  int step_ns, end_ns = 0, shared_ns = 0;
-  int meeting_ns = 300, meeting_token_ns = 8;
+  int step_ns, end_ns = 0, split_ns = 0;
+  int reduction_ns = 300, reduction_token_ns = 8;
 };
 // Those whose last waves may be shared take no longer for a step of them. Their meeting was fitted to 2,000 to 2,600
 // ns; with more a wave is not shared where that hardly pays (8192 x 8192 by 128 tokens, where it was 7 % slower).
-constexpr Tile with_last_waves(GroupwiseConfig config, int step_ns, int end_ns) {
-  constexpr int kMeetingNs = 3000;
-  return {config, step_ns, end_ns, step_ns, kMeetingNs, 0};
+constexpr Tile with_split_last_wave(GroupwiseConfig config, int step_ns, int end_ns) {
+  constexpr int kReductionNs = 3000;
+  return {config, step_ns, end_ns, step_ns, kReductionNs, 0};
 }
 inline constexpr std::array kTiles{
-    Tile{{1, 2, 32}, 135, 600, 135, 200, 1}, Tile{{1, 2, 48}, 145, 600, 200, 300, 2},
-    Tile{{1, 2, 56}, 155, 600, 225, 300, 2}, Tile{{1, 2, 64}, 160, 600, 240, 300, 2},
-    Tile{{2, 1, 64}, 291, 1060, 294},        with_last_waves({2, 1, 96}, 350, 2510),
-    with_last_waves({2, 1, 128}, 433, 1400), with_last_waves({2, 1, 192}, 603, 3560),
-    with_last_waves({3, 1, 96}, 534, 870),   with_last_waves({3, 1, 128}, 613, 2025),
+    Tile{{1, 2, 32}, 135, 600, 135, 200, 1},
+    Tile{{1, 2, 48}, 145, 600, 200, 300, 2},
+    Tile{{1, 2, 56}, 155, 600, 225, 300, 2},
+    Tile{{1, 2, 64}, 160, 600, 240, 300, 2},
+    Tile{{2, 1, 64}, 291, 1060, 294},
+    with_split_last_wave({2, 1, 96}, 350, 2510),
+    with_split_last_wave({2, 1, 128}, 433, 1400),
+    with_split_last_wave({2, 1, 192}, 603, 3560),
+    with_split_last_wave({3, 1, 96}, 534, 870),
+    with_split_last_wave({3, 1, 128}, 613, 2025),
     Tile{{2, 1, 128, 2}, 834, 1930},
 };
 // With one scale a column of B, which costs registers and instructions: guessed, not measured.
 inline constexpr std::array kColumnScaleTiles{
     Tile{{1, 2, 32}, 150, 600, 150},
     Tile{{1, 2, 64}, 280, 600, 280},
-    with_last_waves({2, 1, 128}, 600, 1500),
+    with_split_last_wave({2, 1, 128}, 600, 1500),
 };
 
 // With scales of whole rows, for experts and for scaled_mm, timed as above: int8 1.7 % more than the fastest in the
 // mean. int8 needs no sums beside wgmma's, so that a warpgroup has the registers for 256 weights: the fewest bytes of
 // shared memory a product, which bound it.
 inline constexpr std::array kInt8RowTiles{
-    Tile{{1, 2, 32}, 135, 600, 135, 180, 1}, Tile{{1, 2, 48}, 150, 600, 200, 100, 1},
-    Tile{{1, 2, 56}, 158, 600, 225, 300, 2}, Tile{{1, 2, 64}, 165, 600, 250, 85, 2},
-    Tile{{2, 1, 64}, 238, 650, 280},         with_last_waves({2, 1, 96}, 253, 1790),
-    with_last_waves({2, 1, 112}, 300, 1570), with_last_waves({2, 1, 128}, 334, 1410),
-    with_last_waves({2, 1, 144}, 378, 1980), with_last_waves({2, 1, 192}, 466, 2420),
-    with_last_waves({2, 1, 224}, 559, 3180), with_last_waves({2, 1, 256}, 650, 2680),
+    Tile{{1, 2, 32}, 135, 600, 135, 180, 1},
+    Tile{{1, 2, 48}, 150, 600, 200, 100, 1},
+    Tile{{1, 2, 56}, 158, 600, 225, 300, 2},
+    Tile{{1, 2, 64}, 165, 600, 250, 85, 2},
+    Tile{{2, 1, 64}, 238, 650, 280},
+    with_split_last_wave({2, 1, 96}, 253, 1790),
+    with_split_last_wave({2, 1, 112}, 300, 1570),
+    with_split_last_wave({2, 1, 128}, 334, 1410),
+    with_split_last_wave({2, 1, 144}, 378, 1980),
+    with_split_last_wave({2, 1, 192}, 466, 2420),
+    with_split_last_wave({2, 1, 224}, 559, 3180),
+    with_split_last_wave({2, 1, 256}, 650, 2680),
 };
 inline constexpr std::array kFloat8RowTiles{
-    Tile{{1, 2, 32}, 135, 600, 135, 180, 1}, Tile{{1, 2, 48}, 155, 600, 200, 100, 1},
-    Tile{{1, 2, 56}, 163, 600, 225, 300, 2}, Tile{{1, 2, 64}, 170, 600, 250, 85, 2},
-    Tile{{2, 1, 64}, 244, 1190, 270},        with_last_waves({2, 1, 96}, 312, 1920),
-    with_last_waves({2, 1, 128}, 407, 1450), with_last_waves({2, 1, 192}, 593, 2400),
-    with_last_waves({3, 1, 96}, 471, 1730),  Tile{{2, 1, 128, 2}, 783, 2590},
+    Tile{{1, 2, 32}, 135, 600, 135, 180, 1},
+    Tile{{1, 2, 48}, 155, 600, 200, 100, 1},
+    Tile{{1, 2, 56}, 163, 600, 225, 300, 2},
+    Tile{{1, 2, 64}, 170, 600, 250, 85, 2},
+    Tile{{2, 1, 64}, 244, 1190, 270},
+    with_split_last_wave({2, 1, 96}, 312, 1920),
+    with_split_last_wave({2, 1, 128}, 407, 1450),
+    with_split_last_wave({2, 1, 192}, 593, 2400),
+    with_split_last_wave({3, 1, 96}, 471, 1730),
+    Tile{{2, 1, 128, 2}, 783, 2590},
 };
 template <std::size_t kCount>
-constexpr bool share_where_they_may(std::array<Tile, kCount> const& tiles) {
+constexpr bool split_where_allowed(std::array<Tile, kCount> const& tiles) {
   for (Tile const& tile : tiles) {
-    if (tile.shared_ns > 0 && !gemm::may_share_k(tile.config)) return false;
+    if (tile.split_ns > 0 && !gemm::may_split_k(tile.config)) return false;
   }
   return true;
 }
-static_assert(share_where_they_may(kTiles) && share_where_they_may(kColumnScaleTiles) &&
-              share_where_they_may(kInt8RowTiles) && share_where_they_may(kFloat8RowTiles));
+static_assert(split_where_allowed(kTiles) && split_where_allowed(kColumnScaleTiles) &&
+              split_where_allowed(kInt8RowTiles) && split_where_allowed(kFloat8RowTiles));
 
 template <DType kElement>
 constexpr GroupwiseConfig row_tile(int row) {

@@ -81,12 +81,12 @@ double mma_time(int row, OnlineQuantProblem const& p, Target const& t) {
   MmaTime const& time = kMmaTimes[row];
   bool const is8 = p.bits == 8;
   int const own_bytes = c.shared_bytes(static_cast<int>(p.group_size), p.bits);
-  int const fit = (t.shared_bytes + kReservedOfBlock) / (own_bytes + kReservedOfBlock);
+  int const fit = (t.shared_bytes + kReservedPerCta) / (own_bytes + kReservedPerCta);
   std::int64_t const steps = steps_of(p), resident = std::clamp(fit, 1, time.resident[is8]);
   std::int64_t const of_sm = ceil_div(ceil_div(p.m, c.tile_m()) * ceil_div(p.n, c.tile_n()), t.sm_count);
   std::int64_t const waves = ceil_div(of_sm, resident);
   double const multiplying = static_cast<double>(of_sm) * static_cast<double>(steps) * time.work[is8];
-  double const waiting = static_cast<double>(waves) * static_cast<double>(ceil_div(steps, c.teams)) * time.wait[is8];
+  double const waiting = static_cast<double>(waves) * static_cast<double>(ceil_div(steps, c.k_groups)) * time.wait[is8];
   double const reading = static_cast<double>(p.n) * static_cast<double>(p.k) * p.bits / 8 / bytes_per_ns(t);
   return norm({multiplying, waiting, reading}, kSm90Time.mma_power) + static_cast<double>(waves) * time.end;
 }
@@ -211,7 +211,7 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
   bool const sm75 = choice.family == Family::kSm75;
   BlockwiseConfig const& c = sm75 ? kSm75Tiles[choice.row] : kTiles[choice.row];
   text << (sm75 ? "sm75" : "sm80") << " mma.sync" << operands.str() << c.tile_m() << 'x' << c.tile_n() << "x128 warp "
-       << c.warp_m << 'x' << c.warp_n << " teams " << c.teams << " stages " << c.stages;
+       << c.warp_m << 'x' << c.warp_n << " teams " << c.k_groups << " stages " << c.stages;
   return text.str();
 }
 

@@ -77,16 +77,16 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, ScaledM
 
 constexpr int kSkinnyRows = 16;
 
-// The fewest slabs that the busiest SM reads; then the most to a block, since each block reads every token.
+// The fewest panels that the busiest SM reads; then the most to a block, since each block reads every token.
 Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   int best = -1;
   std::int64_t best_load = 0;
   int tokens = 0;
   for (int row = 0; row < static_cast<int>(kSkinnyTiles.size()); ++row) {
     SkinnyConfig const& config = kSkinnyTiles[row];
-    if (config.tokens < p.m || config.slabs * kSkinnyRows > p.n) continue;
+    if (config.tokens < p.m || config.panels * kSkinnyRows > p.n) continue;
     if (best >= 0 && config.tokens != tokens) break;  // the table goes by tokens, fewest first
-    std::int64_t const load = ceil_div(ceil_div(p.n, config.slabs * kSkinnyRows), t.sm_count) * config.slabs;
+    std::int64_t const load = ceil_div(ceil_div(p.n, config.panels * kSkinnyRows), t.sm_count) * config.panels;
     if (best < 0 || load <= best_load) {
       best = row;
       best_load = load;
@@ -112,7 +112,7 @@ Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
   GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
   auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
-  Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.k_blocks};
+  Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.split_k};
   double best_ns = own.ns;
   auto const consider = [&](Family family, auto const& tiles_for_many) {
     for (TileForMany const& many : tiles_for_many) {
@@ -200,7 +200,7 @@ std::string describe(WgmmaConfig const& c) {
 
 std::string describe(SkinnyConfig const& c) {
   std::ostringstream text;
-  text << "sm80 skinny " << c.slabs << " slabs of 16 weight rows, " << c.tokens << " tokens, " << c.warps
+  text << "sm80 skinny " << c.panels << " slabs of 16 weight rows, " << c.tokens << " tokens, " << c.warps
        << " warps, unroll " << c.unroll;
   return text.str();
 }
@@ -229,10 +229,10 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
 
 std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
   if (choice.family == Family::kSm90Int8Rows) {
-    return {{groupwise_mm::Family::kSm90Int8Rows, choice.row, choice.k_blocks}};
+    return {{groupwise_mm::Family::kSm90Int8Rows, choice.row, choice.split_k}};
   }
   if (choice.family == Family::kSm90Float8Rows) {
-    return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.k_blocks}};
+    return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.split_k}};
   }
   return std::nullopt;
 }

@@ -29,8 +29,8 @@ enum class Family {
 
 struct Choice {
   Family family;
-  int row;           // of the family's table in tables.h
-  int k_blocks = 1;  // that share K, of groupwise_mm's kernels
+  int row;          // of the family's table in tables.h
+  int split_k = 1;  // that share K, of groupwise_mm's kernels
 };
 
 Choice choose(ScaledMmProblem const& problem, Target const& target);

@@ -31,8 +31,8 @@ inline constexpr std::array kSm80Tiles{
 // int8 outputs, on SM80 and what is newer, are compiled for these rows of the table.
 inline constexpr int kInt8OutFirst = 1, kInt8OutRows = 3;
 
-// SM80, few tokens and few weight rows: slabs of 16 weight rows a block, tokens,
-// warps, unroll. The slab count is chosen at run time. H200, 2026-11-20: best of warps 8 and 16 and unrolls 1 to 6.
+// SM80, few tokens and few weight rows: panels of 16 weight rows a block, tokens,
+// warps, unroll. The panel count is chosen at run time. H200, 2026-11-20: best of warps 8 and 16 and unrolls 1 to 6.
 inline constexpr std::array kSkinnyTiles{
     SkinnyConfig{1, 8, 16, 2},  SkinnyConfig{2, 8, 16, 2},  SkinnyConfig{3, 8, 16, 2},  SkinnyConfig{4, 8, 16, 2},
     SkinnyConfig{1, 16, 16, 2}, SkinnyConfig{2, 16, 16, 2}, SkinnyConfig{3, 16, 16, 1}, SkinnyConfig{4, 16, 16, 1},

@@ -19,37 +19,37 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Of a quarter of an SM for a warp's step of 128 columns, for each of its slabs, for each token, for both.
-struct StreamStep {
-  double step, slab, token, slab_token;
+// Of a quarter of an SM for a warp's step of 128 columns, for each of its panels, for each token, for both.
+struct GemvStep {
+  double step, panel, token, panel_token;
 };
 // By 4 bits and 8, tokens of 16 bits and digits.
-inline constexpr StreamStep kStreamSteps[2][2]{
+inline constexpr GemvStep kGemvSteps[2][2]{
     {{0.0113, 0.0614, 0.00209, 0.000366}, {0.00763, 0.0199, 0.0136, 0.00594}},
     {{0.0116, 0.0815, 0.000926, 0.000593}, {0.00362, 0.00236, 0.0625, 0.0109}},
 };
 
 // Of a row: factors of that, by 4 bits and 8, and of waiting; and blocks whose registers an SM holds.
-struct StreamTime {
+struct GemvTime {
   double work[2], wait;
   int resident[2];
 };
-inline constexpr std::array<StreamTime, kStreamRows.size()> kStreamTimes{
-    StreamTime{{1.87, 1.56}, 0.309, {1, 1}},  StreamTime{{0.973, 0.49}, 2.07, {2, 2}},
-    StreamTime{{1.45, 1.06}, 1.12, {4, 5}},   StreamTime{{1.14, 1.43}, 1.17, {4, 5}},
-    StreamTime{{1.26, 1.28}, 1.75, {3, 4}},   StreamTime{{0.873, 0.91}, 1.46, {2, 4}},
-    StreamTime{{1.07, 0.72}, 1.61, {2, 4}},   StreamTime{{0.941, 1.26}, 1.44, {3, 6}},
-    StreamTime{{1.14, 1.56}, 0.54, {1, 1}},   StreamTime{{0.703, 0.791}, 1.69, {2, 3}},
-    StreamTime{{0.937, 1.18}, 0.948, {4, 7}}, StreamTime{{1.28, 1.32}, 1.27, {2, 2}},
-    StreamTime{{0.803, 1.07}, 1.02, {2, 2}},  StreamTime{{0.56, 0.965}, 1.12, {6, 7}},
+inline constexpr std::array<GemvTime, kGemvRows.size()> kGemvTimes{
+    GemvTime{{1.87, 1.56}, 0.309, {1, 1}},  GemvTime{{0.973, 0.49}, 2.07, {2, 2}},
+    GemvTime{{1.45, 1.06}, 1.12, {4, 5}},   GemvTime{{1.14, 1.43}, 1.17, {4, 5}},
+    GemvTime{{1.26, 1.28}, 1.75, {3, 4}},   GemvTime{{0.873, 0.91}, 1.46, {2, 4}},
+    GemvTime{{1.07, 0.72}, 1.61, {2, 4}},   GemvTime{{0.941, 1.26}, 1.44, {3, 6}},
+    GemvTime{{1.14, 1.56}, 0.54, {1, 1}},   GemvTime{{0.703, 0.791}, 1.69, {2, 3}},
+    GemvTime{{0.937, 1.18}, 0.948, {4, 7}}, GemvTime{{1.28, 1.32}, 1.27, {2, 2}},
+    GemvTime{{0.803, 1.07}, 1.02, {2, 2}},  GemvTime{{0.56, 0.965}, 1.12, {6, 7}},
 };
 
-// A step waits `latency` over how many a warp has on their way, its own one counting `own`; each slab of a warp's sums
+// A step waits `latency` over how many a warp has on their way, its own one counting `own`; each panel of a warp's sums
 // takes `sum` of an SM; a kernel begins and ends, and the blocks of a cluster, and more of them, add up once a wave.
 inline constexpr struct {
   double latency = 0.902, own = 0.849, read_rate = 1.08, power = 1.95, sum = 0.0124;
   double kernel = 1.15, cluster = 0.686, cluster_block = 0.0168;
-} kStreamTime;
+} kGemvTime;
 
 // Tiles of wgmma, of 4 bits and of 8, a row of kWgmmaRows each.
 struct TileTimes {
@@ -75,8 +75,8 @@ inline constexpr std::array<double, kWgmmaRows.size()> kWgmmaProducts{
 };
 inline constexpr double kLimitExponent = 5.3;
 
-// And the ring's, of kRingRows.
-inline constexpr std::array<TileTimes, kRingRows.size()> kRingTimes{
+// And the ring's, of kDecodeRows.
+inline constexpr std::array<TileTimes, kDecodeRows.size()> kDecodeTimes{
     TileTimes{{0.0588, 1.35}, {0.0622, 0.648}}, TileTimes{{0.0877, 1.35}, {0.0962, 0.929}},
     TileTimes{{0.0938, 1.18}, {0.0592, 1.1}},   TileTimes{{0.0275, 2.13}, {0.0371, 1.53}},
     TileTimes{{0.0451, 1.92}, {0.0779, 0.741}}, TileTimes{{0.104, 2.43}, {0.124, 1.61}},
@@ -98,7 +98,7 @@ struct ClusterTime {
   double tile, sum, crowd;
 };
 inline constexpr ClusterTime kSentSums{0.0155, 8.99e-05, 0.135}, kLentSums{1.6, 8.48e-05, 0.00302};
-inline constexpr ClusterTime kRingSums{0.383, 5.62e-05, 0.0423};
+inline constexpr ClusterTime kDecodeSums{0.383, 5.62e-05, 0.0423};
 
 // De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
 inline constexpr struct {

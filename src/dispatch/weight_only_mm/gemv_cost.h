@@ -11,9 +11,9 @@
 namespace epiloq::ops::weight_only_mm {
 
 // Of a block, `split` of which share K.
-std::int64_t stream_bytes(StreamConfig const& config, WeightOnlyMmProblem const& problem, int split);
+std::int64_t gemv_bytes(GemvConfig const& config, WeightOnlyMmProblem const& problem, int split);
 
-// By a row of kStreamRows (costs.h).
-double stream_time(int row, WeightOnlyMmProblem const& problem, int split, Target const& target);
+// By a row of kGemvRows (costs.h).
+double gemv_time(int row, WeightOnlyMmProblem const& problem, int split, Target const& target);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -24,22 +24,22 @@ void launch_kernel(void (*kernel)(Problem, Ring), PerDevice& prepared, Problem c
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                "asking for shared memory");
   });
-  cuda_check(launch_dependent_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, ring),
+  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, ring),
              "launching epiloq.weight_only_mm");
 }
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-void launch_stream(Problem const& p, int split, int device, Stream stream) {
-  constexpr StreamConfig kConfig = kStreamRows[kRow];
+void launch_gemv(Problem const& p, int split, int device, Stream stream) {
+  constexpr GemvConfig kConfig = kGemvRows[kRow];
   using T = CudaType<kX>;
-  constexpr int kSlabs = kConfig.slabs_of(kBits);
-  using Products = std::conditional_t<kConfig.digits, DigitProducts<T, kBits, kGroups, kOffsets, kSlabs>,
-                                      HalfProducts<T, kBits, kGroups, kOffsets, kSlabs>>;
-  using S = Streaming<Products, kSlabs, kConfig.warps, kConfig.stages, kConfig.blocks>;
+  constexpr int kPanels = kConfig.panels_of(kBits);
+  using Products = std::conditional_t<kConfig.digits, DigitProducts<T, kBits, kGroups, kOffsets, kPanels>,
+                                      HalfProducts<T, kBits, kGroups, kOffsets, kPanels>>;
+  using S = Gemv<Products, kPanels, kConfig.warps, kConfig.stages, kConfig.blocks>;
   static PerDevice prepared;
-  StageLayout const weights = StageLayout::of(p.weight, kSlabs, kGroups);
-  StreamRing const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m),
-                        stream_received_bytes(p.m, S::kRows, split)};
+  StageLayout const weights = StageLayout::of(p.weight, kPanels, kGroups);
+  GemvPipeline const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m),
+                          gemv_received_bytes(p.m, S::kRows, split)};
   dim3 const grid(static_cast<unsigned>(ceil_div(p.weight.n, S::kRows)), split);
   int const own_bytes = ring.received + std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
   // Blocks that begin while the previous kernel's still run would pile up on the SMs that are free first: up to a third
@@ -47,9 +47,10 @@ void launch_stream(Problem const& p, int split, int device, Stream stream) {
   DeviceProperties const& properties = device_properties(device);
   int const blocks = static_cast<int>(grid.x) * split;
   bool const spreads = properties.compute_capability >= 90 && blocks % properties.sm_count != 0;
-  int const share_bytes = bytes_for_share(ceil_div(blocks, properties.sm_count), properties.shared_memory_per_block);
+  int const share_bytes =
+      smem_for_ctas_per_sm(ceil_div(blocks, properties.sm_count), properties.shared_memory_per_block);
   int const shared_bytes = spreads ? std::max(own_bytes, share_bytes) : own_bytes;
-  launch_kernel(stream_kernel<S, T>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
+  launch_kernel(gemv_kernel<S, T>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
 }
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
@@ -58,7 +59,7 @@ void launch_tiled(Problem const& p, int split, int device, Stream stream) {
   using S = Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits),
                   kConfig.blocks>;
   static PerDevice prepared;
-  StageLayout const ring = StageLayout::of(p.weight, S::kSlabs, kGroups);
+  StageLayout const ring = StageLayout::of(p.weight, S::kPanels, kGroups);
   int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring), S::kSumBytes);
   // Blocks of the same rows start together and find each other's weights in L2.
   auto const tiles = [](int size, int of_tile) { return static_cast<unsigned>(ceil_div(size, of_tile)); };

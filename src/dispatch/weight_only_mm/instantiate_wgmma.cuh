@@ -11,8 +11,8 @@ namespace epiloq::ops::weight_only_mm {
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Problem const& p, int split, int device, Stream stream) {
   constexpr WgmmaConfig kConfig = kWgmmaRows[kRow];
-  using C =
-      Wgmma<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.blocks, kConfig.tokens, kConfig.rounds>;
+  using C = Wgmma<CudaType<kX>, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kConfig.tokens,
+                  kConfig.rounds>;
   launch_matrix_tiles<C>(&wgmma_kernel<C>, kConfig, p, split, device, stream);
 }
 

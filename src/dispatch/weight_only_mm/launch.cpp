@@ -18,12 +18,12 @@ namespace {
 template <bool kIsLast, DType kX>
 constexpr bool kBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || (kIsLast && kX == DType::kFloat16);
 
-struct StreamFamily {
+struct GemvFamily {
   using Launch = weight_only_mm::Launch;
-  static constexpr int kRows = static_cast<int>(kStreamRows.size());
+  static constexpr int kRows = static_cast<int>(kGemvRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
   static constexpr Launch launch() {
-    if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_stream<kRow, kX, kBits, kGroups, kOffsets>;
+    if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_gemv<kRow, kX, kBits, kGroups, kOffsets>;
     return nullptr;
   }
 };
@@ -36,12 +36,12 @@ struct TiledFamily {
     return nullptr;
   }
 };
-struct RingFamily {
+struct DecodeFamily {
   using Launch = weight_only_mm::Launch;
-  static constexpr int kRows = static_cast<int>(kRingRows.size());
+  static constexpr int kRows = static_cast<int>(kDecodeRows.size());
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
   static constexpr Launch launch() {
-    if constexpr (EPILOQ_HAS_SM90 && !kOffsets) return &launch_ring<kRow, kX, kBits, kGroups>;
+    if constexpr (EPILOQ_HAS_SM90 && !kOffsets) return &launch_decode<kRow, kX, kBits, kGroups>;
     return nullptr;
   }
 };
@@ -58,11 +58,11 @@ struct WgmmaFamily {
 Launch kernel_of(Choice const& choice, DType x, Weight const& weight) {
   switch (choice.family) {
     case Family::kStream:
-      return variant_of<StreamFamily>(choice.row, x, weight);
+      return variant_of<GemvFamily>(choice.row, x, weight);
     case Family::kTiled:
       return variant_of<TiledFamily>(choice.row, x, weight);
     case Family::kRing:
-      return variant_of<RingFamily>(choice.row, x, weight);
+      return variant_of<DecodeFamily>(choice.row, x, weight);
     default:
       return variant_of<WgmmaFamily>(choice.row, x, weight);
   }

@@ -15,8 +15,8 @@
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-bool fits(StreamConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return p.m <= c.tokens() && stream_bytes(c, p, 1) <= t.shared_bytes;
+bool fits(GemvConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens() && gemv_bytes(c, p, 1) <= t.shared_bytes;
 }
 
 template <class Config>
@@ -25,8 +25,8 @@ std::int64_t tiles_of(Config const& c, WeightOnlyMmProblem const& p) {
 }
 
 // Whether so many blocks may share K; tiles have a place for any number's sums.
-bool may_share(StreamConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  return stream_bytes(c, p, split) <= t.shared_bytes;
+bool may_share(GemvConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return gemv_bytes(c, p, split) <= t.shared_bytes;
 }
 template <class Config>
 bool may_share(Config const&, WeightOnlyMmProblem const&, int, Target const&) {
@@ -44,14 +44,14 @@ bool ring_fits(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
          ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
 }
-bool fits(RingConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+bool fits(DecodeConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return p.m <= c.tokens && ring_fits(c, p, t);
 }
 
 // Of the family's table, for this target.
 bool is_built(Family family, int row, Target const& t) {
   if (family == Family::kRing || family == Family::kWgmma) return t.has_wgmma;
-  std::size_t const rows = family == Family::kStream ? kStreamRows.size() : kTiledRows.size();
+  std::size_t const rows = family == Family::kStream ? kGemvRows.size() : kTiledRows.size();
   return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
 }
 
@@ -63,11 +63,11 @@ bool is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem cons
 bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
   switch (family) {
     case Family::kStream:
-      return is_there(kStreamRows, family, row, p, t);
+      return is_there(kGemvRows, family, row, p, t);
     case Family::kTiled:
       return is_there(kTiledRows, family, row, p, t);
     case Family::kRing:
-      return !p.offsets && is_there(kRingRows, family, row, p, t);
+      return !p.offsets && is_there(kDecodeRows, family, row, p, t);
     case Family::kWgmma:
       return !p.offsets && is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
     default:
@@ -86,10 +86,10 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
          (!c.rounds || p.m > kExactTokens);
 }
 // One token and two are a stream's: no tile was more than 3 % faster.
-bool suits(RingConfig const& c, WeightOnlyMmProblem const& p) {
-  return p.m > kDigitTokens && (c.tokens == kRingRows.front().tokens || c.tokens < 2 * p.m);
+bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
+  return p.m > kDigitTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }
-bool suits(StreamConfig const&, WeightOnlyMmProblem const&) { return true; }
+bool suits(GemvConfig const&, WeightOnlyMmProblem const&) { return true; }
 
 template <class Config>
 std::int64_t waves_of(Config const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
@@ -110,7 +110,7 @@ double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProble
 template <class Config>
 double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
   std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
-  return static_cast<double>(steps + round_up(steps, c.ways)) / 2;
+  return static_cast<double>(steps + round_up(steps, c.k_groups)) / 2;
 }
 
 // Of two that run side by side the longer one, to which the other adds the less the higher the exponent.
@@ -134,8 +134,8 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
 }
 
 // A row's time, in whichever table.
-double time_of_row(decltype(kStreamRows) const&, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  return stream_time(row, p, split, t);
+double time_of_row(decltype(kGemvRows) const&, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  return gemv_time(row, p, split, t);
 }
 double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
                    Target const& t) {
@@ -145,9 +145,10 @@ double time_of_row(decltype(kWgmmaRows) const& rows, int row, WeightOnlyMmProble
   double const products = static_cast<double>(tiles_of(c, p)) * c.rows() * c.tokens * static_cast<double>(p.k) * 1e-9;
   return longer(time, kWgmmaProducts[row] * products, kLimitExponent);
 }
-double time_of_row(decltype(kRingRows) const& rows, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
-  return tile_time(rows[row], kRingTimes[row], p, split, t, steps_of(rows[row], p, split)) +
-         cluster_time(kRingSums, rows[row], p, split, t);
+double time_of_row(decltype(kDecodeRows) const& rows, int row, WeightOnlyMmProblem const& p, int split,
+                   Target const& t) {
+  return tile_time(rows[row], kDecodeTimes[row], p, split, t, steps_of(rows[row], p, split)) +
+         cluster_time(kDecodeSums, rows[row], p, split, t);
 }
 
 struct Timed {
@@ -171,9 +172,9 @@ struct Timed {
   }
 };
 
-Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
+Choice gemv_choice(WeightOnlyMmProblem const& p, Target const& t) {
   Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
-  best.consider(Family::kStream, kStreamRows, p, t);
+  best.consider(Family::kStream, kGemvRows, p, t);
   return best.choice;
 }
 
@@ -181,8 +182,8 @@ Choice stream_choice(WeightOnlyMmProblem const& p, Target const& t) {
 Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
   Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
   if (p.m > kExactTokens) best = {{Family::kDense, 0, 1, "many tokens"}, time_of_dense(p)};
-  best.consider(Family::kStream, kStreamRows, p, t);
-  best.consider(Family::kRing, kRingRows, p, t);
+  best.consider(Family::kStream, kGemvRows, p, t);
+  best.consider(Family::kRing, kDecodeRows, p, t);
   best.consider(Family::kWgmma, kWgmmaRows, p, t);
   return best.choice;
 }
@@ -208,7 +209,7 @@ bool has_kernel(std::int64_t group) {
 
 // Kernels count a weight's bytes in 32 bits.
 bool is_large(WeightOnlyMmProblem const& p) {
-  std::int64_t const rows = ceil_div(p.n, kSlab) * kSlab, groups = ceil_div(padded(p.k), group_of(p));
+  std::int64_t const rows = ceil_div(p.n, kPanelRows) * kPanelRows, groups = ceil_div(padded(p.k), group_of(p));
   return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
 }
 
@@ -254,7 +255,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
   if (t.has_wgmma && !p.offsets) return fastest(p, t);
   if (p.m >= kDenseTokens) return {Family::kDense, 0, 1, "many tokens"};
-  if (p.m <= kStreamTokens) return stream_choice(p, t);
+  if (p.m <= kGemvTokens) return gemv_choice(p, t);
   return tiled_choice(p, t);
 }
 
@@ -269,7 +270,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
       kernel.split > ceil_div(p.k, kPadding)) {
     why = "no such split";
   }
-  if (why == nullptr && kernel.family == Family::kStream && !may_share(kStreamRows[kernel.row], p, kernel.split, t)) {
+  if (why == nullptr && kernel.family == Family::kStream && !may_share(kGemvRows[kernel.row], p, kernel.split, t)) {
     why = "no shared memory for the sums of so many blocks";
   }
   if (why != nullptr)
@@ -283,17 +284,17 @@ std::string describe(Choice const& choice) {
   if (choice.family == Family::kDense) {
     text << "de-quantise, then a dense product (" << choice.why << ')';
   } else if (choice.family == Family::kStream) {
-    StreamConfig const& c = kStreamRows[choice.row];
-    text << "stream " << c.slabs << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
+    GemvConfig const& c = kGemvRows[choice.row];
+    text << "stream " << c.panels << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
          << (c.digits ? ", tokens as digits" : "");
   } else if (choice.family == Family::kRing) {
-    RingConfig const& c = kRingRows[choice.row];
-    text << "ring " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, " << c.ways
+    DecodeConfig const& c = kDecodeRows[choice.row];
+    text << "ring " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, " << c.k_groups
          << " along K";
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warpgroups() << " warpgroups"
-         << (c.ways > 1 ? ", " + std::to_string(c.ways) + " along K" : "")
+         << (c.k_groups > 1 ? ", " + std::to_string(c.k_groups) + " along K" : "")
          << (c.rounds ? ", weights rounded with their scales" : "");
   } else {
     TiledConfig const& c = kTiledRows[choice.row];

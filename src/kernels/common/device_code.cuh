@@ -43,7 +43,7 @@ using CudaType = typename CudaTypeOf<kDType>::type;
 
 // NaN wins, here and in all that is made of these, so that what holds one gets a scale that is one, and is not lost by
 // a clamp.
-__device__ __forceinline__ float smaller(float a, float b) {
+__device__ __forceinline__ float min_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -52,7 +52,7 @@ __device__ __forceinline__ float smaller(float a, float b) {
   return a < b || a != a ? a : b;
 #endif
 }
-__device__ __forceinline__ float larger(float a, float b) {
+__device__ __forceinline__ float max_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -64,26 +64,26 @@ __device__ __forceinline__ float larger(float a, float b) {
 
 // Two instructions; of `x < lo ? lo : x > hi ? hi : x` nvcc 13.0 makes two branches for every x where the bounds are a
 // kernel's parameters.
-__device__ __forceinline__ float clamped(float x, float lo, float hi) { return smaller(larger(x, lo), hi); }
+__device__ __forceinline__ float clamped(float x, float lo, float hi) { return min_nan(max_nan(x, lo), hi); }
 
 // A value that stays in its register: the compiler would rather compute it again in every turn of a loop.
-__device__ __forceinline__ int kept(int value) {
+__device__ __forceinline__ int in_register(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
 // What is the same for all lanes, said so: the compiler takes what depends on the thread's index, or on memory, for
 // different, and copies it into uniform registers (of which wgmma's descriptors are made) wherever it is used.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // Programmatic dependent launch: a kernel launched with it may start while the one before it still runs, and must wait
 // before it touches what that one wrote. Both are nothing on architectures before SM90.
-__device__ __forceinline__ void wait_for_previous_kernel() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -92,8 +92,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 // A kernel launch that may overlap the tail of the kernel before it (ignored by devices before SM90), its blocks in
 // clusters of that shape; more than one block needs SM90.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, dim3 block,
-                                      std::size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+cudaError_t launch_pdl_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, dim3 block,
+                                std::size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -112,10 +112,10 @@ cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, 
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
-                             cudaStream_t stream, Arguments&&... arguments) {
-  return launch_dependent_clusters(kernel, grid, dim3(1), block, shared_bytes, stream,
-                                   static_cast<Arguments&&>(arguments)...);
+cudaError_t launch_pdl(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                       cudaStream_t stream, Arguments&&... arguments) {
+  return launch_pdl_clusters(kernel, grid, dim3(1), block, shared_bytes, stream,
+                             static_cast<Arguments&&>(arguments)...);
 }
 
 }  // namespace epiloq

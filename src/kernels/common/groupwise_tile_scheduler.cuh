@@ -16,10 +16,10 @@ struct GroupwiseTile {
   int first_row, end_row;  // of A and D
   int first_column;
   int expert;
-  bool is_shared;  // its K, by the two blocks of a cluster
-  bool is_paired;  // with the other block's, of the same tokens
-  bool is_alone;   // the other block has no tile now, or there is no other block
-  bool is_turned;  // from its last step of K to its first
+  bool is_split;     // its K, by the two blocks of a cluster
+  bool is_paired;    // with the other block's, of the same tokens
+  bool is_alone;     // the other block has no tile now, or there is no other block
+  bool is_reversed;  // from its last step of K to its first
 };
 
 // What of a problem's tiles the host can tell: those along N, of a whole band, and how many are not shared; of pairs
@@ -49,9 +49,9 @@ class GroupwiseScheduler {
   }
 
   __device__ bool next(GroupwiseTile& tile) {
-    if (C::kMayShare && index_ >= tiles_.whole) {
-      if (!is_shared_) index_ = tiles_.whole + blockIdx.x / 2;
-      is_shared_ = true;
+    if (C::kMaySplitK && index_ >= tiles_.whole) {
+      if (!is_split_) index_ = tiles_.whole + blockIdx.x / 2;
+      is_split_ = true;
     }
     while (index_ - before_ >= rows_ * tiles_.columns) {
       if (expert_ + 1 >= p_.experts) return false;
@@ -71,11 +71,11 @@ class GroupwiseScheduler {
             .end_row = end_,
             .first_column = column * C::kN,
             .expert = expert_,
-            .is_shared = is_shared_,
+            .is_split = is_split_,
             .is_paired = is_paired,
             .is_alone = !tiles_.in_pairs || is_last,
-            .is_turned = C::kTurns && is_turned_};
-    is_turned_ = !is_turned_;
+            .is_reversed = C::kTurns && is_reversed_};
+    is_reversed_ = !is_reversed_;
     index_ += gridDim.x;  // past the last, if that one was shared
     return true;
   }
@@ -105,7 +105,7 @@ class GroupwiseScheduler {
   GroupwiseProblem const& p_;
   GroupwiseTiles const& tiles_;
   int index_;
-  bool is_shared_ = false, is_turned_ = false;
+  bool is_split_ = false, is_reversed_ = false;
   int expert_ = 0, before_ = 0;
   int begin_ = 0, end_ = 0, rows_ = 0;
 };

@@ -8,24 +8,24 @@
 namespace epiloq::gemm {
 
 // Of a piece: its block, and how many of that block's come before it. Neighbours follow without a division.
-struct Piece {
-  int owner, turn;
+struct Subtile {
+  int owner, ordinal;
 
-  EPILOQ_HD static constexpr Piece of(int number, int split) { return {number % split, number / split}; }
-  EPILOQ_HD constexpr Piece next(int split) const {
-    return owner + 1 == split ? Piece{0, turn + 1} : Piece{owner + 1, turn};
+  EPILOQ_HD static constexpr Subtile of(int number, int split) { return {number % split, number / split}; }
+  EPILOQ_HD constexpr Subtile next(int split) const {
+    return owner + 1 == split ? Subtile{0, ordinal + 1} : Subtile{owner + 1, ordinal};
   }
 };
 
 // As the block `rank` sees them.
-struct Pieces {
+struct SubtileOwnership {
   int rank, split;
 
-  EPILOQ_HD constexpr bool is_own(Piece const& piece) const { return piece.owner == rank; }
-  EPILOQ_HD constexpr int own_of(int pieces) const { return (pieces - rank + split - 1) / split; }
+  EPILOQ_HD constexpr bool is_own(Subtile const& subtile) const { return subtile.owner == rank; }
+  EPILOQ_HD constexpr int own_of(int subtiles) const { return (subtiles - rank + split - 1) / split; }
   // How many places after the piece's block this one comes.
-  EPILOQ_HD constexpr int distance_to(Piece const& piece) const {
-    return rank - piece.owner + (rank < piece.owner ? split : 0);
+  EPILOQ_HD constexpr int distance_to(Subtile const& subtile) const {
+    return rank - subtile.owner + (rank < subtile.owner ? split : 0);
   }
 };
 

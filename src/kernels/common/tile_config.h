@@ -50,7 +50,7 @@ struct GroupwiseConfig {
 
 // SM80, at most a few tokens: each warp streams its own slice of K straight into registers.
 struct SkinnyConfig {
-  int slabs;   // of 16 weight rows, a block
+  int panels;  // of 16 weight rows, a block
   int tokens;  // a multiple of 8
   int warps;   // that share K
   int unroll;  // steps of 64 bytes of K in flight a warp
@@ -60,7 +60,7 @@ struct SkinnyConfig {
 struct BlockwiseConfig {
   int warp_m, warp_n;    // of D, a warp: multiples of 16
   int warps_m, warps_n;  // a team
-  int teams;             // that share K
+  int k_groups;          // that share K
   int stages;            // of 128 values of K, a team; one on SM75, which keeps the next in registers
 
   constexpr int tile_m() const { return warp_m * warps_m; }
@@ -69,7 +69,7 @@ struct BlockwiseConfig {
   constexpr int shared_bytes(int group, int bits) const {
     int const stage = tile_m() * 128 + tile_n() * 16 * bits + 128 / group * 12 * (tile_m() + tile_n());
     int const sums = tile_m() * (tile_n() + 8) * 4;
-    return teams * (stages * stage > sums ? stages * stage : sums);
+    return k_groups * (stages * stage > sums ? stages * stage : sums);
   }
 };
 

@@ -8,11 +8,11 @@
 namespace epiloq::gemm {
 
 // kPadding keeps the rows of the fragments that are kept in different banks.
-template <int kTileM, int kTileN, int kTeams, int kThreads, int kPadding>
+template <int kTileM, int kTileN, int kKGroups, int kThreads, int kPadding>
 struct BlockwiseFinish {
   static constexpr int kPitch = kTileN + kPadding;
   static constexpr int kVector = 8;  // columns a thread
-  static constexpr int kSharedBytes = kTeams * kTileM * kPitch * 4;
+  static constexpr int kSharedBytes = kKGroups * kTileM * kPitch * 4;
 
   static __device__ void keep(float* sums, int team, int row, int column, float2 pair) {
     *reinterpret_cast<float2*>(sums + (team * kTileM + row) * kPitch + column) = pair;
@@ -20,7 +20,7 @@ struct BlockwiseFinish {
 
   static __device__ void add_up(float const* sums, int row, int column, float (&x)[kVector]) {
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
+    for (int team = 0; team < kKGroups; ++team) {
       auto const* const from = reinterpret_cast<float4 const*>(sums + (team * kTileM + row) * kPitch + column);
 #pragma unroll
       for (int i = 0; i < kVector / 4; ++i) {

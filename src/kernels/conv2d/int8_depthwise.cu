@@ -75,8 +75,8 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
   conv2d::Shape const& s = p.shape;
   depthwise::Place const here(s, d.plan);
   std::int8_t const* const x = p.x + here.window.at + here.n / d.plan.multiplier;
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  pdl_trigger();
+  pdl_wait();
   int sums[kPixels][kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
@@ -129,8 +129,7 @@ void launch_depthwise(Problem const& problem, int channels, Stream stream) {
   auto const plan = depthwise::Plan::of(problem.shape, channels);
   DepthwiseProblem const d{problem, plan, fill_of(problem), has_whole_runs(problem, channels)};
   auto* const kernel = channels == 4 ? depthwise_kernel<4> : depthwise_kernel<1>;
-  cuda_check(launch_dependent(kernel, plan.grid(problem.shape), kThreads, 0, stream, d),
-             "launching epiloq.conv2d_int8");
+  cuda_check(launch_pdl(kernel, plan.grid(problem.shape), kThreads, 0, stream, d), "launching epiloq.conv2d_int8");
 }
 
 }  // namespace epiloq::ops::conv2d_int8

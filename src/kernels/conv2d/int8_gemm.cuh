@@ -28,18 +28,18 @@ struct Tiled {
 #endif
   static constexpr int kB = kTileM * kDepth;  // the weights' place in a stage
   static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
-  using Math = typename MathOf<kMma>::template Of<Tiled>;
-  static constexpr int kThreads = Math::kTeam * kTeamsM * kTeamsN;
+  using Mainloop = typename MainloopOf<kMma>::template Of<Tiled>;
+  static constexpr int kThreads = Mainloop::kTeam * kTeamsM * kTeamsN;
   using Copies = std::conditional_t<kBytes == 1, ByteCopies<Tiled>, WideCopies<Tiled>>;
 };
 
 // Sums begin with what corrects for the input's zero point, in one block of a cluster.
 template <class T>
-__device__ __forceinline__ void start(typename T::Math::Sums& sums, TiledProblem const& t, Place<T> const& here,
+__device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledProblem const& t, Place<T> const& here,
                                       int first_column) {
   int const neighbours = threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int j = 0; j < T::Math::kColumns; ++j) {
+  for (int j = 0; j < T::Mainloop::kColumns; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const n = channel_of(first_column + 8 * j + neighbours + i);
@@ -52,25 +52,25 @@ __device__ __forceinline__ void start(typename T::Math::Sums& sums, TiledProblem
 }
 
 template <class T>
-__device__ __forceinline__ void multiply(typename T::Math::Sums& sums, TiledProblem const& t,
+__device__ __forceinline__ void multiply(typename T::Mainloop::Sums& sums, TiledProblem const& t,
                                          typename T::Copies& copies, SharedAddress ring, int stages, int team_row,
                                          int team_column) {
-  using Math = typename T::Math;
-  constexpr int kAhead = Math::kAhead, kRingBytes = T::kStages * T::kStageBytes;
+  using Mainloop = typename T::Mainloop;
+  constexpr int kAhead = Mainloop::kAhead, kRingBytes = T::kStages * T::kStageBytes;
   int read = 0, write = kAhead * T::kStageBytes, left = stages;
   do {  // there is a stage: a way around them all would make the compiler move sums that wgmma is at work on
-    wait_for_copies<kAhead - 1>();
-    Math::publish();
+    cp_async_wait<kAhead - 1>();
+    Mainloop::publish();
     __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
-    Math::begin(sums, ring + read, team_row, team_column);
-    if (left > kAhead) copies.ask(t, ring + write);
-    commit_copies();
-    Math::end(sums, ring + read, team_row, team_column);
+    Mainloop::begin(sums, ring + read, team_row, team_column);
+    if (left > kAhead) copies.issue(t, ring + write);
+    cp_async_commit();
+    Mainloop::end(sums, ring + read, team_row, team_column);
     read = read + T::kStageBytes == kRingBytes ? 0 : read + T::kStageBytes;
     write = write + T::kStageBytes == kRingBytes ? 0 : write + T::kStageBytes;
   } while (--left > 0);
-  Math::wait_for_all(sums);
-  wait_for_copies<0>();
+  Mainloop::wait_for_all(sums);
+  cp_async_wait<0>();
 }
 
 // Blocks along x take tiles, channels fastest, so that blocks of the same pixels run together; along y groups; along z,
@@ -80,30 +80,30 @@ __global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_c
   extern __shared__ __align__(1024) unsigned char shared[];
   auto* const windows = reinterpret_cast<conv2d::Window*>(shared + kRingBytes);
   Place<T> const here(t);
-  let_next_kernel_start();
+  pdl_trigger();
   for (int row = threadIdx.x; row < T::kTileM; row += T::kThreads) {
     windows[row] = conv2d::window_of(t.problem.shape, here.first_m + row);
   }
   __syncthreads();
   typename T::Copies copies(t, here, windows);
-  wait_for_previous_kernel();
+  pdl_wait();
   SharedAddress const ring = shared_address(shared);
 #pragma unroll 1
-  for (int i = 0; i < T::Math::kAhead; ++i) {
-    if (i < here.stages) copies.ask(t, ring + i * T::kStageBytes);
-    commit_copies();
+  for (int i = 0; i < T::Mainloop::kAhead; ++i) {
+    if (i < here.stages) copies.issue(t, ring + i * T::kStageBytes);
+    cp_async_commit();
   }
-  int const team = __shfl_sync(~0u, threadIdx.x / T::Math::kTeam, 0);
+  int const team = __shfl_sync(~0u, threadIdx.x / T::Mainloop::kTeam, 0);
   int const team_row = team / T::kTeamsN, team_column = team % T::kTeamsN, first_column = team_column * T::kTeamN;
-  typename T::Math::Sums sums;
+  typename T::Mainloop::Sums sums;
   start<T>(sums, t, here, first_column);
   multiply<T>(sums, t, copies, ring, here.stages, team_row, team_column);
   __syncthreads();  // the ring makes room for the sums
   SumsInShared<T> const all_sums(shared);
   all_sums.put(sums);
-  if (gridDim.z > 1) wait_for_cluster();
-  finish(all_sums, t, here, T::Math::first_row(team_row), first_column);
-  if (gridDim.z > 1) wait_for_cluster();  // others may still read this block's sums
+  if (gridDim.z > 1) cluster_sync();
+  finish(all_sums, t, here, T::Mainloop::first_row(team_row), first_column);
+  if (gridDim.z > 1) cluster_sync();  // others may still read this block's sums
 }
 
 }  // namespace epiloq::ops::conv2d_int8

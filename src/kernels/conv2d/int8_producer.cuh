@@ -11,7 +11,7 @@ namespace epiloq::ops::conv2d_int8 {
 
 // ::Of<Tiled<..>> is what multiplies a stage by an instruction: in sm80/ and sm90/conv2d_int8_mainloop.cuh.
 template <Mma>
-struct MathOf;
+struct MainloopOf;
 
 // Rows of kDepth bytes; chunks of 16 trade places so that eight neighbouring rows of a chunk lie in different banks. Of
 // 128 bytes it is wgmma's 128-byte swizzle.
@@ -125,7 +125,7 @@ struct WideCopies {
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
   }
 
-  __device__ __forceinline__ void ask(TiledProblem const& t, SharedAddress stage) {
+  __device__ __forceinline__ void issue(TiledProblem const& t, SharedAddress stage) {
     conv2d::Shape const& shape = t.problem.shape;
     conv2d::Offset const offset(shape, column);
 #pragma unroll
@@ -188,7 +188,7 @@ struct ByteCopies {
     return word;
   }
 
-  __device__ __forceinline__ void ask(TiledProblem const& t, SharedAddress stage) {
+  __device__ __forceinline__ void issue(TiledProblem const& t, SharedAddress stage) {
     conv2d::Shape const& shape = t.problem.shape;
     conv2d::Column next = column;
     conv2d::Offset offsets[4];

@@ -13,7 +13,7 @@ namespace epiloq::ops::conv2d_int8 {
 // bytes, next to other threads' same pieces.
 template <class T>
 struct SumsInShared {
-  static constexpr int kRuns = T::kTeamN / 32, kLines = 2 * T::Math::kRows;
+  static constexpr int kRuns = T::kTeamN / 32, kLines = 2 * T::Mainloop::kRows;
   static constexpr int kPiece = T::kThreads * 16;  // bytes from one piece of a thread to the next
 
   unsigned char* mine;
@@ -24,11 +24,11 @@ struct SumsInShared {
     return reinterpret_cast<int*>(mine + ((line * kRuns + run) * 2 + value / 4) * kPiece) + value % 4;
   }
 
-  __device__ __forceinline__ void put(typename T::Math::Sums const& sums) const {
+  __device__ __forceinline__ void put(typename T::Mainloop::Sums const& sums) const {
 #pragma unroll
-    for (int r = 0; r < T::Math::kRows; ++r) {
+    for (int r = 0; r < T::Mainloop::kRows; ++r) {
 #pragma unroll
-      for (int j = 0; j < T::Math::kColumns; j += 2) {
+      for (int j = 0; j < T::Mainloop::kColumns; j += 2) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           unsigned const* const from = sums[r] + 4 * j + 2 * h;
@@ -47,7 +47,7 @@ struct SumsInShared {
       int const rank = (blockIdx.z + other) % split;
 #pragma unroll
       for (int i = 0; i < kRun; i += 4) {
-        uint4 const more = read_from_block(shared_address(at(line, run, i)), rank);
+        uint4 const more = load_dsmem(shared_address(at(line, run, i)), rank);
         sums[i] += static_cast<int>(more.x);
         sums[i + 1] += static_cast<int>(more.y);
         sums[i + 2] += static_cast<int>(more.z);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void finish_as(SumsInShared<T> const& shared, TiledPr
     Channels<Out, kRun> const channels(p.finish, count > 0 ? n : 0, max(count, 1));
 #pragma unroll 1
     for (int line = blockIdx.z; line < SumsInShared<T>::kLines; line += split) {
-      unsigned const m = here.first_m + first_row + line / 2 * T::Math::kRowStep + line % 2 * 8 + lane / 4;
+      unsigned const m = here.first_m + first_row + line / 2 * T::Mainloop::kRowStep + line % 2 * 8 + lane / 4;
       if (m >= conv2d::pixels(p.shape) || count <= 0) continue;
       int sums[kRun];
       shared.get(sums, line, run, split);

@@ -35,8 +35,8 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
   conv2d::Shape const& s = p.shape;
   weight_only_mm::Weight const& w = p.weight;
   depthwise::Place const here(s, d.plan);
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  pdl_trigger();
+  pdl_wait();
   if (!here.is_there) return;
 
   float scale[kChannels], shift[kChannels];  // W = scale q + shift, shift = -scale zero or the offset
@@ -100,7 +100,7 @@ bool has_runs(Problem const& p) {
 template <class T, int kChannels>
 void launch_typed(Problem const& problem, Stream stream) {
   DepthwiseProblem const d{problem, depthwise::Plan::of(problem.shape, kChannels)};
-  cuda_check(launch_dependent(depthwise_kernel<T, kChannels>, d.plan.grid(problem.shape), kThreads, 0, stream, d),
+  cuda_check(launch_pdl(depthwise_kernel<T, kChannels>, d.plan.grid(problem.shape), kThreads, 0, stream, d),
              "launching epiloq.conv2d_weight_only");
 }
 

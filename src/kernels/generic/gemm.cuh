@@ -71,8 +71,8 @@ __global__ __launch_bounds__(256, 4) void generic_kernel(__grid_constant__ Probl
   int const first_m = blockIdx.x * G::kTile, first_n = blockIdx.y * G::kTile;
   int const row = threadIdx.x / G::kSide, column = threadIdx.x % G::kSide;
   typename Quad<A>::Sum sums[G::kEach][G::kEach] = {};
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  pdl_trigger();
+  pdl_wait();
   for (int k = 0; k < p.k; k += G::kDepth) {
     __syncthreads();
     G::stage(a, batch_a, p.stride_a, first_m, p.m, k, p.k);
@@ -109,7 +109,7 @@ template <class A, class B, class Epilogue>
 void launch_generic(Problem const& p, int, Stream stream) {
   constexpr unsigned kTile = Generic::kTile;
   dim3 const grid((p.m + kTile - 1) / kTile, (p.n + kTile - 1) / kTile, p.batches);  // y and z end at 65535
-  cuda_check(launch_dependent(generic_kernel<A, B, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
+  cuda_check(launch_pdl(generic_kernel<A, B, Epilogue>, grid, Generic::kSide * Generic::kSide, 0, stream, p),
              "launching epiloq.scaled_mm");
 }
 

@@ -29,8 +29,8 @@ __device__ int multiply_add(std::int8_t a, std::int8_t b, int sum) { return a * 
 
 template <class Element, class Out>
 __global__ void generic_kernel(__grid_constant__ GroupwiseProblem const p) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  pdl_trigger();
+  pdl_wait();
   int const n = blockIdx.y * blockDim.x + threadIdx.x;
   std::int64_t const row = blockIdx.x;
   int const expert = expert_of(p, row);
@@ -56,8 +56,7 @@ void launch_typed(GroupwiseProblem const& p, Stream stream) {
   constexpr int kThreads = 128;
   std::int64_t const rows = p.masked_m != nullptr ? std::int64_t{p.experts} * p.m : p.m;
   dim3 const grid(static_cast<unsigned>(rows), (p.n + kThreads - 1) / kThreads);
-  cuda_check(launch_dependent(generic_kernel<Element, Out>, grid, kThreads, 0, stream, p),
-             "launching epiloq.groupwise_mm");
+  cuda_check(launch_pdl(generic_kernel<Element, Out>, grid, kThreads, 0, stream, p), "launching epiloq.groupwise_mm");
 }
 
 template <class Element>

@@ -25,8 +25,8 @@ struct Affine {
 };
 
 template <int kBits>
-__device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t slab, int row, int k) {
-  std::int64_t const i = (slab * w.groups + k / w.group) * kSlab + parameter_of(row);
+__device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t panel, int row, int k) {
+  std::int64_t const i = (panel * w.groups + k / w.group) * kPanelRows + parameter_of(row);
   float const scale = read(w.scale, w.scale_dtype, i);
   if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
   return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
@@ -65,15 +65,15 @@ constexpr int index_of(int row, int run, int column) {
 }
 
 template <int kBits, class T>
-__device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t slab, int row,
-                                          int k, int const (&index)[kRun]) {
-  std::int64_t const n = slab * kSlab + row;
+__device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t panel,
+                                          int row, int k, int const (&index)[kRun]) {
+  std::int64_t const n = panel * kPanelRows + row;
   if (n >= w.n || k >= w.k) return;
   alignas(16) T values[kRun];
-  Affine a = affine_at<kBits>(w, slab, row, k);
+  Affine a = affine_at<kBits>(w, panel, row, k);
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
-    if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits>(w, slab, row, k + i);
+    if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits>(w, panel, row, k + i);
     float const difference = static_cast<float>(value_at(lane, kBits, index[i])) - a.zero;
     values[i] = static_cast<T>(__fadd_rn(__fmul_rn(a.scale, difference), a.offset));
   }
@@ -92,37 +92,37 @@ __device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t 
 }
 
 template <int kBits, class T, int kRow, int kOf>
-__device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t slab, int g,
+__device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t panel, int g,
                                            int first) {
   constexpr int kIndex[kRun] = {index_of<kBits>(kRow, kOf, 0), index_of<kBits>(kRow, kOf, 1),
                                 index_of<kBits>(kRow, kOf, 2), index_of<kBits>(kRow, kOf, 3),
                                 index_of<kBits>(kRow, kOf, 4), index_of<kBits>(kRow, kOf, 5),
                                 index_of<kBits>(kRow, kOf, 6), index_of<kBits>(kRow, kOf, 7)};
-  write_run<kBits>(w, out, lane, slab, g + 8 * kRow, first + kOf * kSecondRun<kBits>, kIndex);
+  write_run<kBits>(w, out, lane, panel, g + 8 * kRow, first + kOf * kSecondRun<kBits>, kIndex);
 }
 
 template <int kBits, class T>
 __global__ __launch_bounds__(kThreads, 4) void dequantize_kernel(__grid_constant__ Weight const w, T* out) {
   constexpr int kBytes = lane_bytes(kBits), kDepth = depth(kBits);
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  pdl_trigger();
+  pdl_wait();
   int const tiles = w.padded_k / kDepth, lane = threadIdx.x % kLanes;
-  std::int64_t const slab = blockIdx.x;
+  std::int64_t const panel = blockIdx.x;
   for (int tile = blockIdx.y * (kThreads / kLanes) + threadIdx.x / kLanes; tile < tiles;
        tile += gridDim.y * (kThreads / kLanes)) {
     std::uint32_t words[kBytes / 4];
     auto const* const from =
-        reinterpret_cast<std::uint32_t const*>(w.q + ((slab * tiles + tile) * kLanes + lane) * kBytes);
+        reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes);
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) words[i] = __ldcg(from + i);
     if constexpr (kBits >= 4) transpose_fours(words);
     auto const* const bytes = reinterpret_cast<std::uint8_t const*>(words);
     int const first = tile * kDepth + lane % 4 * kFirstRun<kBits>;
-    write_part<kBits, T, 0, 0>(w, out, bytes, slab, lane / 4, first);
-    write_part<kBits, T, 1, 0>(w, out, bytes, slab, lane / 4, first);
+    write_part<kBits, T, 0, 0>(w, out, bytes, panel, lane / 4, first);
+    write_part<kBits, T, 1, 0>(w, out, bytes, panel, lane / 4, first);
     if constexpr (kDepth == 64) {
-      write_part<kBits, T, 0, 1>(w, out, bytes, slab, lane / 4, first);
-      write_part<kBits, T, 1, 1>(w, out, bytes, slab, lane / 4, first);
+      write_part<kBits, T, 0, 1>(w, out, bytes, panel, lane / 4, first);
+      write_part<kBits, T, 1, 1>(w, out, bytes, panel, lane / 4, first);
     }
   }
 }
@@ -138,18 +138,18 @@ void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
                                    {3, dequantize_kernel<3, T>},
                                    {4, dequantize_kernel<4, T>},
                                    {8, dequantize_kernel<8, T>}};
-  unsigned const slabs = (w.n + kSlab - 1) / kSlab;
+  unsigned const panels = (w.n + kPanelRows - 1) / kPanelRows;
   // A thread goes on from tile to tile where there are enough of them for all SMs without that.
   constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTurns = 4;
   unsigned const tiles = w.padded_k / depth(w.bits);
   unsigned const enough = kTilesAtOnce * kBlocksPerSm * device_properties(device).sm_count;
   unsigned const turns =
-      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{slabs} * tiles / enough, 1, kMostTurns));
+      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{panels} * tiles / enough, 1, kMostTurns));
   unsigned const tiles_a_block = turns * kTilesAtOnce;
   for (Variant const& variant : kVariants) {
     if (variant.bits != w.bits) continue;
-    dim3 const grid(slabs, std::min(65535u, (tiles + tiles_a_block - 1) / tiles_a_block));
-    cuda_check(launch_dependent(variant.kernel, grid, kThreads, 0, stream, w, static_cast<T*>(problem.out)),
+    dim3 const grid(panels, std::min(65535u, (tiles + tiles_a_block - 1) / tiles_a_block));
+    cuda_check(launch_pdl(variant.kernel, grid, kThreads, 0, stream, w, static_cast<T*>(problem.out)),
                "launching epiloq.dequantize_weight");
   }
 }

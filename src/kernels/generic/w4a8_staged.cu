@@ -34,8 +34,8 @@ __device__ Place place(gemm::BlockwiseProblem const& p) {
 
 __global__ void __launch_bounds__(kThreads)
     accumulate(__grid_constant__ gemm::BlockwiseProblem const p, std::int32_t const* products, float* sums, int block) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  pdl_wait();
+  pdl_trigger();
   auto const [m, n, inside, index] = place(p);
   if (!inside) return;
   float const* const a = p.a_parameters + static_cast<std::int64_t>(block) * 3 * p.padded_m + m;
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     finish(__grid_constant__ gemm::BlockwiseProblem const p, float const* sums) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  pdl_wait();
+  pdl_trigger();
   auto const [m, n, inside, index] = place(p);
   if (!inside) return;
   float const x = p.bias == nullptr ? sums[index] : sums[index] + static_cast<float>(static_cast<T const*>(p.bias)[n]);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 void launch_finish(Work const& work, dim3 grid, Stream stream) {
-  cuda_check(launch_dependent(finish<T>, grid, kThreads, 0, stream, work.gemm, work.sums),
+  cuda_check(launch_pdl(finish<T>, grid, kThreads, 0, stream, work.gemm, work.sums),
              "launching epiloq.online_quant_mm");
 }
 
@@ -74,7 +74,7 @@ void launch_staged(Work const& work, int device, Stream stream) {
     gemm::Problem const product{p.m,           p.n, std::min(group, k - begin), p.k, p.k, p.n, p.a + begin, p.b + begin,
                                 work.products, {}};
     gemm::launch_generic<std::int8_t, std::int8_t, Integers>(product, device, stream);
-    cuda_check(launch_dependent(accumulate, grid, kThreads, 0, stream, p, work.products, work.sums, block),
+    cuda_check(launch_pdl(accumulate, grid, kThreads, 0, stream, p, work.products, work.sums, block),
                "launching epiloq.online_quant_mm");
   }
   switch (p.dtype) {

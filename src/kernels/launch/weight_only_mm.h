@@ -11,11 +11,11 @@ namespace epiloq::ops::weight_only_mm {
 using Launch = void (*)(Problem const&, int split, int device, Stream);
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
-void launch_stream(Problem const&, int split, int device, Stream);
+void launch_gemv(Problem const&, int split, int device, Stream);
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_tiled(Problem const&, int split, int device, Stream);
 template <int kRow, DType kX, int kBits, int kGroups>
-void launch_ring(Problem const&, int split, int device, Stream);
+void launch_decode(Problem const&, int split, int device, Stream);
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Problem const&, int split, int device, Stream);
 

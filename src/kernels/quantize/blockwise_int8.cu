@@ -29,7 +29,7 @@ struct Parameters {
 // One rounding an operation, as on the host. No values: 0.
 __device__ Parameters measure(Range range, bool symmetric) {
   if (range.hi < range.lo) return {0.f, 0.f};
-  float const reach = symmetric ? larger(-range.lo, range.hi) : __fsub_rn(range.hi, range.lo);
+  float const reach = symmetric ? max_nan(-range.lo, range.hi) : __fsub_rn(range.hi, range.lo);
   float const nan = __int_as_float(0x7fffffff);
   if (!(reach <= kLargest)) return {nan, symmetric ? 0.f : nan};
   float const scale = reach == 0.f ? 1.f : fmaxf(__fdiv_rn(reach, symmetric ? 127.f : 255.f), kSmallestScale);
@@ -130,13 +130,13 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, P
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = blockIdx.x;
   int const cols = row < p.rows ? p.cols : 0, padded_cols = row < p.rows ? p.padded_cols : 0;
   int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
   T const* const x_row = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q_row = p.q + row * p.stride_q;
-  let_next_kernel_start();
+  pdl_trigger();
   // Whole warps stay in the loop: they shuffle.
   for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
     int const piece = first + threadIdx.x, lane = piece & (lanes - 1);
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <class T, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__ Problem const p, bool across_rows) {
   constexpr int kStep = kLanes * kVector, kGroup = kVectors * kStep, kBlocksOfWarp = 32 / kLanes;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  pdl_wait();
+  pdl_trigger();
   int const lane = threadIdx.x % kLanes, slot = threadIdx.x % 32 / kLanes;
   int const warp = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
   int const row = across_rows ? blockIdx.x * kBlocksOfWarp + slot : blockIdx.x;
@@ -220,12 +220,12 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
 // Blocks of any size, a warp each; read twice.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q = p.q + row * p.stride_q;
   int const blocks = (p.cols + p.group - 1) / p.group;
-  let_next_kernel_start();
+  pdl_trigger();
   for (int block = blockIdx.y * warps + threadIdx.x / 32; block < blocks; block += gridDim.y * warps) {
     int const begin = block * p.group, end = row < p.rows ? min(begin + p.group, p.cols) : begin;
     Range range = empty();

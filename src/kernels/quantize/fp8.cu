@@ -48,7 +48,7 @@ struct TileGrid {
 template <class T, class Format>
 __global__ void __launch_bounds__(kTileThreads)
     tiles(__grid_constant__ Problem const p, __grid_constant__ TileGrid const grid) {
-  wait_for_previous_kernel();
+  pdl_wait();
   unsigned const block_row = grid.parts == 1 ? blockIdx.x : blockIdx.x / grid.parts;
   unsigned const place = block_row * blockDim.y + threadIdx.y;
   bool const in_rows = place < p.rows;
@@ -60,11 +60,11 @@ __global__ void __launch_bounds__(kTileThreads)
   Vector<T> held[kTileVectors];
 #pragma unroll
   for (int v = 0; v < kTileVectors; ++v) held[v].load_if(in_rows && column + v * step < p.cols, x + v * step);
-  let_next_kernel_start();
+  pdl_trigger();
   float amax = 0.f;
   if (!p.is_static) {
 #pragma unroll
-    for (int v = 0; v < kTileVectors; ++v) amax = larger(amax, held[v].largest());
+    for (int v = 0; v < kTileVectors; ++v) amax = max_nan(amax, held[v].largest());
     amax = largest_of(amax, grid.lanes);
   }
   if (!in_rows) return;
@@ -77,18 +77,18 @@ __global__ void __launch_bounds__(kTileThreads)
 // A block a row, the row in registers.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = blockIdx.x, column = threadIdx.x * kVector, step = blockDim.x * kVector;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x + column;
   Vector<T> held[kVectors];
   float amax = 0.f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) held[v].load_if(column + v * step < p.cols, x + v * step);
-  let_next_kernel_start_if_few();
+  pdl_trigger_if_few();
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) amax = larger(amax, held[v].largest());
+  for (int v = 0; v < kVectors; ++v) amax = max_nan(amax, held[v].largest());
   amax = largest_of_block(amax);
-  let_next_kernel_start();  // not sooner: blocks that wait would take the place of blocks that read
+  pdl_trigger();  // not sooner: blocks that wait would take the place of blocks that read
   Divisor const divisor = divisor_of<Format>(p, row, 0, amax, threadIdx.x == 0);
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem co
 template <class T, class Format>
 __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Problem const p, int across) {
   constexpr int kAcross = kBlockSide / kVector, kDown = kBlockThreads / kAcross, kVectors = kBlockSide / kDown;
-  wait_for_previous_kernel();
+  pdl_wait();
   int const down = blockIdx.x / across, col = blockIdx.x - down * across;
   int const column = col * kBlockSide + threadIdx.x % kAcross * kVector;
   std::int64_t const first_row = std::int64_t{down} * kBlockSide + threadIdx.x / kAcross;
@@ -115,10 +115,10 @@ __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Proble
   }
   if (!p.is_static) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) amax = larger(amax, held[v].largest());
+    for (int v = 0; v < kVectors; ++v) amax = max_nan(amax, held[v].largest());
     amax = largest_of_block(amax);
   }
-  let_next_kernel_start();
+  pdl_trigger();
   Divisor const divisor = col < p.tiles ? divisor_of<Format>(p, down, col, amax, threadIdx.x == 0) : divide_by(1.f);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Proble
 // What lies in no vectors, is too long for registers or has an unusual size: a block of threads a tile, twice over it.
 template <class T, class Format>
 __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Problem const p, int across) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  pdl_wait();
+  pdl_trigger();
   std::int64_t const all = (p.rows + std::int64_t{p.tile_rows} - 1) / p.tile_rows * across;
   for (std::int64_t index = blockIdx.x; index < all; index += gridDim.x) {
     std::int64_t const down = index / across, col = index - down * across;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Proble
     float amax = 0.f;
     if (!p.is_static) {
       for_each(min(end, std::int64_t{p.cols}),
-               [&](std::int64_t, std::int64_t, float value) { amax = larger(amax, fabsf(value)); });
+               [&](std::int64_t, std::int64_t, float value) { amax = max_nan(amax, fabsf(value)); });
       amax = largest_of_block(amax);
       __syncthreads();
     }
@@ -169,7 +169,7 @@ template <class T, class Format>
 __global__ void __launch_bounds__(kMeasureThreads)
     measure(__grid_constant__ Problem const p, __grid_constant__ Span const span) {
   constexpr int kBatch = 64 / (kVector * static_cast<int>(sizeof(T)));  // 64 bytes a thread on their way
-  wait_for_previous_kernel();
+  pdl_wait();
   float amax = 0.f;
   std::int64_t const thread = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x, threads = gridDim.x * blockDim.x;
   std::int64_t const vectors = span.in_vectors ? span.cols / kVector : 0;
@@ -180,14 +180,14 @@ __global__ void __launch_bounds__(kMeasureThreads)
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) held[i].load_if(v + i * threads < vectors, x + (v + i * threads) * kVector);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) amax = larger(amax, held[i].largest());
+      for (int i = 0; i < kBatch; ++i) amax = max_nan(amax, held[i].largest());
     }
     for (std::int64_t c = vectors * kVector + thread; c < span.cols; c += threads) {
-      amax = larger(amax, fabsf(static_cast<float>(x[c])));
+      amax = max_nan(amax, fabsf(static_cast<float>(x[c])));
     }
   }
   amax = largest_of_block(amax);
-  let_next_kernel_start();
+  pdl_trigger();
   if (threadIdx.x == 0)
     atomicMax(reinterpret_cast<int*>(p.scale), __float_as_int(scale_of(amax, Format::kMax, p.rule)));
 }

@@ -25,7 +25,7 @@ struct Parameters {
 };
 
 __device__ Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
-  float const amax = larger(-range.lo, range.hi);
+  float const amax = max_nan(-range.lo, range.hi);
   if (!symmetric && (range_includes_zero || range.lo == range.hi)) range = merge(range, {0.f, 0.f});
   float const step = symmetric ? __fdiv_rn(amax, 127.f) : __fdiv_rn(range.hi - range.lo, 255.f);
   float const scale = step < kSmallestScale ? kSmallestScale : step;  // NaN stays
@@ -114,7 +114,7 @@ __device__ __forceinline__ Range range_of_row(Problem const& p, Vector<T> const 
   for (int v = 0; v < kVectors; ++v) {
     if ((v * blockDim.x + threadIdx.x) * kVector >= p.cols) continue;
     if (p.azp == nullptr) {
-      amax = larger(amax, held[v].largest());
+      amax = max_nan(amax, held[v].largest());
     } else {
       range = merge(range, held[v].range());
     }
@@ -127,7 +127,7 @@ __device__ __forceinline__ Range range_of_row(Problem const& p, Vector<T> const 
 // A block a row, the row in registers: one pass over memory.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = blockIdx.x;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q = p.q + row * p.stride_q;
@@ -137,14 +137,14 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     int const column = (v * blockDim.x + threadIdx.x) * kVector;
     if (column < p.cols) held[v].load(x + column);
   }
-  let_next_kernel_start_if_few();
+  pdl_trigger_if_few();
   Parameters parameters;
   if (p.is_static) {
     parameters = read_static(p, row);
   } else {
     parameters = finish_dynamic(p, row, range_of_row(p, held));
   }
-  let_next_kernel_start();  // not sooner: blocks that wait would take the place of blocks that read
+  pdl_trigger();  // not sooner: blocks that wait would take the place of blocks that read
   Divisor const divisor = divide_by(parameters.scale);
   // Scales of what was measured, from zero on: at most 255 of them.
   bool const is_small = divisor.in_range && !p.is_static && (p.azp == nullptr || p.range_includes_zero);
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
 // Rows that are too long for registers or do not start on 16 bytes: read twice, an element at a time.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = blockIdx.x;
   T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q = p.q + row * p.stride_q;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
     }
     parameters = finish_dynamic(p, row, merge_block(range));
   }
-  let_next_kernel_start();
+  pdl_trigger();
   for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
     q[c] = static_cast<std::int8_t>(define(static_cast<float>(x[c]), parameters));
   }

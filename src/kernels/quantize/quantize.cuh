@@ -26,7 +26,7 @@ struct Int8 {
 //
 // No quantiser lets the next kernel start before its own wait is over: what starts behind one then knows that all
 // before it is done, and a layer's product need not wait for its weight (constant_b).
-__device__ __forceinline__ void let_next_kernel_start_if_few() {
+__device__ __forceinline__ void pdl_trigger_if_few() {
 #if __CUDA_ARCH__ >= 900
   constexpr unsigned kFewBlocks = 128;
   asm volatile(
@@ -45,7 +45,7 @@ struct Range {
 };
 
 __device__ __forceinline__ Range empty() { return {__builtin_inff(), -__builtin_inff()}; }
-__device__ __forceinline__ Range merge(Range a, Range b) { return {smaller(a.lo, b.lo), larger(a.hi, b.hi)}; }
+__device__ __forceinline__ Range merge(Range a, Range b) { return {min_nan(a.lo, b.lo), max_nan(a.hi, b.hi)}; }
 
 // Over `lanes` neighbours, a power of two, in each of them.
 __device__ __forceinline__ Range merge_lanes(Range range, int lanes) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ Range merge_lanes(Range range, int lanes) {
 // The largest of `lanes` neighbours, a power of two, in each of them.
 __device__ __forceinline__ float largest_of(float magnitude, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    magnitude = larger(magnitude, __shfl_xor_sync(~0u, magnitude, offset));
+    magnitude = max_nan(magnitude, __shfl_xor_sync(~0u, magnitude, offset));
   }
   return magnitude;
 }
@@ -161,7 +161,7 @@ template <>
 __device__ __forceinline__ float Vector<float>::largest() const {
   float result = fabsf(values[0]);
 #pragma unroll
-  for (int i = 1; i < kVector; ++i) result = larger(result, fabsf(values[i]));
+  for (int i = 1; i < kVector; ++i) result = max_nan(result, fabsf(values[i]));
   return result;
 }
 template <>

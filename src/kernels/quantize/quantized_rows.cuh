@@ -42,11 +42,11 @@ __device__ __forceinline__ float largest_of_tiles(float (&amax)[kVectors], int l
 #pragma unroll
     for (int i = 0; i < half; ++i) {
       float const kept = upper ? amax[half + i] : amax[i], sent = upper ? amax[i] : amax[half + i];
-      amax[i] = larger(kept, __shfl_xor_sync(~0u, sent, half));
+      amax[i] = max_nan(kept, __shfl_xor_sync(~0u, sent, half));
     }
   }
   for (int offset = kVectors; offset < lanes; offset *= 2) {
-    amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], offset));
+    amax[0] = max_nan(amax[0], __shfl_xor_sync(~0u, amax[0], offset));
   }
   return amax[0];
 }
@@ -74,10 +74,10 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
   for (int v = 0; v < kVectors; ++v) {
     amax[v] = fabsf(values[v][0]);
 #pragma unroll
-    for (int i = 1; i < kVector; ++i) amax[v] = larger(amax[v], fabsf(values[v][i]));
-    of_row = larger(of_row, amax[v]);
+    for (int i = 1; i < kVector; ++i) amax[v] = max_nan(amax[v], fabsf(values[v][i]));
+    of_row = max_nan(of_row, amax[v]);
   }
-  let_next_kernel_start();
+  pdl_trigger();
   Divisor divisor{};
   bool const by_row = p.lanes == 0;
   if (by_row) {
@@ -111,7 +111,7 @@ __device__ void quantize_elements(QuantizedRows const& p, int row, Value value) 
   auto const largest = [&](int begin, int end, int first, int step) {
     float amax = 0.f;
 #pragma unroll kUnroll
-    for (int c = begin + first; c < end; c += step) amax = larger(amax, fabsf(value(c)));
+    for (int c = begin + first; c < end; c += step) amax = max_nan(amax, fabsf(value(c)));
     return amax;
   };
   auto const store = [&](int begin, int end, int first, int step, float scale) {

@@ -58,7 +58,7 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
   T const* const source = static_cast<T const*>(p.x) + row * p.stride_x + column;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) x[v].load_if(column + v * step < p.out.cols, source + v * step);
-  let_next_kernel_start_if_few();
+  pdl_trigger_if_few();
   if (p.residual == nullptr) return;
   T const* const residual = static_cast<T const*>(p.residual) + row * p.stride_residual + column;
   T* const residual_out = static_cast<T*>(p.residual_out) + row * p.stride_residual_out + column;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
 // spills on SM80. One vector fits twice; 0 asks for nothing.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   QuantizedRows const& out = p.out;
   if (row >= out.rows) return;
@@ -99,11 +99,11 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
     for (int i = 0; i < kVector; ++i) {
       sum = __fmaf_rn(values[i], values[i], sum);
       products[v][i] *= values[i];
-      amax[v] = larger(amax[v], fabsf(products[v][i]));
+      amax[v] = max_nan(amax[v], fabsf(products[v][i]));
     }
-    largest_own = larger(largest_own, amax[v]);
+    largest_own = max_nan(largest_own, amax[v]);
   }
-  let_next_kernel_start();
+  pdl_trigger();
   bool const by_row = out.lanes == 0;
   // Of one of the thread's vectors, its group's.
   int const of_vector = threadIdx.x % kVectors;
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
 
 template <class T, class Format>
 __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  pdl_wait();
+  pdl_trigger();
   int const row = blockIdx.x;
   T const* source = static_cast<T const*>(p.x) + row * p.stride_x;
   if (p.residual != nullptr) {

@@ -16,7 +16,7 @@ __device__ __forceinline__ float gated(float gate, float up) {
 // The row in registers: one pass.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
+  pdl_wait();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   if (row >= p.out.rows) return;
   T const* const gates = static_cast<T const*>(p.x) + row * p.stride_x + column;
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
 
 template <class T, class Format>
 __global__ void __launch_bounds__(kMaxThreads, 1) elements(__grid_constant__ Problem const p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  pdl_wait();
+  pdl_trigger();
   T const* const x = static_cast<T const*>(p.x) + blockIdx.x * p.stride_x;
   quantize_elements<Format>(p.out, blockIdx.x, [&](int c) {
     return gated(static_cast<float>(x[c]), static_cast<float>(x[std::int64_t{p.out.cols} + c]));

@@ -18,13 +18,13 @@ namespace epiloq {
 // A kernel that may start before the one in front of it is done finds SMs as that one leaves them, and its blocks pile
 // up on the first few: quantising 256 x 4096 values to float8 before their product took 4.8 us more than the product,
 // with this 2.7 (H200, quantisers-behind-products.json).
-constexpr int spreading_bytes(std::int64_t blocks, int threads, DeviceProperties const& device) {
+constexpr int spread_smem_bytes(std::int64_t blocks, int threads, DeviceProperties const& device) {
   constexpr int kFirstArch = 90;  // whose kernels start early
   constexpr int kMostBlocks = 8;  // of an SM, and threads: shares of more fill it
   constexpr int kMostThreads = 1024;
   std::int64_t const share = std::max<std::int64_t>(1, (blocks + device.sm_count - 1) / device.sm_count);
   if (device.compute_capability < kFirstArch || share > kMostBlocks || share * threads > kMostThreads) return 0;
-  return bytes_for_share(share, device.shared_memory_per_block);
+  return smem_for_ctas_per_sm(share, device.shared_memory_per_block);
 }
 
 // A share of blocks fits, with a little shared memory of their own, and one more does not.
@@ -32,8 +32,8 @@ constexpr bool spreads(int shared_memory_per_block) {
   DeviceProperties const device{90, 100, shared_memory_per_block, 0};
   constexpr int kOwn = 256;
   for (int share = 1; share <= 8; ++share) {
-    int const each = spreading_bytes(share * 100, 32, device) + kReservedOfBlock;
-    int const all = shared_memory_per_block + kReservedOfBlock;
+    int const each = spread_smem_bytes(share * 100, 32, device) + kReservedPerCta;
+    int const all = shared_memory_per_block + kReservedPerCta;
     if (share * (each + kOwn) > all || (share + 1) * each <= all) return false;
   }
   return true;
@@ -48,16 +48,16 @@ void launch_spread(char const* doing, void (*kernel)(Parameters...), dim3 grid, 
   cuda_check(cudaGetDevice(&device), doing);
   DeviceProperties const& properties = device_properties(device);
   int const threads = static_cast<int>(block.x * block.y);
-  int const bytes = spreading_bytes(std::int64_t{grid.x} * grid.y, threads, properties);
+  int const bytes = spread_smem_bytes(std::int64_t{grid.x} * grid.y, threads, properties);
   // Kernels that may ask for so much, of this thread; asking twice is harmless.
   thread_local std::vector<std::pair<void const*, int>> prepared;
   std::pair const key{reinterpret_cast<void const*>(kernel), device};
   if (bytes > 0 && std::ranges::find(prepared, key) == prepared.end()) {
-    int const most = spreading_bytes(1, 1, properties);
+    int const most = spread_smem_bytes(1, 1, properties);
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), doing);
     prepared.push_back(key);
   }
-  cuda_check(launch_dependent(kernel, grid, block, bytes, stream, std::forward<Arguments>(arguments)...), doing);
+  cuda_check(launch_pdl(kernel, grid, block, bytes, stream, std::forward<Arguments>(arguments)...), doing);
 }
 
 }  // namespace epiloq

@@ -79,7 +79,7 @@ struct BlockwiseSm75 {
     __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* ring_)
         : work(work_), ring(shared_address(ring_)) {
       if (work.steps > 0) b.load(work.b(), work.step(0), work.thread);
-      wait_for_previous_kernel();
+      pdl_wait();
       if (work.steps > 0) a.load(work.a(), work.step(0), work.thread);
     }
 

@@ -51,12 +51,12 @@ struct MmaSync {
       unsigned a[kRows][4], b[kColumns / 2][4];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        gemm::load_matrices(a[r], stage + place<T::kDepth>(row, 2 * d + lane / 16) + 16 * r * T::kDepth);
+        gemm::ldmatrix_x4(a[r], stage + place<T::kDepth>(row, 2 * d + lane / 16) + 16 * r * T::kDepth);
       }
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j) {
         int const at = place<T::kDepth>(column, 2 * d + lane / 8 % 2) + 16 * j * T::kDepth;
-        gemm::load_matrices(b[j], stage + T::kB + at);
+        gemm::ldmatrix_x4(b[j], stage + T::kB + at);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -70,7 +70,7 @@ struct MmaSync {
 };
 
 template <>
-struct MathOf<Mma::kSync> {
+struct MainloopOf<Mma::kSync> {
   template <class T>
   using Of = MmaSync<T>;
 };

@@ -35,7 +35,7 @@ struct PatchTokens {
   }
 
   // Steps are asked for in their order, each once.
-  __device__ __forceinline__ void ask(void const* somewhere, SharedAddress tile, int) {
+  __device__ __forceinline__ void issue(void const* somewhere, SharedAddress tile, int) {
     auto const* const x = static_cast<T const*>(p.product.x);
     conv2d::Offset const offset(p.shape, column);
     int const bytes = min(max(p.channels - column.channel, 0), 8) * 2;
@@ -43,8 +43,8 @@ struct PatchTokens {
     for (int i = 0; i < S::kTokens / kApart; ++i) {
       conv2d::Window const window = windows[i * kApart];
       bool const is_there = bytes > 0 && is_inside(p.shape, window, offset);
-      copy16(tile + to + i * kApart * wo::TokenPlace::kBytes, is_there ? x + (window.at + offset.at) : somewhere,
-             is_there ? bytes : 0);
+      cp_async16(tile + to + i * kApart * wo::TokenPlace::kBytes, is_there ? x + (window.at + offset.at) : somewhere,
+                 is_there ? bytes : 0);
     }
     column.advance(p.shape, p.padded_channels, p.step);
   }

@@ -2,11 +2,11 @@
 
 // int8 GEMM for at most a few tokens, where reading the weights once is all the time there is.
 //
-// A block owns 16 * slabs weight rows and every token. Its warps split K in steps of 64 bytes and stream weights
+// A block owns 16 * panels weight rows and every token. Its warps split K in steps of 64 bytes and stream weights
 // straight into mma.sync fragments: a dot product does not care about the order of K, so each thread takes 16
 // consecutive bytes of a row, the same for weights and tokens, and no shared memory, shuffle or barrier stands in the
-// main loop. Slabs of 16 rows let a grid fill any number of SMs evenly. At the end the warps' int32 sums meet in shared
-// memory: exact, in any order.
+// main loop. Panels of 16 rows let a grid fill any number of SMs evenly. At the end the warps' int32 sums meet in
+// shared memory: exact, in any order.
 
 #include "core/cuda_check.h"
 #include "epilogue/eval.h"
@@ -23,19 +23,19 @@ __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], int a0, int a1, int a2
 }
 
 // Integers rather than a SkinnyConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
-template <int kSlabs_, int kTokens, int kWarps, int kUnroll_>
+template <int kPanels_, int kTokens, int kWarps, int kUnroll_>
 struct Skinny {
-  static constexpr int kSlabs = kSlabs_;
+  static constexpr int kPanels = kPanels_;
   static constexpr int kUnroll = kUnroll_;
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = 16 * kSlabs;     // of the weight, a block
+  static constexpr int kRows = 16 * kPanels;    // of the weight, a block
   static constexpr int kStep = 64;              // bytes of K, a warp and step
   static constexpr int kSumStride = kRows + 4;  // keeps the fragments' stores off each other's banks
   static constexpr int kSharedBytes = kWarps * kTokens * kSumStride * 4;
 
   struct Step {
-    int4 weight[kSlabs][2];
+    int4 weight[kPanels][2];
     int4 token[kTokenTiles];
   };
 
@@ -63,7 +63,7 @@ struct Skinny {
         return inside ? __ldcg(reinterpret_cast<int4 const*>(base + k)) : int4{0, 0, 0, 0};
       };
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
+      for (int s = 0; s < kPanels; ++s) {
         step.weight[s][0] = read(weight + 2 * s * weight_stride);
         step.weight[s][1] = read(weight + (2 * s + 1) * weight_stride);
       }
@@ -72,9 +72,9 @@ struct Skinny {
     }
   };
 
-  static __device__ void multiply(int (&sums)[kSlabs][kTokenTiles][4], Step const& step) {
+  static __device__ void multiply(int (&sums)[kPanels][kTokenTiles][4], Step const& step) {
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
+    for (int s = 0; s < kPanels; ++s) {
       int4 const lo = step.weight[s][0], hi = step.weight[s][1];
 #pragma unroll
       for (int j = 0; j < kTokenTiles; ++j) {
@@ -97,10 +97,10 @@ struct Skinny {
     }
   }
 
-  static __device__ void store_sums(int* shared, int (&sums)[kSlabs][kTokenTiles][4], int warp, int lane) {
+  static __device__ void store_sums(int* shared, int (&sums)[kPanels][kTokenTiles][4], int warp, int lane) {
     int* const mine = shared + warp * kTokens * kSumStride;
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
+    for (int s = 0; s < kPanels; ++s) {
 #pragma unroll
       for (int j = 0; j < kTokenTiles; ++j) {
 #pragma unroll
@@ -135,13 +135,13 @@ __global__ __launch_bounds__(K::kThreads) void skinny_kernel(__grid_constant__ P
   // The last block starts early enough to be whole: rows that two blocks compute come out the same.
   int const first_row = min(static_cast<int>(blockIdx.x) * K::kRows, p.n - K::kRows);
 
-  let_next_kernel_start();
+  pdl_trigger();
   K::prefetch(p, first_row);
-  wait_for_previous_kernel();
+  pdl_wait();
 
   constexpr int kStride = K::kThreads / 32 * K::kStep;  // from one step of a warp to its next
   typename K::Source const source(p, first_row, lane);
-  int sums[K::kSlabs][K::kTokenTiles][4] = {};
+  int sums[K::kPanels][K::kTokenTiles][4] = {};
   typename K::Step steps[K::kUnroll];
   int k = warp * K::kStep;
 #pragma unroll
@@ -161,9 +161,9 @@ __global__ __launch_bounds__(K::kThreads) void skinny_kernel(__grid_constant__ P
 
 template <SkinnyConfig kConfig, class Epilogue>
 struct SkinnyGemm {
-  using K = Skinny<kConfig.slabs, kConfig.tokens, kConfig.warps, kConfig.unroll>;
+  using K = Skinny<kConfig.panels, kConfig.tokens, kConfig.warps, kConfig.unroll>;
 
-  // Needs n >= 16 * slabs, m <= tokens, k % 16 == 0 and 16-byte rows in A and B.
+  // Needs n >= 16 * panels, m <= tokens, k % 16 == 0 and 16-byte rows in A and B.
   static void launch(Problem const& p, int device, Stream stream) {
     auto* const kernel = skinny_kernel<K, Epilogue>;
     static PerDevice prepared;
@@ -172,7 +172,7 @@ struct SkinnyGemm {
                  "asking for shared memory");
     });
     unsigned const blocks = (p.n + K::kRows - 1) / K::kRows;
-    cuda_check(launch_dependent(kernel, blocks, K::kThreads, K::kSharedBytes, stream, p), "launching epiloq.scaled_mm");
+    cuda_check(launch_pdl(kernel, blocks, K::kThreads, K::kSharedBytes, stream, p), "launching epiloq.scaled_mm");
   }
 };
 

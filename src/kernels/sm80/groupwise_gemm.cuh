@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned const (&a)[
 // __global__ template.
 template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales kScales, class Element>
 struct MmaGroupwise {
-  static constexpr bool kMayShare = false;               // a tile's K, with another block
+  static constexpr bool kMaySplitK = false;              // a tile's K, with another block
   static constexpr bool kPairs = false, kTurns = false;  // of tiles, one a block
   static constexpr int kM = kWarpM * kWarpsM, kN = kWarpN * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all of its 255 registers
@@ -66,7 +66,7 @@ struct MmaGroupwise {
 #pragma unroll
     for (int i = 0; i < kCount / kAtOnce; ++i) {
       bool const inside = row + i * kAtOnce < rows && bytes > 0;
-      copy16(at + i * kAtOnce * kGroupDepth, inside ? source : first, inside ? bytes : 0);
+      cp_async16(at + i * kAtOnce * kGroupDepth, inside ? source : first, inside ? bytes : 0);
       source += kAtOnce * stride;
     }
   }
@@ -115,13 +115,13 @@ struct MmaGroupwise {
       unsigned a[kRows][4], b[kColumns][2];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        load_matrices(a[r], stage + place(at.row + 16 * r + at.lane % 16, 2 * d + at.lane / 16));
+        ldmatrix_x4(a[r], stage + place(at.row + 16 * r + at.lane % 16, 2 * d + at.lane / 16));
       }
 #pragma unroll
       for (int j = 0; j < kColumns; j += 2) {
         unsigned loaded[4];
         int const column = at.column + 8 * j + at.lane / 16 * 8 + at.lane % 8;
-        load_matrices(loaded, stage + kM * kGroupDepth + place(column, 2 * d + at.lane / 8 % 2));
+        ldmatrix_x4(loaded, stage + kM * kGroupDepth + place(column, 2 * d + at.lane / 8 % 2));
 #pragma unroll
         for (int i = 0; i < 4; ++i) b[j + i / 2][i % 2] = loaded[i];
       }
@@ -163,16 +163,16 @@ struct MmaGroupwise {
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       if (i < depth) copy_stage(ring + i * kStageBytes, p, tile, i);
-      commit_copies();
+      cp_async_commit();
     }
     float scales[kRows][2], next[kRows][2];
     load_scales(scales, p, tile, at, 0);
     int filled = kStages - 1, read = 0;
     for (int i = 0; i < depth; ++i) {
-      wait_for_copies<kStages - 2>();
+      cp_async_wait<kStages - 2>();
       __syncthreads();
       if (i + kStages - 1 < depth) copy_stage(ring + filled * kStageBytes, p, tile, i + kStages - 1);
-      commit_copies();
+      cp_async_commit();
       load_scales(next, p, tile, at, min(i + 1, depth - 1));
       add_stage(sums, ring + read * kStageBytes, scales, p, tile, at, i);
 #pragma unroll
@@ -228,8 +228,8 @@ __global__ __launch_bounds__(C::kThreads,
                              C::kMinBlocks) void mma_groupwise_kernel(__grid_constant__ GroupwiseProblem const p,
                                                                       GroupwiseTiles const tiles, DType out) {
   extern __shared__ __align__(128) unsigned char shared[];
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  pdl_trigger();
+  pdl_wait();
   C::run(p, tiles, out, shared_address(shared));
 }
 
@@ -252,7 +252,7 @@ void launch_mma_groupwise(GroupwiseProblem const& p, DType out, int device, Stre
     blocks = static_cast<int>(std::min<std::int64_t>(blocks, all));
   }
   auto const tiles = C::Scheduler::tiles_of(p, 0);
-  cuda_check(launch_dependent(kernel, blocks, C::kThreads, C::kSharedBytes, stream, p, tiles, out),
+  cuda_check(launch_pdl(kernel, blocks, C::kThreads, C::kSharedBytes, stream, p, tiles, out),
              "launching epiloq.groupwise_mm");
 }
 

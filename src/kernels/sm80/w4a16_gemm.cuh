@@ -16,9 +16,9 @@ struct Tiled {
   static constexpr int kTokens = kTokens_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocks = kBlocks_;  // an SM
-  static constexpr int kSlabs = 2;          // a warp
-  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, kTokens / 8>;
-  static constexpr int kRows = kWarps * kSlabs * kSlab;
+  static constexpr int kPanels = 2;         // a warp
+  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8>;
+  static constexpr int kRows = kWarps * kPanels * kPanelRows;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kChunks = TokenPlace::kBytes / 16;
   static constexpr int kSumBytes = kTokens * (kRows + 4) * 4;
@@ -45,13 +45,13 @@ struct Tiled {
       to = TokenPlace::of(token, chunk);
     }
 
-    __device__ __forceinline__ void ask(void const* somewhere, SharedAddress tile, int step) const {
+    __device__ __forceinline__ void issue(void const* somewhere, SharedAddress tile, int step) const {
       int const bytes = min(max(k - step * kStep, 0), 8) * 2;
       T const* from = x + step * kStep;
 #pragma unroll
       for (int i = 0; i < kTokens / kApart; ++i, from += apart) {
         bool const is_there = i * kApart < tokens && bytes > 0;
-        copy16(tile + to + i * kApart * TokenPlace::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
+        cp_async16(tile + to + i * kApart * TokenPlace::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
       }
     }
   };
@@ -65,43 +65,43 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   using W = typename S::W;
   constexpr int kStages = S::kStages;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
-  int const first_slab = blockIdx.z * (S::kRows / kSlab) + warp * S::kSlabs;
+  int const first_panel = blockIdx.z * (S::kRows / kPanelRows) + warp * S::kPanels;
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, end = (rank + 1) * all_steps / split;
   int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
 
-  let_next_kernel_start();
-  typename W::Source const source(p.weight, layout, first_slab);
+  pdl_trigger();
+  typename W::Source const source(p.weight, layout, first_panel);
   SharedAddress const to = shared_address(shared);
   int const early = min(kStages - 1, end - first_step);
 #pragma unroll 1
   for (int stage = 0; stage < early; ++stage) {
-    source.ask(layout, to + stage * stage_bytes + warp * layout.bytes, first_step + stage);
+    source.issue(layout, to + stage * stage_bytes + warp * layout.bytes, first_step + stage);
   }
-  wait_for_previous_kernel();
+  pdl_wait();
 
   auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
-  auto const ask = [&](int step, int at) {
+  auto const issue = [&](int step, int at) {
     if (step < end) {
-      source.ask(layout, to + at + warp * layout.bytes, step);
-      tokens.ask(p.x, to + at + tokens_at, step);
+      source.issue(layout, to + at + warp * layout.bytes, step);
+      tokens.issue(p.x, to + at + tokens_at, step);
     }
-    commit_copies();
+    cp_async_commit();
   };
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < early) tokens.ask(p.x, to + stage * stage_bytes + tokens_at, first_step + stage);
-    commit_copies();
+    if (stage < early) tokens.issue(p.x, to + stage * stage_bytes + tokens_at, first_step + stage);
+    cp_async_commit();
   }
 
-  float sums[S::kSlabs][S::kTokens / 8][4] = {};
+  float sums[S::kPanels][S::kTokens / 8][4] = {};
   TokenPlace const place;
   int read = 0, write = (kStages - 1) * stage_bytes;
 #pragma unroll 1
   for (int step = first_step; step < end; ++step) {
-    wait_for_copies<kStages - 2>();
+    cp_async_wait<kStages - 2>();
     __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
-    ask(step + kStages - 1, write);
+    issue(step + kStages - 1, write);
     std::uint8_t const* const stage = shared + read;
     W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
       return load_tokens(to + read + tokens_at + place.at(block) + tile * TokenPlace::kTile);
@@ -110,10 +110,10 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
     read = read + stage_bytes == kStages * stage_bytes ? 0 : read + stage_bytes;
   }
 
-  wait_for_copies<0>();
+  cp_async_wait<0>();
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * S::kSlabs * kSlab, S::kRows + 4, sums);
+  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums);
   finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y, gridDim.y);
 }
 

@@ -13,7 +13,7 @@
 namespace epiloq::ops::weight_only_mm {
 
 // Of a warp.
-struct StreamRing {
+struct GemvPipeline {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
   int stages;
@@ -23,14 +23,14 @@ struct StreamRing {
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
-// What a warp multiplies, of so many slabs: a type with its Sums, how many tokens at most, the bytes of tokens in a
+// What a warp multiplies, of so many panels: a type with its Sums, how many tokens at most, the bytes of tokens in a
 // stage and of scratch, how tokens are asked for and multiplied, and how sums are stored. Here 16-bit tokens, by tensor
 // cores for such; for one or two tokens see digits.cuh.
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs>
+template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
 struct HalfProducts {
-  static constexpr int kTokens = kStreamTokens;
-  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
-  using Sums = float[kSlabs][1][4];
+  static constexpr int kTokens = kGemvTokens;
+  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1>;
+  using Sums = float[kPanels][1][4];
   static int token_bytes(int m) { return m * TokenPlace::kBytes; }
   static int scratch_bytes(int) { return 0; }
 
@@ -51,28 +51,28 @@ struct HalfProducts {
         token(W::lane() / 8),
         column(W::lane() % 8 * 8),
         x(static_cast<T const*>(p_.x) + token * p_.stride_x + column),
-        place(kept(TokenPlace::of(token, W::lane() % 8))),
-        other_place(kept(TokenPlace::of(token + kAtOnce, W::lane() % 8))),
+        place(in_register(TokenPlace::of(token, W::lane() % 8))),
+        other_place(in_register(TokenPlace::of(token + kAtOnce, W::lane() % 8))),
         read_at(W::lane() % 8 < p_.m ? W::lane() % 8 : 0, W::lane() / 8) {}
 
-  __device__ __forceinline__ void ask(SharedAddress to, int step) const {
+  __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     T const* const from = x + step * kStep;
     int const left = p.weight.k - step * kStep - column;
-    if (token < p.m) ask_for_token(to + place, from, left);
-    if (token + kAtOnce < p.m) ask_for_token(to + other_place, from + kAtOnce * p.stride_x, left);
+    if (token < p.m) issue_token(to + place, from, left);
+    if (token + kAtOnce < p.m) issue_token(to + other_place, from + kAtOnce * p.stride_x, left);
   }
 
   // The row has `left` columns from there on.
-  __device__ __forceinline__ void ask_for_token(SharedAddress to, T const* from, int left) const {
+  __device__ __forceinline__ void issue_token(SharedAddress to, T const* from, int left) const {
     if (left >= kLineColumns + 8) {
-      copy16(to, from);
-      copy16(to + kLineColumns * 2, from + kLineColumns);
+      cp_async16(to, from);
+      cp_async16(to + kLineColumns * 2, from + kLineColumns);
       return;
     }
     void const* const any = p.x;
 #pragma unroll
     for (int line = 0; line < kStep; line += kLineColumns) {
-      copy16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
+      cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
     }
   }
 
@@ -86,18 +86,18 @@ struct HalfProducts {
   }
 };
 
-template <class Products_, int kSlabs, int kWarps_, int kStages_, int kBlocks_>
-struct Streaming {
+template <class Products_, int kPanels, int kWarps_, int kStages_, int kBlocks_>
+struct Gemv {
   using Products = Products_;
   static constexpr int kWarps = kWarps_, kStages = kStages_, kBlocks = kBlocks_;
-  static constexpr int kTokens = Products::kTokens, kRows = kSlabs * kSlab, kThreads = kWarps * 32;
+  static constexpr int kTokens = Products::kTokens, kRows = kPanels * kPanelRows, kThreads = kWarps * 32;
   static constexpr int kSumStride = kRows + 4, kWarpSums = kTokens * kSumStride;
   static constexpr int kSumBytes = kWarps * kWarpSums * 4;
 };
 
 // sums: [kWarps][kTokens][kSumStride] in shared memory, all written.
 template <class T, class S>
-__device__ void finish_parts(Problem const& p, float* sums, int first_row, PieceShare const& share) {
+__device__ void finish_parts(Problem const& p, float* sums, int first_row, SubtileReduction const& share) {
   int const elements = p.m * S::kRows;
   auto const place_of = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
   __syncthreads();
@@ -115,28 +115,28 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Piece
   if (share.split == 1) return;
   __syncthreads();
   // A lane has four rows of a token.
-  int const pieces = stream_pieces(p.m, S::kRows), lane = threadIdx.x % 32;
-  auto const for_pieces = [&](auto const& act) {
-    for (int i = threadIdx.x / 32; i < pieces; i += S::kWarps) {
-      act(Piece::of(i, share.split), min(i * kPieceElements + lane * 4, S::kTokens * S::kRows - 4));
+  int const subtiles = gemv_subtiles(p.m, S::kRows), lane = threadIdx.x % 32;
+  auto const for_subtiles = [&](auto const& act) {
+    for (int i = threadIdx.x / 32; i < subtiles; i += S::kWarps) {
+      act(Subtile::of(i, share.split), min(i * kSubtileElements + lane * 4, S::kTokens * S::kRows - 4));
     }
   };
-  for_pieces([&](Piece const& piece, int i) {
-    if (!share.is_own(piece)) share.send_part(piece, *reinterpret_cast<float4 const*>(place_of(i)));
+  for_subtiles([&](Subtile const& subtile, int i) {
+    if (!share.is_own(subtile)) share.send_partial(subtile, *reinterpret_cast<float4 const*>(place_of(i)));
   });
-  wait_for_sent(share.barrier);
-  for_pieces([&](Piece const& piece, int i) {
-    if (!share.is_own(piece)) return;
+  wait_dsmem_barrier(share.barrier);
+  for_subtiles([&](Subtile const& subtile, int i) {
+    if (!share.is_own(subtile)) return;
     float4 sum = *reinterpret_cast<float4 const*>(place_of(i));
-    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(piece, distance);
+    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(subtile, distance);
     if (i < elements) store_rows<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
   });
 }
 
 // A column of blocks shares K. Weights are asked for before the previous kernel has finished (kernels.h).
 template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_constant__ Problem const p,
-                                                                         __grid_constant__ StreamRing const ring) {
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_constant__ Problem const p,
+                                                                       __grid_constant__ GemvPipeline const ring) {
   extern __shared__ __align__(kSharedLine) std::uint8_t memory[];
   using Products = typename S::Products;
   std::uint8_t* const shared = memory + ring.received;
@@ -154,48 +154,48 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void stream_kernel(__grid_
     return first_step + (step < steps ? step : step - steps);
   };
 
-  PieceShare const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrierBytes);
+  SubtileReduction const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrierBytes);
   if (split > 1) {
-    if (threadIdx.x == 0) share.expect(stream_pieces(p.m, S::kRows));
+    if (threadIdx.x == 0) share.expect(gemv_subtiles(p.m, S::kRows));
     __syncthreads();
-    say_ready();
+    cluster_arrive();
   }
-  let_next_kernel_start();
-  typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kSlab));
+  pdl_trigger();
+  typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kPanelRows));
   std::uint8_t* const stages = shared + warp * ring.warp_bytes();
   SharedAddress const to = shared_address(stages), scratch = to + S::kStages * ring.bytes;
   int const tokens_at = ring.weights.bytes, early = min(kAhead, turns);
 #pragma unroll 1
-  for (int turn = 0; turn < early; ++turn) source.ask(ring.weights, to + turn * ring.bytes, step_of(turn));
+  for (int turn = 0; turn < early; ++turn) source.issue(ring.weights, to + turn * ring.bytes, step_of(turn));
   if (split > 1) {
     __syncwarp();
-    wait_for_ready();
+    cluster_wait();
   }
-  wait_for_previous_kernel();
+  pdl_wait();
 
   Products const products(p);
 #pragma unroll 1
   for (int turn = 0; turn < kAhead; ++turn) {
-    if (turn < turns) products.ask(to + turn * ring.bytes + tokens_at, step_of(turn));
-    commit_copies();
+    if (turn < turns) products.issue(to + turn * ring.bytes + tokens_at, step_of(turn));
+    cp_async_commit();
   }
   typename Products::Sums sums = {};
   int read = 0, write = kAhead * ring.bytes;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    wait_for_copies<kAhead - 1>();
+    cp_async_wait<kAhead - 1>();
     __syncwarp();  // a stage is the warp's; and all have read the one that is asked for next
     if (turn + kAhead < turns) {
-      source.ask(ring.weights, to + write, step_of(turn + kAhead));
-      products.ask(to + write + tokens_at, step_of(turn + kAhead));
+      source.issue(ring.weights, to + write, step_of(turn + kAhead));
+      products.issue(to + write + tokens_at, step_of(turn + kAhead));
     }
-    commit_copies();
+    cp_async_commit();
     products.multiply(sums, ring.weights, stages + read, to + read + tokens_at, scratch);
     write = read;
     read = read + ring.bytes == S::kStages * ring.bytes ? 0 : read + ring.bytes;
   }
 
-  wait_for_copies<0>();
+  cp_async_wait<0>();
   __syncthreads();  // the ring makes room for the sums
   auto* const all_sums = reinterpret_cast<float*>(shared);
   Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums);

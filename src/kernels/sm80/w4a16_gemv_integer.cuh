@@ -84,7 +84,7 @@ struct TokenDigits {
   // The scale that brings the largest of a token's columns to 2^kLargest and more, as the exponent's bits: what is so
   // small that there is no such float is left with fewer digits.
   static __device__ __forceinline__ unsigned exponent_of(float const (&x)[4]) {
-    float const most = larger(larger(fabsf(x[0]), fabsf(x[1])), larger(fabsf(x[2]), fabsf(x[3])));
+    float const most = max_nan(max_nan(fabsf(x[0]), fabsf(x[1])), max_nan(fabsf(x[2]), fabsf(x[3])));
     return max(largest_of_lanes(__float_as_uint(most)) & kExponentMask, kLargest * kExponentOne);
   }
 
@@ -138,13 +138,13 @@ struct TokenDigits {
 };
 
 // See HalfProducts (w4a16_gemv.cuh).
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs>
+template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
 struct DigitProducts {
   static constexpr int kTokens = kDigitTokens;
-  using W = Warp<T, kBits, kGroups, kOffsets, kSlabs, 1>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1>;
   using F = IntegerFragment<kBits>;
   using Digits = TokenDigits<T>;
-  using Sums = float[kSlabs][4];  // of rows g and g + 8, by digits 2 t and 2 t + 1
+  using Sums = float[kPanels][4];  // of rows g and g + 8, by digits 2 t and 2 t + 1
   static int token_bytes(int m) { return m * kStep * 2; }
   static int scratch_bytes(int m) { return m * Digits::kBytes; }
 
@@ -152,7 +152,7 @@ struct DigitProducts {
   static constexpr int kFloatBits = 0x4b400000;
   static constexpr float kFloat = 0x1.8p23f;
   static constexpr int kInstructions = kStep / kGroups / 32;  // of a group
-  static constexpr int kWords = kInstructions * kBits / 2;    // of a lane, slab and group
+  static constexpr int kWords = kInstructions * kBits / 2;    // of a lane, panel and group
   static constexpr Word kOnes = 0x01010101u << F::kUnitExponent;
 
   Problem const& p;
@@ -160,11 +160,11 @@ struct DigitProducts {
   __device__ __forceinline__ explicit DigitProducts(Problem const& p_) : p(p_) {}
 
   // Half a warp asks for a token.
-  __device__ __forceinline__ void ask(SharedAddress to, int step) const {
+  __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     int const token = W::lane() / 16, column = step * kStep + W::lane() % 16 * 8, left = p.weight.k - column;
     if (token >= p.m) return;
     T const* const row = static_cast<T const*>(p.x) + token * p.stride_x;
-    copy16(to + W::lane() * 16, left > 0 ? row + column : row, min(max(left, 0), 8) * 2);
+    cp_async16(to + W::lane() * 16, left > 0 ? row + column : row, min(max(left, 0), 8) * 2);
   }
 
   // A group's digits, added up: what a row subtracts for each one of its zero point, and adds for its offset.
@@ -178,7 +178,7 @@ struct DigitProducts {
   __device__ __forceinline__ int2 shift_of(StageLayout const& layout, std::uint8_t const* parameters, int group) const {
     if (kOffsets) return {-F::kMiddle, -F::kMiddle};
     Word const both =
-        *reinterpret_cast<std::uint16_t const*>(parameters + layout.scales + group * kSlab + W::lane() / 4 * 2);
+        *reinterpret_cast<std::uint16_t const*>(parameters + layout.scales + group * kPanelRows + W::lane() / 4 * 2);
     return {static_cast<int>(both & 0xff) - F::kMiddle, static_cast<int>(both >> 8) - F::kMiddle};
   }
 
@@ -209,11 +209,11 @@ struct DigitProducts {
       Word const* const of_group = digits + group * 2 * kInstructions;
       int all[4] = {};
       if constexpr (kShifts) add_up(all, of_group);
-      float2 scale[kSlabs], offset[kSlabs];
+      float2 scale[kPanels], offset[kPanels];
       W::load(scale, p.weight, layout, parameters, group);
       if constexpr (kOffsets) W::load(offset, p.weight, layout, parameters + layout.scales, group);
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
+      for (int s = 0; s < kPanels; ++s) {
         int2 shift = {0, 0};
         if constexpr (kShifts) shift = shift_of(layout, parameters + s * layout.parameter_bytes, group);
         int sum[4] = {kFloatBits - shift.x * all[0], kFloatBits - shift.x * all[1], kFloatBits - shift.y * all[0],
@@ -228,10 +228,10 @@ struct DigitProducts {
     }
   }
 
-  static __device__ __forceinline__ void multiply_group(int (&sum)[4], std::uint8_t const* slab, int group,
+  static __device__ __forceinline__ void multiply_group(int (&sum)[4], std::uint8_t const* panel, int group,
                                                         Word const* digits) {
     alignas(16) Word words[kWords];
-    load(words, slab, group * kWords);
+    load(words, panel, group * kWords);
 #pragma unroll
     for (int i = 0; i < kInstructions; ++i) {
       Word a[4];
@@ -240,9 +240,9 @@ struct DigitProducts {
     }
   }
 
-  // A lane's words of a slab from the first one on.
-  static __device__ __forceinline__ void load(Word (&to)[kWords], std::uint8_t const* slab, int first) {
-    std::uint8_t const* const from = slab + first / 4 * 512 + first % 4 * 4 + W::lane() * 16;
+  // A lane's words of a panel from the first one on.
+  static __device__ __forceinline__ void load(Word (&to)[kWords], std::uint8_t const* panel, int first) {
+    std::uint8_t const* const from = panel + first / 4 * 512 + first % 4 * 4 + W::lane() * 16;
     if constexpr (kWords == 2) {
       *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2 const*>(from);
     } else {
@@ -264,7 +264,7 @@ struct DigitProducts {
   static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums) {
     int const t = W::lane() % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * kSlabs; ++i) {
+    for (int i = 0; i < 2 * kPanels; ++i) {
       float const* const two = sums[i / 2] + i % 2 * 2;
       float of_token = fmaf(two[0], 0x1p-8f, two[1]) * (t % 2 == 0 ? 0x1p-16f : 1.f);
       of_token += __shfl_xor_sync(~0u, of_token, 1);

@@ -14,22 +14,22 @@ namespace epiloq::ops::weight_only_mm {
 
 inline constexpr int kStep = kPadding;  // columns that are asked for at once
 
-// A step of a warp's rows in shared memory: integers as they lie in the weight, [slab][vector][lane], then for each
-// slab its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all, and the whole of
+// A step of a warp's rows in shared memory: integers as they lie in the weight, [panel][vector][lane], then for each
+// panel its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all, and the whole of
 // lines.
 struct StageLayout {
   int scale_bytes;      // a value
-  int scales;           // bytes of a slab's
-  int parameter_bytes;  // of a slab
+  int scales;           // bytes of a panel's
+  int parameter_bytes;  // of a panel
   int bytes;
 
-  static StageLayout of(Weight const& w, int slabs, int groups) {
+  static StageLayout of(Weight const& w, int panels, int groups) {
     StageLayout layout;
     layout.scale_bytes = size_of(w.scale_dtype);
-    layout.scales = groups * kSlab * layout.scale_bytes;
-    int const others = w.offset != nullptr ? layout.scales : w.zero != nullptr ? groups * kSlab : 0;
+    layout.scales = groups * kPanelRows * layout.scale_bytes;
+    int const others = w.offset != nullptr ? layout.scales : w.zero != nullptr ? groups * kPanelRows : 0;
     layout.parameter_bytes = layout.scales + others;
-    layout.bytes = whole_lines(slabs * (kSlab * kStep * w.bits / 8 + layout.parameter_bytes));
+    layout.bytes = whole_lines(panels * (kPanelRows * kStep * w.bits / 8 + layout.parameter_bytes));
     return layout;
   }
 };
@@ -44,7 +44,7 @@ struct TokenPlace {
 
   static __device__ __forceinline__ int of(int token, int chunk) { return token * kBytes + (chunk ^ token % 8) * 16; }
   __device__ __forceinline__ TokenPlace(int token, int chunk)
-      : even_at(kept(of(token, chunk))), odd_at(kept(of(token, chunk) ^ 64)) {}
+      : even_at(in_register(of(token, chunk))), odd_at(in_register(of(token, chunk) ^ 64)) {}
   // The 16 bytes that a lane names to ldmatrix, of token lane % 8, for four matrices of 8 columns.
   __device__ __forceinline__ TokenPlace() : TokenPlace(threadIdx.x % 8, threadIdx.x % 32 / 8) {}
   __device__ __forceinline__ int at(int block) const { return (block % 2 ? odd_at : even_at) + block / 2 * 128; }
@@ -53,125 +53,126 @@ struct TokenPlace {
 // What tensor cores want of 32 columns of 8 tokens: two fragments of the second operand.
 __device__ __forceinline__ uint4 load_tokens(SharedAddress at) {
   unsigned r[4];
-  gemm::load_matrices(r, at);
+  gemm::ldmatrix_x4(r, at);
   return {r[0], r[1], r[2], r[3]};
 }
 
-// kSlabs slabs of 16 weight rows by kTiles tiles of 8 tokens; kGroups groups begin in a step (of 32 or 64 columns), or
-// one that is as long as 2^n steps.
-template <class T, int kBits, int kGroups, bool kOffsets, int kSlabs, int kTiles>
+// kPanels panels of 16 weight rows by kTiles tiles of 8 tokens; kGroups groups begin in a step (of 32 or 64 columns),
+// or one that is as long as 2^n steps.
+template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, int kTiles>
 struct Warp {
   using F = Fragment<T, kBits>;
-  static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, a lane, slab and step
-  static constexpr int kStepBytes = kVectors * 512;     // of a slab
-  static constexpr int kWeightBytes = kSlabs * kStepBytes;
+  static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, a lane, panel and step
+  static constexpr int kStepBytes = kVectors * 512;     // of a panel
+  static constexpr int kWeightBytes = kPanels * kStepBytes;
   // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
   static constexpr bool kWhole =
-      kGroups == 1 && kBits == 4 && (kTiles == 1 ? kSlabs < 4 || !kOffsets : kTiles == 8 && !kOffsets);
+      kGroups == 1 && kBits == 4 && (kTiles == 1 ? kPanels < 4 || !kOffsets : kTiles == 8 && !kOffsets);
   static constexpr bool kFew =
-      kGroups == 4 || kTiles > 8 || (kTiles * kSlabs == 8 && (kOffsets || kBits == 8 || kTiles == 2));
+      kGroups == 4 || kTiles > 8 || (kTiles * kPanels == 8 && (kOffsets || kBits == 8 || kTiles == 2));
   static constexpr int kColumns = kWhole ? kStep : kFew ? 32 : 64;
-  static constexpr int kPieces = kStep / kColumns;      // of a step
-  static constexpr int kFragments = kColumns / 16;      // of a slab and piece
+  static constexpr int kSubtiles = kStep / kColumns;    // of a step
+  static constexpr int kFragments = kColumns / 16;      // of a panel and piece
   static constexpr int kBlocks = kColumns / 32;         // of a piece
-  static constexpr int kWords = kColumns * kBits / 64;  // of a lane, slab and piece
+  static constexpr int kWords = kColumns * kBits / 64;  // of a lane, panel and piece
   // Where ptxas would load the tokens of all tiles ahead and run out of registers.
   static constexpr bool kPaced = kTiles > 8 || (kTiles == 8 && kOffsets);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-  // Where a lane reads: its 16 bytes of each vector, and 16 bytes of each slab's parameters, where there are so many.
-  // Rows past the last slab are read as the last slab's, and their sums dropped. Offsets fit 32 bits (select.cpp).
+  // Where a lane reads: its 16 bytes of each vector, and 16 bytes of each panel's parameters, where there are so many.
+  // Rows past the last panel are read as the last panel's, and their sums dropped. Offsets fit 32 bits (select.cpp).
   struct Source {
     std::uint8_t const* q;
     std::uint8_t const* parameters;
-    Word q_at[kSlabs], parameters_at[kSlabs];
+    Word q_at[kPanels], parameters_at[kPanels];
     SharedAddress lane_at;
     int group_bytes;  // from a group's to the next
     int group_shift;  // steps a group, as a power of two
     bool has_parameters;
 
-    __device__ __forceinline__ Source(Weight const& w, StageLayout const& layout, int first_slab)
-        : q(w.q), lane_at(kept(lane() * 16)), group_shift(w.group_shift) {
+    __device__ __forceinline__ Source(Weight const& w, StageLayout const& layout, int first_panel)
+        : q(w.q), lane_at(in_register(lane() * 16)), group_shift(w.group_shift) {
       has_parameters = lane() * 16 < layout.parameter_bytes;
       bool const first = lane() * 16 < layout.scales, zeros = !first && w.zero != nullptr;
       void const* const others = w.zero != nullptr ? w.zero : w.offset;
       parameters =
           static_cast<std::uint8_t const*>(first ? w.scale : others) + lane() * 16 - (first ? 0 : layout.scales);
-      group_bytes = kSlab * (zeros ? 1 : layout.scale_bytes);
+      group_bytes = kPanelRows * (zeros ? 1 : layout.scale_bytes);
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
-        int const slab = min(first_slab + s, (w.n - 1) / kSlab);
-        q_at[s] = static_cast<Word>(slab) * (w.padded_k / kStep * kStepBytes) + lane() * 16;
-        parameters_at[s] = static_cast<Word>(slab) * (w.groups * group_bytes);
+      for (int s = 0; s < kPanels; ++s) {
+        int const panel = min(first_panel + s, (w.n - 1) / kPanelRows);
+        q_at[s] = static_cast<Word>(panel) * (w.padded_k / kStep * kStepBytes) + lane() * 16;
+        parameters_at[s] = static_cast<Word>(panel) * (w.groups * group_bytes);
       }
     }
 
-    __device__ __forceinline__ void ask(StageLayout const& layout, SharedAddress stage, int step) const {
+    __device__ __forceinline__ void issue(StageLayout const& layout, SharedAddress stage, int step) const {
       Word const q_step = step * kStepBytes, group = (step * kGroups >> group_shift) * group_bytes;
       SharedAddress const to = stage + lane_at;
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
+      for (int s = 0; s < kPanels; ++s) {
         std::uint8_t const* const from = q + (q_at[s] + q_step);
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) copy16(to + s * kStepBytes + v * 512, from + v * 512);
+        for (int v = 0; v < kVectors; ++v) cp_async16(to + s * kStepBytes + v * 512, from + v * 512);
       }
       if (has_parameters) {
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) {
-          copy16(to + kWeightBytes + s * layout.parameter_bytes, parameters + (parameters_at[s] + group));
+        for (int s = 0; s < kPanels; ++s) {
+          cp_async16(to + kWeightBytes + s * layout.parameter_bytes, parameters + (parameters_at[s] + group));
         }
       }
     }
   };
 
-  // Scales or offsets of a group in all slabs, of rows g and g + 8; `values` are the first slab's.
-  static __device__ __forceinline__ void load(float2 (&to)[kSlabs], Weight const& w, StageLayout const& layout,
+  // Scales or offsets of a group in all panels, of rows g and g + 8; `values` are the first panel's.
+  static __device__ __forceinline__ void load(float2 (&to)[kPanels], Weight const& w, StageLayout const& layout,
                                               std::uint8_t const* values, int group) {
-    values += (group * kSlab + lane() / 4 * 2) * layout.scale_bytes;
+    values += (group * kPanelRows + lane() / 4 * 2) * layout.scale_bytes;
     if (w.scale_dtype == DType::kFloat32) {
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) to[s] = *reinterpret_cast<float2 const*>(values + s * layout.parameter_bytes);
+      for (int s = 0; s < kPanels; ++s) to[s] = *reinterpret_cast<float2 const*>(values + s * layout.parameter_bytes);
       return;
     }
-    Word both[kSlabs];
+    Word both[kPanels];
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) both[s] = *reinterpret_cast<Word const*>(values + s * layout.parameter_bytes);
+    for (int s = 0; s < kPanels; ++s) both[s] = *reinterpret_cast<Word const*>(values + s * layout.parameter_bytes);
     if (w.scale_dtype == DType::kBFloat16) {
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) to[s] = {__uint_as_float(both[s] << 16), __uint_as_float(both[s] & 0xffff0000u)};
+      for (int s = 0; s < kPanels; ++s)
+        to[s] = {__uint_as_float(both[s] << 16), __uint_as_float(both[s] & 0xffff0000u)};
     } else {
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) to[s] = __half22float2(*reinterpret_cast<__half2 const*>(&both[s]));
+      for (int s = 0; s < kPanels; ++s) to[s] = __half22float2(*reinterpret_cast<__half2 const*>(&both[s]));
     }
   }
 
-  static __device__ __forceinline__ void load(typename F::Zero (&to)[kSlabs], Weight const& w,
+  static __device__ __forceinline__ void load(typename F::Zero (&to)[kPanels], Weight const& w,
                                               StageLayout const& layout, std::uint8_t const* parameters, int group) {
-    Word both[kSlabs];
+    Word both[kPanels];
     if (!kOffsets && w.zero != nullptr) {
-      std::uint8_t const* const zeros = parameters + layout.scales + group * kSlab + lane() / 4 * 2;
+      std::uint8_t const* const zeros = parameters + layout.scales + group * kPanelRows + lane() / 4 * 2;
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
+      for (int s = 0; s < kPanels; ++s) {
         both[s] = *reinterpret_cast<std::uint16_t const*>(zeros + s * layout.parameter_bytes);
       }
     } else {
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) both[s] = kOffsets ? 0 : 0x101u << (kBits - 1);
+      for (int s = 0; s < kPanels; ++s) both[s] = kOffsets ? 0 : 0x101u << (kBits - 1);
     }
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) to[s] = F::zero(both[s] & 0xff, both[s] >> 8);
+    for (int s = 0; s < kPanels; ++s) to[s] = F::zero(both[s] & 0xff, both[s] >> 8);
   }
 
-  // A lane's words of a slab and piece.
-  static __device__ __forceinline__ void load(Word (&to)[kWords], std::uint8_t const* stage, int s, int piece) {
+  // A lane's words of a panel and piece.
+  static __device__ __forceinline__ void load(Word (&to)[kWords], std::uint8_t const* stage, int s, int subtile) {
     if constexpr (kWords == 2) {
       uint2 const two =
-          *reinterpret_cast<uint2 const*>(stage + s * kStepBytes + piece / 2 * 512 + lane() * 16 + piece % 2 * 8);
+          *reinterpret_cast<uint2 const*>(stage + s * kStepBytes + subtile / 2 * 512 + lane() * 16 + subtile % 2 * 8);
       to[0] = two.x;
       to[1] = two.y;
     } else {
-      stage += s * kStepBytes + piece * (kWords / 4) * 512 + lane() * 16;
+      stage += s * kStepBytes + subtile * (kWords / 4) * 512 + lane() * 16;
 #pragma unroll
       for (int v = 0; v < kWords / 4; ++v) {
         uint4 const four = *reinterpret_cast<uint4 const*>(stage + v * 512);
@@ -213,38 +214,38 @@ struct Warp {
 
   // sums += W X for a step. tokens(tile, block) gives load_tokens of a tile's tokens.
   template <class Tokens>
-  static __device__ __forceinline__ void multiply(float (&sums)[kSlabs][kTiles][4], Weight const& w,
+  static __device__ __forceinline__ void multiply(float (&sums)[kPanels][kTiles][4], Weight const& w,
                                                   StageLayout const& layout, std::uint8_t const* stage, Tokens tokens) {
     std::uint8_t const* const parameters = stage + kWeightBytes;
 #pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
-      int const group = piece * kGroups / kPieces;
-      Word words[kSlabs][kWords];
+    for (int subtile = 0; subtile < kSubtiles; ++subtile) {
+      int const group = subtile * kGroups / kSubtiles;
+      Word words[kPanels][kWords];
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) load(words[s], stage, s, piece);
-      typename F::Zero zero[kSlabs];
+      for (int s = 0; s < kPanels; ++s) load(words[s], stage, s, subtile);
+      typename F::Zero zero[kPanels];
       load(zero, w, layout, parameters, group);
-      float2 scale[kSlabs], offset[kSlabs];
+      float2 scale[kPanels], offset[kPanels];
       load(scale, w, layout, parameters, group);
       if constexpr (kOffsets) load(offset, w, layout, parameters + layout.scales, group);
       auto const fetch = [&](uint4(&x)[kBlocks], int tile) {
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) x[b] = tokens(tile, piece * kBlocks + b);
+        for (int b = 0; b < kBlocks; ++b) x[b] = tokens(tile, subtile * kBlocks + b);
       };
       auto const add_offsets = [&](uint4 const(&x)[kBlocks], int tile) {
         Sum const sum = sum_of(x);
 #pragma unroll
-        for (int s = 0; s < kSlabs; ++s) add(sums[s][tile], sum, offset[s]);
+        for (int s = 0; s < kPanels; ++s) add(sums[s][tile], sum, offset[s]);
       };
       if constexpr (kTiles <= 2) {  // fragments are used once or twice: made and multiplied one at a time
         uint4 x[kTiles][kBlocks];
-        Sum part[kSlabs][kTiles]{};
+        Sum part[kPanels][kTiles]{};
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) fetch(x[j], j);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
-          for (int s = 0; s < kSlabs; ++s) {
+          for (int s = 0; s < kPanels; ++s) {
             Word a[4];
             F::make(a, words[s] + f * (kBits / 4), zero[s]);
 #pragma unroll
@@ -257,13 +258,13 @@ struct Warp {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-          for (int s = 0; s < kSlabs; ++s) add(sums[s][j], part[s][j], scale[s]);
+          for (int s = 0; s < kPanels; ++s) add(sums[s][j], part[s][j], scale[s]);
           if constexpr (kOffsets) add_offsets(x[j], j);
         }
       } else {
-        Word a[kSlabs][kFragments][4];
+        Word a[kPanels][kFragments][4];
 #pragma unroll
-        for (int i = 0; i < kSlabs * kFragments; ++i) {
+        for (int i = 0; i < kPanels * kFragments; ++i) {
           F::make(a[i / kFragments][i % kFragments], words[i / kFragments] + i % kFragments * (kBits / 4),
                   zero[i / kFragments]);
         }
@@ -274,7 +275,7 @@ struct Warp {
           fetch(x, j);
           if constexpr (kPaced) __syncwarp();
 #pragma unroll
-          for (int s = 0; s < kSlabs; ++s) add(sums[s][j], product(a[s], x), scale[s]);
+          for (int s = 0; s < kPanels; ++s) add(sums[s][j], product(a[s], x), scale[s]);
           if constexpr (kOffsets) add_offsets(x, j);
         }
       }
@@ -282,14 +283,14 @@ struct Warp {
   }
 
   // To shared memory, [token][row] with tokens `stride` apart.
-  static __device__ __forceinline__ void store(float* target, int stride, float const (&sums)[kSlabs][kTiles][4]) {
+  static __device__ __forceinline__ void store(float* target, int stride, float const (&sums)[kPanels][kTiles][4]) {
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
+    for (int s = 0; s < kPanels; ++s) {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          int const token = 8 * j + 2 * (lane() % 4) + i % 2, row = kSlab * s + 8 * (i / 2) + lane() / 4;
+          int const token = 8 * j + 2 * (lane() % 4) + i % 2, row = kPanelRows * s + 8 * (i / 2) + lane() / 4;
           target[token * stride + row] = sums[s][j][i] * F::kUnit;
         }
       }

@@ -37,14 +37,14 @@ __device__ __forceinline__ float round_to_22_bits(float x) {
 
 // Integers rather than a BlockwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__
 // template.
-template <class Machine, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kTeams_, int kStages_, int kGroup,
+template <class Machine, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kKGroups_, int kStages_, int kGroup,
           int kBits>
 struct Blockwise {
   static constexpr int kStep = kBlockwiseStep;
-  static constexpr int kTeams = kTeams_, kStages = kStages_;
+  static constexpr int kKGroups = kKGroups_, kStages = kStages_;
   static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
   static constexpr int kTeamThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kThreads = kTeams * kTeamThreads;
+  static constexpr int kThreads = kKGroups * kTeamThreads;
   static constexpr int kMinBlocks = kThreads <= 128 ? 2 : 1;
   static constexpr int kGroups = kStep / kGroup;  // blocks a stage
   static constexpr int kDepth = kGroup / 32;      // products along K, a block
@@ -60,15 +60,15 @@ struct Blockwise {
   static constexpr int kParametersB = kParametersA + A::kParameterBytes;
   static constexpr int kStageBytes = kParametersB + B::kParameterBytes;
   static constexpr int kSharedBytes =
-      BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kTeams, kStages}.shared_bytes(kGroup, kBits);
+      BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kKGroups, kStages}.shared_bytes(kGroup, kBits);
 
-  using Finish = BlockwiseFinish<kTileM, kTileN, kTeams, kThreads, 8>;
-  static_assert(kTeams * kStages * kStageBytes <= kSharedBytes && Finish::kSharedBytes <= kSharedBytes);
+  using Finish = BlockwiseFinish<kTileM, kTileN, kKGroups, kThreads, 8>;
+  static_assert(kKGroups * kStages * kStageBytes <= kSharedBytes && Finish::kSharedBytes <= kSharedBytes);
 
   using Sums = float[kRows][kColumns][4];
 
   static __device__ void wait_for_team(int team) {
-    if constexpr (kTeams == 1) {
+    if constexpr (kKGroups == 1) {
       __syncthreads();
     } else if constexpr (kTeamThreads == 32) {
       __syncwarp();
@@ -88,7 +88,7 @@ struct Blockwise {
       for (int d = 0; d < kDepth; ++d) {
         unsigned r[4];
         auto const [column, chunk] = place_of_b(lane, block * kDepth + d);
-        load_matrices(r, values + B::place(first_column + column, chunk));
+        ldmatrix_x4(r, values + B::place(first_column + column, chunk));
         b[d][0] = {r[0], r[1]};
         b[d][1] = {r[2], r[3]};
       }
@@ -100,7 +100,7 @@ struct Blockwise {
       for (int d = 0; d < kDepth; d += 2) {
         unsigned r[4];
         auto const [column, chunk] = place_of_b4(lane, block * kDepth + d, kDepth == 1);
-        load_matrices(r, values + B::place(first_column + column, chunk));
+        ldmatrix_x4(r, values + B::place(first_column + column, chunk));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -133,7 +133,7 @@ struct Blockwise {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         auto const [row, chunk] = place_of_a(lane, block * kDepth + d);
-        load_matrices(a[d][r], stage + A::place(first_row + 16 * r + row, chunk));
+        ldmatrix_x4(a[d][r], stage + A::place(first_row + 16 * r + row, chunk));
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -197,14 +197,14 @@ struct Blockwise {
     __device__ B b() const {
       return {p.b, p.k / 8 * kBits, first_n, p.n, p.b_parameters, p.kinds, p.kinds, p.padded_n};
     }
-    __device__ int step(int i) const { return team + i * kTeams; }
+    __device__ int step(int i) const { return team + i * kKGroups; }
   };
 
   static __device__ void run(BlockwiseProblem const& p, unsigned char* shared) {
     int const team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, lane = threadIdx.x % 32;
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
     unsigned char* const ring = shared + team * kStages * kStageBytes;
-    int const steps = (p.k / kStep - team + kTeams - 1) / kTeams;
+    int const steps = (p.k / kStep - team + kKGroups - 1) / kKGroups;
     typename Machine::template Pipeline<Blockwise> pipeline({p, team, thread, first_m, first_n, steps}, ring);
 
     int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
@@ -242,13 +242,13 @@ template <class K>
 __global__ __launch_bounds__(K::kThreads,
                              K::kMinBlocks) void blockwise_kernel(__grid_constant__ BlockwiseProblem const p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  let_next_kernel_start();
+  pdl_trigger();
   K::run(p, shared);
 }
 
 template <class Machine, BlockwiseConfig kConfig, int kGroup, int kBits>
 struct BlockwiseGemm {
-  using K = Blockwise<Machine, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.teams,
+  using K = Blockwise<Machine, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.k_groups,
                       kConfig.stages, kGroup, kBits>;
 
   static void launch(BlockwiseProblem const& p, int device, Stream stream) {
@@ -259,8 +259,7 @@ struct BlockwiseGemm {
                  "asking for shared memory");
     });
     dim3 const grid((p.m + K::kTileM - 1) / K::kTileM, (p.n + K::kTileN - 1) / K::kTileN);
-    cuda_check(launch_dependent(kernel, grid, K::kThreads, K::kSharedBytes, stream, p),
-               "launching epiloq.online_quant_mm");
+    cuda_check(launch_pdl(kernel, grid, K::kThreads, K::kSharedBytes, stream, p), "launching epiloq.online_quant_mm");
   }
 };
 

@@ -52,24 +52,24 @@ struct BlockwiseSm80 {
     __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* ring_)
         : work(work_), ring(shared_address(ring_)) {
       for (int i = 0; i < kStages - 1 && i < work.steps; ++i) copy_b(ring + i * K::kStageBytes, i);
-      wait_for_previous_kernel();
+      pdl_wait();
 #pragma unroll
       for (int i = 0; i < kStages - 1; ++i) {
         if (i < work.steps) copy_a(ring + i * K::kStageBytes, i);
-        commit_copies();
+        cp_async_commit();
       }
     }
 
     // The ith stage is there, at that many bytes in the ring, until `end`.
     __device__ __forceinline__ int begin(int i) {
-      wait_for_copies<kStages - 2>();
+      cp_async_wait<kStages - 2>();
       K::wait_for_team(work.team);
       if (i + kStages - 1 < work.steps) {
         SharedAddress const stage = ring + filled * K::kStageBytes;
         copy_b(stage, i + kStages - 1);
         copy_a(stage, i + kStages - 1);
       }
-      commit_copies();
+      cp_async_commit();
       filled = filled + 1 == kStages ? 0 : filled + 1;
       return read * K::kStageBytes;
     }

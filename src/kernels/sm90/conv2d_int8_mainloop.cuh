@@ -39,8 +39,8 @@ struct Wgmma {
 #pragma unroll
       for (int k = 0; k < T::kDepth / kInstructionDepth; ++k) {
         constexpr int kStep = kInstructionDepth >> 4;
-        gemm::multiply_once<Instruction>(a + k * kStep, b + k * kStep, sums[r], true,
-                                         std::make_index_sequence<4 * kColumns>{});
+        gemm::wgmma_fma<Instruction>(a + k * kStep, b + k * kStep, sums[r], true,
+                                     std::make_index_sequence<4 * kColumns>{});
       }
     }
     cute::warpgroup_commit_batch();
@@ -64,7 +64,7 @@ struct Wgmma {
 };
 
 template <>
-struct MathOf<Mma::kWgmma> {
+struct MainloopOf<Mma::kWgmma> {
   template <class T>
   using Of = Wgmma<T>;
 };

@@ -36,7 +36,7 @@ struct ImageTokens {
         first(conv2d::first_tap_of(params.shape, static_cast<unsigned>(first_pixel))),
         column(conv2d::Column::of(params.shape, params.padded_channels, first_step * wo::kPadding)) {}
 
-  __device__ __forceinline__ void ask(SharedAddress to, SharedAddress barrier) {
+  __device__ __forceinline__ void issue(SharedAddress to, SharedAddress barrier) {
     conv2d::Box const box = box_of(params.shape, column);
     auto* const generic_barrier = static_cast<std::uint64_t*>(__cvta_shared_to_generic(barrier));
     cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, generic_barrier, __cvta_shared_to_generic(to), box.channel, first.x,

@@ -73,7 +73,7 @@ class GroupwiseEpilogue {
   using Out = typename C::Out;
   using Sum = typename C::Sum;
   struct NoExchange {};
-  using Exchange = std::conditional_t<C::kSharesLastWave, RingExchange<C>, NoExchange>;
+  using Exchange = std::conditional_t<C::kSplitsLastWave, RingExchange<C>, NoExchange>;
   static constexpr int kEights = C::kChunk / 8;        // columns of a slot
   static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
   static constexpr int kTogether = 2 * kEightRows;     // sums of eight columns
@@ -107,14 +107,14 @@ class GroupwiseEpilogue {
         copy_columns(column_zero_points(), p.azp_adj, 1, tile.first_column);
         copy_rows(row_zero_points(), p.azp, p.azp_stride, known_row);
       }
-      commit_copies();
+      cp_async_commit();
     }
   }
 
   // Until they are there: those that this warp asked for. Before others may use them, too, warps have to meet.
   __device__ __forceinline__ void await_operands() const {
     if constexpr (C::kWholeRows) {
-      wait_for_copies<0>();
+      cp_async_wait<0>();
       __syncwarp();
     }
   }
@@ -141,7 +141,7 @@ class GroupwiseEpilogue {
       int const first = kTogether * (chunk * kEights + j);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) whole[j][i] = sums[first + i];
-      if constexpr (C::kSharesLastWave) {
+      if constexpr (C::kSplitsLastWave) {
         if (exchange.takes()) exchange.template add_others<kTogether>(whole[j], first);
       }
     }
@@ -178,12 +178,12 @@ class GroupwiseEpilogue {
   // One value a column or a row, all 4 bytes; null rows are 1.
   template <class T>
   __device__ __forceinline__ void copy_columns(T* to, T const* columns, int stride, int first_column) const {
-    constexpr int kCopiers = C::kSharesColumns ? 32 * C::kMathWarps : 32;
+    constexpr int kCopiers = C::kSharesColumns ? 32 * C::kConsumerWarps : 32;
     int const first = C::kSharesColumns ? threadIdx.x : lane_;
 #pragma unroll
     for (int i = 0; i < C::kN; i += kCopiers) {
       int const column = min(first_column + i + first, params_.p.n - 1);
-      if (i + first < C::kN) copy4(shared_address(to + i + first), columns + std::int64_t{column} * stride);
+      if (i + first < C::kN) cp_async4(shared_address(to + i + first), columns + std::int64_t{column} * stride);
     }
   }
 
@@ -191,7 +191,7 @@ class GroupwiseEpilogue {
   __device__ __forceinline__ void copy_rows(T* to, T const* rows, int stride, int row) const {
     if (lane_ >= C::kWarpRows * C::kRounds) return;
     if (rows != nullptr) {
-      copy4(shared_address(to + lane_), rows + std::int64_t{row} * stride);
+      cp_async4(shared_address(to + lane_), rows + std::int64_t{row} * stride);
     } else {
       to[lane_] = T(1);
     }

@@ -17,7 +17,7 @@
 
 #include "epiloq/device.h"
 #include "kernels/common/params_cache.h"
-#include "kernels/common/ptx/thread_block.cuh"
+#include "kernels/common/ptx/cta.cuh"
 #include "kernels/sm90/groupwise_mainloop.cuh"
 #include "kernels/sm90/groupwise_scale_producer.cuh"
 #include "kernels/sm90/groupwise_store.cuh"
@@ -27,22 +27,22 @@ namespace epiloq::gemm {
 template <class C>
 __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared const& shared, int group, int warp,
                                int lane) {
-  using Math = GroupwiseMath<C>;
+  using Mainloop = GroupwiseMainloop<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
-  StepShare<C> const share(params);
-  typename Math::Place place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
+  KRange<C> const share(params);
+  typename Mainloop::Place place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
   int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // steps of the tiles that are done
   auto const finish = [&](auto& sums, GroupwiseTile const& tile, int depth, bool is_last) {
     typename GroupwiseStore<C>::Exchange exchange{};
-    if constexpr (C::kMayShare) {
-      if (share.is_shared(tile)) {
-        bool const has_rows = uniform(tile.first_row + first_row < tile.end_row);
-        if constexpr (C::kSharesLastWave) {
+    if constexpr (C::kMaySplitK) {
+      if (share.is_split(tile)) {
+        bool const has_rows = warp_uniform(tile.first_row + first_row < tile.end_row);
+        if constexpr (C::kSplitsLastWave) {
           exchange = {params, shared, group * 4 + warp, lane, has_rows};
         } else {
-          RowExchange<C> const rows(shared, group * 4 + warp, lane, uniform(StepShare<C>::rank_in(params)));
+          RowExchange<C> const rows(shared, group * 4 + warp, lane, warp_uniform(KRange<C>::rank_in(params)));
           if (!rows.meet(sums[0], has_rows)) return;
         }
       }
@@ -53,25 +53,25 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   // the next one's products, that is done beside this one's last.
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   GroupwiseTile tile, following{};
-  for (bool more = scheduler.next(tile); uniform(more); tile = following) {
+  for (bool more = scheduler.next(tile); warp_uniform(more); tile = following) {
     int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
-    typename C::Sum sums[C::kRounds][Math::kSums] = {};
-    int const boundary = kept(kGroupDepth - tile.first_column % kGroupDepth);
-    if constexpr (C::kPairs) place.tell(uniform(tile.is_alone));
+    typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
+    int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
+    if constexpr (C::kPairs) place.tell(warp_uniform(tile.is_alone));
     out.expect(tile);
     auto const send = [&] { out.send_one(); };
     auto const look_ahead = [&] { more = scheduler.next(following); };
     auto const fill = [&] {
       if constexpr (C::kFillsEarly) out.fill_first_round(sums, tile);
     };
-    Math::sum(sums, place, RingPosition<C>(before + group_k), steps, boundary, send, look_ahead, fill);
+    Mainloop::sum(sums, place, PipelineState<C>(before + group_k), steps, boundary, send, look_ahead, fill);
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, depth, C::kSendsLater && !more);
     } else {
       typename C::Sum of_rows[1][C::kRowSums] = {};
-      Math::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
-                 uniform(before > 0));
+      Mainloop::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
+                     warp_uniform(before > 0));
       finish(of_rows, tile, depth, false);
     }
     before += depth;
@@ -82,50 +82,50 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_constant__ GroupwiseParams const params) {
-  typename C::Shared const shared(block_memory);
-  int const group = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32 % 4);
+  typename C::Shared const shared(dynamic_smem);
+  int const group = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
   int const lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       shared.full()[i].init(C::full_arrivals(params));
       shared.empty()[i].init(C::kEmptyArrivals);
     }
-    for (int i = 0; C::kMayShare && i < C::kMathWarps; ++i) shared.received()[i].init(1);
+    for (int i = 0; C::kMaySplitK && i < C::kConsumerWarps; ++i) shared.received()[i].init(1);
     // By the one thread that made them all: this fence by a thread for each stage took 0.7 us.
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  bool const in_cluster = (C::kPairs && params.tiles.in_pairs) || (C::kMayShare && params.p.k_blocks > 1);
-  if (in_cluster) say_ready();
-  TileReader<C> const reader(params, shared);
+  bool const in_cluster = (C::kPairs && params.tiles.in_pairs) || (C::kMaySplitK && params.p.split_k > 1);
+  if (in_cluster) cluster_arrive();
+  TileProducer<C> const producer(params, shared);
   int early = 0;  // steps that have their weights
   if (C::kFew && params.p.constant_b) {
-    if (group == C::kMathGroups && warp < C::kReaders) early = reader.ask_early(warp);
-  } else if (group == C::kMathGroups && warp == 0 && is_elected()) {
-    reader.prefetch();
+    if (group == C::kConsumerGroups && warp < C::kProducerWarps) early = producer.issue_early(warp);
+  } else if (group == C::kConsumerGroups && warp == 0 && elect_one()) {
+    producer.prefetch();
   }
-  let_next_kernel_start();
+  pdl_trigger();
   if (in_cluster) {
     __syncwarp();
-    wait_for_ready();
+    cluster_wait();
   }
-  wait_for_previous_kernel();
-  if (group == C::kMathGroups) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kReadRegisters>();
+  pdl_wait();
+  if (group == C::kConsumerGroups) {
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
     if constexpr (C::kApart) {
-      reader.run_apart(warp >= C::kReaders, warp % C::kReaders, early);
+      producer.run_apart(warp >= C::kProducerWarps, warp % C::kProducerWarps, early);
     } else {
-      if (warp < C::kReaders) reader.run(warp, early);
+      if (warp < C::kProducerWarps) producer.run(warp, early);
     }
     // Each reader's scales, unless it brings them itself, by kScaleWarps.
-    int const turn = warp - C::kReaders, part = turn / C::kReaders;
+    int const turn = warp - C::kProducerWarps, part = turn / C::kProducerWarps;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
-      if (turn >= 0) copy_all_scales<C>(reader, turn);
+      if (turn >= 0) copy_all_scales<C>(producer, turn);
     } else if (!C::kWholeRows && !C::brings_scales(params) && turn >= 0 && part < C::kScaleWarps) {
-      read_scales<C>(params, shared, reader.share, turn % C::kReaders, part * 32 + lane);
+      read_scales<C>(params, shared, producer.share, turn % C::kProducerWarps, part * 32 + lane);
     }
   } else {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
     multiply_tiles<C>(params, shared, group, warp, lane);
   }
 }
@@ -143,7 +143,7 @@ struct GroupwiseGemm {
         {},
         {},
         p,
-        GroupwiseScheduler<C>::tiles_of(p, p.k_blocks == 1 ? 0 : shared(p, sm_count), in_pairs(p, sm_count)),
+        GroupwiseScheduler<C>::tiles_of(p, p.split_k == 1 ? 0 : shared(p, sm_count), in_pairs(p, sm_count)),
         C::kMayBringScales && can_copy_scales(p),
         may_copy_all_scales(p, sm_count),
         GroupwiseStore<C>::can_store_boxes(p),
@@ -196,13 +196,13 @@ struct GroupwiseGemm {
   static int steps_of_first(GroupwiseProblem const& p) {
     constexpr int kLead = C::kGivesAll ? 2 : 0;
     int const steps = static_cast<int>(tiles(p.k, kGroupDepth));
-    return p.k_blocks == 1 ? steps : std::min((steps + 1) / 2 + kLead, steps - 1);
+    return p.split_k == 1 ? steps : std::min((steps + 1) / 2 + kLead, steps - 1);
   }
 
   // Tiles whose K two blocks may share.
   static int shared(GroupwiseProblem const& p, int sm_count) {
     if (tiles(p.k, kGroupDepth) < 2) return 0;
-    return static_cast<int>(shared_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
+    return static_cast<int>(split_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
   }
 
   // Not of experts, whose rows and tiles only the device knows.
@@ -222,15 +222,15 @@ struct GroupwiseGemm {
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
-    int const cluster = in_pairs(p, sm_count) ? 2 : p.k_blocks;
-    std::int64_t const clusters = tiles(tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.k_blocks, cluster);
+    int const cluster = in_pairs(p, sm_count) ? 2 : p.split_k;
+    std::int64_t const clusters = tiles(tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.split_k, cluster);
     std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count / cluster, clusters) * cluster : sm_count;
-    if (p.k_blocks > 1 && !(is_dense && shared(p, sm_count) > 0)) {
+    if (p.split_k > 1 && !(is_dense && shared(p, sm_count) > 0)) {
       throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
     }
-    cuda_check(launch_dependent_clusters(kernel, static_cast<int>(blocks), cluster, C::kThreads, C::kSharedBytes,
-                                         stream, params),
-               "launching epiloq.groupwise_mm");
+    cuda_check(
+        launch_pdl_clusters(kernel, static_cast<int>(blocks), cluster, C::kThreads, C::kSharedBytes, stream, params),
+        "launching epiloq.groupwise_mm");
   }
 };
 

@@ -6,14 +6,14 @@
 #include <utility>
 
 #include "kernels/common/ptx/cluster.cuh"
-#include "kernels/common/ptx/thread_block.cuh"
+#include "kernels/common/ptx/cta.cuh"
 #include "kernels/common/ptx/wgmma.cuh"
 #include "kernels/sm90/groupwise_tile.cuh"
 
 namespace epiloq::gemm {
 
 template <class C>
-struct GroupwiseMath {
+struct GroupwiseMainloop {
   static constexpr int kSums = C::kSums;
   static constexpr int kInstructionDepth = 32;
   static constexpr int kWarpgroupBytes = 64 * kGroupDepth, kRoundBytes = C::kRoundRows * kGroupDepth;  // of tokens
@@ -36,20 +36,21 @@ struct GroupwiseMath {
 
     __device__ Place(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
                      int warp, int lane, int first)
-        : full(uniform(shared_address(shared.full()))),
-          empty(uniform(shared_address(shared.empty()))),
+        : full(warp_uniform(shared_address(shared.full()))),
+          empty(warp_uniform(shared_address(shared.empty()))),
           own(empty),
           told(empty),
-          tokens(uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
-          weights(uniform(swizzled_address(shared_address(shared.weights(0))))),
-          of_row(kept(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
-          of_column(kept(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
+          tokens(warp_uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
+          weights(warp_uniform(swizzled_address(shared_address(shared.weights(0))))),
+          of_row(in_register(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
+          of_column(
+              in_register(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
           releases(lane < (C::kPairs ? 2 : 1)),
           first_step(first + group_k),
           in_quads(params.copies_all_scales) {
       if (C::kPairs && params.tiles.in_pairs) {
         int const rank = static_cast<int>(cute::block_rank_in_cluster());
-        own = kept(address_in_block(empty, rank)), told = kept(address_in_block(empty, rank ^ (lane & 1)));
+        own = in_register(dsmem_address(empty, rank)), told = in_register(dsmem_address(empty, rank ^ (lane & 1)));
       }
     }
 
@@ -65,7 +66,7 @@ struct GroupwiseMath {
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
   };
 
-  static __device__ __forceinline__ void read(Factors& factors, Place const& of, RingPosition<C> const& at, int step) {
+  static __device__ __forceinline__ void read(Factors& factors, Place const& of, PipelineState<C> const& at, int step) {
     if constexpr (C::kWholeRows) return;
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
@@ -82,12 +83,12 @@ struct GroupwiseMath {
     for (int j = 0; j < kPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
   }
 
-  static __device__ __forceinline__ void wait(Place const& of, RingPosition<C> const& at) {
-    wait_for_barrier(of.full + at.stage * 8, at.parity);
+  static __device__ __forceinline__ void wait(Place const& of, PipelineState<C> const& at) {
+    mbarrier_wait(of.full + at.stage * 8, at.parity);
   }
 
   // Starts to multiply a round of a stage, onto what is there or anew.
-  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, RingPosition<C> const& at,
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, PipelineState<C> const& at,
                                                int round, bool onto) {
     auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
     auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
@@ -96,8 +97,8 @@ struct GroupwiseMath {
 #pragma unroll
     for (int k = 0; k < kGroupDepth / kInstructionDepth; ++k) {
       constexpr int kStep = kInstructionDepth >> 4;
-      multiply_once<Instruction>(descriptor_of(a + k * kStep), descriptor_of(b + k * kStep), product, onto || k != 0,
-                                 std::make_index_sequence<kSums>{});
+      wgmma_fma<Instruction>(descriptor_of(a + k * kStep), descriptor_of(b + k * kStep), product, onto || k != 0,
+                             std::make_index_sequence<kSums>{});
     }
     cute::warpgroup_commit_batch();
   }
@@ -110,13 +111,13 @@ struct GroupwiseMath {
   }
 
   // Once all lanes have read their scales.
-  static __device__ __forceinline__ void release(Place const& of, RingPosition<C> const& at) {
+  static __device__ __forceinline__ void release(Place const& of, PipelineState<C> const& at) {
     __syncwarp();
     if (!of.releases) return;
     if constexpr (C::kPairs) {
-      arrive_at_barrier_of_cluster(of.empty + at.stage * 8);
+      mbarrier_arrive_cluster(of.empty + at.stage * 8);
     } else {
-      arrive_at_barrier(of.empty + at.stage * 8);
+      mbarrier_arrive(of.empty + at.stage * 8);
     }
   }
 
@@ -153,7 +154,7 @@ struct GroupwiseMath {
   // kParts times at least if there are more steps than that, `look_ahead` once, and `fill` once the sums of a first
   // round are whole.
   template <class Send, class LookAhead, class Fill>
-  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, RingPosition<C> at,
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, PipelineState<C> at,
                                              int steps, int boundary, Send send, LookAhead look_ahead, Fill fill) {
     if (C::kKGroups > 1 && steps <= 0) return;
     if constexpr (C::kExact) {
@@ -167,9 +168,9 @@ struct GroupwiseMath {
 
   // Of int8, onto the sums themselves: each stage is given back once the one after it is under way.
   template <class Send, class LookAhead>
-  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, RingPosition<C> at,
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, PipelineState<C> at,
                                                       int steps, Send send, LookAhead look_ahead) {
-    RingPosition<C> behind = at;
+    PipelineState<C> behind = at;
     for (int i = 0; i < steps; ++i) {
       wait(of, at);
       begin(sums, of, at, 0, true);
@@ -193,7 +194,7 @@ struct GroupwiseMath {
   // less, but 3 more where K is 1536 (warps-read.json).
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
-                                                     RingPosition<C> at, int steps, int boundary, Send send,
+                                                     PipelineState<C> at, int steps, int boundary, Send send,
                                                      LookAhead look_ahead, Fill fill) {
     float product[kSums];
     Factors factors;
@@ -233,13 +234,13 @@ struct GroupwiseMath {
 
   // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
   // (C7514). Unrolled for the reason above, but for scales of whole rows, where that brings the same.
-  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, RingPosition<C> at,
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, PipelineState<C> at,
                                                         int steps, int boundary) {
     struct Product {
       float sums[kSums];
       Factors factors;
     } one, other;
-    RingPosition<C> ahead = at;
+    PipelineState<C> ahead = at;
     auto const begin_next = [&](Product& product) {
       wait(of, ahead);
       begin(product.sums, of, ahead, 0, false);
@@ -298,10 +299,10 @@ struct GroupwiseMath {
       of_rows[i] = group == 0 ? first : second;
       others[i] = group == 0 ? second : first;
     }
-    if (again) wait_for_threads<kBarrier, kEverybody>();
+    if (again) named_barrier_sync<kBarrier, kEverybody>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) *place(group ^ 1, i) = reinterpret_cast<uint4 const*>(others)[i];
-    wait_for_threads<kBarrier, kEverybody>();
+    named_barrier_sync<kBarrier, kEverybody>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       uint4 const vector = *place(group, i);

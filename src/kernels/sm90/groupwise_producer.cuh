@@ -12,9 +12,9 @@ namespace epiloq::gemm {
 
 // Readers take turns at the steps of all tiles: the first one of a tile, `before` steps in, that is `reader`'s.
 template <class C>
-__device__ __forceinline__ int first_step_of(int reader, int before) {
-  static_assert(C::kReaders <= 2);
-  return (reader + before) % C::kReaders;
+__device__ __forceinline__ int first_step_of(int producer, int before) {
+  static_assert(C::kProducerWarps <= 2);
+  return (producer + before) % C::kProducerWarps;
 }
 
 // Of a tile's weights, where 128 columns have one: its first column's scale of a step of K, and the last one's.
@@ -44,19 +44,19 @@ class WeightScales {
 // Four steps to a turn are worth as much by pairs, and are written out: of a loop with an elected lane in it, asked for
 // three, nvcc 13.0 left out the steps that are no multiple of three.
 template <class C>
-struct TileReader {
+struct TileProducer {
   GroupwiseParams const& params;
-  StepShare<C> share;
+  KRange<C> share;
   SharedAddress full, empty, tokens, weights, scales;
 
-  __device__ TileReader(GroupwiseParams const& params_, typename C::Shared const& shared)
+  __device__ TileProducer(GroupwiseParams const& params_, typename C::Shared const& shared)
       : params(params_),
         share(params_),
-        full(uniform(shared_address(shared.full()))),
-        empty(uniform(shared_address(shared.empty()))),
-        tokens(uniform(shared_address(shared.tokens(0)))),
-        weights(uniform(shared_address(shared.weights(0)))),
-        scales(uniform(shared_address(shared.scales(0)))) {}
+        full(warp_uniform(shared_address(shared.full()))),
+        empty(warp_uniform(shared_address(shared.empty()))),
+        tokens(warp_uniform(shared_address(shared.tokens(0)))),
+        weights(warp_uniform(shared_address(shared.weights(0)))),
+        scales(warp_uniform(shared_address(shared.scales(0)))) {}
 
   // Before the previous kernel has finished. Few boxes each: the first tokens stand behind them, and a quantiser that
   // still runs waits longer for what it reads.
@@ -70,28 +70,28 @@ struct TileReader {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return;
-    Steps const steps = share.of(tile);
+    KSteps const steps = share.of(tile);
     for (int i = 0; i < min(steps.depth, kEarlyBoxes); ++i) {
-      prefetch_box(params.weights.maps[0], (steps.first + i) * kGroupDepth, tile.first_column);
+      tma_prefetch(params.weights.maps[0], (steps.first + i) * kGroupDepth, tile.first_column);
     }
   }
 
   // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many. By
   // a whole warp, as `run` and `run_apart`.
-  __device__ int ask_early(int reader) const {
+  __device__ int issue_early(int producer) const {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return 0;
-    Steps const steps = share.of(tile);
+    KSteps const steps = share.of(tile);
     int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
     int const expected = C::kApart ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
-    if (!is_elected()) return early;
+    if (!elect_one()) return early;
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
-    for (int i = reader; i < early; i += C::kReaders) {
-      expect_bytes(full + i * 8, expected);
-      copy_box(weights + i * C::kWeightBytes, params.weights.maps[last_column], (steps.first + i) * kGroupDepth,
+    for (int i = producer; i < early; i += C::kProducerWarps) {
+      mbarrier_expect_tx(full + i * 8, expected);
+      tma_load(weights + i * C::kWeightBytes, params.weights.maps[last_column], (steps.first + i) * kGroupDepth,
                tile.first_column, full + i * 8);
     }
     return early;
@@ -103,15 +103,15 @@ struct TileReader {
     return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
   }
 
-  // Every kReaders-th step. The first `early` ones have their weights.
-  __device__ void run(int reader, int early) const {
+  // Every kProducerWarps-th step. The first `early` ones have their weights.
+  __device__ void run(int producer, int early) const {
     bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
-    int const half = C::kPairs ? uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
+    int const half = C::kPairs ? warp_uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
     int before = 0;  // steps of the tiles that are done
-    RingPosition<C> ring(reader);
+    PipelineState<C> ring(producer);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-    for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
-      Steps const steps = share.of(tile);
+    for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
+      KSteps const steps = share.of(tile);
       int const weight_row = known(tile.expert * params.p.n + tile.first_column), token_row = known(tile.first_row);
       bool const last_row = known(tile.first_row + C::kM > tile.end_row);
       bool const last_column = known(tile.first_column + C::kN > params.p.n);
@@ -119,86 +119,87 @@ struct TileReader {
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
       int const expected = known(bytes_of(last_row, last_column));
       WeightScales<C> const of_columns(params.p, tile);
-      auto const ask = [&](int i) {
+      auto const issue = [&](int i) {
         int const step = steps.at(i, tile), column = step * kGroupDepth;
         SharedAddress const barrier = full + ring.stage * 8, to_tokens = tokens + ring.stage * C::kTokenBytes;
         bool const has_weights = C::kFew && before + i < early;
         float2 of_weights{};  // on their way while the stage empties
         if (brings_scales) of_weights = of_columns.at(step);
-        if (!has_weights) wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
-        if (is_elected()) {
-          if (!has_weights && !C::kMayBringScales) expect_bytes(barrier, expected);
+        if (!has_weights) mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        if (elect_one()) {
+          if (!has_weights && !C::kMayBringScales) mbarrier_expect_tx(barrier, expected);
           if (halves_tokens) {
             copy_half_to_both(to_tokens, half, column, token_row, barrier);
           } else {
-            copy_box(to_tokens, token_map, column, token_row, barrier);
+            tma_load(to_tokens, token_map, column, token_row, barrier);
           }
-          if (!has_weights) copy_box(weights + ring.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
+          if (!has_weights) tma_load(weights + ring.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
           SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
-          if (copies_scales) copy_box(to_scales, params.scales, token_row, step, barrier);
+          if (copies_scales) tma_load(to_scales, params.scales, token_row, step, barrier);
           if (brings_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
-          if (C::kMayBringScales) expect_bytes(barrier, expected);  // which says that they are stored
+          if (C::kMayBringScales) mbarrier_expect_tx(barrier, expected);  // which says that they are stored
         }
-        ring.advance(C::kReaders);
+        ring.advance(C::kProducerWarps);
       };
-      int i = first_step_of<C>(reader, before);
+      int i = first_step_of<C>(producer, before);
       if constexpr (C::kPairs) {
         constexpr int kTogether = 4;
 #pragma unroll 1
         for (; i + kTogether <= steps.depth; i += kTogether) {
 #pragma unroll
-          for (int j = 0; j < kTogether; ++j) ask(i + j);
+          for (int j = 0; j < kTogether; ++j) issue(i + j);
         }
       }
 #pragma unroll 1
-      for (; i < steps.depth; i += C::kReaders) ask(i);
+      for (; i < steps.depth; i += C::kProducerWarps) issue(i);
       before += steps.depth;
     }
     // The other block's warps still say that stages are empty: until they have, this block's memory has to stay.
     for (int i = 0; C::kPairs && i < C::kStages; ++i) {
-      wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+      mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
       ring.advance(1);
     }
   }
 
   // Of a tile, in a uniform register. Only by pairs, which have many tiles: the first copies wait for it.
-  static __device__ int known(int value) { return C::kPairs ? uniform(value) : value; }
+  static __device__ int known(int value) { return C::kPairs ? warp_uniform(value) : value; }
 
   // This block's half of the tokens, for both.
   __device__ void copy_half_to_both(SharedAddress to, int half, int column, int first_row,
                                     SharedAddress barrier) const {
     int const first = half * (C::kM / 2);
-    copy_box_to_both(to + first * kGroupDepth, params.half, column, first_row + first, barrier);
+    tma_load_multicast(to + first * kGroupDepth, params.half, column, first_row + first, barrier);
   }
 
-  // Every kReaders-th step of either tokens or weights, around a ring of their own. Weights begin behind those that
-  // were asked for early.
-  __device__ void run_apart(bool of_tokens, int reader, int early) const {
+  // Every kProducerWarps-th step of either tokens or weights, around a ring of their own. Weights begin behind those
+  // that were asked for early.
+  __device__ void run_apart(bool of_tokens, int producer, int early) const {
     RowTiles const& from = of_tokens ? params.tokens : params.weights;
     SharedAddress const to = of_tokens ? tokens : weights;
     int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
     int before = 0;
-    RingPosition<C> ring(reader), behind(reader);  // this step's, and that of the step that has to make room for it
+    PipelineState<C> ring(producer),
+        behind(producer);  // this step's, and that of the step that has to make room for it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-    for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
-      Steps const steps = share.of(tile);
+    for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
+      KSteps const steps = share.of(tile);
       int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
       bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
       CUtensorMap const& map = from.maps[is_last];
       int const expected = from.boxes[is_last] * kGroupDepth;
 #pragma unroll 1
-      for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+      for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
         if (before + i >= stages) {
-          wait_for_barrier(empty + behind.stage * 8, behind.parity);
-          behind.advance(C::kReaders);
+          mbarrier_wait(empty + behind.stage * 8, behind.parity);
+          behind.advance(C::kProducerWarps);
         }
-        if (before + i >= first && is_elected()) {
-          expect_bytes(full + ring.stage * 8, expected);
-          copy_box(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
+        if (before + i >= first && elect_one()) {
+          mbarrier_expect_tx(full + ring.stage * 8, expected);
+          tma_load(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
                    row, full + ring.stage * 8);
         }
-        ring.advance(C::kReaders);
+        ring.advance(C::kProducerWarps);
       }
       before += steps.depth;
     }

@@ -10,27 +10,27 @@ namespace epiloq::gemm {
 // A warp that asks TMA for all scales, where steps are short and the one that asks for tokens and weights has no time
 // for more.
 template <class C>
-__device__ void copy_all_scales(TileReader<C> const& of, int reader) {
+__device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   constexpr int kWeightBytes = 2 * C::kQuad * 4;
   GroupwiseParams const& params = of.params;
   int const bytes = params.tokens.boxes[0] * 4 + kWeightBytes;
   int before = 0;  // steps of the tiles that are done
-  RingPosition<C> ring(reader);
+  PipelineState<C> ring(producer);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
-  for (GroupwiseTile tile; uniform(scheduler.next(tile));) {
-    Steps const steps = of.share.of(tile);
+  for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
+    KSteps const steps = of.share.of(tile);
     int const row = tile.first_column / kGroupDepth;  // of the one expert there is
 #pragma unroll 1
-    for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+    for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);
       SharedAddress const barrier = of.full + ring.stage * 8, to = of.scales + ring.stage * (C::kStageScales * 4);
-      wait_for_barrier(of.empty + ring.stage * 8, ring.parity ^ 1);
-      if (is_elected()) {
-        expect_bytes(barrier, bytes);
-        copy_box(to, params.scales, tile.first_row, step, barrier);
-        copy_box(to + C::kM * 4, params.weight_scales, step / C::kQuad * C::kQuad, row, barrier);
+      mbarrier_wait(of.empty + ring.stage * 8, ring.parity ^ 1);
+      if (elect_one()) {
+        mbarrier_expect_tx(barrier, bytes);
+        tma_load(to, params.scales, tile.first_row, step, barrier);
+        tma_load(to + C::kM * 4, params.weight_scales, step / C::kQuad * C::kQuad, row, barrier);
       }
-      ring.advance(C::kReaders);
+      ring.advance(C::kProducerWarps);
     }
     before += steps.depth;
   }
@@ -39,21 +39,22 @@ __device__ void copy_all_scales(TileReader<C> const& of, int reader) {
 // The warps that fetch scales that TMA does not, four bytes at a time and so from any layout. `own` is the thread's
 // first row. They take time from what multiplies on the same schedulers, 7 % with rows' scales and all in one warp.
 template <class C>
-__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, StepShare<C> const& share,
-                            int reader, int own) {
+__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, KRange<C> const& share,
+                            int producer, int own) {
   constexpr int kTogether = 32 * C::kScaleWarps;
   constexpr int kTokenTurns = (C::kM + kTogether - 1) / kTogether;
   constexpr int kWeightTurns = (C::kWeightScales + kTogether - 1) / kTogether;
   auto const& p = params.p;
   int const own_weight = kTogether - 1 - own;  // the warp that may have fewer rows begins
-  SharedAddress const full = kept(shared_address(shared.full())), empty = kept(shared_address(shared.empty()));
-  SharedAddress const tokens = kept(shared_address(shared.scales(0) + own));
-  SharedAddress const weights = kept(shared_address(shared.scales(0) + C::kM + own_weight));
+  SharedAddress const full = in_register(shared_address(shared.full())),
+                      empty = in_register(shared_address(shared.empty()));
+  SharedAddress const tokens = in_register(shared_address(shared.scales(0) + own));
+  SharedAddress const weights = in_register(shared_address(shared.scales(0) + C::kM + own_weight));
   int before = 0;  // steps of the tiles that are done
-  RingPosition<C> ring(reader);
+  PipelineState<C> ring(producer);
   GroupwiseScheduler<C> scheduler(p, params.tiles);
   for (GroupwiseTile tile; scheduler.next(tile);) {
-    Steps const steps = share.of(tile);
+    KSteps const steps = share.of(tile);
     unsigned token[kTokenTurns], weight[kWeightTurns];  // offsets
 #pragma unroll
     for (int t = 0; t < kTokenTurns; ++t) {
@@ -66,22 +67,22 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       int const column = min(tile.first_column + offset, p.n - 1);
       weight[t] = tile.expert * p.scale_b_expert + (column >> p.scale_b.shift) * p.scale_b.stride_row;
     }
-    for (int i = first_step_of<C>(reader, before); i < steps.depth; i += C::kReaders) {
+    for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);
-      wait_for_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+      mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
       SharedAddress const stage = ring.stage * (C::kStageScales * 4);
 #pragma unroll
       for (int t = 0; t < kTokenTurns; ++t) {
         if (own + kTogether * t >= C::kM) continue;
-        copy4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
+        cp_async4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
       }
 #pragma unroll
       for (int t = 0; t < kWeightTurns; ++t) {
         if (own_weight + kTogether * t >= C::kWeightScales) continue;
-        copy4(weights + stage + 4 * kTogether * t, p.scale_b.ptr + (weight[t] + step * p.scale_b.stride_k));
+        cp_async4(weights + stage + 4 * kTogether * t, p.scale_b.ptr + (weight[t] + step * p.scale_b.stride_k));
       }
-      arrive_after_copies(full + ring.stage * 8);
-      ring.advance(C::kReaders);
+      mbarrier_arrive_cp_async(full + ring.stage * 8);
+      ring.advance(C::kProducerWarps);
     }
     before += steps.depth;
   }

@@ -15,10 +15,10 @@
 namespace epiloq::gemm {
 
 // A tile's steps of K, as a block takes them.
-struct Steps {
+struct KSteps {
   int first, depth;
 
-  __device__ int at(int i, GroupwiseTile const& tile) const { return first + (tile.is_turned ? depth - 1 - i : i); }
+  __device__ int at(int i, GroupwiseTile const& tile) const { return first + (tile.is_reversed ? depth - 1 - i : i); }
 };
 
 // What a block has of a tile's steps. Where all are shared it is known from the beginning, and built by whole warps;
@@ -26,37 +26,37 @@ struct Steps {
 // registers, which took 25 cycles a step. Of one tile of many it is worked out when that comes: products leave no
 // registers to keep it in.
 template <class C>
-class StepShare {
+class KRange {
  public:
-  __device__ explicit StepShare(GroupwiseParams const& params)
-      : params_(params), kept_(C::kSharesLastWave ? Steps{} : of_rank(uniform(rank_in(params)))) {}
+  __device__ explicit KRange(GroupwiseParams const& params)
+      : params_(params), kept_(C::kSplitsLastWave ? KSteps{} : of_rank(warp_uniform(rank_in(params)))) {}
 
-  __device__ Steps of(GroupwiseTile const& tile) const {
-    if (!C::kSharesLastWave) return kept_;
-    return tile.is_shared ? of_rank(rank_in(params_)) : Steps{0, all()};
+  __device__ KSteps of(GroupwiseTile const& tile) const {
+    if (!C::kSplitsLastWave) return kept_;
+    return tile.is_split ? of_rank(rank_in(params_)) : KSteps{0, all()};
   }
   // Asked by whole warps, and said to be uniform.
   __device__ int depth(GroupwiseTile const& tile) const {
-    return C::kSharesLastWave ? uniform(of(tile).depth) : kept_.depth;
+    return C::kSplitsLastWave ? warp_uniform(of(tile).depth) : kept_.depth;
   }
-  __device__ bool is_shared(GroupwiseTile const& tile) const {
-    return C::kSharesLastWave ? uniform(tile.is_shared) : params_.p.k_blocks > 1;
+  __device__ bool is_split(GroupwiseTile const& tile) const {
+    return C::kSplitsLastWave ? warp_uniform(tile.is_split) : params_.p.split_k > 1;
   }
   // Of tiles of which all are shared or none is; else not used.
   __device__ int first_of_all() const { return kept_.first; }
   static __device__ int rank_in(GroupwiseParams const& params) {
-    return params.p.k_blocks == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
+    return params.p.split_k == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
   }
 
  private:
   __device__ int all() const { return (params_.p.k + kGroupDepth - 1) / kGroupDepth; }
-  __device__ Steps of_rank(int rank) const {
+  __device__ KSteps of_rank(int rank) const {
     int const first = rank * params_.steps_of_first;
     return {first, min(params_.steps_of_first, all() - first)};
   }
 
   GroupwiseParams const& params_;
-  Steps kept_;
+  KSteps kept_;
 };
 
 // Sums as they are sent.
@@ -99,9 +99,9 @@ class RowExchange {
 
   // All lanes' sums are read before any of them fills a slot.
   __device__ __forceinline__ void take(Sum (&sums)[C::kRowSums]) const {
-    if (is_first_lane_) expect_bytes(barrier_, kVectors * kVectorBytes);
+    if (is_first_lane_) mbarrier_expect_tx(barrier_, kVectors * kVectorBytes);
     __syncwarp();
-    wait_for_sent(barrier_);
+    wait_dsmem_barrier(barrier_);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       std::uint32_t bits[4];
@@ -114,13 +114,13 @@ class RowExchange {
 
   __device__ __forceinline__ void give(Sum const (&sums)[C::kRowSums]) const {
     int const there = rank_ ^ 1;
-    SharedAddress const barrier = address_in_block(barrier_, there);
-    SharedAddress const own = address_in_block(own_, there), other = address_in_block(other_, there);
+    SharedAddress const barrier = dsmem_address(barrier_, there);
+    SharedAddress const own = dsmem_address(own_, there), other = dsmem_address(other_, there);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       Sum const* const four = sums + 4 * i;
-      send((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes,
-           uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])}, barrier);
+      st_async((i < kInSlots ? own : other) + i % kInSlots * kVectorBytes,
+               uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])}, barrier);
     }
   }
 
@@ -142,20 +142,20 @@ class RingExchange {
   __device__ RingExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
                           bool has_rows) {
     // Relaxed is enough: what lay in the ring was read by wgmma and written by TMA, both of which are waited for.
-    say_ready();
-    wait_for_ready();
+    cluster_arrive();
+    cluster_wait();
     if (!has_rows) return;
-    int const rank = uniform(StepShare<C>::rank_in(params));
+    int const rank = warp_uniform(KRange<C>::rank_in(params));
     barrier_ = shared_address(shared.received() + warp);
     place_ = shared_address(shared.tokens(0)) + warp * kBytes + lane * 4;
     role_ = rank == warp % 2 ? kTakes : kGives;
     if (role_ == kTakes) {
-      if (lane == 0) expect_bytes(barrier_, kBytes);
+      if (lane == 0) mbarrier_expect_tx(barrier_, kBytes);
       __syncwarp();
-      wait_for_sent(barrier_);
+      wait_dsmem_barrier(barrier_);
     } else {
-      barrier_ = address_in_block(barrier_, rank ^ 1);
-      place_ = address_in_block(place_, rank ^ 1);
+      barrier_ = dsmem_address(barrier_, rank ^ 1);
+      place_ = dsmem_address(place_, rank ^ 1);
     }
   }
 
@@ -167,7 +167,7 @@ class RingExchange {
   template <int kCount>
   __device__ __forceinline__ void give(Sum const* some, int first) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) send(place_ + (first + i) * kLine, bits_of(some[i]), barrier_);
+    for (int i = 0; i < kCount; ++i) st_async(place_ + (first + i) * kLine, bits_of(some[i]), barrier_);
   }
   template <int kCount>
   __device__ __forceinline__ void add_others(Sum* some, int first) const {
@@ -179,7 +179,7 @@ class RingExchange {
   enum Role { kNone, kTakes, kGives };
   static constexpr int kLine = 32 * 4;  // of a warp's i-th sums
   static constexpr int kBytes = C::kN / 2 * kLine;
-  static_assert(C::kMathWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);
+  static_assert(C::kConsumerWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);
 
   SharedAddress barrier_ = 0, place_ = 0;
   Role role_ = kNone;

@@ -57,7 +57,7 @@ class GroupwiseStore {
       send_rest();
       // Said to be uniform, for the sake of products' addresses: a branch stands between them.
       bool const by_box = leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
-      bool const later = C::kSendsLater && uniform(!is_last_or_short && by_box);
+      bool const later = C::kSendsLater && warp_uniform(!is_last_or_short && by_box);
       params_.p.bias == nullptr ? store_parts<false>(sums, tile, later, exchange)
                                 : store_parts<true>(sums, tile, later, exchange);
     }
@@ -68,9 +68,9 @@ class GroupwiseStore {
     if (!C::kSendsLater || unsent_ == 0) return;
     int const part = C::kParts - unsent_;
     --unsent_;
-    if (is_elected()) {
+    if (elect_one()) {
       send(part, part, unsent_row_, unsent_column_);
-      commit_stores();
+      tma_store_commit();
     }
   }
 
@@ -83,7 +83,7 @@ class GroupwiseStore {
   __device__ void finish() {
     send_rest();
     if constexpr (C::kStoresBoxes) {
-      if (is_elected()) wait_for_stores<0>();
+      if (elect_one()) tma_store_wait<0>();
     }
   }
 
@@ -99,7 +99,7 @@ class GroupwiseStore {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
-      if constexpr (C::kSharesLastWave) {
+      if constexpr (C::kSplitsLastWave) {
         if (exchange.gives()) {
 #pragma unroll
           for (int j = 0; j < Epilogue::kEights; ++j) {
@@ -115,18 +115,18 @@ class GroupwiseStore {
       epilogue_.template fill_slot<kHasBias>(slot_at(slot), sums[round], round, chunk, tile, exchange);
       if (later) continue;
       bool const by_box = leaves_by_box(tile_row + round * C::kRoundRows, tile.end_row);
-      if constexpr (C::kStoresBoxes) fence_stored();
+      if constexpr (C::kStoresBoxes) fence_proxy_async();
       __syncwarp();
       if constexpr (C::kStoresBoxes) {
-        if (is_elected()) {
+        if (elect_one()) {
           if (by_box) send(slot, part, tile_row, tile.first_column);
-          commit_stores();  // a slot is a group, if an empty one
+          tma_store_commit();  // a slot is a group, if an empty one
         }
       }
       if (!by_box) copy_part(slot, part, tile);
     }
     if (!later) return;
-    fence_stored();
+    fence_proxy_async();
     __syncwarp();
     keep(tile);
   }
@@ -152,19 +152,19 @@ class GroupwiseStore {
   __device__ __forceinline__ void leave(GroupwiseTile const& tile, bool is_last_or_short) {
     int const tile_row = tile.first_row + first_row_;
     // Said to be uniform, as in `store`.
-    bool const by_box = uniform(leaves_by_box(tile_row + kLastRound, tile.end_row));
-    bool const later = uniform(!is_last_or_short);
-    fence_stored();
+    bool const by_box = warp_uniform(leaves_by_box(tile_row + kLastRound, tile.end_row));
+    bool const later = warp_uniform(!is_last_or_short);
+    fence_proxy_async();
     __syncwarp();
     if (!by_box) {
 #pragma unroll 1
       for (int part = 0; part < C::kParts; ++part) copy_part(part, part, tile);
     } else if (later) {
       keep(tile);
-    } else if (is_elected()) {
+    } else if (elect_one()) {
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) send(part, part, tile_row, tile.first_column);
-      commit_stores();
+      tma_store_commit();
     }
   }
 
@@ -179,7 +179,7 @@ class GroupwiseStore {
   template <int kPending>
   __device__ __forceinline__ void take_slots() const {
     if constexpr (C::kStoresBoxes) {
-      if (is_elected()) wait_for_stores<kPending>();
+      if (elect_one()) tma_store_wait<kPending>();
     }
     __syncwarp();
   }
@@ -187,7 +187,7 @@ class GroupwiseStore {
   // By one lane, which then commits.
   __device__ __forceinline__ void send(int slot, int part, int tile_row, int tile_column) const {
     int const column = (tile_column + part % C::kChunks * C::kChunk) * static_cast<int>(sizeof(typename C::Out));
-    store_box(params_.output, column, tile_row + part / C::kChunks * C::kRoundRows, shared_address(slot_at(slot)));
+    tma_store(params_.output, column, tile_row + part / C::kChunks * C::kRoundRows, shared_address(slot_at(slot)));
   }
 
   // By the warp, where TMA cannot.

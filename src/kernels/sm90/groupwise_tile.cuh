@@ -60,23 +60,24 @@ struct Groupwise {
   // share tokens, L2 still has those that the tiles before ended with.
   static constexpr bool kTurns = !kFew;
   static constexpr bool kMayBringScales = !kFew && !kColumnScales && !kWholeRows;  // whoever asks for tiles
-  static constexpr int kMathGroups = kMGroups * kKGroups;
-  static constexpr int kMathWarps = 4 * kMathGroups;
-  static constexpr int kThreads = 128 * (kMathGroups + 1);
+  static constexpr int kConsumerGroups = kMGroups * kKGroups;
+  static constexpr int kConsumerWarps = 4 * kConsumerGroups;
+  static constexpr int kThreads = 128 * (kConsumerGroups + 1);
   // Registers that reading warps give to multiplying ones, where those need more than an equal part. A block has what
   // it was launched with: warps that want more than is left of it wait for ever.
-  static constexpr bool kMovesRegisters = kMathGroups > 1;
-  static constexpr bool kWantsRegisters = kMathGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
-  static constexpr int kAllRegisters = 65536 / kThreads / 8 * 8 * (kMathGroups + 1);  // of a thread of each warpgroup
-  static constexpr int kReadRegisters = kWantsRegisters ? 40 : 72;
-  static constexpr int kMathRegisters = (kAllRegisters - kReadRegisters) / kMathGroups / 8 * 8;
+  static constexpr bool kMovesRegisters = kConsumerGroups > 1;
+  static constexpr bool kWantsRegisters = kConsumerGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
+  static constexpr int kAllRegisters =
+      65536 / kThreads / 8 * 8 * (kConsumerGroups + 1);  // of a thread of each warpgroup
+  static constexpr int kProducerRegisters = kWantsRegisters ? 40 : 72;
+  static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumerGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
   // Two blocks of a cluster take tiles side by side and read their tokens once: each asks for half of them, and TMA
   // writes it to both. Less leaves L2, which saves power.
   static constexpr bool kPairs = kRounds > 1;
   static constexpr GroupwiseConfig kConfig{kMGroups, kKGroups, kN, kRounds};
-  static constexpr bool kMayShare = may_share_k(kConfig), kSharesLastWave = shares_last_wave(kConfig);
+  static constexpr bool kMaySplitK = may_split_k(kConfig), kSplitsLastWave = splits_last_wave(kConfig);
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // Where steps are shortest TMA may copy all scales: of weights four steps' at a time, 16 bytes, of both blocks of
@@ -106,7 +107,7 @@ struct Groupwise {
   static constexpr int kRowOperands = kOperands * kWarpRows * kRounds, kColumnOperands = kOperands * kN;
   static constexpr bool kSharesColumns = kKGroups > 1;
   static constexpr int kOperandBytes =
-      4 * (kMathWarps * kRowOperands + (kSharesColumns ? 2 : kMathWarps) * kColumnOperands);
+      4 * (kConsumerWarps * kRowOperands + (kSharesColumns ? 2 : kConsumerWarps) * kColumnOperands);
   static constexpr int kPartialBytes = kKGroups > 1 ? kKGroups * 128 * kRowSums * 4 : 0;
   static constexpr int kBarrierBytes = 512;
   static constexpr int kSharedMemory = 232448;  // bytes a block may have on SM90
@@ -115,10 +116,10 @@ struct Groupwise {
   // one use of it from the next, but not from the one after that. Between tiles of odd depth warpgroups along K
   // exchange stages; that is safe because they meet there. A reader of tokens may wait for a stage of weights to be
   // given back, kTokenStages steps ago: its next use needs tokens that the same reader has yet to ask for.
-  static constexpr int kReaders = kFew ? 2 : 1;  // where steps are short, their waits must overlap
-  static_assert(!kPairs || kReaders == 1);
-  static constexpr int kScaleWarps = kReaders == 1 ? 3 : 1;  // for each: all schedulers have the same to do
-  static constexpr int kEven = std::lcm(kKGroups, kReaders);
+  static constexpr int kProducerWarps = kFew ? 2 : 1;  // where steps are short, their waits must overlap
+  static_assert(!kPairs || kProducerWarps == 1);
+  static constexpr int kScaleWarps = kProducerWarps == 1 ? 3 : 1;  // for each: all schedulers have the same to do
+  static constexpr int kEven = std::lcm(kKGroups, kProducerWarps);
   // What whole stages leave of shared memory is room for more of few tokens' weights on their way (rings.json). Tokens,
   // though from L2, are as long on theirs: fewer stages of them made everything slower. In groups more stages bring
   // nothing.
@@ -127,7 +128,7 @@ struct Groupwise {
     friend constexpr bool operator==(Ring const&, Ring const&) = default;
   };
   static constexpr int fixed_bytes(int warp_staging) {
-    return kMathWarps * warp_staging + kOperandBytes + kPartialBytes + kBarrierBytes;
+    return kConsumerWarps * warp_staging + kOperandBytes + kPartialBytes + kBarrierBytes;
   }
   static constexpr Ring ring_beside(int warp_staging) {
     int const room = kSharedMemory - fixed_bytes(warp_staging);
@@ -139,14 +140,14 @@ struct Groupwise {
   // as their steps take longer to multiply and halves are level or 0.1 us faster, in groups of 128.
   static constexpr int kSlotsBytes = kSlots * kSlotBytes, kAllSumsBytes = std::max(kSlotsBytes, kRowSums * 32 * 4);
   static constexpr bool kGivesAll =
-      kMayShare && kFew && kWholeRows && ring_beside(kAllSumsBytes) == ring_beside(kSlotsBytes);
+      kMaySplitK && kFew && kWholeRows && ring_beside(kAllSumsBytes) == ring_beside(kSlotsBytes);
   static constexpr int kWarpStaging = kGivesAll ? kAllSumsBytes : kSlotsBytes;
   static constexpr int kTokenStages = ring_beside(kWarpStaging).tokens, kStages = ring_beside(kWarpStaging).weights;
   static constexpr int kMoreStages = kStages - kTokenStages;
-  // Tokens and weights, whose steps then differ, have kReaders each. One reader with both, weights ahead, took up to 15
-  // % longer, one each up to 11.
+  // Tokens and weights, whose steps then differ, have kProducerWarps each. One reader with both, weights ahead, took up
+  // to 15 % longer, one each up to 11.
   static constexpr bool kApart = kMoreStages > 0;
-  static_assert(!kApart || kReaders == 2);
+  static_assert(!kApart || kProducerWarps == 2);
   static_assert(kTokenStages >= (kMGroups > 1 ? 3 : 2));
   static constexpr int kSharedBytes =
       fixed_bytes(kWarpStaging) + kTokenStages * kStageBytes + kMoreStages * kWeightBytes;
@@ -159,10 +160,10 @@ struct Groupwise {
     __device__ unsigned char* weights(int stage) const { return tokens(kTokenStages) + stage * kWeightBytes; }
     __device__ unsigned char* staging(int warp) const { return weights(kStages) + warp * kWarpStaging; }
     __device__ float* scales(int stage) const {
-      return reinterpret_cast<float*>(staging(kMathWarps)) + stage * kStageScales;
+      return reinterpret_cast<float*>(staging(kConsumerWarps)) + stage * kStageScales;
     }
     __device__ float* row_operands(int warp) const { return scales(kStages) + warp * kRowOperands; }
-    __device__ float* column_operands(int copy) const { return row_operands(kMathWarps) + copy * kColumnOperands; }
+    __device__ float* column_operands(int copy) const { return row_operands(kConsumerWarps) + copy * kColumnOperands; }
     __device__ float* partial() const { return scales(kStages) + kOperandBytes / 4; }
     __device__ cutlass::arch::ClusterTransactionBarrier* full() const {
       return reinterpret_cast<cutlass::arch::ClusterTransactionBarrier*>(partial() + kPartialBytes / 4);
@@ -172,7 +173,7 @@ struct Groupwise {
     }
     __device__ cutlass::arch::ClusterBarrier* received() const { return empty() + kStages; }  // a warp each
   };
-  static_assert(kStages * 16 + kMathWarps * 8 <= kBarrierBytes);
+  static_assert(kStages * 16 + kConsumerWarps * 8 <= kBarrierBytes);
 
   // A stage is full when TMA's bytes and the scales of every lane that copies some are there, and empty when all that
   // read it have.
@@ -198,10 +199,10 @@ struct Groupwise {
 
 // Where a role stands in the ring of stages, and in that of tokens, if it is another one.
 template <class C>
-class RingPosition {
+class PipelineState {
  public:
   int stage, parity;
-  __device__ explicit RingPosition(int step)
+  __device__ explicit PipelineState(int step)
       : stage(step % C::kStages), parity(step / C::kStages % 2), tokens_(step % C::kTokenStages) {}
   __device__ int token_stage() const { return kIsOne ? stage : tokens_; }
   __device__ void advance(int steps) {

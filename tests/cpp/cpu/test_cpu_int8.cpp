@@ -1,4 +1,4 @@
-// int8 products of the CPU: slabs with the instructions of every machine that this one can be, and whole products.
+// int8 products of the CPU: panels with the instructions of every machine that this one can be, and whole products.
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 
 #include "check.h"
 #include "cpu/gemm/int8_amx.h"
-#include "cpu/gemm/int8_slab.h"
+#include "cpu/gemm/int8_panel.h"
 #include "epiloq/host_int8.h"
 
 using namespace epiloq;
@@ -31,7 +31,7 @@ struct Operands {
 };
 
 template <class Bytes>
-void check_slab(Operands const& o, void (*run)(Int8SlabByTokens const&, std::int32_t*)) {
+void check_panel(Operands const& o, void (*run)(Int8PanelByTokens const&, std::int32_t*)) {
   constexpr int kRows = Bytes::kRows;
   int const columns = std::min(o.n, kRows), words = (o.k + 3) / 4 * Bytes::kWords;
   std::vector<std::int32_t> x(o.m * words), sums(o.m * kRows);
@@ -56,7 +56,7 @@ void check_slab(Operands const& o, void (*run)(Int8SlabByTokens const&, std::int
 
 template <class Bytes>
 void check_version(Operands const& o) {
-  check_slab<Bytes>(o, ByteVersions<MultiplyInt8, Int8SlabByTokens const&, std::int32_t*>::of(Bytes{}));
+  check_panel<Bytes>(o, ByteVersions<MultiplyInt8, Int8PanelByTokens const&, std::int32_t*>::of(Bytes{}));
 }
 
 #ifdef EPILOQ_HAS_CLONES
@@ -82,7 +82,7 @@ void every_machine(Operands const& o) {
 #endif
 }
 
-void slabs_are_exact() {
+void panels_are_exact() {
   auto random = test::generator();
   for (int m : {1, 2, 5, 8, 16, 17, 31, 32, 33, 47, 71}) {
     for (int k : {1, 2, 3, 4, 63, 64, 65, 127, 511, 512, 513, 1023, 1024, 1025, 2100}) {
@@ -130,7 +130,7 @@ void whole_products() {
 }  // namespace
 
 int main() {
-  slabs_are_exact();
+  panels_are_exact();
   the_longest_sums();
   whole_products();
   return test::failures != 0;

@@ -1,4 +1,4 @@
-// The CPU's slab of a weight by quantised tokens, with the instructions of every machine that this one can be, against
+// The CPU's panel of a weight by quantised tokens, with the instructions of every machine that this one can be, against
 // integers and sums that floats hold exactly.
 
 #include <vector>
@@ -63,34 +63,34 @@ struct Operands {
 };
 
 template <class Bytes>
-void check_slab(Operands const& o) {
+void check_panel(Operands const& o) {
   constexpr int kRows = Bytes::kRows;
   int const rows = std::min(o.rows, kRows);
   std::vector<float> parameters(o.blocks * 3 * kRows);
   for (int i = 0; i < o.blocks * 3; ++i) std::copy_n(&o.parameters[i * kMostRows], kRows, &parameters[i * kRows]);
-  SlabByTokens s{.values = o.values.data(),
-                 .stride = o.padded * o.bits / 8,
-                 .rows = rows,
-                 .bits = o.bits,
-                 .k = o.k,
-                 .group = o.group,
-                 .blocks = o.blocks,
-                 .parameters = parameters.data(),
-                 .x = nullptr,
-                 .tokens = o.token_blocks.data(),
-                 .m = o.tokens,
-                 .words = nullptr};
+  PanelByTokens s{.values = o.values.data(),
+                  .stride = o.padded * o.bits / 8,
+                  .rows = rows,
+                  .bits = o.bits,
+                  .k = o.k,
+                  .group = o.group,
+                  .blocks = o.blocks,
+                  .parameters = parameters.data(),
+                  .x = nullptr,
+                  .tokens = o.token_blocks.data(),
+                  .m = o.tokens,
+                  .words = nullptr};
   std::vector<std::int32_t> x(o.tokens * o.blocks * s.group_words() * Bytes::kWords);
   for (int i = 0; i < o.tokens * o.blocks; ++i) {
     int const m = i / o.blocks, first = i % o.blocks * o.group, count = std::min(o.group, o.k - first);
     std::vector<std::int8_t> const block(&o.x[m * o.k + first], &o.x[m * o.k + first] + count);
     in_words<Bytes::kWords>(block.data(), count, &x[i * s.group_words() * Bytes::kWords]);
   }
-  std::vector<typename ByteSlab<Bytes>::Column> words(s.columns());
+  std::vector<typename BytePanel<Bytes>::Column> words(s.columns());
   for (auto& column : words) std::fill_n(column.values, kRows, kPoison);  // what nothing may count
   std::vector<float> sums(o.tokens * kRows);
   s.x = x.data(), s.words = words.data();
-  ByteVersions<MultiplySlab, SlabByTokens const&, float*>::of(Bytes{})(s, sums.data());
+  ByteVersions<MultiplyPanel, PanelByTokens const&, float*>::of(Bytes{})(s, sums.data());
   for (int m = 0; m < o.tokens; ++m) {
     for (int row = 0; row < rows; ++row) CHECK_EQUAL(sums[m * kRows + row], static_cast<float>(o.exact(m, row)));
   }
@@ -132,10 +132,10 @@ void check_tiles(Operands const& o) {
 #endif
 
 void every_machine(Operands const& o) {
-  check_slab<PlainBytes>(o);
+  check_panel<PlainBytes>(o);
 #ifdef EPILOQ_HAS_CLONES
-  if (__builtin_cpu_supports("x86-64-v3")) check_slab<PairedBytes>(o);
-  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_slab<VnniBytes>(o);
+  if (__builtin_cpu_supports("x86-64-v3")) check_panel<PairedBytes>(o);
+  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_panel<VnniBytes>(o);
   if (MultiplyBlocksInTiles::serves(MultiplyBlocksInTiles::kFewest, o.group)) check_tiles(o);
 #endif
 }

@@ -16,12 +16,12 @@ using namespace epiloq::ops::weight_only_mm;
 
 namespace {
 
-// A slab of three tiles or six, of groups of 32 or 64 columns, and tokens.
+// A panel of three tiles or six, of groups of 32 or 64 columns, and tokens.
 struct Operands {
   static constexpr int kK = 192;
   int bits, group, tokens;
   std::vector<std::uint8_t> q = std::vector<std::uint8_t>(kK / depth(bits) * kLanes * lane_bytes(bits));
-  std::vector<float> scale = std::vector<float>(kK / group * kSlab), zero = scale, offset = scale;
+  std::vector<float> scale = std::vector<float>(kK / group * kPanelRows), zero = scale, offset = scale;
   std::vector<float> x = std::vector<float>(tokens * kK);
 
   Operands(int bits_, int group_, int tokens_) : bits(bits_), group(group_), tokens(tokens_) {
@@ -41,8 +41,8 @@ struct Operands {
     return upper;
   }
 
-  SlabParameters parameters() const {
-    SlabParameters all;
+  PanelParameters parameters() const {
+    PanelParameters all;
     all.scale = scale, all.zero = zero;
     for (float value : zero) all.zero_bytes.push_back(static_cast<std::uint64_t>(value) * 0x0101010101010101u);
     return all;
@@ -50,25 +50,25 @@ struct Operands {
 
   std::vector<int> groups(int step) const {
     std::vector<int> at;
-    for (int k = 0; k < kK; k += step) at.push_back(k / group * kSlab);
+    for (int k = 0; k < kK; k += step) at.push_back(k / group * kPanelRows);
     return at;
   }
 
   void check_sums(Line const* sums, bool by_parameter) const {
     for (int m = 0; m < tokens; ++m) {
-      std::vector<double> exact(kSlab), size(kSlab);
+      std::vector<double> exact(kPanelRows), size(kPanelRows);
       for (int tile = 0, at = 0; tile < kK; tile += depth(bits)) {
         for (int lane = 0; lane < kLanes; ++lane, at += lane_bytes(bits)) {
           for (int i = 0; i < lane_values(bits); ++i) {
             Place const place = place_of(bits, lane, i);
-            int const k = tile + place.column, p = k / group * kSlab + parameter_of(place.row);
+            int const k = tile + place.column, p = k / group * kPanelRows + parameter_of(place.row);
             double const product = scale[p] * (value_at(&q[at], bits, i) - static_cast<double>(zero[p]));
             exact[place.row] += (product + offset[p]) * x[m * kK + k];
             size[place.row] += (std::abs(product) + std::abs(offset[p])) * std::abs(x[m * kK + k]);
           }
         }
       }
-      for (int row = 0; row < kSlab; ++row) {
+      for (int row = 0; row < kPanelRows; ++row) {
         float const got = sums[m].values[by_parameter ? parameter_of(row) : row];
         CHECK(std::abs(got - exact[row]) <= 2e-6 * size[row]);
       }
@@ -153,16 +153,16 @@ void many_pairs() {
       }
       std::vector<int> const groups = o.groups(1);
       std::vector<Line> sums(tokens);
-      ManyPairs::run({.slab = {.q = o.q.data(),
-                               .bits = bits,
-                               .k = Operands::kK,
-                               .groups = groups.data(),
-                               .scale = o.scale.data(),
-                               .zero = o.zero.data(),
-                               .offset = nullptr,
-                               .x = nullptr,
-                               .m = tokens,
-                               .stride = 0},
+      ManyPairs::run({.panel = {.q = o.q.data(),
+                                .bits = bits,
+                                .k = Operands::kK,
+                                .groups = groups.data(),
+                                .scale = o.scale.data(),
+                                .zero = o.zero.data(),
+                                .offset = nullptr,
+                                .x = nullptr,
+                                .m = tokens,
+                                .stride = 0},
                       .group = o.group,
                       .x = x.data()},
                      sums.data());
@@ -171,7 +171,7 @@ void many_pairs() {
   }
 }
 
-// Two slabs by the same tokens, in tiles, of one part or of a value and what it is less than another.
+// Two panels by the same tokens, in tiles, of one part or of a value and what it is less than another.
 void many_tiles() {
   for (int bits : {2, 3, 4, 8}) {
     for (int tokens : {1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 97, 128, 150}) {
@@ -195,9 +195,9 @@ void many_tiles() {
       }
       sums.back().values[0] = 7.F;
       Weight weight{};
-      weight.n = 2 * kSlab, weight.k = weight.padded_k = Operands::kK;
+      weight.n = 2 * kPanelRows, weight.k = weight.padded_k = Operands::kK;
       weight.bits = bits, weight.group = group, weight.groups = Operands::kK / group;
-      SlabParameters const first = o.parameters(), second = other.parameters();
+      PanelParameters const first = o.parameters(), second = other.parameters();
       std::vector<int> const groups = o.groups(kOfLine);
       MultiplyInTiles::run({weight, {o.q.data(), other.q.data()}, {&first, &second}, groups.data()},
                            {x.data(), tiles, parts}, 0, tokens, sums.data());

@@ -73,9 +73,9 @@ void arrive_at_cluster() {
   meet("barrier.cluster.arrive", 0, 0);
   Machine::now().arrive_at_cluster();
 }
-void wait_for_cluster() {
+void cluster_sync() {
   meet("barrier.cluster.wait", 0, 0);
-  Machine::now().wait_for_cluster();
+  Machine::now().cluster_sync();
 }
 
 Barrier& Machine::barrier(Address global) {
@@ -99,11 +99,11 @@ void complete_bytes(Address global_barrier, int bytes) {
   settle(barrier);
 }
 
-void init_barrier(Address barrier, int arrivals) {
+void mbarrier_init(Address barrier, int arrivals) {
   Machine::now().thread().block->barriers[barrier] = {arrivals, arrivals, 0, 0, {}};
 }
 
-void arrive_at_barrier(Address barrier) {
+void mbarrier_arrive(Address barrier) {
   Machine& machine = Machine::now();
   arrive(machine.barrier(machine.global(barrier)));
   machine.may_pause();
@@ -115,7 +115,7 @@ void arrive_at_distant_barrier(Address barrier) {
   machine.may_pause();
 }
 
-void expect_bytes(Address barrier, int bytes) {
+void mbarrier_expect_tx(Address barrier, int bytes) {
   Machine& machine = Machine::now();
   Barrier& expecting = machine.barrier(machine.global(barrier));
   expecting.bytes += bytes;
@@ -124,7 +124,7 @@ void expect_bytes(Address barrier, int bytes) {
 }
 
 // The phase before has the other parity; a thread that sleeps through two phases waits for the third.
-void wait_for_barrier(Address barrier, unsigned parity) {
+void mbarrier_wait(Address barrier, unsigned parity) {
   Machine& machine = Machine::now();
   Barrier& waited = machine.barrier(machine.global(barrier));
   machine.may_pause();

@@ -42,10 +42,10 @@ void check_box(CUtensorMap const& map, int column, Address place) {
 
 }  // namespace
 
-unsigned char* block_memory() { return Machine::now().thread().block->memory; }
+unsigned char* dynamic_smem() { return Machine::now().thread().block->memory; }
 
 Address address_of(void const* shared) {
-  auto const offset = static_cast<unsigned char const*>(shared) - block_memory();
+  auto const offset = static_cast<unsigned char const*>(shared) - dynamic_smem();
   if (offset < 0 || offset >= 1 << kRankBit) Machine::now().fail("takes other memory for shared memory");
   return static_cast<Address>(offset);
 }
@@ -56,7 +56,7 @@ unsigned char* memory_at(Address address, int bytes) {
   return machine.memory(machine.global(address), bytes);
 }
 
-Address address_in_block(Address address, int rank) { return address | (rank + 1) << kRankBit; }
+Address dsmem_address(Address address, int rank) { return address | (rank + 1) << kRankBit; }
 int rank_in_cluster() { return static_cast<int>(Machine::now().thread().block->rank); }
 
 void copy_small(Address to, void const* from, int bytes) {
@@ -74,7 +74,7 @@ void wait_for_small_copies(int pending) {
   machine.await(stream, stream.groups, pending, "cp.async");
 }
 
-void send(Address to, void const* value, int bytes, Address barrier) {
+void st_async(Address to, void const* value, int bytes, Address barrier) {
   Machine& machine = Machine::now();
   std::array<unsigned char, kPiece> sent{};
   std::memcpy(sent.data(), value, bytes);
@@ -91,7 +91,7 @@ void load_box(Address to, CUtensorMap const& map, int column, int row, Address b
   unsigned const own = 1u << machine.thread().block->rank;
   for (unsigned rank = 0, left = ranks == 0 ? own : ranks; left != 0; ++rank, left >>= 1) {
     if (left % 2 == 0) continue;
-    Address const there = address_in_block(to, rank), tells = address_in_block(barrier, rank);
+    Address const there = dsmem_address(to, rank), tells = dsmem_address(barrier, rank);
     machine.issue({Kind::kLoad, [=] {
                      for_pieces(map, there, column, row, [](Address place, unsigned char const* data, int known) {
                        unsigned char* const piece = Machine::now().memory(place, kPiece);
@@ -114,7 +114,7 @@ void load_bytes(Address to, void const* from, int bytes, Address barrier) {
 }
 
 // Shared memory is read at some time, memory written at a later one: whole pieces, if but a byte of one is inside.
-void store_box(CUtensorMap const& map, int column, int row, Address from) {
+void tma_store(CUtensorMap const& map, int column, int row, Address from) {
   Machine& machine = Machine::now();
   check_box(map, column, from);
   auto const read = [=, from = machine.global(from)] {
@@ -132,11 +132,11 @@ void store_box(CUtensorMap const& map, int column, int row, Address from) {
   };
   machine.issue({Kind::kStore, read, &machine.thread().stores});
 }
-void commit_stores() {
+void tma_store_commit() {
   Machine& machine = Machine::now();
   machine.end_group(Kind::kStore, machine.thread().stores);
 }
-void wait_for_stores(int pending) {
+void tma_store_wait(int pending) {
   Machine& machine = Machine::now();
   Stream& stream = machine.thread().stores;
   machine.await(stream, stream.groups, pending, "TMA's stores");

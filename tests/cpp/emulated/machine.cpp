@@ -217,7 +217,7 @@ void Machine::arrive_at_cluster() {
   settle_cluster();
 }
 
-void Machine::wait_for_cluster() {
+void Machine::cluster_sync() {
   unsigned const phase = current_->cluster_phase;
   if (phase == 0) fail("waits for the cluster without having arrived");
   wait_until([&] { return cluster_.uses >= phase; }, cluster_.waiting, "the cluster's barrier");

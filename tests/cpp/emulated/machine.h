@@ -32,10 +32,10 @@ void reseed(std::uint32_t seed);
 
 // Shared memory: an offset in the thread's own block, or, with its number in high bits, in another of the cluster.
 using Address = unsigned;
-unsigned char* block_memory();
+unsigned char* dynamic_smem();
 Address address_of(void const* shared);
 unsigned char* memory_at(Address address, int bytes);
-Address address_in_block(Address address, int rank);
+Address dsmem_address(Address address, int rank);
 int rank_in_cluster();
 
 // By all lanes of a warp.
@@ -48,14 +48,14 @@ void wait_at_named_barrier(int number, int threads);
 void arrive_at_named_barrier(int number, int threads);
 void sync_threads();
 void arrive_at_cluster();
-void wait_for_cluster();
+void cluster_sync();
 
 // mbarriers, in shared memory.
-void init_barrier(Address barrier, int arrivals);
-void arrive_at_barrier(Address barrier);
-void arrive_at_distant_barrier(Address barrier);  // of a cluster's block, at some time
-void expect_bytes(Address barrier, int bytes);    // and arrives
-void wait_for_barrier(Address barrier, unsigned parity);
+void mbarrier_init(Address barrier, int arrivals);
+void mbarrier_arrive(Address barrier);
+void arrive_at_distant_barrier(Address barrier);      // of a cluster's block, at some time
+void mbarrier_expect_tx(Address barrier, int bytes);  // and arrives
+void mbarrier_wait(Address barrier, unsigned parity);
 
 // cp.async.
 void copy_small(Address to, void const* from, int bytes);
@@ -64,14 +64,14 @@ void wait_for_small_copies(int pending);
 void arrive_after_small_copies(Address barrier);
 
 // st.async.
-void send(Address to, void const* value, int bytes, Address barrier);
+void st_async(Address to, void const* value, int bytes, Address barrier);
 
 // TMA. A box may be written to the same place of several blocks, which bits of `ranks` name; none names the thread's.
 void load_box(Address to, CUtensorMap const& map, int column, int row, Address barrier, unsigned ranks = 0);
 void load_bytes(Address to, void const* from, int bytes, Address barrier);
-void store_box(CUtensorMap const& map, int column, int row, Address from);
-void commit_stores();
-void wait_for_stores(int pending);  // until shared memory has been read
+void tma_store(CUtensorMap const& map, int column, int row, Address from);
+void tma_store_commit();
+void tma_store_wait(int pending);  // until shared memory has been read
 
 // wgmma's 64 rows by 32 bytes of K, of tiles in lines of the 128-byte swizzle. A thread's sums are poison from when
 // they are given to it until they are waited for.

@@ -53,7 +53,7 @@ void read_row(Values const& values, Address tile, int row, float (&out)[kDepth])
 
 // Of 32 products float is exact for int8, and no less than the tensor cores are for float8.
 void perform(Request const& request, Warp const& warp, unsigned rank) {
-  auto const place = [&](std::uint64_t descriptor) { return address_in_block((descriptor & 0x3fff) << 4, rank); };
+  auto const place = [&](std::uint64_t descriptor) { return dsmem_address((descriptor & 0x3fff) << 4, rank); };
   Values const& values = values_of(request.element);
   float row[kDepth], a[kDepth][kRows];
   for (int i = 0; i < kRows; ++i) {

@@ -148,7 +148,7 @@ class Machine {
   void end_group(Kind kind, Stream& stream);
   void await(Stream& stream, int groups, int pending, char const* what);
   void arrive_at_cluster();
-  void wait_for_cluster();
+  void cluster_sync();
   [[noreturn]] void fail(std::string const& what);
 
  private:

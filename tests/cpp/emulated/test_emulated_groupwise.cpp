@@ -33,7 +33,7 @@ struct Kernel {
   DType element, out;
   bool has_zero_point;
   gemm::GroupwiseLaunch launch;
-  int (*shared_tiles)(GroupwiseProblem const&, int sm_count);
+  int (*split_tiles)(GroupwiseProblem const&, int sm_count);
 };
 template <class Out>
 constexpr DType kOutOf = std::is_same_v<Out, float>    ? DType::kFloat32
@@ -129,7 +129,7 @@ class Trial {
     choose_epilogue();
     choose_output();
     p_.constant_b = experts_ == 1 && maybe(random_);
-    if (experts_ == 1 && kernel.shared_tiles(p_, sm_count_) > 0 && maybe(random_)) p_.k_blocks = 2;
+    if (experts_ == 1 && kernel.split_tiles(p_, sm_count_) > 0 && maybe(random_)) p_.split_k = 2;
   }
 
   void run(unsigned seed) {
@@ -249,7 +249,7 @@ class Trial {
     text << "tile {" << kernel_.tile.m_groups << ", " << kernel_.tile.k_groups << ", " << kernel_.tile.n << ", "
          << kernel_.tile.rounds << "} " << (kernel_.element == DType::kInt8 ? "int8" : "float8") << ", " << p_.m
          << " x " << p_.n << " x " << p_.k << ", " << experts_ << " experts, " << sm_count_ << " SMs, k_blocks "
-         << p_.k_blocks << ": ";
+         << p_.split_k << ": ";
     return text.str();
   }
 

@@ -58,7 +58,7 @@ bool ring(RingFlaw flaw) {
   std::uint64_t sum = 0;
   run({1, 64, 1, 1024}, [&] {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 2 * kStages; ++i) init_barrier(kBarriers + i * 8, 1);
+      for (int i = 0; i < 2 * kStages; ++i) mbarrier_init(kBarriers + i * 8, 1);
     }
     sync_threads();
     for (int step = 0; step < kSteps; ++step) {
@@ -66,16 +66,16 @@ bool ring(RingFlaw flaw) {
       unsigned const parity = step / kStages % 2;
       if (warp() == 0) {
         if (!elect()) continue;
-        if (flaw != RingFlaw::kFillsEarly) wait_for_barrier(empty, parity ^ (flaw == RingFlaw::kOtherParity ? 0 : 1));
-        expect_bytes(full, kLine - (flaw == RingFlaw::kFewerBytes ? 16 : 0));
+        if (flaw != RingFlaw::kFillsEarly) mbarrier_wait(empty, parity ^ (flaw == RingFlaw::kOtherParity ? 0 : 1));
+        mbarrier_expect_tx(full, kLine - (flaw == RingFlaw::kFewerBytes ? 16 : 0));
         load_bytes(stage, &data[step * 32], kLine, full);
       } else {
-        if (flaw != RingFlaw::kReadsEarly) wait_for_barrier(full, parity);
-        if (flaw == RingFlaw::kReleasesEarly && lane() == 0) arrive_at_barrier(empty);
+        if (flaw != RingFlaw::kReadsEarly) mbarrier_wait(full, parity);
+        if (flaw == RingFlaw::kReleasesEarly && lane() == 0) mbarrier_arrive(empty);
         sum += shared<std::uint32_t>(stage + lane() * 4);
         sync_warp();
         bool const releases = flaw != RingFlaw::kNoRelease && flaw != RingFlaw::kReleasesEarly;
-        if (releases && lane() == 0) arrive_at_barrier(empty);
+        if (releases && lane() == 0) mbarrier_arrive(empty);
       }
     }
   });
@@ -92,15 +92,15 @@ bool stores(StoreFlaw flaw) {
   run({1, 32, 1, 128}, [&] {
     for (int step = 0; step < kSteps; ++step) {
       bool const leads = elect();
-      if (leads && flaw != StoreFlaw::kDoesNotWait) wait_for_stores(0);
+      if (leads && flaw != StoreFlaw::kDoesNotWait) tma_store_wait(0);
       if (flaw != StoreFlaw::kNoLaneWaits) sync_warp();
       shared<std::uint32_t>(lane() * 4) = step * kColumns + lane();
       sync_warp();
       if (!leads) continue;
-      store_box(map, 0, step, 0);
-      commit_stores();
+      tma_store(map, 0, step, 0);
+      tma_store_commit();
     }
-    if (flaw != StoreFlaw::kEndsEarly && elect()) wait_for_stores(0);
+    if (flaw != StoreFlaw::kEndsEarly && elect()) tma_store_wait(0);
   });
   for (std::size_t i = 0; i < out.size(); ++i) {
     if (out[i] != i) return false;
@@ -163,17 +163,17 @@ bool cluster(ClusterFlaw flaw) {
     copy_small(kCopied + threadIdx.x * 4, &data[threadIdx.x], 4);
     commit_small_copies();
     if (rank_in_cluster() == 0 && threadIdx.x == 0) {
-      init_barrier(kBarrier, 1);
-      expect_bytes(kBarrier, 64 * 4);
+      mbarrier_init(kBarrier, 1);
+      mbarrier_expect_tx(kBarrier, 64 * 4);
     }
     arrive_at_cluster();
-    if (flaw != ClusterFlaw::kSendsEarly) emulated::wait_for_cluster();
+    if (flaw != ClusterFlaw::kSendsEarly) emulated::cluster_sync();
     if (flaw != ClusterFlaw::kCopiesLate) wait_for_small_copies(0);
     std::uint32_t const value = shared<std::uint32_t>(kCopied + threadIdx.x * 4);
     if (rank_in_cluster() == 1) {
-      send(address_in_block(threadIdx.x * 4, 0), &value, 4, address_in_block(kBarrier, 0));
+      st_async(dsmem_address(threadIdx.x * 4, 0), &value, 4, dsmem_address(kBarrier, 0));
     } else {
-      if (flaw != ClusterFlaw::kReadsEarly) wait_for_barrier(kBarrier, 0);
+      if (flaw != ClusterFlaw::kReadsEarly) mbarrier_wait(kBarrier, 0);
       wrong += shared<std::uint32_t>(threadIdx.x * 4) != data[threadIdx.x];
     }
     wrong += value != data[threadIdx.x];
@@ -185,14 +185,14 @@ bool cluster(ClusterFlaw flaw) {
 enum class PartingFlaw { kNone, kMeetsInstead };
 bool parting(PartingFlaw flaw) {
   run({2, 32, 2, 1024}, [&] {
-    if (threadIdx.x == 0) init_barrier(0, 1);
+    if (threadIdx.x == 0) mbarrier_init(0, 1);
     arrive_at_cluster();
-    emulated::wait_for_cluster();
-    if (threadIdx.x == 0) arrive_at_distant_barrier(address_in_block(0, rank_in_cluster() ^ 1));
-    if (flaw == PartingFlaw::kNone) return wait_for_barrier(0, 0);
+    emulated::cluster_sync();
+    if (threadIdx.x == 0) arrive_at_distant_barrier(dsmem_address(0, rank_in_cluster() ^ 1));
+    if (flaw == PartingFlaw::kNone) return mbarrier_wait(0, 0);
     sync_warp();
     arrive_at_cluster();
-    emulated::wait_for_cluster();
+    emulated::cluster_sync();
   });
   return true;
 }
@@ -223,16 +223,16 @@ void boxes_are_cut() {
   CUtensorMap const from{in, {kColumns, kRows}, kColumns, {kBox, 8}, 1, 64};
   CUtensorMap const to{out, {kColumns, kRows}, kColumns, {kBox, 8}, 1, 64};
   run({1, 1, 1, 2048}, [&] {
-    init_barrier(kBarrier, 1);
-    expect_bytes(kBarrier, kBox * 8);
+    mbarrier_init(kBarrier, 1);
+    mbarrier_expect_tx(kBarrier, kBox * 8);
     load_box(0, from, -16, -1, kBarrier);
-    wait_for_barrier(kBarrier, 0);
+    mbarrier_wait(kBarrier, 0);
     CHECK_EQUAL(int{shared<unsigned char>(0)}, 0);
     CHECK_EQUAL(int{shared<unsigned char>(64 + 16)}, 1);  // the second piece of the second row, whose lines are one
     CHECK_EQUAL(int{shared<unsigned char>((3 * 64 + 32) ^ 16)}, 2 * kColumns + 17);
-    store_box(to, -16, -1, 0);
-    commit_stores();
-    wait_for_stores(0);
+    tma_store(to, -16, -1, 0);
+    tma_store_commit();
+    tma_store_wait(0);
   });
   CHECK(std::equal(std::begin(in), std::end(in), out));
   CHECK_EQUAL(std::count(std::end(out) - kColumns, std::end(out), 0), kColumns);
@@ -246,35 +246,35 @@ void misuse_is_named() {
                }),
                "__syncwarp");
   CHECK_THROWS(Failure, one_block([] {
-                 if (threadIdx.x == 0) init_barrier(8, 60);
+                 if (threadIdx.x == 0) mbarrier_init(8, 60);
                  sync_threads();
-                 arrive_at_barrier(8);
+                 mbarrier_arrive(8);
                  sync_threads();
-                 wait_for_barrier(8, 1);
+                 mbarrier_wait(8, 1);
                }),
                "deadlock", "warp 1: an mbarrier at 8 (56 arrivals and 0 bytes missing), 32 lanes");
   CHECK_THROWS(Failure, one_block([] {
-                 if (threadIdx.x == 0) init_barrier(0, 2), expect_bytes(0, 16);
+                 if (threadIdx.x == 0) mbarrier_init(0, 2), mbarrier_expect_tx(0, 16);
                  sync_threads();
-                 arrive_at_barrier(0);
+                 mbarrier_arrive(0);
                }),
                "one arrival too many");
-  CHECK_THROWS(Failure, one_block([] { arrive_at_barrier(8); }), "a barrier that nobody made");
+  CHECK_THROWS(Failure, one_block([] { mbarrier_arrive(8); }), "a barrier that nobody made");
   CHECK_THROWS(Failure, one_block([] { memory_at(1020, 8); }), "past shared memory, to 1028");
-  CHECK_THROWS(Failure, one_block([] { block_memory()[1024 + threadIdx.x] = 0; }), "wrote past its memory");
+  CHECK_THROWS(Failure, one_block([] { dynamic_smem()[1024 + threadIdx.x] = 0; }), "wrote past its memory");
   CHECK_THROWS(Failure, one_block([] { wait_at_named_barrier(1, warp() == 0 ? 64 : 32); }), "named barrier");
-  CHECK_THROWS(Failure, one_block([] { multiply(Element::kInt8, threadIdx.x, 0, block_memory(), 8, false); }),
+  CHECK_THROWS(Failure, one_block([] { multiply(Element::kInt8, threadIdx.x, 0, dynamic_smem(), 8, false); }),
                "another product than other lanes");
   CHECK_THROWS(Failure,
                run({2, 32, 2, 1024},
                    [] {
                      if (rank_in_cluster() == 0) return;
                      arrive_at_cluster();
-                     emulated::wait_for_cluster();  // for those that have not ended
-                     memory_at(address_in_block(0, 0), 4);
+                     emulated::cluster_sync();  // for those that have not ended
+                     memory_at(dsmem_address(0, 0), 4);
                    }),
                "a block that has ended");
-  CHECK_THROWS(Failure, run({1, 32, 1, 1024}, [] { memory_at(address_in_block(0, 1), 4); }),
+  CHECK_THROWS(Failure, run({1, 32, 1, 1024}, [] { memory_at(dsmem_address(0, 1), 4); }),
                "a block that its cluster does not have");
 }
 

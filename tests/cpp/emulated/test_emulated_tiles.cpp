@@ -39,7 +39,7 @@ void check(int rows, int columns, int depth, int blocks, bool in_pairs) {
       ++times[{tile.first_row / C::kM, tile.first_column / C::kN}];
       CHECK_EQUAL(tile.first_row % C::kM, 0);
       CHECK_EQUAL(tile.first_column % C::kN, 0);
-      CHECK_EQUAL(tile.is_turned, i % 2 == 1);  // of all blocks at the same time
+      CHECK_EQUAL(tile.is_reversed, i % 2 == 1);  // of all blocks at the same time
       if (!in_pairs) continue;
       auto const& partners = taken[block ^ 1];
       bool const has_partner = i < partners.size();

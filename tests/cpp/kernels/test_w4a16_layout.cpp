@@ -23,9 +23,9 @@ struct Value {
 using Byte = std::array<Value, 2>;  // of 8 bits, the first
 using Word = std::array<Byte, 4>;
 
-// A slab's step of 128 columns in shared memory.
-std::vector<Byte> slab_of(int bits) {
-  std::vector<Byte> memory(wo::slab_bytes(bits));
+// A panel's step of 128 columns in shared memory.
+std::vector<Byte> panel_of(int bits) {
+  std::vector<Byte> memory(wo::panel_bytes(bits));
   std::vector<int> written(memory.size());
   for (int tile = 0; tile < wo::kPadding / wo::depth(bits); ++tile) {
     for (int lane = 0; lane < wo::kLanes; ++lane) {
@@ -52,7 +52,7 @@ Value expected(int lane, int column, int reg, int half) {
 }
 
 void integers_reach_their_slots(int bits) {
-  auto const memory = slab_of(bits);
+  auto const memory = panel_of(bits);
   for (int lane = 0; lane < wo::kLanes; ++lane) {
     for (int column = 0; column < wo::kPadding; column += wo::kInstruction) {
       int const at = wo::lane_at(bits, 0, column) + wo::lane_at(bits, lane, 0), first = wo::word_of(bits, column);
@@ -109,15 +109,15 @@ void tokens_are_read_where_they_are_written() {
 
 template <class Config>
 void stages_of_a_row(Config const& config, bool rounds) {
-  constexpr int kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
+  constexpr int kSharedOfSm90 = 232448, kReserved = epiloq::kReservedPerCta;
   for (int bits : {4, 8}) {
     for (int groups : {1, 2, 4}) {
       for (int scale_bytes : {2, 4}) {
         if (rounds && scale_bytes != 2) continue;  // of the tokens' type
         for (int zero_bytes : {0, 1}) {
           wo::TileStage const stage(config, bits, groups, scale_bytes, zero_bytes);
-          CHECK_EQUAL(wo::slab_bytes(bits) % 128, 0);
-          CHECK(wo::slab_bytes(bits) / wo::kMapWord <= 256);
+          CHECK_EQUAL(wo::panel_bytes(bits) % 128, 0);
+          CHECK(wo::panel_bytes(bits) / wo::kMapWord <= 256);
           CHECK_EQUAL(stage.tokens_at % wo::kAtom, 0);
           CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns) % wo::kAtom, 0);
           CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
@@ -125,7 +125,7 @@ void stages_of_a_row(Config const& config, bool rounds) {
           CHECK_EQUAL(stage.zeros_at % 128, 0);
           int const stages = wo::ring_stages(config, stage, kSharedOfSm90);
           CHECK(stage.end <= stage.bytes && stages >= 2);
-          CHECK_EQUAL(stages % config.ways, 0);
+          CHECK_EQUAL(stages % config.k_groups, 0);
           int const bytes =
               wo::ring_shared_bytes(config, stage, kSharedOfSm90) + wo::barrier_bytes(wo::most_stages(config));
           CHECK(bytes <= kSharedOfSm90);
@@ -139,13 +139,13 @@ void stages_of_a_row(Config const& config, bool rounds) {
 
 void stages_are_aligned_and_fit() {
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) stages_of_a_row(config, config.rounds);
-  for (wo::RingConfig const& config : wo::kRingRows) stages_of_a_row(config, false);
+  for (wo::DecodeConfig const& config : wo::kDecodeRows) stages_of_a_row(config, false);
 }
 
 // Blocks are apart as long as there are SMs for all of them; asked for so much memory, no more fit an SM.
 template <class Config>
 void blocks_of_a_row(Config const& config) {
-  constexpr int kSms = 132, kSharedOfSm90 = 232448, kReserved = epiloq::kReservedOfBlock;
+  constexpr int kSms = 132, kSharedOfSm90 = 232448, kReserved = epiloq::kReservedPerCta;
   int const resident = wo::resident_blocks(config);
   for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
     std::int64_t const apart = wo::clusters(split, 1, kSms);
@@ -154,61 +154,63 @@ void blocks_of_a_row(Config const& config) {
     CHECK_EQUAL(wo::blocks_of_sm(config, apart + 1, split, kSms), resident);
   }
   for (int share = 1; share <= resident; ++share) {
-    int const bytes = epiloq::bytes_for_share(share, kSharedOfSm90) + kReserved;
+    int const bytes = epiloq::smem_for_ctas_per_sm(share, kSharedOfSm90) + kReserved;
     CHECK(bytes * share <= kSharedOfSm90 + kReserved && bytes * (share + 1) > kSharedOfSm90 + kReserved);
   }
 }
 
 void blocks_of_an_sm() {
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) blocks_of_a_row(config);
-  for (wo::RingConfig const& config : wo::kRingRows) blocks_of_a_row(config);
+  for (wo::DecodeConfig const& config : wo::kDecodeRows) blocks_of_a_row(config);
 }
 
 // Blocks that share K: each piece is one block's, and every other one's sums of it have a slot there of their own.
-void pieces_have_one_owner_and_slots_apart() {
+void subtiles_have_one_owner_and_slots_apart() {
   for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
-    for (int pieces = 1; pieces <= 100; ++pieces) {
+    for (int subtiles = 1; subtiles <= 100; ++subtiles) {
       int owned = 0;
       for (int rank = 0; rank < split; ++rank) {
-        wo::Pieces const owner{rank, split};
+        wo::SubtileOwnership const owner{rank, split};
         std::set<int> slots;
         int own = 0;
-        for (int i = 0; i < pieces; ++i) {
-          wo::Piece const piece = wo::Piece::of(i, split);
-          if (!owner.is_own(piece)) continue;
+        for (int i = 0; i < subtiles; ++i) {
+          wo::Subtile const subtile = wo::Subtile::of(i, split);
+          if (!owner.is_own(subtile)) continue;
           ++own;
           for (int other = 0; other < split; ++other) {
             if (other == rank) continue;
-            wo::Pieces const sender{other, split};
-            CHECK(!sender.is_own(piece));
-            CHECK(sender.distance_to(piece) >= 1 && sender.distance_to(piece) < split);
-            slots.insert(wo::slot_of(piece, sender.distance_to(piece), split));
+            wo::SubtileOwnership const sender{other, split};
+            CHECK(!sender.is_own(subtile));
+            CHECK(sender.distance_to(subtile) >= 1 && sender.distance_to(subtile) < split);
+            slots.insert(wo::receive_slot(subtile, sender.distance_to(subtile), split));
           }
         }
-        CHECK_EQUAL(owner.own_of(pieces), own);
+        CHECK_EQUAL(owner.own_of(subtiles), own);
         CHECK_EQUAL(static_cast<int>(slots.size()), own * (split - 1));
-        if (!slots.empty()) CHECK(*slots.begin() >= 0 && *slots.rbegin() < wo::slots_of(pieces, split));
+        if (!slots.empty()) CHECK(*slots.begin() >= 0 && *slots.rbegin() < wo::receive_slots(subtiles, split));
         owned += own;
       }
-      CHECK_EQUAL(owned, pieces);
-      wo::Piece const next = wo::Piece::of(pieces, split).next(split), following = wo::Piece::of(pieces + 1, split);
-      CHECK(next.owner == following.owner && next.turn == following.turn);
+      CHECK_EQUAL(owned, subtiles);
+      wo::Subtile const next = wo::Subtile::of(subtiles, split).next(split),
+                        following = wo::Subtile::of(subtiles + 1, split);
+      CHECK(next.owner == following.owner && next.ordinal == following.ordinal);
     }
   }
 }
 
 // A wgmma tile's pieces are numbered once each, and a block finishes as many of each warp's, or one more.
-void warps_finish_as_many_pieces() {
-  for (int ways = 1; ways <= 3; ++ways) {
+void warps_finish_as_many_subtiles() {
+  for (int k_groups = 1; k_groups <= 3; ++k_groups) {
     for (int eights : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) {
       std::set<int> all;
-      for (int slab = 0; slab < 16; ++slab) {
-        for (int way = 0; way < ways; ++way) {
-          int const first = wo::first_piece(slab, way, eights, ways), own = (eights - way + ways - 1) / ways;
+      for (int panel = 0; panel < 16; ++panel) {
+        for (int k_group = 0; k_group < k_groups; ++k_group) {
+          int const first = wo::first_subtile(panel, k_group, eights, k_groups),
+                    own = (eights - k_group + k_groups - 1) / k_groups;
           for (int i = 0; i < own; ++i) CHECK(all.insert(first + i).second);
           for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
             std::array<int, epiloq::kMaxCluster> finished{};
-            for (int i = 0; i < own; ++i) ++finished[wo::Piece::of(first + i, split).owner];
+            for (int i = 0; i < own; ++i) ++finished[wo::Subtile::of(first + i, split).owner];
             CHECK(*std::max_element(finished.begin(), finished.begin() + split) <= (own + split - 1) / split);
           }
         }
@@ -220,22 +222,22 @@ void warps_finish_as_many_pieces() {
 
 // What blocks send one another fits behind the ring or in it, and what a block's ways do in it.
 void exchanges_fit() {
-  constexpr int kPieceBytes = wo::kSlab * 8 * 4;
-  auto const pieces_of = [](auto const& config) { return config.rows() / wo::kSlab * (config.tokens / 8); };
+  constexpr int kSubtileBytes = wo::kPanelRows * 8 * 4;
+  auto const subtiles_of = [](auto const& config) { return config.rows() / wo::kPanelRows * (config.tokens / 8); };
   auto const received_fit = [&](auto const& config) {
     for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
-      CHECK(wo::slots_of(pieces_of(config), split) * kPieceBytes <= wo::exchange_bytes(config));
+      CHECK(wo::receive_slots(subtiles_of(config), split) * kSubtileBytes <= wo::exchange_bytes(config));
     }
   };
   // One way's slots are numbered by piece and sender, where the owner has as many for itself.
   auto const sums_fit = [&](auto const& config, int bytes) {
     for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
       std::set<std::pair<int, int>> slots;
-      for (int number = 0; number < pieces_of(config); ++number) {
-        int const owner = wo::Piece::of(number, split).owner;
+      for (int number = 0; number < subtiles_of(config); ++number) {
+        int const owner = wo::Subtile::of(number, split).owner;
         for (int rank = 0; rank < split; ++rank) {
           int const slot = number - owner + rank;
-          CHECK(slot >= 0 && (slot + 1) * kPieceBytes <= bytes);
+          CHECK(slot >= 0 && (slot + 1) * kSubtileBytes <= bytes);
           CHECK(slots.insert({owner, slot}).second);
         }
       }
@@ -245,27 +247,27 @@ void exchanges_fit() {
     for (int bits : {4, 8}) {
       wo::TileStage const stage(config, bits, 1, 2, 0);
       int const ring_bytes = wo::exchange_at(config, stage, 232448);
-      if (config.ways > 1) {
+      if (config.k_groups > 1) {
         received_fit(config);
-        CHECK((config.ways - 1) * pieces_of(config) * kPieceBytes <= ring_bytes);
+        CHECK((config.k_groups - 1) * subtiles_of(config) * kSubtileBytes <= ring_bytes);
       } else {
         sums_fit(config, wo::lends_ring(config) ? ring_bytes : wo::exchange_bytes(config));
       }
     }
   }
-  for (wo::RingConfig const& config : wo::kRingRows) {
+  for (wo::DecodeConfig const& config : wo::kDecodeRows) {
     received_fit(config);
-    CHECK_EQUAL(wo::stream_pieces(config.tokens, config.rows()), pieces_of(config));
+    CHECK_EQUAL(wo::gemv_subtiles(config.tokens, config.rows()), subtiles_of(config));
     wo::TileStage const stage(config, 4, 1, 2, 0);
-    CHECK(config.ways * config.tokens * config.rows() * 4 <= wo::exchange_at(config, stage, 232448));
+    CHECK(config.k_groups * config.tokens * config.rows() * 4 <= wo::exchange_at(config, stage, 232448));
   }
 }
 
 }  // namespace
 
 int main() {
-  pieces_have_one_owner_and_slots_apart();
-  warps_finish_as_many_pieces();
+  subtiles_have_one_owner_and_slots_apart();
+  warps_finish_as_many_subtiles();
   exchanges_fit();
   for (int bits : {4, 8}) integers_reach_their_slots(bits);
   banks_do_not_conflict();

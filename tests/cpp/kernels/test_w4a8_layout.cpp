@@ -102,7 +102,7 @@ using Word = std::array<std::int8_t, 4>;
 using Lanes = std::array<std::array<Word, 4>, kLanes>;
 
 template <class At>
-Lanes load_matrices(Bytes const& shared, At at) {
+Lanes ldmatrix_x4(Bytes const& shared, At at) {
   all_banks(kLanes, at);
   Lanes result;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -154,11 +154,11 @@ void fragments_make_the_product(int depth, bool twice) {
     }
   }
   int const first = twice ? depth : depth / 2 * 2, skipped = depth - first;  // of 4 bits, depths come in pairs
-  Lanes const of_a = load_matrices(shared_a, [&](int lane) {
+  Lanes const of_a = ldmatrix_x4(shared_a, [&](int lane) {
     auto const [row, chunk] = gemm::place_of_a(lane, depth);
     return A::place(row, chunk);
   });
-  Lanes const of_b = load_matrices(shared_b, [&](int lane) {
+  Lanes const of_b = ldmatrix_x4(shared_b, [&](int lane) {
     auto const [row, chunk] = kBits == 8 ? gemm::place_of_b(lane, depth) : gemm::place_of_b4(lane, first, twice);
     return B::place(row, chunk);
   });

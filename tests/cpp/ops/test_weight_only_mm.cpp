@@ -23,11 +23,11 @@ void each_value_has_its_place(int bits) {
   for (int l = 0; l < wo::kLanes; ++l) {
     for (int i = 0; i < wo::lane_values(bits); ++i) {
       wo::Place const place = wo::place_of(bits, l, i);
-      CHECK(place.row >= 0 && place.row < wo::kSlab && place.column >= 0 && place.column < wo::depth(bits));
+      CHECK(place.row >= 0 && place.row < wo::kPanelRows && place.column >= 0 && place.column < wo::depth(bits));
       places.insert({place.row, place.column});
     }
   }
-  CHECK_EQUAL(static_cast<int>(places.size()), wo::kSlab * wo::depth(bits));
+  CHECK_EQUAL(static_cast<int>(places.size()), wo::kPanelRows * wo::depth(bits));
 }
 
 // Lane l's register of a fragment of mma.sync m16n8k16 holds rows g and g + 8 in turn, the first half of K before the
@@ -64,20 +64,20 @@ void bytes_are_fragments() {
 }
 
 struct Operands {
-  static constexpr int kN = 20, kK = 104, kGroup = 32, kGroups = 4, kSlabs = 2;
+  static constexpr int kN = 20, kK = 104, kGroup = 32, kGroups = 4, kPanels = 2;
   int bits;
-  std::vector<std::uint8_t> q, zero = std::vector<std::uint8_t>(kSlabs * kGroups * wo::kSlab, 1);
-  std::vector<float> scale = std::vector<float>(kSlabs * kGroups * wo::kSlab, 0.5F);
+  std::vector<std::uint8_t> q, zero = std::vector<std::uint8_t>(kPanels * kGroups * wo::kPanelRows, 1);
+  std::vector<float> scale = std::vector<float>(kPanels * kGroups * wo::kPanelRows, 0.5F);
   std::vector<float> x = std::vector<float>(3 * kK), out = std::vector<float>(3 * kN),
                      dense = std::vector<float>(kN * kK);
   PackedWeight weight;
 
   explicit Operands(int bits_) : bits(bits_) {
     std::int64_t const tiles = wo::kPadding / wo::depth(bits), bytes = wo::lane_bytes(bits);
-    q.resize(kSlabs * tiles * wo::kLanes * bytes);
-    weight.q = {q.data(), DType::kUInt8, {}, {kSlabs, tiles, wo::kLanes, bytes}};
-    weight.scale = {scale.data(), DType::kFloat32, {}, {kSlabs, kGroups, wo::kSlab}};
-    weight.zero = TensorView(zero.data(), DType::kUInt8, {}, {kSlabs, kGroups, wo::kSlab});
+    q.resize(kPanels * tiles * wo::kLanes * bytes);
+    weight.q = {q.data(), DType::kUInt8, {}, {kPanels, tiles, wo::kLanes, bytes}};
+    weight.scale = {scale.data(), DType::kFloat32, {}, {kPanels, kGroups, wo::kPanelRows}};
+    weight.zero = TensorView(zero.data(), DType::kUInt8, {}, {kPanels, kGroups, wo::kPanelRows});
     weight.bits = bits;
     weight.n = kN;
     weight.k = kK;
@@ -97,12 +97,12 @@ void the_cpu_restores_what_lies_there(int bits) {
   for (auto& byte : operands.q) byte = static_cast<std::uint8_t>(random());
   dequantize_weight(operands.restore(), nullptr);
   std::uint8_t const* lane = operands.q.data();
-  for (int slab = 0; slab < Operands::kSlabs; ++slab) {
+  for (int panel = 0; panel < Operands::kPanels; ++panel) {
     for (int first = 0; first < wo::kPadding; first += wo::depth(bits)) {
       for (int l = 0; l < wo::kLanes; ++l, lane += wo::lane_bytes(bits)) {
         for (int i = 0; i < wo::lane_values(bits); ++i) {
           wo::Place const place = wo::place_of(bits, l, i);
-          int const n = slab * wo::kSlab + place.row, k = first + place.column;
+          int const n = panel * wo::kPanelRows + place.row, k = first + place.column;
           if (n >= Operands::kN || k >= Operands::kK) continue;
           CHECK_EQUAL(operands.dense[n * Operands::kK + k], 0.5F * static_cast<float>(wo::value_at(lane, bits, i) - 1));
         }
@@ -121,7 +121,7 @@ void refused(int line, Change change, std::initializer_list<std::string> parts) 
 
 void misfits_are_named() {
   Operands operands(4);
-  operands.zero[Operands::kGroups * wo::kSlab + wo::parameter_of(15)] = 255;  // of a row past N
+  operands.zero[Operands::kGroups * wo::kPanelRows + wo::parameter_of(15)] = 255;  // of a row past N
   check(operands.call());
   check(operands.restore());
   refused(__LINE__, [](auto& c) { c.weight.bits = 5; }, {"epiloq.weight_only_mm: bits: expected 2, 3, 4 or 8, got 5"});
@@ -144,8 +144,8 @@ void kernels_that_cannot_serve_are_refused() {
   call.x.dtype = call.out.dtype = DType::kFloat16;
   CHECK(explain(call).find("stream") == 0 || explain(call).find("ring") == 0);
   using enum WeightOnlyMmFamily;
-  int const past_streams = static_cast<int>(wo::kStreamRows.size());
-  for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{kStream, past_streams, 1},
+  int const past_gemv = static_cast<int>(wo::kGemvRows.size());
+  for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{kStream, past_gemv, 1},
                                            {kTiled, -1, 1},
                                            {kTiled, 0, 9},
                                            {kStream, 0, 2},

@@ -14,7 +14,7 @@ __device__ __forceinline__ SharedAddress shared_address(void const* pointer) {
 }
 
 // 16 bytes, both addresses multiples of 16; past L1.
-__device__ __forceinline__ void copy16(SharedAddress to, void const* from) {
+__device__ __forceinline__ void cp_async16(SharedAddress to, void const* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #else
@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy16(SharedAddress to, void const* from) {
 }
 
 // 4 bytes, both addresses multiples of 4.
-__device__ __forceinline__ void copy4(SharedAddress to, void const* from) {
+__device__ __forceinline__ void cp_async4(SharedAddress to, void const* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 #else
@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy4(SharedAddress to, void const* from) {
 }
 
 // The first `bytes` of 16, an even number, and zeros; nothing else is read.
-__device__ __forceinline__ void copy16(SharedAddress to, void const* from, int bytes) {
+__device__ __forceinline__ void cp_async16(SharedAddress to, void const* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 #else
@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy16(SharedAddress to, void const* from, int b
 #endif
 }
 
-__device__ __forceinline__ void commit_copies() {
+__device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
@@ -51,7 +51,7 @@ __device__ __forceinline__ void commit_copies() {
 
 // Until at most kPending of this thread's committed groups are under way.
 template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
+__device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif

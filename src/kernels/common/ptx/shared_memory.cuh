@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_shared_four(SharedAddress to, float4 const
 
 // SM90: four 8 x 8 matrices of 16 bits whose columns become rows of 16 bytes. A thread has two neighbours of row
 // lane / 4 of each; lane l says where column l % 8 of matrix l / 8 goes.
-__device__ __forceinline__ void store_transposed(SharedAddress to, unsigned const (&matrices)[4]) {
+__device__ __forceinline__ void stmatrix_x4_trans(SharedAddress to, unsigned const (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(matrices[0]),
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");

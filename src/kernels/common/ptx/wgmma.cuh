@@ -28,8 +28,8 @@ __device__ __forceinline__ std::uint64_t swizzled_descriptor(SharedAddress tile)
 }
 
 template <class Instruction, class Sum, std::size_t... kIndices>
-__device__ __forceinline__ void multiply_once(std::uint64_t a, std::uint64_t b, Sum (&sums)[sizeof...(kIndices)],
-                                              bool add, std::index_sequence<kIndices...>) {
+__device__ __forceinline__ void wgmma_fma(std::uint64_t a, std::uint64_t b, Sum (&sums)[sizeof...(kIndices)], bool add,
+                                          std::index_sequence<kIndices...>) {
   Instruction::fma(a, b, sums[kIndices]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 

@@ -72,13 +72,13 @@ __device__ void finish(Problem const& p, float const* sums, int first_row, int f
   };
   __syncthreads();
   if (split == 1) return for_each(threadIdx.x, threads, [](float const* at) { return *at; });
-  wait_for_cluster();
+  cluster_sync();
   for_each(rank * threads + threadIdx.x, split * threads, [&](float const* at) {
     float sum = 0.f;
     for (int other = 0; other < split; ++other) sum += read_from(at, other);
     return sum;
   });
-  wait_for_cluster();  // others may still read this block's sums
+  cluster_sync();  // others may still read this block's sums
 }
 
 // Of a vector that was put together from registers nvcc 13.0 makes two stores.
@@ -102,7 +102,7 @@ struct DirectRows {
       : p(p_),
         first_row(first_row_),
         t(threadIdx.x % 4),
-        are_whole(first_row + kSlab <= p.weight.n && reinterpret_cast<std::uintptr_t>(p_.out) % 8 == 0 &&
+        are_whole(first_row + kPanelRows <= p.weight.n && reinterpret_cast<std::uintptr_t>(p_.out) % 8 == 0 &&
                   p_.stride_out % 4 == 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90, few tokens, but more than digits.cuh takes: a warp multiplies steps of its slabs by itself, with mma.sync, and
+// SM90, few tokens, but more than digits.cuh takes: a warp multiplies steps of its panels by itself, with mma.sync, and
 // the steps lie in a ring that one thread fills with TMA (tile_start.cuh). Beside a stream, whose warps ask for their
 // own steps: tokens come once for all rows of a block. Beside wgmma, whose warps go together and have 16 rows each: two
 // thirds of the instructions, as what a step asks of a warp is spread over more weights.
@@ -14,52 +14,55 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-template <class T_, int kBits_, int kGroups_, int kTeams_, int kWays_, int kOwnSlabs_, int kTokens_, int kResident_>
-struct Ring : TileCopies<kBits_, kGroups_, kSlab * kOwnSlabs_ * kTeams_, kTokens_, most_stages(RingConfig{}), kTeams_,
-                         MatrixTokens> {
+template <class T_, int kBits_, int kGroups_, int kMGroups_, int kKGroups_, int kOwnPanels_, int kTokens_,
+          int kResident_>
+struct Decode : TileCopies<kBits_, kGroups_, kPanelRows * kOwnPanels_ * kMGroups_, kTokens_,
+                           most_stages(DecodeConfig{}), kMGroups_, MatrixTokens> {
   using T = T_;
-  static constexpr int kTeams = kTeams_, kWays = kWays_, kOwnSlabs = kOwnSlabs_, kTiles = kTokens_ / 8;
-  static constexpr int kWarps = kTeams * kWays, kMathThreads = 32 * kWarps, kThreads = kMathThreads + 32;
+  static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kOwnPanels = kOwnPanels_, kTiles = kTokens_ / 8;
+  static constexpr int kWarps = kMGroups * kKGroups, kConsumerThreads = 32 * kWarps, kThreads = kConsumerThreads + 32;
   static constexpr int kResident = kResident_;
   static constexpr bool kSharesRegisters = false, kLendsRing = false, kTakesMore = false;
-  static constexpr int kSumStride = sum_stride(RingConfig{kTeams, kWays, kOwnSlabs, kTokens_, kResident});
-  static constexpr int kWaySums = kTokens_ * kSumStride;
+  static constexpr int kSumStride = sum_stride(DecodeConfig{kMGroups, kKGroups, kOwnPanels, kTokens_, kResident});
+  static constexpr int kKGroupSums = kTokens_ * kSumStride;
 };
 
 // Of a warp.
 template <class C>
-struct RingMath {
+struct DecodeMainloop {
   using T = typename C::T;
   using F = Fragment<T, C::kBits>;
-  using Sums = float[C::kOwnSlabs][C::kTiles][4];
+  using Sums = float[C::kOwnPanels][C::kTiles][4];
   static constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
   static constexpr int kBlock = 32;  // columns, whose tokens are loaded at a time
   static constexpr int kVectorBlocks = depth(C::kBits) / kBlock, kGroupBlocks = kPadding / C::kGroups / kBlock;
 
   TileParams const& params;
-  int first_slab;          // of the block's
-  int weights, even, odd;  // bytes into a stage: the lane's of the first slab, and its line of tokens by blocks
-  int parameter;           // of the first slab and group, row g's
+  int first_panel;         // of the block's
+  int weights, even, odd;  // bytes into a stage: the lane's of the first panel, and its line of tokens by blocks
+  int parameter;           // of the first panel and group, row g's
   typename F::Zero symmetric;
 
-  __device__ __forceinline__ RingMath(TileParams const& params_, int team)
-      : params(params_), first_slab(team * C::kOwnSlabs), symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {
+  __device__ __forceinline__ DecodeMainloop(TileParams const& params_, int team)
+      : params(params_),
+        first_panel(team * C::kOwnPanels),
+        symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {
     int const lane = threadIdx.x % 32, token = lane % 8;
-    weights = kept(first_slab * slab_bytes(C::kBits) + lane * 16);
-    even = kept(params.stage.tokens_at + token * kLine + (lane / 8 ^ token) * 16);
+    weights = in_register(first_panel * panel_bytes(C::kBits) + lane * 16);
+    even = in_register(params.stage.tokens_at + token * kLine + (lane / 8 ^ token) * 16);
     odd = even ^ 64;
-    parameter = kept(first_slab * C::kGroups * kSlab + lane / 4 * 2);
+    parameter = in_register(first_panel * C::kGroups * kPanelRows + lane / 4 * 2);
   }
 
   // Of eight tokens 32 columns: TMA has traded places of 16 bytes within each line.
   __device__ __forceinline__ void load_tokens(Word (&x)[4], SharedAddress stage, int tile, int block) const {
     int const line = block / 2 * C::kTokens * kLine + tile * 8 * kLine;
-    gemm::load_matrices(x, stage + (block % 2 ? odd : even) + line);
+    gemm::ldmatrix_x4(x, stage + (block % 2 ? odd : even) + line);
   }
 
-  // Of a slab and group.
+  // Of a panel and group.
   __device__ __forceinline__ int parameters_at(int s, int group) const {
-    return parameter + (s * C::kGroups + group) * kSlab;
+    return parameter + (s * C::kGroups + group) * kPanelRows;
   }
   template <bool kHasZeros>
   __device__ __forceinline__ typename F::Zero zero_of(SharedAddress stage, int s, int group) const {
@@ -76,26 +79,26 @@ struct RingMath {
   // A group's products are summed by the tensor cores, and added to the others' with its scale.
   template <bool kSameType, bool kHasZeros>
   __device__ __forceinline__ void multiply(Sums& sums, SharedAddress stage) const {
-    Word words[C::kOwnSlabs][4];
+    Word words[C::kOwnPanels][4];
 #pragma unroll
     for (int group = 0; group < C::kGroups; ++group) {
-      typename F::Zero zero[C::kOwnSlabs];
+      typename F::Zero zero[C::kOwnPanels];
 #pragma unroll
-      for (int s = 0; s < C::kOwnSlabs; ++s) zero[s] = zero_of<kHasZeros>(stage, s, group);
+      for (int s = 0; s < C::kOwnPanels; ++s) zero[s] = zero_of<kHasZeros>(stage, s, group);
       Sums part = {};
 #pragma unroll
       for (int block = group * kGroupBlocks; block < (group + 1) * kGroupBlocks; ++block) {
         if (block % kVectorBlocks == 0) {
 #pragma unroll
-          for (int s = 0; s < C::kOwnSlabs; ++s) {
+          for (int s = 0; s < C::kOwnPanels; ++s) {
             load_vector(words[s],
-                        stage + weights + s * slab_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
+                        stage + weights + s * panel_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
           }
         }
         multiply_block(part, words, stage, block, zero);
       }
 #pragma unroll
-      for (int s = 0; s < C::kOwnSlabs; ++s) {
+      for (int s = 0; s < C::kOwnPanels; ++s) {
         float2 const scale = scale_of<kSameType>(stage, s, group);
 #pragma unroll
         for (int i = 0; i < C::kTiles * 4; ++i) {
@@ -106,15 +109,15 @@ struct RingMath {
     }
   }
 
-  __device__ __forceinline__ void multiply_block(Sums& part, Word const (&words)[C::kOwnSlabs][4], SharedAddress stage,
-                                                 int block, typename F::Zero const (&zero)[C::kOwnSlabs]) const {
+  __device__ __forceinline__ void multiply_block(Sums& part, Word const (&words)[C::kOwnPanels][4], SharedAddress stage,
+                                                 int block, typename F::Zero const (&zero)[C::kOwnPanels]) const {
     Word x[C::kTiles][4];
 #pragma unroll
     for (int tile = 0; tile < C::kTiles; ++tile) load_tokens(x[tile], stage, tile, block);
 #pragma unroll
     for (int half = 0; half < kBlock / kInstruction; ++half) {
 #pragma unroll
-      for (int s = 0; s < C::kOwnSlabs; ++s) {
+      for (int s = 0; s < C::kOwnPanels; ++s) {
         Word a[4];
         F::make(a, words[s] + word_of(C::kBits, block * kBlock + half * kInstruction), zero[s]);
 #pragma unroll
@@ -129,9 +132,9 @@ struct RingMath {
   __device__ __forceinline__ void store(float* way_sums, Sums const& sums) const {
     int const lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < C::kOwnSlabs * C::kTiles * 4; ++i) {
+    for (int i = 0; i < C::kOwnPanels * C::kTiles * 4; ++i) {
       int const token = i / 4 % C::kTiles * 8 + lane % 4 * 2 + i % 2;
-      int const row = (first_slab + i / 4 / C::kTiles) * kSlab + i % 4 / 2 * 8 + lane / 4;
+      int const row = (first_panel + i / 4 / C::kTiles) * kPanelRows + i % 4 / 2 * 8 + lane / 4;
       way_sums[token * C::kSumStride + row] = sums[i / 4 / C::kTiles][i / 4 % C::kTiles][i % 4] * F::kUnit;
     }
   }
@@ -139,8 +142,8 @@ struct RingMath {
 
 // The sums of all ways, four rows of a token a lane, and of all blocks that share K.
 template <class C>
-__device__ __forceinline__ void finish_ring(TileParams const& params, PieceShare const& share, float* sums,
-                                            int first_row) {
+__device__ __forceinline__ void finish_decode(TileParams const& params, SubtileReduction const& share, float* sums,
+                                              int first_row) {
   int const elements = params.tokens * C::kRows, lane = threadIdx.x % 32;
   auto const place_of = [&](int i) {
     return reinterpret_cast<float4*>(sums + i / C::kRows * C::kSumStride + i % C::kRows);
@@ -148,104 +151,104 @@ __device__ __forceinline__ void finish_ring(TileParams const& params, PieceShare
   auto const sum_of_ways = [&](int i) {
     float4 sum = *place_of(i);
 #pragma unroll
-    for (int way = 1; way < C::kWays; ++way) sum = sum + place_of(i)[way * C::kWaySums / 4];
+    for (int k_group = 1; k_group < C::kKGroups; ++k_group) sum = sum + place_of(i)[k_group * C::kKGroupSums / 4];
     return sum;
   };
   auto const store = [&](int i, float4 const& sum) {
     if (i < elements) store_rows<typename C::T>(params.p, i / C::kRows, first_row + i % C::kRows, sum);
   };
   if (share.split == 1) {
-    for (int i = threadIdx.x * 4; i < elements; i += C::kMathThreads * 4) store(i, sum_of_ways(i));
+    for (int i = threadIdx.x * 4; i < elements; i += C::kConsumerThreads * 4) store(i, sum_of_ways(i));
     return;
   }
-  int const pieces = stream_pieces(params.tokens, C::kRows);
-  int const each = (pieces + C::kWarps - 1) / C::kWarps, begin = threadIdx.x / 32 * each;
-  Piece const first = Piece::of(begin, share.split);
-  auto const for_pieces = [&](auto const& act) {  // neighbours, of which blocks finish as many of each warp's
-    Piece piece = first;
-    for (int i = begin, end = min(begin + each, pieces); i < end; ++i) {
-      act(piece, i * kPieceElements + lane * 4);
-      piece = piece.next(share.split);
+  int const subtiles = gemv_subtiles(params.tokens, C::kRows);
+  int const each = (subtiles + C::kWarps - 1) / C::kWarps, begin = threadIdx.x / 32 * each;
+  Subtile const first = Subtile::of(begin, share.split);
+  auto const for_subtiles = [&](auto const& act) {  // neighbours, of which blocks finish as many of each warp's
+    Subtile subtile = first;
+    for (int i = begin, end = min(begin + each, subtiles); i < end; ++i) {
+      act(subtile, i * kSubtileElements + lane * 4);
+      subtile = subtile.next(share.split);
     }
   };
-  for_pieces([&](Piece const& piece, int i) {
+  for_subtiles([&](Subtile const& subtile, int i) {
     float4 const sum = sum_of_ways(i);
-    if (share.is_own(piece)) {
+    if (share.is_own(subtile)) {
       *place_of(i) = sum;
     } else {
-      share.send_part(piece, sum);
+      share.send_partial(subtile, sum);
     }
   });
-  wait_for_sent(share.barrier);
-  for_pieces([&](Piece const& piece, int i) {
-    if (!share.is_own(piece)) return;
+  wait_dsmem_barrier(share.barrier);
+  for_subtiles([&](Subtile const& subtile, int i) {
+    if (!share.is_own(subtile)) return;
     float4 sum = *place_of(i);
-    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(piece, distance);
+    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(subtile, distance);
     store(i, sum);
   });
 }
 
 // A way's steps.
 template <class C, bool kSameType, bool kHasZeros>
-__device__ __forceinline__ void multiply_steps_of(RingMath<C> const& math, typename RingMath<C>::Sums& sums,
+__device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
                                                   TileParams const& params, typename C::Shared const& shared,
-                                                  SharedAddress stages, int way, int steps) {
-  RingPlace ring{way, 0};  // a way has a stage at least
+                                                  SharedAddress stages, int k_group, int steps) {
+  DecodePlace ring{k_group, 0};  // a way has a stage at least
 #pragma unroll 1
-  for (int step = way; step < steps; step += C::kWays) {
-    gemm::wait_for_barrier(shared.full + ring.at * 8, ring.phase);
+  for (int step = k_group; step < steps; step += C::kKGroups) {
+    gemm::mbarrier_wait(shared.full + ring.at * 8, ring.phase);
     math.template multiply<kSameType, kHasZeros>(sums, stages + ring.at * params.stage.bytes);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) gemm::arrive_at_barrier(shared.empty + ring.at * 8);
-    ring.advance(params.stages, C::kWays);
+    if (threadIdx.x % 32 == 0) gemm::mbarrier_arrive(shared.empty + ring.at * 8);
+    ring.advance(params.stages, C::kKGroups);
   }
 }
 
 // With a loop for each kind of parameters: branches within one cost 1 to 4 %.
 template <class C>
-__device__ __forceinline__ void multiply_steps(RingMath<C> const& math, typename RingMath<C>::Sums& sums,
+__device__ __forceinline__ void multiply_steps(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
                                                TileParams const& params, typename C::Shared const& shared,
-                                               SharedAddress stages, int way, int steps) {
+                                               SharedAddress stages, int k_group, int steps) {
   Weight const& w = params.p.weight;
   bool const has_zeros = w.zero != nullptr;
-  if (w.scale_dtype != RingMath<C>::kDType) {
-    if (has_zeros) return multiply_steps_of<C, false, true>(math, sums, params, shared, stages, way, steps);
-    return multiply_steps_of<C, false, false>(math, sums, params, shared, stages, way, steps);
+  if (w.scale_dtype != DecodeMainloop<C>::kDType) {
+    if (has_zeros) return multiply_steps_of<C, false, true>(math, sums, params, shared, stages, k_group, steps);
+    return multiply_steps_of<C, false, false>(math, sums, params, shared, stages, k_group, steps);
   }
-  if (has_zeros) return multiply_steps_of<C, true, true>(math, sums, params, shared, stages, way, steps);
-  multiply_steps_of<C, true, false>(math, sums, params, shared, stages, way, steps);
+  if (has_zeros) return multiply_steps_of<C, true, true>(math, sums, params, shared, stages, k_group, steps);
+  multiply_steps_of<C, true, false>(math, sums, params, shared, stages, k_group, steps);
 }
 
 // Blocks along x have a tile each; along y they share its K.
 template <class C>
-__global__ __launch_bounds__(C::kThreads, C::kResident) void ring_kernel(__grid_constant__ TileParams const params) {
+__global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__grid_constant__ TileParams const params) {
   extern __shared__ unsigned char memory[];
   __shared__ std::uint64_t barriers[barrier_bytes(C::kMostStages) / 8];
   typename C::Shared const shared(barriers);
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
   SharedAddress const first_stage = shared_address(stages);
-  int const warp = uniform(threadIdx.x / 32);
+  int const warp = warp_uniform(threadIdx.x / 32);
   if (warp == C::kWarps) return start_and_copy<C>(params, shared, first_stage, 0);
-  if (threadIdx.x < 32 && gemm::is_elected()) prefetch_maps(params);
+  if (threadIdx.x < 32 && gemm::elect_one()) prefetch_maps(params);
   bool const shares = gridDim.y > 1;
-  PieceShare const share(blockIdx.y, gridDim.y, shared.received, first_stage + params.exchange_at);
-  if (shares && threadIdx.x == 0) share.expect(stream_pieces(params.tokens, C::kRows));
+  SubtileReduction const share(blockIdx.y, gridDim.y, shared.received, first_stage + params.exchange_at);
+  if (shares && threadIdx.x == 0) share.expect(gemv_subtiles(params.tokens, C::kRows));
   wait_for_start<C>();
-  if (shares) say_ready();
-  let_next_kernel_start();
-  if (shares) wait_for_ready();
-  wait_for_previous_kernel();
+  if (shares) cluster_arrive();
+  pdl_trigger();
+  if (shares) cluster_wait();
+  pdl_wait();
 
   typename C::Place const place(params, blockIdx.x);
-  int const way = warp / C::kTeams;
-  RingMath<C> const math(params, warp % C::kTeams);
-  typename RingMath<C>::Sums sums = {};
-  multiply_steps(math, sums, params, shared, first_stage, way, place.steps);
+  int const k_group = warp / C::kMGroups;
+  DecodeMainloop<C> const math(params, warp % C::kMGroups);
+  typename DecodeMainloop<C>::Sums sums = {};
+  multiply_steps(math, sums, params, shared, first_stage, k_group, place.steps);
   auto* const all_sums = reinterpret_cast<float*>(stages);
   wait_for_math_warps<C>();  // have read the ring
-  math.store(all_sums + way * C::kWaySums, sums);
+  math.store(all_sums + k_group * C::kKGroupSums, sums);
   wait_for_math_warps<C>();
-  finish_ring<C>(params, share, all_sums, place.first_slab * kSlab);
+  finish_decode<C>(params, share, all_sums, place.first_panel * kPanelRows);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

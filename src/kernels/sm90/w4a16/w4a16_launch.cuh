@@ -61,17 +61,18 @@ TileMaps maps_of(Reads const& reads) {
   WeightReads const& r = reads.weight;
   auto const u64 = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
   auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
-  std::uint64_t const slabs = u64((r.n + kSlab - 1) / kSlab), of_slab = u64(r.padded_k / kPadding) * slab_bytes(r.bits);
-  std::uint32_t const box_slabs = u32(r.rows / kSlab);
-  auto const parameters = [&](void const* values, int bytes) {  // of a step, by slab
-    std::uint64_t const all = u64(r.groups) * kSlab * bytes;
-    return encode_tensor_map(values, {all, slabs}, {all}, {u32(r.step_groups * kSlab * bytes), box_slabs},
+  std::uint64_t const panels = u64((r.n + kPanelRows - 1) / kPanelRows),
+                      of_panel = u64(r.padded_k / kPadding) * panel_bytes(r.bits);
+  std::uint32_t const box_panels = u32(r.rows / kPanelRows);
+  auto const parameters = [&](void const* values, int bytes) {  // of a step, by panel
+    std::uint64_t const all = u64(r.groups) * kPanelRows * bytes;
+    return encode_tensor_map(values, {all, panels}, {all}, {u32(r.step_groups * kPanelRows * bytes), box_panels},
                              CU_TENSOR_MAP_SWIZZLE_NONE);
   };
   TileMaps maps{};
-  maps.weights =
-      encode_tensor_map(r.q, {of_slab / kMapWord, slabs}, {of_slab}, {u32(slab_bytes(r.bits) / kMapWord), box_slabs},
-                        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_UINT64);
+  maps.weights = encode_tensor_map(r.q, {of_panel / kMapWord, panels}, {of_panel},
+                                   {u32(panel_bytes(r.bits) / kMapWord), box_panels}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                   CU_TENSOR_MAP_DATA_TYPE_UINT64);
   maps.tokens[0] = reads.token_map(reads.boxes.whole);
   maps.tokens[1] = reads.token_map(reads.boxes.last);
   maps.scales = parameters(r.scale, r.scale_bytes);
@@ -126,9 +127,9 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
   });
   int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
   int const bytes =
-      std::max(ring_shared_bytes(config, params.stage, shared_bytes), bytes_for_share(share, shared_bytes));
+      std::max(ring_shared_bytes(config, params.stage, shared_bytes), smem_for_ctas_per_sm(share, shared_bytes));
   int const blocks = split > 1 || !C::kTakesMore ? params.tiles : std::min(params.tiles, share * sm_count);
-  cuda_check(launch_dependent_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
+  cuda_check(launch_pdl_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
              launching);
 }
 

@@ -18,7 +18,7 @@
 namespace epiloq::ops::weight_only_mm {
 
 template <class C>
-struct WgmmaMath {
+struct WgmmaMainloop {
   using T = typename C::T;
   using F = Fragment<T, C::kBits>;
   using Element = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
@@ -27,39 +27,39 @@ struct WgmmaMath {
                                                 cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::_16>>());
   // Columns that are made into fragments at a time, of one group, and as many as the registers hold: what comes in few
   // pieces is waited for less often.
-  static constexpr int kTokensByWholeTiles = C::kMathTeams < 4 ? 64 : C::kMathTeams == 4 ? 32 : 16;
+  static constexpr int kTokensByWholeTiles = C::kConsumerTeams < 4 ? 64 : C::kConsumerTeams == 4 ? 32 : 16;
   static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && C::kTokens <= kTokensByWholeTiles ? 64 : 32;
-  static constexpr int kPieces = kPadding / kPiece, kInPiece = kPiece / kInstruction;
-  static constexpr int kPiecesOfGroup = kPieces / C::kGroups;
-  // Of a thread: rows r and r + 8 of its warp's slab, two neighbours of each 8 tokens.
+  static constexpr int kSubtiles = kPadding / kPiece, kInSubtile = kPiece / kInstruction;
+  static constexpr int kSubtilesOfGroup = kSubtiles / C::kGroups;
+  // Of a thread: rows r and r + 8 of its warp's panel, two neighbours of each 8 tokens.
   static constexpr int kSums = C::kTokens / 2;
   using Sums = float[C::kBlocks][kSums];
   // The compiler would add a group up during the next one's products, for which there may be no registers.
   static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
-  using Fragments = Word[kInPiece][4];
+  using Fragments = Word[kInSubtile][4];
 
-  // A stage as a lane sees it; `slab` is of the team's first 64 rows, and those of the next block are four further.
+  // A stage as a lane sees it; `panel` is of the team's first 64 rows, and those of the next block are four further.
   struct Stage {
     SharedAddress weights, scales, zeros;
     std::uint64_t tokens;
   };
 
   TileParams const& params;
-  int lane, slab;
-  int first;      // bytes into a slab from which the lane reads
-  int parameter;  // of a group of the slab, row g's
+  int lane, panel;
+  int first;      // bytes into a panel from which the lane reads
+  int parameter;  // of a group of the panel, row g's
   typename F::Zero symmetric;
 
-  __device__ WgmmaMath(TileParams const& params_, int team, int warp)
+  __device__ WgmmaMainloop(TileParams const& params_, int team, int warp)
       : params(params_),
         lane(threadIdx.x % 32),
-        slab(team * C::kBlocks * 4 + warp),
-        first(kept(lane_at(C::kBits, lane, 0))),
-        parameter(kept(slab * C::kGroups * kSlab + lane / 4 * 2)),
+        panel(team * C::kBlocks * 4 + warp),
+        first(in_register(lane_at(C::kBits, lane, 0))),
+        parameter(in_register(panel * C::kGroups * kPanelRows + lane / 4 * 2)),
         symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {}
 
   __device__ __forceinline__ Stage stage_of(SharedAddress address) const {
-    return {address + slab * slab_bytes(C::kBits), address + params.stage.scales_at, address + params.stage.zeros_at,
+    return {address + panel * panel_bytes(C::kBits), address + params.stage.scales_at, address + params.stage.zeros_at,
             gemm::swizzled_descriptor(address + params.stage.tokens_at)};
   }
 
@@ -76,67 +76,66 @@ struct WgmmaMath {
 
   // The tile that a piece of a block is made from, unless the piece before it had it: pieces are counted through the
   // blocks.
-  __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int piece) const {
-    int const column = piece % kPieces * kPiece;
+  __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int subtile) const {
+    int const column = subtile % kSubtiles * kPiece;
     if (word_of(C::kBits, column) != 0) return;
     load_vector(words,
-                stage.weights + piece / kPieces * 4 * slab_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
+                stage.weights + subtile / kSubtiles * 4 * panel_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
   }
 
-  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], int piece,
+  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], int subtile,
                                        typename F::Zero const& zero) const {
 #pragma unroll
-    for (int i = 0; i < kInPiece; ++i) {
-      F::make(a[i], words + word_of(C::kBits, piece * kPiece + i * kInstruction), zero);
+    for (int i = 0; i < kInSubtile; ++i) {
+      F::make(a[i], words + word_of(C::kBits, subtile * kPiece + i * kInstruction), zero);
     }
   }
 
-  // Of a slab and group, rows g and g + 8.
-  __device__ __forceinline__ int parameters_at(int piece) const {
-    return parameter + (piece / kPieces * 4 * C::kGroups + piece % kPieces / kPiecesOfGroup) * kSlab;
+  // Of a panel and group, rows g and g + 8.
+  __device__ __forceinline__ int parameters_at(int subtile) const {
+    return parameter + (subtile / kSubtiles * 4 * C::kGroups + subtile % kSubtiles / kSubtilesOfGroup) * kPanelRows;
   }
-  __device__ __forceinline__ typename F::Zero zero_of(Stage const& stage, int piece) const {
+  __device__ __forceinline__ typename F::Zero zero_of(Stage const& stage, int subtile) const {
     if (params.p.weight.zero == nullptr) return symmetric;
-    Word const both = load_byte_pair(stage.zeros + parameters_at(piece));
+    Word const both = load_byte_pair(stage.zeros + parameters_at(subtile));
     return F::zero(both & 0xff, both >> 8);
   }
-  __device__ __forceinline__ float2 scale_of(Stage const& stage, int piece) const {
-    return load_scale_pair(stage.scales, parameters_at(piece), params.p.weight.scale_dtype);
+  __device__ __forceinline__ float2 scale_of(Stage const& stage, int subtile) const {
+    return load_scale_pair(stage.scales, parameters_at(subtile), params.p.weight.scale_dtype);
   }
 
   // The same as T, rows g and g + 8, each twice.
   struct Factor {
     Word low, high;
   };
-  __device__ __forceinline__ Factor factor_of(Stage const& stage, int piece) const {
-    Word const both = load_word(stage.scales + parameters_at(piece) * 2);
+  __device__ __forceinline__ Factor factor_of(Stage const& stage, int subtile) const {
+    Word const both = load_word(stage.scales + parameters_at(subtile) * 2);
     return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
   }
   static __device__ __forceinline__ void scale(Fragments& a, Factor const& factor) {
 #pragma unroll
-    for (int i = 0; i < kInPiece * 4; ++i) a[i / 4][i % 4] = times(a[i / 4][i % 4], i % 2 ? factor.high : factor.low);
+    for (int i = 0; i < kInSubtile * 4; ++i) a[i / 4][i % 4] = times(a[i / 4][i % 4], i % 2 ? factor.high : factor.low);
   }
 
   template <std::size_t... kPlaces>
-  static __device__ __forceinline__ void multiply_once(float (&product)[kSums], Word const (&a)[4],
-                                                       std::uint64_t tokens, bool onto,
-                                                       std::index_sequence<kPlaces...>) {
+  static __device__ __forceinline__ void wgmma_fma(float (&product)[kSums], Word const (&a)[4], std::uint64_t tokens,
+                                                   bool onto, std::index_sequence<kPlaces...>) {
     using cute::SM90::GMMA::ScaleOut;
     Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kPlaces]..., onto ? ScaleOut::One : ScaleOut::Zero);
   }
 
   // Starts to multiply a piece, onto what is there or anew.
-  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int piece,
+  static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int subtile,
                                                bool onto) {
     fence(product);
 #pragma unroll
-    for (int i = 0; i < kInPiece * 4; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+    for (int i = 0; i < kInSubtile * 4; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int i = 0; i < kInPiece; ++i) {
-      int const column = piece % kPieces * kPiece + i * kInstruction;
-      multiply_once(product, a[i], stage.tokens + (tokens_at(C::kTokens, column) >> 4), onto || i > 0,
-                    std::make_index_sequence<kSums>{});
+    for (int i = 0; i < kInSubtile; ++i) {
+      int const column = subtile % kSubtiles * kPiece + i * kInstruction;
+      wgmma_fma(product, a[i], stage.tokens + (tokens_at(C::kTokens, column) >> 4), onto || i > 0,
+                std::make_index_sequence<kSums>{});
     }
     cute::warpgroup_commit_batch();
   }
@@ -153,7 +152,7 @@ struct WgmmaMath {
 
   // A step: a piece is made while the one before it is multiplied, and its integers are loaded before that.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
-    constexpr int kAll = C::kBlocks * kPieces;
+    constexpr int kAll = C::kBlocks * kSubtiles;
     float product[kSums];
     Fragments a[2];
     Word words[4];
@@ -161,22 +160,22 @@ struct WgmmaMath {
     load(words, stage, 0);
     make(a[0], words, 0, zero);
 #pragma unroll
-    for (int piece = 0; piece < kAll; ++piece) {
-      int const next = piece + 1;
-      bool const ends_group = next % kPiecesOfGroup == 0;
+    for (int subtile = 0; subtile < kAll; ++subtile) {
+      int const next = subtile + 1;
+      bool const ends_group = next % kSubtilesOfGroup == 0;
       if (next < kAll) load(words, stage, next);
-      begin(product, a[piece % 2], stage, piece, piece % kPiecesOfGroup != 0);
+      begin(product, a[subtile % 2], stage, subtile, subtile % kSubtilesOfGroup != 0);
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
         cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
         make(a[next % 2], words, next, zero);
       }
       if (ends_group) {
-        float2 const scale = scale_of(stage, piece);
+        float2 const scale = scale_of(stage, subtile);
         cute::warpgroup_wait<0>();
         fence(product);
-        add(sums[piece / kPieces], product, scale);
-        if constexpr (kAddsAtOnce) fence(sums[piece / kPieces]);
+        add(sums[subtile / kSubtiles], product, scale);
+        if constexpr (kAddsAtOnce) fence(sums[subtile / kSubtiles]);
       }
     }
   }
@@ -191,28 +190,28 @@ struct WgmmaMath {
     Factor factor;
     load(words, stage, 0);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      if (piece % kPiecesOfGroup == 0) {
-        zero = zero_of(stage, piece);
-        factor = factor_of(stage, piece);
+    for (int subtile = 0; subtile < kSubtiles; ++subtile) {
+      if (subtile % kSubtilesOfGroup == 0) {
+        zero = zero_of(stage, subtile);
+        factor = factor_of(stage, subtile);
       }
       cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
-      make(a[piece % 2], words, piece, zero);
-      scale(a[piece % 2], factor);
-      if (piece + 1 < kPieces) load(words, stage, piece + 1);
-      begin(sums[0], a[piece % 2], stage, piece, true);
+      make(a[subtile % 2], words, subtile, zero);
+      scale(a[subtile % 2], factor);
+      if (subtile + 1 < kSubtiles) load(words, stage, subtile + 1);
+      begin(sums[0], a[subtile % 2], stage, subtile, true);
     }
     cute::warpgroup_wait<0>();
     fence(sums[0]);
   }
 
-  // Of a tile's steps, every kWays-th from `next` on, which is then of the next tile. A stage that has been multiplied
-  // is free for the next copies.
+  // Of a tile's steps, every kKGroups-th from `next` on, which is then of the next tile. A stage that has been
+  // multiplied is free for the next copies.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
-                               int& next, RingPlace& ring) const {
+                               int& next, DecodePlace& ring) const {
 #pragma unroll 1
-    for (; next < steps; next += C::kWays) {
-      gemm::wait_for_barrier(full + ring.at * 8, ring.phase);
+    for (; next < steps; next += C::kKGroups) {
+      gemm::mbarrier_wait(full + ring.at * 8, ring.phase);
       Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
       if constexpr (C::kRounds) {
         multiply_rounded(sums, stage);
@@ -220,8 +219,8 @@ struct WgmmaMath {
         multiply(sums, stage);
       }
       __syncwarp();
-      if (lane == 0) gemm::arrive_at_barrier(empty + ring.at * 8);
-      ring.advance(params.stages, C::kWays);
+      if (lane == 0) gemm::mbarrier_arrive(empty + ring.at * 8);
+      ring.advance(params.stages, C::kKGroups);
     }
     next -= steps;
   }
@@ -229,17 +228,17 @@ struct WgmmaMath {
   // Of the ways along K, the first gets the sums of all: each of its threads those of its own places.
   static __device__ __forceinline__ void write(Sums const& sums, float* exchange) {
 #pragma unroll
-    for (int i = 0; i < C::kBlocks * kSums; ++i) exchange[i * C::kWayThreads] = sums[i / kSums][i % kSums];
+    for (int i = 0; i < C::kBlocks * kSums; ++i) exchange[i * C::kKGroupThreads] = sums[i / kSums][i % kSums];
   }
   static __device__ __forceinline__ void add(Sums& sums, float const* exchange) {
 #pragma unroll
-    for (int i = 0; i < C::kBlocks * kSums; ++i) sums[i / kSums][i % kSums] += exchange[i * C::kWayThreads];
+    for (int i = 0; i < C::kBlocks * kSums; ++i) sums[i / kSums][i % kSums] += exchange[i * C::kKGroupThreads];
   }
 
   __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums) const {
 #pragma unroll
     for (int block = 0; block < C::kBlocks; ++block) {
-      DirectRows<T> const rows(params.p, (place.first_slab + slab + block * 4) * kSlab);
+      DirectRows<T> const rows(params.p, (place.first_panel + panel + block * 4) * kPanelRows);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
         rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);

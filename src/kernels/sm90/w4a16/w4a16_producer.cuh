@@ -13,7 +13,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// What TMA reads. Of weights, a step of the block's slabs in one box; tokens come in boxes of 64 columns, as many as a
+// What TMA reads. Of weights, a step of the block's panels in one box; tokens come in boxes of 64 columns, as many as a
 // tile has and, in the last one, as there are: TMA fills in zeros more slowly than it reads. What a box leaves out
 // stays what it was, and is multiplied for nobody.
 struct TileMaps {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void prefetch_maps(TileParams const& params) {
 }
 
 // A stage of the ring, and the parity of the turn that it is waited for in.
-struct RingPlace {
+struct DecodePlace {
   int at;
   std::uint32_t phase;
 
@@ -67,21 +67,21 @@ struct MatrixTokens {
   __device__ MatrixTokens(Params const&, CUtensorMap const& map_, int first_token_, int first_step)
       : map(map_), first_token(first_token_), column(first_step * kPadding) {}
 
-  __device__ __forceinline__ void ask(SharedAddress to, SharedAddress barrier) {
-    gemm::copy_box(to, map, column * 2, first_token, barrier);
+  __device__ __forceinline__ void issue(SharedAddress to, SharedAddress barrier) {
+    gemm::tma_load(to, map, column * 2, first_token, barrier);
     column += kColumns;
   }
 };
 
 // A block's copies: kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps; a stage
-// is free once kReaders warps have said so. Integers rather than a WgmmaConfig: nvcc 13.0 cannot spell a structural
-// value in the stub of a __global__ template.
-template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kReaders, class Tokens_>
+// is free once kProducerWarps warps have said so. Integers rather than a WgmmaConfig: nvcc 13.0 cannot spell a
+// structural value in the stub of a __global__ template.
+template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kProducerWarps, class Tokens_>
 struct TileCopies {
   using Tokens = Tokens_;
   using Params = typename Tokens::Params;
   static constexpr int kBits = kBits_, kGroups = kGroups_, kRows = kRows_, kTokens = kTokens_;
-  static constexpr int kSlabs = kRows / kSlab, kStepWords = slab_bytes(kBits) / kMapWord;
+  static constexpr int kPanels = kRows / kPanelRows, kStepWords = panel_bytes(kBits) / kMapWord;
   static constexpr int kMostStages = kMostStages_, kEarly = early_steps(kTokens);
 
   // Barriers of the stages, and of other blocks' sums.
@@ -94,28 +94,28 @@ struct TileCopies {
     // Those that a block's first copies report to, before all others.
     __device__ __forceinline__ void init_early() const {
 #pragma unroll
-      for (int stage = 0; stage < kEarly; ++stage) gemm::init_barrier(full + stage * 8, 1);
+      for (int stage = 0; stage < kEarly; ++stage) gemm::mbarrier_init(full + stage * 8, 1);
       cutlass::arch::fence_barrier_init();
     }
     __device__ __forceinline__ void init_others() const {
 #pragma unroll
-      for (int stage = kEarly; stage < kMostStages; ++stage) gemm::init_barrier(full + stage * 8, 1);
+      for (int stage = kEarly; stage < kMostStages; ++stage) gemm::mbarrier_init(full + stage * 8, 1);
 #pragma unroll
-      for (int stage = 0; stage < kMostStages; ++stage) gemm::init_barrier(empty + stage * 8, kReaders);
+      for (int stage = 0; stage < kMostStages; ++stage) gemm::mbarrier_init(empty + stage * 8, kProducerWarps);
       cutlass::arch::fence_barrier_init();
     }
   };
 
   // Where a block's share of a tile begins. Tiles of the same rows are neighbours and find each other's weights in L2.
   struct Place {
-    int first_token, first_slab;
+    int first_token, first_panel;
     int first_step, steps;
 
     __device__ __forceinline__ Place(TileParams const& params, int tile) {
       // A division takes as long as the rest of a block's start; few tokens are one tile.
       int const high = params.token_tiles == 1 ? tile : tile / params.token_tiles, rank = blockIdx.y;
       first_token = (tile - high * params.token_tiles) * kTokens;
-      first_slab = high * kSlabs;
+      first_panel = high * kPanels;
       first_step = rank * params.steps + min(rank, params.longer);
       steps = params.steps + (rank < params.longer);
     }
@@ -134,57 +134,58 @@ struct TileCopies {
           is_last(place.first_token + kTokens > params.tokens),
           tokens(params, params.maps.tokens[is_last], place.first_token, place.first_step) {}
 
-    __device__ __forceinline__ void ask_for_tokens(SharedAddress stage, SharedAddress barrier) {
+    __device__ __forceinline__ void issue_tokens(SharedAddress stage, SharedAddress barrier) {
 #pragma unroll
       for (int column = 0; column < kPadding; column += kColumns) {
-        tokens.ask(stage + params.stage.tokens_at + tokens_at(kTokens, column), barrier);
+        tokens.issue(stage + params.stage.tokens_at + tokens_at(kTokens, column), barrier);
       }
     }
 
-    __device__ __forceinline__ void ask_for_weights(SharedAddress stage, SharedAddress barrier, int bytes, int step,
-                                                    bool has_zeros) const {
-      gemm::expect_bytes(barrier, bytes);
-      gemm::copy_box(stage, params.maps.weights, step * kStepWords, place.first_slab, barrier);
+    __device__ __forceinline__ void issue_weights(SharedAddress stage, SharedAddress barrier, int bytes, int step,
+                                                  bool has_zeros) const {
+      gemm::mbarrier_expect_tx(barrier, bytes);
+      gemm::tma_load(stage, params.maps.weights, step * kStepWords, place.first_panel, barrier);
       int const group = step * kGroups >> params.group_shift;
-      gemm::copy_box(stage + params.stage.scales_at, params.maps.scales, group * kSlab * params.scale_bytes,
-                     place.first_slab, barrier);
+      gemm::tma_load(stage + params.stage.scales_at, params.maps.scales, group * kPanelRows * params.scale_bytes,
+                     place.first_panel, barrier);
       if (has_zeros) {
-        gemm::copy_box(stage + params.stage.zeros_at, params.maps.zeros, group * kSlab, place.first_slab, barrier);
+        gemm::tma_load(stage + params.stage.zeros_at, params.maps.zeros, group * kPanelRows, place.first_panel,
+                       barrier);
       }
     }
 
     // A block's first steps: weights before the previous kernel has finished, tokens after. Few steps, as tokens wait
     // until TMA has been through with the weights.
     __device__ __forceinline__ int early() const { return min(place.steps, params.early); }
-    __device__ __forceinline__ void ask_for_early_weights(SharedAddress stages, Shared const& shared) const {
+    __device__ __forceinline__ void issue_early_weights(SharedAddress stages, Shared const& shared) const {
       int const bytes = params.loaded_bytes[is_last];
 #pragma unroll
       for (int step = 0; step < kEarly; ++step) {
         if (step >= early()) break;
-        ask_for_weights(stages + step * params.stage.bytes, shared.full + step * 8, bytes, place.first_step + step,
-                        params.zero_bytes > 0);
+        issue_weights(stages + step * params.stage.bytes, shared.full + step * 8, bytes, place.first_step + step,
+                      params.zero_bytes > 0);
       }
     }
-    __device__ __forceinline__ void ask_for_early_tokens(SharedAddress stages, Shared const& shared) {
+    __device__ __forceinline__ void issue_early_tokens(SharedAddress stages, Shared const& shared) {
 #pragma unroll 1
       for (int step = 0; step < early(); ++step) {
-        ask_for_tokens(stages + step * params.stage.bytes, shared.full + step * 8);
+        issue_tokens(stages + step * params.stage.bytes, shared.full + step * 8);
       }
     }
 
     template <bool kHasZeros>
-    __device__ __forceinline__ void ask_for_all(SharedAddress stages, Shared const& shared, RingPlace& ring,
-                                                int from = 0) {
+    __device__ __forceinline__ void issue_all(SharedAddress stages, Shared const& shared, DecodePlace& ring,
+                                              int from = 0) {
       int const bytes = params.loaded_bytes[is_last];
       // Or they are made anew in each turn.
-      SharedAddress const first_stage = kept(stages), first_full = kept(shared.full);
+      SharedAddress const first_stage = in_register(stages), first_full = in_register(shared.full);
 #pragma unroll 1
       for (int step = place.first_step + from, end = place.first_step + place.steps; step < end; ++step) {
         SharedAddress const full = first_full + ring.at * 8, stage = first_stage + ring.at * params.stage.bytes;
-        gemm::wait_for_barrier(full + kMostStages * 8, ring.phase);
+        gemm::mbarrier_wait(full + kMostStages * 8, ring.phase);
         // Or each of the step's multiples has a register of its own, more than a copying thread is left.
-        ask_for_weights(stage, full, bytes, kept(step), kHasZeros);
-        ask_for_tokens(stage, full);
+        issue_weights(stage, full, bytes, in_register(step), kHasZeros);
+        issue_tokens(stage, full);
         ring.advance(params.stages);
       }
     }

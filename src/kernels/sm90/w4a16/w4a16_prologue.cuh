@@ -15,38 +15,38 @@ namespace epiloq::ops::weight_only_mm {
 template <class C, bool kHasZeros>
 __device__ __forceinline__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared,
                                            SharedAddress stages, typename C::Copies& first) {
-  wait_for_previous_kernel();
-  first.ask_for_early_tokens(stages, shared);
-  RingPlace ring{0, 1};  // the first wait for each stage passes
+  pdl_wait();
+  first.issue_early_tokens(stages, shared);
+  DecodePlace ring{0, 1};  // the first wait for each stage passes
   ring.advance(params.stages, first.early());
-  first.template ask_for_all<kHasZeros>(stages, shared, ring, first.early());
+  first.template issue_all<kHasZeros>(stages, shared, ring, first.early());
   if constexpr (!C::kTakesMore) return;
 #pragma unroll 1
   for (int tile = blockIdx.x + gridDim.x; tile < params.tiles; tile += gridDim.x) {
-    typename C::Copies(params, tile).template ask_for_all<kHasZeros>(stages, shared, ring);
+    typename C::Copies(params, tile).template issue_all<kHasZeros>(stages, shared, ring);
   }
 }
 
 template <class C>
 __device__ __forceinline__ void wait_for_math_warps() {
-  asm volatile("bar.sync 1, %0;" ::"n"(C::kMathThreads) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(C::kConsumerThreads) : "memory");
 }
 
 // That the barriers are there the first copying warp says, which goes on, and the warps that multiply wait for.
 template <class C>
 __device__ __forceinline__ void say_started() {
-  asm volatile("bar.arrive 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
+  asm volatile("bar.arrive 0, %0;" ::"n"(C::kConsumerThreads + 32) : "memory");
 }
 template <class C>
 __device__ __forceinline__ void wait_for_start() {
-  asm volatile("bar.sync 0, %0;" ::"n"(C::kMathThreads + 32) : "memory");
+  asm volatile("bar.sync 0, %0;" ::"n"(C::kConsumerThreads + 32) : "memory");
 }
 
 // What waits behind the start of a block's copies, where there is one: the next kernel, and registers.
 template <class C>
-__device__ __forceinline__ void have_started(bool is_shared) {
-  if (!C::kLendsRing && is_shared) say_ready();
-  let_next_kernel_start();
+__device__ __forceinline__ void have_started(bool is_split) {
+  if (!C::kLendsRing && is_split) cluster_arrive();
+  pdl_trigger();
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
 }
 
@@ -56,20 +56,20 @@ __device__ __forceinline__ void have_started(bool is_shared) {
 template <class C>
 __device__ __forceinline__ void start_and_copy(typename C::Params const& params, typename C::Shared const& shared,
                                                SharedAddress stages, int warp) {
-  bool const is_shared = gridDim.y > 1, is_elected = gemm::is_elected();
+  bool const is_split = gridDim.y > 1, elect_one = gemm::elect_one();
   typename C::Copies first(params, blockIdx.x);
   if (warp == 0) {
-    if (is_elected) {
+    if (elect_one) {
       shared.init_early();
-      first.ask_for_early_weights(stages, shared);
+      first.issue_early_weights(stages, shared);
       shared.init_others();
     }
     __syncwarp();
     say_started<C>();
   }
-  have_started<C>(is_shared);
+  have_started<C>(is_split);
   if (warp == 0) {
-    if (is_elected) {
+    if (elect_one) {
       // A branch within the loop would take registers of each step's addresses.
       if (params.zero_bytes > 0) {
         copy_tiles<C, true>(params, shared, stages, first);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
     }
   }
   __syncwarp();
-  if (!C::kLendsRing && is_shared) wait_for_ready();  // as the others do
+  if (!C::kLendsRing && is_split) cluster_wait();  // as the others do
 }
 
 }  // namespace epiloq::ops::weight_only_mm

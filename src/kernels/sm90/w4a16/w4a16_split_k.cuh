@@ -20,101 +20,102 @@ __device__ __forceinline__ int eights_of(typename C::Place const& place, int tok
 
 // First a block's ways, in the ring, which a block with a single tile no longer needs; then the blocks, behind it.
 template <class C>
-class WaysEnd {
+class KGroupsEpilogue {
  public:
-  using Math = WgmmaMath<C>;
-  using Sums = typename Math::Sums;
+  using Mainloop = WgmmaMainloop<C>;
+  using Sums = typename Mainloop::Sums;
   using Place = typename C::Place;
 
-  __device__ __forceinline__ WaysEnd(TileParams const& params, Math const& math, SharedAddress received,
-                                     SharedAddress stages)
+  __device__ __forceinline__ KGroupsEpilogue(TileParams const& params, Mainloop const& math, SharedAddress received,
+                                             SharedAddress stages)
       : p_(params.p),
         share_(blockIdx.y, gridDim.y, received, stages + params.exchange_at),
-        slab_(math.slab),
-        way_(uniform(threadIdx.x / C::kWayThreads)),
-        places_(stages + math.lane * PieceShare::kPartBytes + slab_ * kEights * kPlaces * PieceShare::kPieceBytes) {}
+        panel_(math.panel),
+        way_(warp_uniform(threadIdx.x / C::kKGroupThreads)),
+        places_(stages + math.lane * SubtileReduction::kPartBytes +
+                panel_ * kEights * kPlaces * SubtileReduction::kSubtileBytes) {}
 
   // Stores of the tile what the warp finishes.
   __device__ __forceinline__ void store(Sums const& sums, Place const& place) const {
     int const eights = eights_of<C>(place, p_.m);
-    Piece const first = Piece::of(first_piece(slab_, way_, eights, C::kWays), share_.split);
+    Subtile const first = Subtile::of(first_subtile(panel_, way_, eights, C::kKGroups), share_.split);
     float4 own[kOwn];
-    meet_ways(own, sums[0]);
+    sync_k_groups(own, sums[0]);
     distribute(own, eights, first);
     store_own(own, eights, first, place);
   }
 
  private:
-  static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kWays, kBarrier = 2;
+  static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kKGroups, kBarrier = 2;
   // Until others have come a warp's own sums stay in registers where they are few, unless six warpgroups leave none;
   // else they wait in the ring.
-  static constexpr bool kInRegisters = kOwn <= 2 && C::kMathTeams < 6;
-  static constexpr int kPlaces = C::kWays - 1;  // in the ring, of an eight
-  static_assert(C::kBlocks == 1 && kEights % C::kWays == 0 && kBarrier + C::kSlabs <= 16);
+  static constexpr bool kInRegisters = kOwn <= 2 && C::kConsumerTeams < 6;
+  static constexpr int kPlaces = C::kKGroups - 1;  // in the ring, of an eight
+  static_assert(C::kBlocks == 1 && kEights % C::kKGroups == 0 && kBarrier + C::kPanels <= 16);
 
   // Of the way that comes so many before the eight's own. The first such place has that one's own sums later.
   __device__ __forceinline__ SharedAddress place_of(int eight, int distance) const {
-    return places_ + (eight * kPlaces + distance - 1) * PieceShare::kPieceBytes;
+    return places_ + (eight * kPlaces + distance - 1) * SubtileReduction::kSubtileBytes;
   }
 
   // Of the n-th eight of a way.
-  static __device__ __forceinline__ float4 part_of(float const (&sums)[Math::kSums], int n, int way) {
+  static __device__ __forceinline__ float4 part_of(float const (&sums)[Mainloop::kSums], int n, int k_group) {
     float4 part;
 #pragma unroll
-    for (int other = 0; other < C::kWays; ++other) {
-      float const* const of = sums + (n * C::kWays + other) * 4;
-      if (other == 0 || other == way) part = {of[0], of[1], of[2], of[3]};
+    for (int other = 0; other < C::kKGroups; ++other) {
+      float const* const of = sums + (n * C::kKGroups + other) * 4;
+      if (other == 0 || other == k_group) part = {of[0], of[1], of[2], of[3]};
     }
     return part;
   }
 
   // The warp's own eights, of all ways.
-  __device__ __forceinline__ void meet_ways(float4 (&own)[kOwn], float const (&sums)[Math::kSums]) const {
+  __device__ __forceinline__ void sync_k_groups(float4 (&own)[kOwn], float const (&sums)[Mainloop::kSums]) const {
     wait_for_math_warps<C>();  // have read the ring
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
       own[n] = part_of(sums, n, way_);
 #pragma unroll
-      for (int distance = 1; distance < C::kWays; ++distance) {
-        int const way = (way_ + distance) % C::kWays;
-        gemm::store_shared_four(place_of(n * C::kWays + way, distance), part_of(sums, n, way));
+      for (int distance = 1; distance < C::kKGroups; ++distance) {
+        int const k_group = (way_ + distance) % C::kKGroups;
+        gemm::store_shared_four(place_of(n * C::kKGroups + k_group, distance), part_of(sums, n, k_group));
       }
     }
     // Those of all ways that have the same rows.
-    asm volatile("bar.sync %0, %1;" ::"r"(kBarrier + slab_), "n"(32 * C::kWays) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(kBarrier + panel_), "n"(32 * C::kKGroups) : "memory");
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
 #pragma unroll
-      for (int distance = 1; distance < C::kWays; ++distance) {
-        own[n] = own[n] + gemm::load_shared_four(place_of(n * C::kWays + way_, distance));
+      for (int distance = 1; distance < C::kKGroups; ++distance) {
+        own[n] = own[n] + gemm::load_shared_four(place_of(n * C::kKGroups + way_, distance));
       }
     }
   }
 
   // To the blocks that finish them.
-  __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int eights, Piece piece) const {
+  __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int eights, Subtile subtile) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      int const eight = n * C::kWays + way_;
+      int const eight = n * C::kKGroups + way_;
       if (eight >= eights) return;
-      if (share_.is_own(piece)) {
+      if (share_.is_own(subtile)) {
         if constexpr (!kInRegisters) gemm::store_shared_four(place_of(eight, 1), own[n]);
       } else {
-        share_.send_part(piece, own[n]);
+        share_.send_partial(subtile, own[n]);
       }
-      piece = piece.next(share_.split);
+      subtile = subtile.next(share_.split);
     }
   }
 
-  __device__ __forceinline__ void store_own(float4 const (&own)[kOwn], int eights, Piece piece,
+  __device__ __forceinline__ void store_own(float4 const (&own)[kOwn], int eights, Subtile subtile,
                                             Place const& place) const {
-    DirectRows<typename C::T> const rows(p_, (place.first_slab + slab_) * kSlab);
-    wait_for_sent(share_.barrier);
+    DirectRows<typename C::T> const rows(p_, (place.first_panel + panel_) * kPanelRows);
+    wait_dsmem_barrier(share_.barrier);
     constexpr int kCopies = kInRegisters ? kOwn : 1;
 #pragma unroll kCopies
-    for (int n = 0; n < kOwn; ++n, piece = piece.next(share_.split)) {
-      int const eight = n * C::kWays + way_;
-      if (eight >= eights || !share_.is_own(piece)) continue;
+    for (int n = 0; n < kOwn; ++n, subtile = subtile.next(share_.split)) {
+      int const eight = n * C::kKGroups + way_;
+      if (eight >= eights || !share_.is_own(subtile)) continue;
       float4 sum;
       if constexpr (kInRegisters) {
         sum = own[n];
@@ -122,15 +123,15 @@ class WaysEnd {
         sum = gemm::load_shared_four(place_of(eight, 1));
       }
 #pragma unroll 1
-      for (int distance = 1; distance < share_.split; ++distance) sum = sum + share_.received(piece, distance);
+      for (int distance = 1; distance < share_.split; ++distance) sum = sum + share_.received(subtile, distance);
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      rows.store(place.first_token + eight * 8, four, Math::F::kUnit);
+      rows.store(place.first_token + eight * 8, four, Mainloop::F::kUnit);
     }
   }
 
   Problem const& p_;
-  PieceShare share_;
-  int slab_, way_;
+  SubtileReduction share_;
+  int panel_, way_;
   SharedAddress places_;
 };
 
@@ -138,45 +139,46 @@ class WaysEnd {
 // lend one another theirs, which are nobody's any more once all have said so: what lay there was written by TMA and
 // read by wgmma, which were waited for, so that relaxed is enough.
 template <class C>
-class OneWayEnd {
+class SingleKGroupEpilogue {
  public:
-  using Math = WgmmaMath<C>;
+  using Mainloop = WgmmaMainloop<C>;
   using Place = typename C::Place;
 
-  __device__ __forceinline__ OneWayEnd(TileParams const& params, Math const& math, SharedAddress received,
-                                       SharedAddress stages)
+  __device__ __forceinline__ SingleKGroupEpilogue(TileParams const& params, Mainloop const& math,
+                                                  SharedAddress received, SharedAddress stages)
       : p_(params.p),
         rank_(blockIdx.y),
         split_(gridDim.y),
-        slab_(math.slab),
-        received_(kept(received)),
-        slots_(kept(stages + (C::kLendsRing ? 0 : params.exchange_at) + math.lane * PieceShare::kPartBytes)) {}
+        panel_(math.panel),
+        received_(in_register(received)),
+        slots_(in_register(stages + (C::kLendsRing ? 0 : params.exchange_at) +
+                           math.lane * SubtileReduction::kPartBytes)) {}
 
   // Stores of the tile what the warp finishes.
-  __device__ __forceinline__ void store(typename Math::Sums const& sums, Place const& place) const {
+  __device__ __forceinline__ void store(typename Mainloop::Sums const& sums, Place const& place) const {
     int const eights = eights_of<C>(place, p_.m);
     if constexpr (C::kLendsRing) {
-      say_ready();
-      wait_for_ready();
+      cluster_arrive();
+      cluster_wait();
     }
 #pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block) distribute(sums[block], eights, slab_of(block));
+    for (int block = 0; block < C::kBlocks; ++block) distribute(sums[block], eights, panel_of(block));
 #pragma unroll 1
-    for (int block = 0; block < C::kBlocks; ++block) store_own(eights, slab_of(block), place);
+    for (int block = 0; block < C::kBlocks; ++block) store_own(eights, panel_of(block), place);
   }
 
  private:
-  static constexpr int kPieceBytes = PieceShare::kPieceBytes;
+  static constexpr int kSubtileBytes = SubtileReduction::kSubtileBytes;
 
-  __device__ __forceinline__ int slab_of(int block) const { return slab_ + block * 4; }
+  __device__ __forceinline__ int panel_of(int block) const { return panel_ + block * 4; }
 
   // Of the n-th piece, whose owner has the sums of all blocks side by side: from the block `rank`.
   __device__ __forceinline__ SharedAddress slot(int number, int owner, int rank) const {
-    return slots_ + (number - owner + rank) * kPieceBytes;
+    return slots_ + (number - owner + rank) * kSubtileBytes;
   }
 
-  __device__ __forceinline__ void distribute(float const (&sums)[Math::kSums], int eights, int slab) const {
-    int const first = first_piece(slab, 0, eights, 1);
+  __device__ __forceinline__ void distribute(float const (&sums)[Mainloop::kSums], int eights, int panel) const {
+    int const first = first_subtile(panel, 0, eights, 1);
     int owner = first % split_;
 #pragma unroll
     for (int eight = 0; eight < C::kTokens / 8; ++eight) {
@@ -187,16 +189,16 @@ class OneWayEnd {
       if (owner == rank_) {
         gemm::store_shared_four(to, part);
       } else {
-        send(address_in_block(to, owner), part, address_in_block(received_, owner));
+        st_async(dsmem_address(to, owner), part, dsmem_address(received_, owner));
       }
       owner = owner + 1 == split_ ? 0 : owner + 1;
     }
   }
 
-  __device__ __forceinline__ void store_own(int eights, int slab, Place const& place) const {
-    DirectRows<typename C::T> const rows(p_, (place.first_slab + slab) * kSlab);
-    wait_for_sent(received_);
-    int const first = first_piece(slab, 0, eights, 1);
+  __device__ __forceinline__ void store_own(int eights, int panel, Place const& place) const {
+    DirectRows<typename C::T> const rows(p_, (place.first_panel + panel) * kPanelRows);
+    wait_dsmem_barrier(received_);
+    int const first = first_subtile(panel, 0, eights, 1);
 #pragma unroll 1
     for (int eight = (rank_ + split_ - first % split_) % split_; eight < eights; eight += split_) {
       float4 sum = gemm::load_shared_four(slot(first + eight, rank_, 0));
@@ -205,16 +207,16 @@ class OneWayEnd {
         sum = sum + gemm::load_shared_four(slot(first + eight, rank_, rank));
       }
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      rows.store(place.first_token + eight * 8, four, Math::F::kUnit);
+      rows.store(place.first_token + eight * 8, four, Mainloop::F::kUnit);
     }
   }
 
   Problem const& p_;
-  int rank_, split_, slab_;
+  int rank_, split_, panel_;
   SharedAddress received_, slots_;
 };
 
 template <class C>
-using ClusterEnd = std::conditional_t<C::kWays == 1, OneWayEnd<C>, WaysEnd<C>>;
+using ClusterEnd = std::conditional_t<C::kKGroups == 1, SingleKGroupEpilogue<C>, KGroupsEpilogue<C>>;
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -45,16 +45,16 @@ __device__ __forceinline__ void prefetch_maps(BlockwiseSm90Params const& params)
 
 template <class T>
 __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group) {
-  using Math = BlockwiseSm90Math<T>;
-  typename Math::Share const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
+  using Mainloop = BlockwiseSm90Mainloop<T>;
+  typename Mainloop::Share const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
   typename T::Share const share(params.p);
   BlockwiseSm90Store<T> const store(params, shared, group);
   typename T::Ring at;
-  if (T::kTakesTurns && group == 1) Math::pass_turn(group);
+  if (T::kPingpong && group == 1) Mainloop::signal_next_warpgroup(group);
   for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
-    float sums[Math::kSums] = {};
-    Math::sum(sums, of, at, share.steps(tile));
-    store.store(sums, typename T::Place(params.p, tile), share.is_shared(tile));
+    float sums[Mainloop::kSums] = {};
+    Mainloop::sum(sums, of, at, share.steps(tile));
+    store.store(sums, typename T::Place(params.p, tile), share.is_split(tile));
   }
   store.finish();
 }
@@ -63,14 +63,14 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
 // quantising kernel: it waited for whoever wrote them before it let this one start.
 template <class T>
 __device__ __forceinline__ void start(BlockwiseSm90Params const& params, typename T::Shared const& shared) {
-  if (is_elected()) {
+  if (elect_one()) {
     for (int stage = 0; stage < T::kStages; ++stage) {
-      init_barrier(shared.full + stage * 8, T::kFullArrivals);
-      init_barrier(shared.empty + stage * 8, T::kEmptyArrivals);
+      mbarrier_init(shared.full + stage * 8, T::kFullArrivals);
+      mbarrier_init(shared.empty + stage * 8, T::kEmptyArrivals);
     }
     cutlass::arch::fence_barrier_init();
     BlockwiseSm90Copies<T>::fill_early(params, BlockwiseSm90Copies<T>::weights(shared, params));
-    if (typename T::Share(params.p).has_shared()) BlockwiseSm90Exchange<T>::expect(shared);
+    if (typename T::Share(params.p).has_shared()) BlockwiseSm90SplitK<T>::expect(shared);
   }
   __syncwarp();
 }
@@ -79,16 +79,16 @@ template <class T>
 __device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, typename T::Shared const& shared,
                                             int warp) {
   using Copies = BlockwiseSm90Copies<T>;
-  if (warp == 0 && is_elected()) {
+  if (warp == 0 && elect_one()) {
     Copies::fill_others(shared, params, Copies::early(params), Copies::weights(shared, params));
-  } else if (warp == 1 && is_elected()) {
-    wait_for_previous_kernel();
+  } else if (warp == 1 && elect_one()) {
+    pdl_wait();
     Copies::fill_others(shared, params, 0, Copies::tokens(shared, params));
   }
   if (!typename T::Share(params.p).has_shared()) return;
   __syncwarp();
-  say_ready();  // where the others do
-  wait_for_ready();
+  cluster_arrive();  // where the others do
+  cluster_wait();
 }
 
 template <class T>
@@ -96,12 +96,13 @@ __global__ __launch_bounds__(T::kThreads,
                              1) void blockwise_sm90_kernel(__grid_constant__ BlockwiseSm90Params const params) {
   extern __shared__ unsigned char memory[];
   typename T::Shared const shared(memory);
-  int const group = uniform(threadIdx.x / T::kGroupThreads), warp = uniform(threadIdx.x % T::kGroupThreads / 32);
+  int const group = warp_uniform(threadIdx.x / T::kGroupThreads),
+            warp = warp_uniform(threadIdx.x % T::kGroupThreads / 32);
   bool const copies = group == T::kGroups;
   if (copies && warp == 0) start<T>(params, shared);
-  if (copies && warp == 1 && is_elected()) prefetch_maps(params);
+  if (copies && warp == 1 && elect_one()) prefetch_maps(params);
   __syncthreads();
-  let_next_kernel_start();
+  pdl_trigger();
   if (copies) {
     if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
     fill_stages<T>(params, shared, warp);
@@ -127,8 +128,8 @@ struct BlockwiseSm90Gemm {
         cache.get(cache_key(p.a, p.b, p.out), p, device, [&] { return BlockwiseSm90Copies<T>::params_of(p); });
     int const at_once = device_properties(device).sm_count / p.split, tiles = T::tiles(p);
     int const blocks = p.split > 1 && p.whole == 0 ? tiles : std::min(tiles, at_once);
-    cuda_check(launch_dependent_clusters(kernel, dim3(blocks, p.split), dim3(1, p.split), T::kThreads, T::kSharedBytes,
-                                         stream, params),
+    cuda_check(launch_pdl_clusters(kernel, dim3(blocks, p.split), dim3(1, p.split), T::kThreads, T::kSharedBytes,
+                                   stream, params),
                "launching epiloq.online_quant_mm");
   }
 };

@@ -15,7 +15,7 @@
 namespace epiloq::gemm {
 
 template <class T>
-struct BlockwiseSm90Math {
+struct BlockwiseSm90Mainloop {
   static constexpr int kSums = T::kTokens / 2;  // of a thread
   static constexpr int kScales = kSums / T::kScaleParts;
   static constexpr int kProducts = T::kStep / 32;
@@ -38,15 +38,16 @@ struct BlockwiseSm90Math {
     bool releases, has_offsets;
 
     __device__ Share(typename T::Shared const& shared, BlockwiseProblem const& p, int group_, int thread)
-        : full(uniform(shared.full)),
-          empty(uniform(shared.empty)),
-          of_row(kept(shared.weight_parameters + (group_ * T::kGroupRows + thread / 32 * 16 + thread % 32 / 4) * 4)),
-          packed(kept(shared.weights + (group_ * T::kGroupRows + thread / 32 * 16 + thread % 8) * T::kRowBytes +
-                      ((thread % 32 / 8 ^ thread % 8 / 2) << 4))),
-          weights(uniform(swizzled_address(shared.weights + group_ * T::kGroupRows * T::kStep))),
-          values(uniform(swizzled_address(shared.values))),
-          parts(uniform(swizzled_address(shared.parts))),
-          taken(kept(thread % 4 >= 2 ? kTf32Bits : 0)),
+        : full(warp_uniform(shared.full)),
+          empty(warp_uniform(shared.empty)),
+          of_row(in_register(shared.weight_parameters +
+                             (group_ * T::kGroupRows + thread / 32 * 16 + thread % 32 / 4) * 4)),
+          packed(in_register(shared.weights + (group_ * T::kGroupRows + thread / 32 * 16 + thread % 8) * T::kRowBytes +
+                             ((thread % 32 / 8 ^ thread % 8 / 2) << 4))),
+          weights(warp_uniform(swizzled_address(shared.weights + group_ * T::kGroupRows * T::kStep))),
+          values(warp_uniform(swizzled_address(shared.values))),
+          parts(warp_uniform(swizzled_address(shared.parts))),
+          taken(in_register(thread % 4 >= 2 ? kTf32Bits : 0)),
           group(group_),
           releases(thread % 32 == 0),
           has_offsets(p.kinds == T::kKinds) {}
@@ -60,7 +61,7 @@ struct BlockwiseSm90Math {
   };
   template <bool kAdds>
   static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at) {
-    wait_for_barrier(of.full + at.stage * 8, at.phase);
+    mbarrier_wait(of.full + at.stage * 8, at.phase);
     SharedAddress const row = of.of_row + at.stage * T::kWeightParameters;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -76,7 +77,7 @@ struct BlockwiseSm90Math {
     if constexpr (T::kBits == 4) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        load_matrices(rows.packed[h], of.packed + at.stage * T::kWeights + h * 8 * T::kRowBytes);
+        ldmatrix_x4(rows.packed[h], of.packed + at.stage * T::kWeights + h * 8 * T::kRowBytes);
       }
     }
   }
@@ -104,7 +105,7 @@ struct BlockwiseSm90Math {
     std::uint32_t weights[kProducts][4];
 
     // Scales have four columns; kept: zeros would be written anew for every block.
-    __device__ Factors() { scales[2] = kept(0), scales[3] = kept(0); }
+    __device__ Factors() { scales[2] = in_register(0), scales[3] = in_register(0); }
   };
   // Tensor cores leave out what tf32 has not, so that a parameter is its own high part, and what that leaves of it the
   // low one: 2^-21 of it is lost at most.
@@ -170,7 +171,7 @@ struct BlockwiseSm90Math {
     auto const values = of.values + at.stage * (T::kValues >> 4);
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
     fence(block.products, block.scales, sums);
-    if constexpr (T::kTakesTurns) wait_for_turn(of.group);
+    if constexpr (T::kPingpong) wait_for_turn(of.group);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
@@ -179,8 +180,8 @@ struct BlockwiseSm90Math {
       if constexpr (T::kBits == 4) {
         multiply<Integers4>(factors.weights[i], tokens, block.products, i > 0);
       } else {
-        multiply_once<Integers8>(descriptor_of(weights + i * kDepth), tokens, block.products, i > 0,
-                                 std::make_index_sequence<kSums>{});
+        wgmma_fma<Integers8>(descriptor_of(weights + i * kDepth), tokens, block.products, i > 0,
+                             std::make_index_sequence<kSums>{});
       }
     }
     begin_scales(block, factors, parts, 0);
@@ -190,7 +191,7 @@ struct BlockwiseSm90Math {
       multiply<Outer<T::kTokens>>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true);
       cute::warpgroup_commit_batch();
     }
-    if constexpr (T::kTakesTurns) pass_turn(of.group);
+    if constexpr (T::kPingpong) signal_next_warpgroup(of.group);
   }
 
   // Waits for what was begun and adds up, but for the last part.
@@ -211,7 +212,7 @@ struct BlockwiseSm90Math {
   }
   static __device__ __forceinline__ void release(Share const& of, Ring const& at) {
     __syncwarp();
-    if (of.releases) arrive_at_barrier(of.empty + at.stage * 8);
+    if (of.releases) mbarrier_arrive(of.empty + at.stage * 8);
   }
   static __device__ __forceinline__ void add_up(float (&sums)[kSums], Block const& block, int part) {
 #pragma unroll
@@ -265,7 +266,7 @@ struct BlockwiseSm90Math {
   static __device__ __forceinline__ void wait_for_turn(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(kFirstTurn + group), "n"(kBoth) : "memory");
   }
-  static __device__ __forceinline__ void pass_turn(int group) {
+  static __device__ __forceinline__ void signal_next_warpgroup(int group) {
     asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group), "n"(kBoth) : "memory");
   }
 

@@ -51,7 +51,7 @@ struct BlockwiseSm90Copies {
   struct Steps {
     int first, count;
     __device__ Steps(BlockwiseSm90Params const& params, Share const& share, int tile) : first(0), count(share.all) {
-      if (!share.is_shared(tile)) return;
+      if (!share.is_split(tile)) return;
       first = params.first_steps[blockIdx.y], count = params.first_steps[blockIdx.y + 1] - first;
     }
   };
@@ -86,7 +86,7 @@ struct BlockwiseSm90Copies {
       Steps const steps(params, share, tile);
 #pragma unroll 1
       for (int i = filled; i < steps.count; ++i) {
-        wait_for_barrier(shared.empty + at.stage * 8, at.phase ^ 1);
+        mbarrier_wait(shared.empty + at.stage * 8, at.phase ^ 1);
         fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
         at.advance();
       }
@@ -100,13 +100,13 @@ struct BlockwiseSm90Copies {
     return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
       bool const is_last = place.first_n + T::kRows > params.p.n;
-      expect_bytes(full, params.weights.boxes[is_last] * T::kRowBytes + parameters.lines() * T::kRows * 4);
-      copy_box(shared.weights + at.stage * T::kWeights, params.weights.maps[is_last], step * T::kRowBytes,
+      mbarrier_expect_tx(full, params.weights.boxes[is_last] * T::kRowBytes + parameters.lines() * T::kRows * 4);
+      tma_load(shared.weights + at.stage * T::kWeights, params.weights.maps[is_last], step * T::kRowBytes,
                place.first_n, full);
       SharedAddress const to = shared.weight_parameters + at.stage * T::kWeightParameters;
 #pragma unroll 1
       for (int line = 0; line < parameters.lines(); ++line) {
-        copy_box(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
+        tma_load(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
                  step * params.p.kinds + parameters.source(line, params.p.kinds, params.p.k), full);
       }
     };
@@ -117,15 +117,15 @@ struct BlockwiseSm90Copies {
       SharedAddress const full = shared.full + at.stage * 8;
       int const part_bytes = min(T::kTokens, p.padded_m - place.first_m) * 16;
       bool const is_last = place.first_m + T::kTokens > p.m;
-      expect_bytes(full, params.values.boxes[is_last] * T::kStep + parameters.lines() * part_bytes);
-      copy_box(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, place.first_m,
+      mbarrier_expect_tx(full, params.values.boxes[is_last] * T::kStep + parameters.lines() * part_bytes);
+      tma_load(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, place.first_m,
                full);
       SharedAddress const to = shared.parts + at.stage * T::kTokenParts;
       auto const* const from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m;
 #pragma unroll 1
       for (int line = 0; line < parameters.lines(); ++line) {
         auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds, 1);
-        copy_bytes(to + line * T::kPlane, from + source * p.padded_m, part_bytes, full);
+        bulk_load(to + line * T::kPlane, from + source * p.padded_m, part_bytes, full);
       }
     };
   }

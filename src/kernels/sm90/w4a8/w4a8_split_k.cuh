@@ -15,17 +15,17 @@ namespace epiloq::gemm {
 // does once waits for its instructions, so that few count more than fast ones: only what needs to name registers is
 // unrolled. With the rest unrolled, too, 64 tokens by three blocks took 1.2 us to send nothing (online-quant-few.json).
 template <class T>
-class BlockwiseSm90Exchange {
+class BlockwiseSm90SplitK {
  public:
   using Sums = float[T::kTokens / 2];
 
   // By one thread, before the block says that it has begun.
   static __device__ void expect(typename T::Shared const& shared) {
-    expect_sent(shared.received, pieces().own_of(T::kEights) * (split() - 1) * T::kVectors);
+    init_dsmem_barrier(shared.received, subtiles().own_of(T::kEights) * (split() - 1) * T::kVectors);
   }
 
   // `warp` of those of all rows.
-  __device__ BlockwiseSm90Exchange(BlockwiseProblem const& p, typename T::Shared const& shared, int warp, int lane)
+  __device__ BlockwiseSm90SplitK(BlockwiseProblem const& p, typename T::Shared const& shared, int warp, int lane)
       : p_(p),
         received_(shared.received),
         slots_(shared.weights + (warp * 32 + lane) * 16),
@@ -35,10 +35,10 @@ class BlockwiseSm90Exchange {
   // The ring is nobody's any more once all blocks have said so: what lay there was written by TMA and read by wgmma,
   // which were waited for, so that relaxed is enough.
   __device__ __forceinline__ void store(Sums const& sums, typename T::Place const& place) const {
-    say_ready();
-    wait_for_ready();
+    cluster_arrive();
+    cluster_wait();
     distribute(sums);
-    wait_for_sent(received_);
+    wait_dsmem_barrier(received_);
     switch (p_.dtype) {
       case DType::kFloat16:
         return store_own<__half>(place);
@@ -53,27 +53,27 @@ class BlockwiseSm90Exchange {
   static __device__ __forceinline__ int split() { return gridDim.y; }
   static __device__ __forceinline__ int rank() { return blockIdx.y; }
 
-  static __device__ __forceinline__ Pieces pieces() { return {rank(), split()}; }
+  static __device__ __forceinline__ SubtileOwnership subtiles() { return {rank(), split()}; }
 
   // Of the block's eight whose turn it is, from the block so many places after it.
-  __device__ __forceinline__ SharedAddress slot(int turn, int distance) const {
-    return slots_ + (turn * split() + distance) * T::kVectors;
+  __device__ __forceinline__ SharedAddress slot(int ordinal, int distance) const {
+    return slots_ + (ordinal * split() + distance) * T::kVectors;
   }
 
   __device__ __forceinline__ void distribute(Sums const& sums) const {
-    Piece piece{0, 0};
+    Subtile subtile{0, 0};
 #pragma unroll
     for (int eight = 0; eight < T::kEights; ++eight) {
       float const* const of = sums + 4 * eight;
       float4 const four{of[0], of[1], of[2], of[3]};
-      int const distance = pieces().distance_to(piece);
-      SharedAddress const to = slot(piece.turn, distance);
+      int const distance = subtiles().distance_to(subtile);
+      SharedAddress const to = slot(subtile.ordinal, distance);
       if (distance == 0) {
         store_shared_four(to, four);
       } else {
-        send(address_in_block(to, piece.owner), four, address_in_block(received_, piece.owner));
+        st_async(dsmem_address(to, subtile.owner), four, dsmem_address(received_, subtile.owner));
       }
-      piece = piece.next(split());
+      subtile = subtile.next(split());
     }
   }
 
@@ -83,14 +83,14 @@ class BlockwiseSm90Exchange {
     auto const* const bias = static_cast<Out const*>(p_.bias);
     auto const bias_of = [&](int row) { return bias != nullptr && row < p_.n ? static_cast<float>(bias[row]) : 0.f; };
     float const biases[2] = {bias_of(n), bias_of(n + 8)};
-    int turn = 0;
+    int ordinal = 0;
 #pragma unroll 1
-    for (int eight = rank(); eight < T::kEights; eight += split(), ++turn) {
+    for (int eight = rank(); eight < T::kEights; eight += split(), ++ordinal) {
       float sums[4] = {};
 #pragma unroll 1
       for (int distance = 0; distance < split(); ++distance) {
         std::uint32_t bits[4];
-        load_shared(bits, slot(turn, distance));
+        load_shared(bits, slot(ordinal, distance));
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] += __uint_as_float(bits[i]);
       }

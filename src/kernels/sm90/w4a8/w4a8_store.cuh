@@ -22,11 +22,11 @@ class BlockwiseSm90Store {
         shared_(shared),
         slots_(shared_address(shared.slots + group * T::kGroupSlots)),
         group_(group),
-        warp_(uniform(threadIdx.x / 32 % 4)),
+        warp_(warp_uniform(threadIdx.x / 32 % 4)),
         lane_(threadIdx.x % 32) {}
 
-  __device__ void store(Sums const& sums, Place const& place, bool is_shared) const {
-    if (is_shared) return BlockwiseSm90Exchange<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
+  __device__ void store(Sums const& sums, Place const& place, bool is_split) const {
+    if (is_split) return BlockwiseSm90SplitK<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
     if (!params_.stores_boxes) return store_rows(sums, place);
     if (params_.p.dtype == DType::kFloat16) {
       store_boxes<__half>(sums, place);
@@ -37,7 +37,7 @@ class BlockwiseSm90Store {
 
   // Before the block ends, and its shared memory with it.
   __device__ void finish() const {
-    if (params_.stores_boxes && is_sender()) wait_for_stores<0>();
+    if (params_.stores_boxes && is_sender()) tma_store_wait<0>();
   }
 
  private:
@@ -73,14 +73,14 @@ class BlockwiseSm90Store {
         unsigned words[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) words[w] = finished<Out>(eight[2 * w], eight[2 * w + 1], bias[w % 2]);
-        store_transposed(slot + i / 8 * 16 * T::kLine, words);
+        stmatrix_x4_trans(slot + i / 8 * 16 * T::kLine, words);
       }
-      fence_stored();
+      fence_proxy_async();
       wait_for_group();
       if (is_sender()) {
-        store_box(params_.output, first_row * static_cast<int>(sizeof(Out)), place.first_m + chunk * T::kChunk,
+        tma_store(params_.output, first_row * static_cast<int>(sizeof(Out)), place.first_m + chunk * T::kChunk,
                   slots_ + chunk % T::kSlots * T::kSlotBytes);
-        commit_stores();
+        tma_store_commit();
       }
     }
   }
@@ -88,9 +88,9 @@ class BlockwiseSm90Store {
   // Chunks take turns with the slots, but a tile begins with the first one, wherever the tile before it ended.
   static __device__ __forceinline__ void wait_for_slot(int chunk) {
     if (chunk == 0) {
-      wait_for_stores<0>();
+      tma_store_wait<0>();
     } else {
-      wait_for_stores<T::kSlots - 1>();
+      tma_store_wait<T::kSlots - 1>();
     }
   }
 

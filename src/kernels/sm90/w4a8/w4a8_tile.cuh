@@ -14,7 +14,7 @@ namespace epiloq::gemm {
 
 // A place in the ring of stages.
 template <int kStages>
-struct BlockwiseRing {
+struct BlockwisePipeline {
   int stage = 0;
   std::uint32_t phase = 0;
   __device__ void advance() {
@@ -35,8 +35,8 @@ struct BlockwiseSm90Tile {
 
   // With sums of more than 64 tokens a thread wants more than the registers that 384 threads begin with, which are
   // shared out anew: asked for more than those, a block waits for ever. With fewer, neither that nor turns (see
-  // BlockwiseSm90Math) are worth their time: 0 to 7 % of 64 tokens (online-quant-few.json).
-  static constexpr bool kIsNarrow = kTokens <= 64, kSharesRegisters = !kIsNarrow, kTakesTurns = !kIsNarrow;
+  // BlockwiseSm90Mainloop) are worth their time: 0 to 7 % of 64 tokens (online-quant-few.json).
+  static constexpr bool kIsNarrow = kTokens <= 64, kSharesRegisters = !kIsNarrow, kPingpong = !kIsNarrow;
   static constexpr int kCopyWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kCopyWarps * 32;
   static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 168;
   static_assert(!kSharesRegisters ||
@@ -65,12 +65,12 @@ struct BlockwiseSm90Tile {
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 3);
   static constexpr int kEarlySteps = 2;  // whose weights are asked for before all else
-  using Ring = BlockwiseRing<kStages>;
+  using Ring = BlockwisePipeline<kStages>;
 
   // Where blocks of a cluster share K, sums of a block's eights of the tokens, a vector a lane, take the ring's place:
   // those of all blocks, of as many eights as any block finishes.
-  static constexpr int kEights = kTokens / 8, kMathWarps = kGroups * kGroupThreads / 32;
-  static constexpr int kVectors = kMathWarps * 32 * 16;  // bytes
+  static constexpr int kEights = kTokens / 8, kConsumerWarps = kGroups * kGroupThreads / 32;
+  static constexpr int kVectors = kConsumerWarps * 32 * 16;  // bytes
   static_assert((kEights + kMaxCluster - 1) * kVectors <= kStages * (kWeights + kValues));
 
   // Addresses of the first stage's parts, of which the others' follow.
@@ -131,15 +131,15 @@ struct BlockwiseSm90Tile {
           shared(whole + blockIdx.x),
           all(p.k / kStep) {}
     __device__ bool has_shared() const { return shared < tiles; }
-    __device__ bool is_shared(int tile) const { return tile >= whole; }
+    __device__ bool is_split(int tile) const { return tile >= whole; }
     // While it is below `tiles`.
     __device__ int first() const { return whole_or_shared(blockIdx.x * gridDim.y + blockIdx.y); }
     __device__ int after(int tile) const {
-      return is_shared(tile) ? tiles : whole_or_shared(tile + gridDim.x * gridDim.y);
+      return is_split(tile) ? tiles : whole_or_shared(tile + gridDim.x * gridDim.y);
     }
-    __device__ int first_step(int tile) const { return is_shared(tile) ? blockIdx.y * all / gridDim.y : 0; }
+    __device__ int first_step(int tile) const { return is_split(tile) ? blockIdx.y * all / gridDim.y : 0; }
     __device__ int steps(int tile) const {
-      return is_shared(tile) ? (blockIdx.y + 1) * all / gridDim.y - first_step(tile) : all;
+      return is_split(tile) ? (blockIdx.y + 1) * all / gridDim.y - first_step(tile) : all;
     }
 
    private:

@@ -4,13 +4,13 @@
 
 namespace epiloq {
 
-inline void say_ready() { emulated::arrive_at_cluster(); }
-inline void wait_for_ready() { emulated::wait_for_cluster(); }
-inline SharedAddress address_in_block(SharedAddress here, int rank) { return emulated::address_in_block(here, rank); }
+inline void cluster_arrive() { emulated::arrive_at_cluster(); }
+inline void cluster_wait() { emulated::cluster_sync(); }
+inline SharedAddress dsmem_address(SharedAddress here, int rank) { return emulated::dsmem_address(here, rank); }
 template <class T>
-void send(SharedAddress to, T const& value, SharedAddress barrier) {
-  emulated::send(to, &value, sizeof value, barrier);
+void st_async(SharedAddress to, T const& value, SharedAddress barrier) {
+  emulated::st_async(to, &value, sizeof value, barrier);
 }
-inline void wait_for_sent(SharedAddress barrier) { emulated::wait_for_barrier(barrier, 0); }
+inline void wait_dsmem_barrier(SharedAddress barrier) { emulated::mbarrier_wait(barrier, 0); }
 
 }  // namespace epiloq

@@ -7,10 +7,10 @@ namespace epiloq {
 using SharedAddress = emulated::Address;
 inline SharedAddress shared_address(void const* pointer) { return emulated::address_of(pointer); }
 
-inline void copy4(SharedAddress to, void const* from) { emulated::copy_small(to, from, 4); }
-inline void commit_copies() { emulated::commit_small_copies(); }
+inline void cp_async4(SharedAddress to, void const* from) { emulated::copy_small(to, from, 4); }
+inline void cp_async_commit() { emulated::commit_small_copies(); }
 template <int kPending>
-void wait_for_copies() {
+void cp_async_wait() {
   emulated::wait_for_small_copies(kPending);
 }
 

@@ -8,29 +8,29 @@
 
 namespace epiloq::gemm {
 
-inline void wait_for_barrier(SharedAddress barrier, std::uint32_t phase) { emulated::wait_for_barrier(barrier, phase); }
-inline void arrive_at_barrier(SharedAddress barrier) { emulated::arrive_at_barrier(barrier); }
-inline void arrive_at_barrier_of_cluster(SharedAddress barrier) { emulated::arrive_at_distant_barrier(barrier); }
-inline void arrive_after_copies(SharedAddress barrier) { emulated::arrive_after_small_copies(barrier); }
-inline void expect_bytes(SharedAddress barrier, int bytes) { emulated::expect_bytes(barrier, bytes); }
-inline bool is_elected() { return cute::elect_one_sync(); }
+inline void mbarrier_wait(SharedAddress barrier, std::uint32_t phase) { emulated::mbarrier_wait(barrier, phase); }
+inline void mbarrier_arrive(SharedAddress barrier) { emulated::mbarrier_arrive(barrier); }
+inline void mbarrier_arrive_cluster(SharedAddress barrier) { emulated::arrive_at_distant_barrier(barrier); }
+inline void mbarrier_arrive_cp_async(SharedAddress barrier) { emulated::arrive_after_small_copies(barrier); }
+inline void mbarrier_expect_tx(SharedAddress barrier, int bytes) { emulated::mbarrier_expect_tx(barrier, bytes); }
+inline bool elect_one() { return cute::elect_one_sync(); }
 
-inline void copy_box(SharedAddress to, CUtensorMap const& map, int column, int row, SharedAddress barrier) {
+inline void tma_load(SharedAddress to, CUtensorMap const& map, int column, int row, SharedAddress barrier) {
   emulated::load_box(to, map, column, row, barrier);
 }
-inline void copy_box_to_both(SharedAddress to, CUtensorMap const& map, int column, int row, SharedAddress barrier) {
+inline void tma_load_multicast(SharedAddress to, CUtensorMap const& map, int column, int row, SharedAddress barrier) {
   emulated::load_box(to, map, column, row, barrier, 3);
 }
-inline void prefetch_box(CUtensorMap const&, int, int) {}
+inline void tma_prefetch(CUtensorMap const&, int, int) {}
 
-inline void fence_stored() {}
-inline void store_box(CUtensorMap const& map, int column, int row, SharedAddress from) {
-  emulated::store_box(map, column, row, from);
+inline void fence_proxy_async() {}
+inline void tma_store(CUtensorMap const& map, int column, int row, SharedAddress from) {
+  emulated::tma_store(map, column, row, from);
 }
-inline void commit_stores() { emulated::commit_stores(); }
+inline void tma_store_commit() { emulated::tma_store_commit(); }
 template <int kPending>
-void wait_for_stores() {
-  emulated::wait_for_stores(kPending);
+void tma_store_wait() {
+  emulated::tma_store_wait(kPending);
 }
 
 }  // namespace epiloq::gemm

@@ -15,8 +15,8 @@ inline std::uint64_t descriptor_of(std::uint32_t address) {
 }
 
 template <class Instruction, class Sum, std::size_t... kIndices>
-void multiply_once(std::uint64_t a, std::uint64_t b, Sum (&sums)[sizeof...(kIndices)], bool add,
-                   std::index_sequence<kIndices...>) {
+void wgmma_fma(std::uint64_t a, std::uint64_t b, Sum (&sums)[sizeof...(kIndices)], bool add,
+               std::index_sequence<kIndices...>) {
   static_assert(Instruction::kColumns == 2 * sizeof...(kIndices) && sizeof(Sum) == 4);
   emulated::multiply(Instruction::kElement, a, b, sums, Instruction::kColumns, add);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Products on the CPU part by part: slabs of weight rows, which threads share, by all tokens.
+// Products on the CPU part by part: panels of weight rows, which threads share, by all tokens.
 
 #include <functional>
 #include <vector>
@@ -13,36 +13,36 @@ namespace epiloq {
 // Rows `row` to `row + count` of columns `column` to `column + columns`. Up to a multiple of kTogether may be read of a
 // row.
 template <class Sum>
-struct SlabSums {
+struct PanelSums {
   static constexpr int kMostColumns = 32, kTogether = 16;
   Sum const* values;
   int stride;
   int row, count, column, columns;
 };
 template <class Sum>
-using FinishSlab = std::function<void(SlabSums<Sum> const&)>;
+using FinishPanel = std::function<void(PanelSums<Sum> const&)>;
 
 // Tokens whose sums are there, up to a multiple of this: of what any kernel takes at a time.
 inline constexpr int kTokensUpTo = 16;
 
-// multiply(row, first token, count, sums [count, slab]) for each `slab` weight rows of `rows` by tokens, `at_once`
+// multiply(row, first token, count, sums [count, panel]) for each `panel` weight rows of `rows` by tokens, `at_once`
 // together, then finish(sums).
 template <class Sum, class Multiply>
-void by_slabs(std::int64_t tokens, std::int64_t rows, int slab, std::int64_t at_once, int threads,
-              FinishSlab<Sum> const& finish, Multiply const& multiply) {
+void by_panels(std::int64_t tokens, std::int64_t rows, int panel, std::int64_t at_once, int threads,
+               FinishPanel<Sum> const& finish, Multiply const& multiply) {
   constexpr int kOfLine = sizeof(Line) / sizeof(Sum);
   if (tokens == 0 || rows == 0) return;
-  std::int64_t const slabs = (rows + slab - 1) / slab;
+  std::int64_t const panels = (rows + panel - 1) / panel;
   at_once = std::min(at_once, tokens);
-  share(slabs * ((tokens + at_once - 1) / at_once), threads, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<Line> lines((at_once + kTokensUpTo - 1) / kTokensUpTo * kTokensUpTo * slab / kOfLine);
+  share(panels * ((tokens + at_once - 1) / at_once), threads, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<Line> lines((at_once + kTokensUpTo - 1) / kTokensUpTo * kTokensUpTo * panel / kOfLine);
     auto* const sums = reinterpret_cast<Sum*>(lines.data());
     for (std::int64_t i = begin; i < end; ++i) {
-      auto const row = static_cast<int>(i % slabs * slab), first = static_cast<int>(i / slabs * at_once);
+      auto const row = static_cast<int>(i % panels * panel), first = static_cast<int>(i / panels * at_once);
       auto const count = static_cast<int>(std::min(at_once, tokens - first));
       multiply(row, first, count, sums);
-      auto const columns = static_cast<int>(std::min<std::int64_t>(slab, rows - row));
-      finish({.values = sums, .stride = slab, .row = first, .count = count, .column = row, .columns = columns});
+      auto const columns = static_cast<int>(std::min<std::int64_t>(panel, rows - row));
+      finish({.values = sums, .stride = panel, .row = first, .count = count, .column = row, .columns = columns});
     }
   });
 }

@@ -15,7 +15,7 @@ inline constexpr int kUnit = 64;  // bytes of a row
 inline constexpr int kAhead = 512;
 
 template <class Bytes>
-struct ByteSlab {
+struct BytePanel {
   static constexpr int kLanes = Bytes::kLanes, kRows = Bytes::kRows, kParts = kRows / kLanes;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;

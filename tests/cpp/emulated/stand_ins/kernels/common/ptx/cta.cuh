@@ -5,11 +5,11 @@
 namespace epiloq {
 
 inline constexpr struct {
-  operator unsigned char*() const { return emulated::block_memory(); }
-} block_memory{};
+  operator unsigned char*() const { return emulated::dynamic_smem(); }
+} dynamic_smem{};
 
 template <int kBarrier, int kThreads>
-void wait_for_threads() {
+void named_barrier_sync() {
   emulated::wait_at_named_barrier(kBarrier, kThreads);
 }
 

@@ -9,11 +9,11 @@
 namespace epiloq::ops::weight_only_mm {
 
 template <int kRow, DType kX, int kBits, int kGroups>
-void launch_ring(Problem const& p, int split, int device, Stream stream) {
-  constexpr RingConfig kConfig = kRingRows[kRow];
-  using C =
-      Ring<CudaType<kX>, kBits, kGroups, kConfig.teams, kConfig.ways, kConfig.slabs, kConfig.tokens, kConfig.blocks>;
-  launch_matrix_tiles<C>(&ring_kernel<C>, kConfig, p, split, device, stream);
+void launch_decode(Problem const& p, int split, int device, Stream stream) {
+  constexpr DecodeConfig kConfig = kDecodeRows[kRow];
+  using C = Decode<CudaType<kX>, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.panels, kConfig.tokens,
+                   kConfig.blocks>;
+  launch_matrix_tiles<C>(&decode_kernel<C>, kConfig, p, split, device, stream);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

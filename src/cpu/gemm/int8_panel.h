@@ -1,15 +1,15 @@
 #pragma once
 
-// A slab of an int8 weight by int8 tokens: exact sums, modulo 2^32.
+// A panel of an int8 weight by int8 tokens: exact sums, modulo 2^32.
 
-#include "cpu/common/slab.h"
+#include "cpu/common/panel.h"
 
 namespace epiloq {
 
 // Columns that are brought into order at a time: they stay in the first cache.
 inline constexpr int kInt8Piece = 512;
 
-struct Int8SlabByTokens {
+struct Int8PanelByTokens {
   std::int8_t const* weight;
   std::int64_t stride;
   int rows;
@@ -21,30 +21,30 @@ struct Int8SlabByTokens {
 
 template <class Bytes>
 struct MultiplyInt8 {
-  using Slab = ByteSlab<Bytes>;
+  using Panel = BytePanel<Bytes>;
 
   template <int kCount>
-  [[gnu::always_inline]] static void add(typename Slab::Column const* words, std::int64_t count, std::int32_t const* x,
+  [[gnu::always_inline]] static void add(typename Panel::Column const* words, std::int64_t count, std::int32_t const* x,
                                          std::int64_t stride, std::int32_t* sums) {
-    typename Slab::Ints sum[kCount][Slab::kParts];
+    typename Panel::Ints sum[kCount][Panel::kParts];
     std::memcpy(sum, sums, sizeof(sum));
-    Slab::template multiply<kCount>(words, count, x, stride, sum);
+    Panel::template multiply<kCount>(words, count, x, stride, sum);
     std::memcpy(sums, sum, sizeof(sum));
   }
 
   // sums [m, kRows]: added to, products of the weight plus 128.
-  [[gnu::always_inline]] static void run(Int8SlabByTokens const& s, std::int32_t* sums) {
-    typename Slab::Rows const rows(s.weight, s.stride, s.rows);
-    if constexpr (Slab::kHasDot) {
-      if (s.m == 1) return Slab::dot(rows, s.k, s.x, sums);
+  [[gnu::always_inline]] static void run(Int8PanelByTokens const& s, std::int32_t* sums) {
+    typename Panel::Rows const rows(s.weight, s.stride, s.rows);
+    if constexpr (Panel::kHasDot) {
+      if (s.m == 1) return Panel::dot(rows, s.k, s.x, sums);
     }
-    typename Slab::Column words[kInt8Piece / 4];
+    typename Panel::Column words[kInt8Piece / 4];
     for (std::int64_t first = 0; first < s.k; first += kInt8Piece) {
       std::int64_t const columns = std::min<std::int64_t>(kInt8Piece, s.k - first);
-      Slab::order8(rows, first, columns, s.k, words);
-      Slab::by_tokens(s.m, [&]<int kCount>(int m) __attribute__((always_inline)) {
+      Panel::order8(rows, first, columns, s.k, words);
+      Panel::by_tokens(s.m, [&]<int kCount>(int m) __attribute__((always_inline)) {
         add<kCount>(words, (columns + 3) / 4, s.x + m * s.stride_x + first / 4 * Bytes::kWords, s.stride_x,
-                    sums + m * Slab::kRows);
+                    sums + m * Panel::kRows);
       });
     }
   }

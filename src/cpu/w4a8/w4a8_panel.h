@@ -1,8 +1,8 @@
 #pragma once
 
-// A slab of the weight by quantised tokens, block by block along K.
+// A panel of the weight by quantised tokens, block by block along K.
 
-#include "cpu/common/slab.h"
+#include "cpu/common/panel.h"
 
 namespace epiloq::ops::online_quant_mm {
 
@@ -17,7 +17,7 @@ struct TokenBlock {
   std::int32_t correction;  // of integer sums: minus the zero times the sum of the token's integers
 };
 
-struct SlabByTokens {
+struct PanelByTokens {
   std::int8_t const* values;
   std::int64_t stride;  // bytes
   int rows, bits;
@@ -38,28 +38,28 @@ struct SlabByTokens {
 };
 
 template <class Bytes>
-struct MultiplySlab {
-  using Slab = ByteSlab<Bytes>;
-  using Column = typename Slab::Column;
-  using Ints = typename Slab::Ints;
-  using Floats = typename Slab::Floats;
-  static constexpr int kLanes = Slab::kLanes, kParts = Slab::kParts, kRows = Slab::kRows;
+struct MultiplyPanel {
+  using Panel = BytePanel<Bytes>;
+  using Column = typename Panel::Column;
+  using Ints = typename Panel::Ints;
+  using Floats = typename Panel::Floats;
+  static constexpr int kLanes = Panel::kLanes, kParts = Panel::kParts, kRows = Panel::kRows;
 
   // 4-bit columns of a piece of whole units. Byte b of 16 has the values b and b + 16.
-  [[gnu::always_inline]] static void order4(typename Slab::Rows const& rows, int first, int columns, Column* to) {
+  [[gnu::always_inline]] static void order4(typename Panel::Rows const& rows, int first, int columns, Column* to) {
     for (int column = first; column < first + columns; column += 2 * kUnit, to += kUnit / 2) {
       Column turned[kUnit / 4];
-      Slab::turn(rows, column / 2, turned);
+      Panel::turn(rows, column / 2, turned);
       for (int word = 0; word < kUnit / 4; ++word) {
         Column* const span = to + word / 4 * 8 + word % 4;
-        Slab::unsign(span[0], turned[word], 0, 0x0f0f0f0fU, 0x08080808U);
-        Slab::unsign(span[4], turned[word], 4, 0x0f0f0f0fU, 0x08080808U);
+        Panel::unsign(span[0], turned[word], 0, 0x0f0f0f0fU, 0x08080808U);
+        Panel::unsign(span[4], turned[word], 4, 0x0f0f0f0fU, 0x08080808U);
       }
     }
   }
 
   // Any piece. (What fills a word up meets zeros of the tokens.)
-  static void order(SlabByTokens const& s, typename Slab::Rows const& rows, int first, int end, Column* to) {
+  static void order(PanelByTokens const& s, typename Panel::Rows const& rows, int first, int end, Column* to) {
     auto* const bytes = reinterpret_cast<std::uint8_t*>(to);
     for (int i = 0; i < kRows; ++i) {
       std::int8_t const* const row = rows.bytes[i];
@@ -77,13 +77,14 @@ struct MultiplySlab {
 
   // kCount tokens from `m` on by a piece's blocks from `first` to `end`.
   template <int kCount>
-  [[gnu::always_inline]] static void multiply(SlabByTokens const& s, Column const* words, int m, int first, int end,
+  [[gnu::always_inline]] static void multiply(PanelByTokens const& s, Column const* words, int m, int first, int end,
                                               float* sums) {
     std::int64_t const words_of_block = static_cast<std::int64_t>(s.group_words()) * Bytes::kWords;
     std::int64_t const blocks = s.blocks, stride = blocks * words_of_block;
     for (int block = first; block < end; ++block, words += s.group_words()) {
       Ints sum[kCount][kParts] = {};
-      Slab::template multiply<kCount>(words, s.words_of(block), s.x + m * stride + block * words_of_block, stride, sum);
+      Panel::template multiply<kCount>(words, s.words_of(block), s.x + m * stride + block * words_of_block, stride,
+                                       sum);
       add(s.parameters + static_cast<std::int64_t>(block) * 3 * kRows, s.tokens + m * blocks + block, blocks, sum,
           sums);
     }
@@ -112,26 +113,26 @@ struct MultiplySlab {
     }
   }
 
-  [[gnu::always_inline]] static void order_piece(SlabByTokens const& s, typename Slab::Rows const& rows, int first,
+  [[gnu::always_inline]] static void order_piece(PanelByTokens const& s, typename Panel::Rows const& rows, int first,
                                                  int end, Column* words) {
     int const column = first * s.group, columns = std::min(end * s.group, s.k) - column;
     if (!s.is_whole()) {
       order(s, rows, first, end, words);
     } else if (s.bits == 8) {
-      Slab::order8(rows, column, columns, s.stride, words);
+      Panel::order8(rows, column, columns, s.stride, words);
     } else {
       order4(rows, column, columns, words);
     }
   }
 
   // sums [m, kRows]: added to.
-  [[gnu::always_inline]] static void run(SlabByTokens const& s, float* sums) {
+  [[gnu::always_inline]] static void run(PanelByTokens const& s, float* sums) {
     auto* const words = static_cast<Column*>(s.words);
-    typename Slab::Rows const rows(s.values, s.stride, s.rows);
+    typename Panel::Rows const rows(s.values, s.stride, s.rows);
     for (int first = 0; first < s.blocks; first += s.blocks_at_once()) {
       int const end = std::min(first + s.blocks_at_once(), s.blocks);
       order_piece(s, rows, first, end, words);
-      Slab::by_tokens(s.m, [&]<int kCount>(int m) __attribute__((always_inline)) {
+      Panel::by_tokens(s.m, [&]<int kCount>(int m) __attribute__((always_inline)) {
         multiply<kCount>(s, words, m, first, end, sums + m * kRows);
       });
     }
