@@ -14,7 +14,7 @@ namespace {
 
 namespace conv = ops::conv2d_int8;
 
-// |x_q - z| <= 255 and |w| <= 128 keep a sum of so many products within int32.
+// x_q - z| <= 255 and |w| <= 128 keep a sum of this many products within int32.
 constexpr std::int64_t kMaxTerms = ((std::int64_t{1} << 31) - 1) / (255 * 128);
 
 conv::Finish checked_finish(Checker const& check, Conv2dInt8 const& call) {
@@ -88,7 +88,7 @@ void conv2d_int8(Conv2dInt8 const& call, Stream stream) {
 }
 
 void conv2d_int8_on_host(Conv2dInt8 const& call, int threads) {
-  constexpr std::int64_t kWorth = 1 << 17;  // products: waking a thread, which takes a few microseconds
+  constexpr std::int64_t kWorth = 1 << 17;  // products worth waking a thread for, which takes a few microseconds
   conv::Problem const problem = checked(call);
   ops::conv2d::Shape const& s = problem.shape;
   if (call.x.device.type != Device::Type::kCpu || !conv::has_direct_kernel(s)) {

@@ -12,7 +12,7 @@ namespace {
 namespace conv = ops::conv2d_weight_only;
 namespace wo = ops::weight_only_mm;
 
-constexpr std::int64_t kChunk = 8;  // columns that a kernel reads at a time
+constexpr std::int64_t kChunk = 8;  // columns per load of a kernel
 
 void check_columns(Checker const& check, PackedConv2dWeight const& w) {
   std::int64_t const cp = w.padded_channels, group = w.rows.group_size;
@@ -102,14 +102,14 @@ conv::Choice choice_of(conv::Problem const& problem, Conv2dWeightOnly const& cal
   return call.kernel ? conv::choose(problem, target, *call.kernel) : conv::choose(problem, target);
 }
 
-// A 1 x 1 kernel that stops at every pixel: a product of the weight with the pixels.
+// A 1 x 1 kernel with unit strides: a product of the weight with the pixels.
 std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
   Conv2dGeometry const& g = call.geometry;
   bool const one_tap =
       !call.kernel && !call.weight.depthwise && call.weight.kh == 1 && call.weight.kw == 1 && g.groups == 1;
   if (!one_tap || g.stride != std::array<std::int64_t, 2>{1, 1} || g.padding != std::array<std::int64_t, 4>{})
     return {};
-  // On the CPU oneDNN multiplies many pixels faster, de-quantising included.
+  // On the CPU oneDNN is faster for many pixels, dequantising included.
   std::int64_t const pixels = call.x.size(0) * call.x.size(1) * call.x.size(2);
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto && pixels > wo::kFewTokens) return {};
   WeightOnlyMm product{call.out, call.x, call.weight.rows, call.bias, call.lo, call.hi};

@@ -36,7 +36,7 @@ bool has_whole_rows(GroupwiseMm const& call) { return call.depth_per_scale == kW
 
 char const* name_of(GroupwiseMm const& call) { return has_experts(call) ? "grouped_mm" : "groupwise_mm"; }
 
-// b: columns dense, and with experts each one's matrix right behind the one before it.
+// b: columns dense; with experts contiguous matrices.
 void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   check.tensor("b", call.b, {call.a.dtype});
   int const rank = has_experts(call) ? 3 : 2;
@@ -56,7 +56,7 @@ void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   sizes.experts = rank == 3 ? call.b.size(0) : 1;
 }
 
-// scale: a value for each of `rows` and 128 of K, of any strides.
+// scale: a value for each of `rows` and 128 of K, any strides.
 gemm::GroupScales check_scale(Checker const& check, char const* argument, char const* things, TensorView const& scale,
                               int row_dim, int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale,
                               int depth) {
@@ -76,7 +76,7 @@ gemm::GroupScales check_scale(Checker const& check, char const* argument, char c
           per_scale == 1 ? 0 : kShiftOf128};
 }
 
-// scale_a as a matrix: leading dimensions, where it has them, are a's, and collapse like them.
+// scale_a as a matrix: leading dimensions must equal a's, and collapse like them.
 TensorView scale_rows(GroupwiseMm const& call, Checker const& check) {
   TensorView const& scale = call.scale_a;
   if (scale.rank == 2 && !call.masked_m) return scale;
@@ -185,7 +185,7 @@ Sizes checked(GroupwiseMm const& call) {
   check_out_and_bias(call, check, sizes);
   check_experts(call, check, sizes);
   check_scales(call, check, sizes);
-  constexpr std::int64_t kMaxColumns = 65535 * 128;  // blocks along the second axis of the generic kernel's grid
+  constexpr std::int64_t kMaxColumns = 65535 * 128;  // grid limit of the generic kernel
   if (sizes.a.rows > kMaxSize || sizes.k > kMaxSize)
     check.fail("a", "expected at most 2^31 - 513 rows and columns, got ", describe(call.a));
   if (call.a.dtype == DType::kInt8 && sizes.k > kMaxInt8K) {
@@ -241,7 +241,7 @@ gemm::GroupwiseProblem arguments_of(GroupwiseMm const& call, Sizes const& sizes)
   return p;
 }
 
-// On the CPU, where their counts can be read.
+// On the CPU, where the counts can be read.
 void check_rows_of_experts(GroupwiseMm const& call, gemm::GroupwiseProblem const& p) {
   Checker const check(name_of(call), call.a.device);
   for (int e = 0; e < p.experts && has_experts(call); ++e) {

@@ -16,8 +16,8 @@ namespace online = ops::online_quant_mm;
 
 constexpr char const* kNothing = "nothing to launch: the output is empty";
 constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;
-constexpr std::int64_t kMaxColumns = 65535 * 16;   // blocks along a grid's second axis, by the smallest tile
-constexpr std::int64_t kMaxGroup = (1 << 17) - 1;  // int32 holds the sum of as many products
+constexpr std::int64_t kMaxColumns = 65535 * 16;   // grid limit with the smallest tile
+constexpr std::int64_t kMaxGroup = (1 << 17) - 1;  // sums of this many products fit int32
 constexpr std::int64_t kMaxFeatures = std::int64_t{1} << 30;
 
 using ops::quantize_blockwise_int8::kTf32Parts;
@@ -120,7 +120,7 @@ online::Choice remembered_choice(OnlineQuantMm const& call, Sizes const& sizes) 
   return gemm::remembered_choice(problem_of(call, sizes), call.x.device.index, chosen);
 }
 
-// What the call says, without a workspace.
+// The call's operands, without a workspace.
 online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
   online::Work work{};
   work.quantise.rows = static_cast<int>(sizes.x.rows);
@@ -158,7 +158,7 @@ void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Choice con
   work.quantise.q = workspace.values.as<std::int8_t>();
   work.quantise.scale = workspace.parameters.as<float>();
   work.quantise.offset = work.quantise.scale + line;
-  // Only weights with offsets are multiplied by sums.
+  // Only weights with offsets need the sums.
   work.quantise.scaled_sum = work.gemm.kinds == 3 ? work.quantise.offset + line : nullptr;
   work.gemm.a = work.quantise.q;
   work.gemm.a_parameters = work.quantise.scale;

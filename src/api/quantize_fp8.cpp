@@ -20,7 +20,7 @@ struct Sizes {
   ScaleGrid grid;
 };
 
-// The granularities, beside the one that was asked for, whose scales are as many.
+// Other granularities with the same number of scales.
 std::string others_that_fit(QuantizeFp8 const& call, Matrix const& x) {
   std::int64_t const g = call.group_size, count = call.scale.numel();
   struct Row {
@@ -139,7 +139,7 @@ void quantize_fp8(QuantizeFp8 const& call, Stream stream) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 && !measures_all(call)) return;
   Problem problem = problem_of(call, sizes);
-  // Nothing to quantise, but its scale is defined: one row without columns.
+  // Nothing to quantise, but the scale is defined: as one row without columns.
   if (problem.rows == 0) problem.rows = 1, problem.cols = problem.padded_cols = 0;
   if (call.x.device.type == Device::Type::kCpu) {
     return ops::quantize_fp8::run_on_host(problem, call.x.dtype, call.q.dtype);

@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::int64_t kMaxInt8K = (std::int64_t{1} << 31) / (128 * 128) - 1;  // int32 sums stay exact
 constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - 512;           // rounded up to a tile, still an int
-constexpr std::int64_t kMaxColumns = 65535 * 64;  // blocks along a grid's second axis, by the smallest tile
-constexpr std::int64_t kMaxBatches = 65535;       // and its third
+constexpr std::int64_t kMaxColumns = 65535 * 64;                               // grid limit with the smallest tile
+constexpr std::int64_t kMaxBatches = 65535;                                    // and its third
 
 // [batches, rows, cols] with dense rows.
 struct Matrices {
@@ -26,7 +26,7 @@ struct Matrices {
   std::int64_t stride = 0, batch_stride = 0;
 };
 
-// One value a row or a column of each product, one a product, or one for all.
+// One value per row or column of each product, per product, or in all.
 struct Scales {
   bool is_vector = false;
   std::int64_t batch_stride = 0;
@@ -70,7 +70,7 @@ void check_out(ScaledBmm const& call, Checker const& check, Sizes& sizes) {
     check.fail("out", "expected [", batches, ", ", m, ", ", n, "], got ", describe(call.out));
   }
   sizes.out = matrices(check, "out", call.out, "N");
-  // Whichever of rows and batches lies further apart must step over all of the other.
+  // The larger of the row and batch strides must step over all of the other dimension.
   std::int64_t const across = (m - 1) * sizes.out.stride + n, along = (batches - 1) * sizes.out.batch_stride + n;
   bool const apart = sizes.out.batch_stride >= across || (m > 1 && sizes.out.stride >= along);
   if (call.out.numel() != 0 && batches > 1 && (!apart || sizes.out.batch_stride < n)) {
@@ -79,7 +79,7 @@ void check_out(ScaledBmm const& call, Checker const& check, Sizes& sizes) {
   }
 }
 
-// scale: dimension `along` (1 or 2) follows `count`; the other of the two is 1.
+// scale: dimension `along` (1 or 2) has `count` values; the other has 1.
 Scales check_scale(Checker const& check, char const* argument, TensorView const& scale, std::int64_t batches, int along,
                    std::int64_t count, char const* expected) {
   check.tensor(argument, scale, {DType::kFloat32});

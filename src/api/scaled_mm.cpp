@@ -21,7 +21,7 @@ namespace {
 constexpr std::int64_t kMaxK = (std::int64_t{1} << 31) / (128 * 128) - 1;
 constexpr std::int64_t kMaxKWithZeroPoint = ((std::int64_t{1} << 31) - 1) / (255 * 128);
 constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;
-constexpr std::int64_t kMaxColumns = 65535 * 64;  // blocks along a grid's second axis, by the smallest tile
+constexpr std::int64_t kMaxColumns = 65535 * 64;  // grid limit with the smallest tile
 
 struct Sizes {
   Matrix out, a, weight;
@@ -65,7 +65,7 @@ Sizes check_operands(ScaledMm const& call, Checker const& check) {
   return sizes;
 }
 
-// `rows`: what scale_a and azp have a value a row of.
+// `rows`: the rows that scale_a and azp may have a value for.
 void check_epilogue(ScaledMm const& call, Checker const& check, TensorView const& rows, std::int64_t n) {
   check.tensor("scale_a", call.scale_a, {DType::kFloat32});
   check.tensor("scale_b", call.scale_b, {DType::kFloat32});

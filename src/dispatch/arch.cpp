@@ -15,14 +15,14 @@ struct ArchRow {
   char const* name;
   bool is_built;
 };
-// A new architecture is a row here, one in kFirstCards and its place in kKernelSets.
+// A new architecture is a row here, one in kFirstCards, and its place in kKernelSets.
 constexpr ArchRow kArchs[] = {
     {Arch::kAuto, "auto", false},           {Arch::kSm75, "sm75", EPILOQ_HAS_SM75},
     {Arch::kSm80, "sm80", EPILOQ_HAS_SM80}, {Arch::kSm89, "sm89", EPILOQ_HAS_SM89},
     {Arch::kSm90, "sm90", EPILOQ_HAS_SM90}, {Arch::kSm100, "sm100", false},  // no kernels yet: kernels/sm100
 };
 
-// T4, A100, RTX 4090, H100
+// T4, A100, RTX 4090, H100.
 constexpr Target kFirstCards[] = {
     {Arch::kSm75, 40, 65536, false, 320},
     {Arch::kSm80, 108, 166912, false, 1555},
@@ -30,8 +30,8 @@ constexpr Target kFirstCards[] = {
     {Arch::kSm90, 132, 232448, true, 3352},
 };
 
-// What an operation's kernels for SM90 are: all WGMMA, which compute capability 9.0 has alone, so that newer devices
-// run an older architecture's; or some of them plain code with clusters, which run through PTX on what is newer.
+// An operation's SM90 kernels: all WGMMA, which only compute capability 9.0 has, so that newer devices run an older
+// architecture's kernels; or partly plain code with clusters, which newer devices run through PTX.
 enum class Sm90Kernels { kWgmma, kForward };
 
 constexpr Arch kEvery[] = {Arch::kSm90, Arch::kSm89, Arch::kSm80, Arch::kSm75};

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which architecture's kernels a device runs: asked here and nowhere else.
+// Which architecture's kernels a device runs. Decided here and nowhere else.
 
 #include <optional>
 
@@ -9,7 +9,7 @@
 
 namespace epiloq {
 
-// Operations by the architectures that they have kernels for; arch.cpp has a row for each.
+// Operations with kernels for the same architectures; arch.cpp has a row for each.
 enum class KernelSet {
   kInt8Gemm,
   kFloat8Gemm,
@@ -20,17 +20,17 @@ enum class KernelSet {
   kConvolution
 };
 
-// The newest architecture of the set that this build has, the device runs and epiloq.config allows; none otherwise.
+// The newest architecture of the set that this build contains, the device runs and epiloq.config allows, if any.
 std::optional<Target> find_target(KernelSet set, int device);
 
-// The same. Throws Unsupported in the name of `operation` where there is none.
+// The same; throws Unsupported on behalf of `operation` if there is none.
 Target target_of_device(char const* operation, KernelSet set, int device);
 
-// An architecture's first card, for answers without a device. Throws InvalidArgument for one that the set is never
-// explained for, Unsupported for one without kernels of its own.
+// The first card of an architecture, for answers without a device. Throws InvalidArgument if the set is not explained
+// for it, Unsupported if it has no kernels of its own.
 Target nominal(KernelSet set, Arch arch);
 
-// Of a device; of the CPU, the forced architecture's first card.
+// The target of a CUDA device; on the CPU, the forced architecture's first card.
 Target target_of(char const* operation, KernelSet set, Device device);
 
 }  // namespace epiloq

@@ -5,8 +5,8 @@
 
 namespace epiloq::gemm {
 
-// Dozens of kernels are weighed against each other, which takes as long as a launch: each thread keeps what it chose,
-// by the problem, the device and the architecture that epiloq.config forces.
+// Evaluating the cost model of dozens of candidates takes as long as a launch, so each thread caches its choices by
+// problem, device and the architecture that epiloq.config forces.
 template <class Problem, class Choose>
 auto remembered_choice(Problem const& problem, int device, Choose const& choose) {
   struct Question {

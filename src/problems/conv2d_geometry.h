@@ -5,23 +5,23 @@
 
 namespace epiloq::ops::conv2d {
 
-// A convolution's sizes, as kernels see them. Every one fits an int, products may not.
+// Sizes of a convolution. Each fits an int; products may not.
 struct Shape {
   int batch, h, w, ci;
   int p, q, co;
   int kh, kw;
   int stride_h, stride_w;
-  int top, left;  // padding before; what is padded after has already made p and q
+  int top, left;  // padding before; padding after is accounted for in p and q
   int dilation_h, dilation_w;
   int groups;
-  // Elements from one image, row and pixel to the next; channels are dense.
+  // Elements between images, rows and pixels; channels are dense.
   std::int64_t x_image, x_row, x_pixel, out_pixel;
 
   bool operator==(Shape const&) const = default;
 };
 
 struct Kernel {
-  std::int64_t co, kh, kw, channels;  // channels: of one group
+  std::int64_t co, kh, kw, channels;  // channels: per group
 };
 
 // Checks x, out and the geometry against each other and the kernel.

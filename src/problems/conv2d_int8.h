@@ -4,7 +4,7 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// What turns sums into outputs: include/epiloq/conv2d_int8.h has the formula.
+// The epilogue: include/epiloq/conv2d_int8.h has the formula.
 struct Finish {
   float const* scale;
   bool scale_is_vector;
@@ -27,7 +27,7 @@ struct Problem {
 // Whether runs of `count` output channels start on a multiple of their bytes, or of 16.
 bool has_whole_runs(Problem const& problem, int count);
 
-// pixels [rows, co] of sums, `out_pixel` elements between outputs.
+// acc is [rows, co]; `out_pixel` elements between the outputs of two pixels.
 void finish_on_host(std::int32_t const* acc, std::int64_t rows, int co, Finish const& finish, DType out_dtype,
                     void* out, std::int64_t out_pixel);
 

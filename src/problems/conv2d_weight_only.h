@@ -10,9 +10,8 @@ inline constexpr int kElementBytes = 2;  // of x
 struct Problem {
   conv2d::Shape shape;
   bool depthwise;
-  int channels, padded_channels;  // of a group; columns of a tap
-  // Depthwise: n = Co, k = Kh Kw; q, scale, zero and offset as epiloq/conv2d_weight_only.h says, the rest not looked
-  // at.
+  int channels, padded_channels;  // per group; columns per tap
+  // Depthwise: n = Co, k = Kh Kw; q, scale, zero and offset as in epiloq/conv2d_weight_only.h, the rest unused.
   weight_only_mm::Weight weight;
   void const* x;
   void* out;

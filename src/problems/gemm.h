@@ -7,7 +7,7 @@
 
 namespace epiloq::gemm {
 
-// Elements of A and B. int8 is summed in int32, float8 in fp32.
+// Element types of A and B. int8 accumulates in int32, float8 in FP32.
 struct Inputs {
   DType a, b;
 
@@ -15,15 +15,14 @@ struct Inputs {
   friend bool operator==(Inputs, Inputs) = default;
 };
 
-// Elements of A, B and D.
+// Element types of A, B and D.
 struct Types {
   DType a, b, out;
 
   constexpr Inputs inputs() const { return {a, b}; }
 };
 
-// D [m, n] = epilogue(A [m, k] B^T), B [n, k]; all row-major with the given strides in elements. A batch is as many
-// such products, evenly spaced.
+// D [m, n] = epilogue(A [m, k] B^T), B [n, k]; row-major, strides in elements. A batch is evenly spaced products.
 struct Problem {
   int m, n, k;
   std::int64_t stride_a, stride_b, stride_d;

@@ -8,7 +8,7 @@
 
 namespace epiloq::ops::online_quant_mm {
 
-// Both halves of a call: the quantising pass writes what the product reads.
+// Both halves of a call: the quantising kernel writes what the product reads.
 struct Work {
   quantize_blockwise_int8::Problem quantise;
   gemm::BlockwiseProblem gemm;
@@ -16,10 +16,10 @@ struct Work {
   float* sums;             // staged only
 };
 
-// The reference: an int32 product a block, and passes over float32 sums.
+// The reference: an int32 product per quantisation block, and passes over FP32 sums.
 void launch_staged(Work const& work, int device, Stream stream);
 
-// On the CPU; of `work` what the caller gives, and no workspace.
+// On the CPU; uses the caller's tensors of `work`, and no workspace.
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads);
 std::string describe_on_host(OnlineQuantProblem const& problem);
 

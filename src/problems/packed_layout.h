@@ -1,12 +1,12 @@
 #pragma once
 
-// Where each value of a packed weight lies. One order serves every kernel: a lane's 16 bytes are its A fragments of
-// mma.sync m16n8k16, or of wgmma, for several steps of K, so that weights go from memory through registers into the
-// tensor cores with one coalesced load, beside activations in their own order.
+// Layout of a packed weight, the same for every kernel: a lane's 16 bytes are its A fragments of mma.sync m16n8k16 (or
+// wgmma) for several K steps, so that weights go from memory through registers to the tensor cores with one coalesced
+// load, while activations keep their own order.
 //
-// A tile is 16 rows by `depth` columns, 32 lanes of `lane_bytes`. A word of 4 bits, or two of 8, are a lane's fragment
-// of 16 columns: lane 4 g + t has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and g + 8, as tensor cores want
-// them, wgmma's too. (2 and 3 bits, which no kernel multiplies: columns 8 t to 8 t + 7 of each 32.)
+// A tile is 16 rows (a panel) by `depth` columns, 32 lanes of `lane_bytes`. One word of 4-bit values, or two of 8-bit
+// values, is a lane's fragment of 16 columns: lane 4 g + t has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and
+// g + 8. (2 and 3 bits, which no kernel multiplies: columns 8 t to 8 t + 7 of each 32.)
 
 #include <cstdint>
 
@@ -18,7 +18,7 @@ inline constexpr int kPanelRows = 16;  // rows of a tile
 inline constexpr int kLanes = 32;      // of a tile
 inline constexpr int kPadding = 128;   // K is padded to a multiple of this
 
-// Columns of a tile, and bytes of a lane in it.
+// Columns of a tile, and bytes per lane.
 EPILOQ_HD constexpr int depth(int bits) { return bits == 8 ? 32 : 64; }
 EPILOQ_HD constexpr int lane_bytes(int bits) { return bits == 8 ? 16 : 4 * bits; }
 EPILOQ_HD constexpr int lane_values(int bits) { return kPanelRows * depth(bits) / kLanes; }
@@ -47,7 +47,7 @@ EPILOQ_HD constexpr Place place_of(int bits, int lane, int value) {
   return {lane / 4 + 8 * row, lane % 4 * (bits >= 4 ? 2 : 8) + column};
 }
 
-// Value i of a lane, as it is stored: from 0.
+// The stored value i of a lane, counted from 0.
 EPILOQ_HD constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
   if (bits == 8) return lane[i];
   if (bits == 4) return lane[i / 2] >> (i % 2 * 4) & 15;
@@ -56,7 +56,7 @@ EPILOQ_HD constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
   return value;
 }
 
-// Parameters of a panel and group: rows g and g + 8 side by side, as a lane wants them.
+// Parameters of a panel and scale group: rows g and g + 8 are neighbours, as a lane needs them.
 EPILOQ_HD constexpr int parameter_of(int row) { return row % 8 * 2 + row / 8; }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -6,7 +6,7 @@
 
 namespace epiloq::ops::quantize_fp8 {
 
-// Tiles of tile_rows x tile_cols elements have a scale each, the last ones of a row or a column of them may be smaller.
+// Each tile of tile_rows x tile_cols elements has a scale; the last ones along a row or column may be smaller.
 struct Problem {
   int rows, cols, padded_cols;
   int tile_rows, tile_cols, tiles;  // tiles: along a row

@@ -6,9 +6,9 @@
 
 namespace epiloq {
 
-inline constexpr int kFewestLanes = 4;  // that share a scale in a one-pass kernel
+inline constexpr int kFewestLanes = 4;  // threads that share a scale in a one-pass kernel, at least
 
-// Rows that an operation computes in fp32 and writes as int8 or FP8 with the scales that it measured.
+// Rows that an operation computes in FP32 and writes as int8 or FP8 with measured scales.
 struct QuantizedRows {
   int rows, cols, padded_cols;
   int tile_cols, tiles;  // columns that share a scale; scales a row
@@ -23,15 +23,15 @@ struct QuantizedRows {
 QuantizedRows check_quantized(Checker const& check, TensorView const& q, TensorView const& scale, TensorView const& x,
                               std::int64_t cols, Granularity granularity, int group_size, bool ue8m0);
 
-// Which of an operation's kernels takes the rows: the one for elements, or one that holds them in registers.
+// Which of an operation's kernels handles the rows: the elementwise one, or one that holds a row in registers.
 struct RowPlan {
-  int kernel;   // 0: an element at a time; 1, 2, 3: 1, 2, 4 vectors of 8 a thread
-  int threads;  // of a row
+  int kernel;   // 0: elementwise; 1, 2, 3: 1, 2, 4 vectors of 8 per thread
+  int threads;  // per row
   int lanes;
-  int rows = 1;  // of a block; several have a warp each
+  int rows = 1;  // per CTA; several rows have a warp each
 };
 
-// `inputs_in_vectors`: what is read lies in whole vectors on 16 bytes. `kernels`: the last one that there is.
+// `inputs_in_vectors`: inputs are whole vectors on 16 bytes. `kernels`: the number of one-pass kernels available.
 RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_count, int kernels = 3);
 char const* describe(RowPlan const& plan);
 

@@ -14,7 +14,7 @@ struct Problem {
   float eps;
 };
 
-// Four vectors of float32 do not fit a thread's registers beside the residual's.
+// Four vectors of float32 beside the residual's do not fit a thread's registers.
 constexpr int kernels(DType x) { return x == DType::kFloat32 ? 2 : 3; }
 
 void launch(Problem const& problem, RowPlan const& plan, DType x, DType q, int device, Stream stream);

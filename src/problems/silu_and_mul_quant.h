@@ -6,7 +6,7 @@ namespace epiloq::ops::silu_and_mul_quant {
 
 struct Problem {
   QuantizedRows out;
-  void const* x;  // gates, and out.cols behind them what they multiply
+  void const* x;  // gates, followed by out.cols factors
   std::int64_t stride_x;
 };
 

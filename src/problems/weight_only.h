@@ -6,19 +6,18 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// A packed weight as kernels see it; sizes are whole panels and tiles.
+// A packed weight; sizes are whole panels and tiles.
 //
-// Kernels read it before the one launched before them has finished, and only then wait for that one
-// (pdl_wait). That is safe as long as no kernel that lets the next one start early writes a packed
-// weight: copies do not, nor do eager torch's element-wise kernels, which pack, and what follows one that does not
-// starts when all that it wrote is there (PTX ISA, griddepcontrol: only where the one before uses launch_dependents has
-// the next one to wait). epiloq's callers are told (epiloq/weight_only_mm.h).
+// Kernels read the weight before pdl_wait. Unsafe if a preceding kernel that triggers programmatic dependent launch may
+// still be writing it. Copies and eager torch's elementwise kernels, which pack weights, do not trigger; after a kernel
+// that does not, the next one starts only when all writes are visible (PTX ISA, griddepcontrol).
+// epiloq/weight_only_mm.h tells callers.
 struct Weight {
   int n, k, padded_k;
   int bits;
   int group;        // columns; at most padded_k
-  int groups;       // that a panel has parameters for
-  int group_shift;  // a group of 2^n times 128 columns: n; else 0
+  int groups;       // scale groups per panel
+  int group_shift;  // group = 2^n times 128 columns: n; else 0
   std::uint8_t const* q;
   void const* scale;
   std::uint8_t const* zero;  // null: 2^(bits - 1)

@@ -81,13 +81,13 @@ def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
 
 
 def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
-    """The ring's times by 12 and 16 tokens: no others change. A climb goes on from there, in numbers as written."""
+    """The decode kernel's times by 12 and 16 tokens: no others change. A climb goes on from there, in numbers as written."""
     subject = SUBJECTS["weight_only_mm"]
     text, model = subject.path.read_text(), model_of(subject)
     card = next(path for path in subject.sweeps if "h100" in path.name)
     problems, now = Problems(model, subject, [card], range(9, 17)), model.numbers()
     assert {row["m"] for row in problems.rows} == {12, 16}
-    ring = subject.is_among(text, "kRing")
+    ring = subject.is_among(text, "kDecode")
     assert 0 < ring.sum() < len(ring) and subject.is_among(text, "").all()
     start = bad_start(model, problems, ring, seed)
     found = fit(model, problems, start, 20, ring)

@@ -6,7 +6,7 @@ namespace epiloq::ops::conv2d {
 namespace {
 
 constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
-// Images, and padding, strides and dilations, up to these keep every coordinate an int.
+// With images, padding, strides and dilations up to this every coordinate fits an int.
 constexpr std::int64_t kMaxExtent = std::int64_t{1} << 30;
 constexpr std::int64_t kMaxStep = std::int64_t{1} << 20;
 
@@ -25,7 +25,7 @@ struct Axis {
   std::int64_t size, kernel, before, after, stride, dilation;
 };
 
-// The outputs along an axis.
+// Number of outputs along an axis.
 std::int64_t count(Checker const& check, char const* name, Axis const& a) {
   std::int64_t const padded = a.size + a.before + a.after, reach = a.dilation * (a.kernel - 1) + 1;
   if (reach > padded) {

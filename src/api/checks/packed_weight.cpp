@@ -8,7 +8,7 @@
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-// Of a group of 2^n times 128 columns, n; of the whole row, one that no step reaches.
+// n for a group of 2^n times 128 columns; for the whole row one that no step reaches.
 int group_shift(std::int64_t group, std::int64_t padded_k) {
   if (group == padded_k) return 30;
   int shift = 0;
@@ -16,7 +16,7 @@ int group_shift(std::int64_t group, std::int64_t padded_k) {
   return shift;
 }
 
-// What parameter_of makes of a row, back.
+// The inverse of parameter_of.
 constexpr int row_of(int parameter) { return parameter / 2 + parameter % 2 * 8; }
 
 EPILOQ_CLONES int largest(std::uint8_t const* values, std::int64_t count) {
@@ -25,8 +25,8 @@ EPILOQ_CLONES int largest(std::uint8_t const* values, std::int64_t count) {
   return most;
 }
 
-// Where the host can read them; some of its products hold integers less a zero point in few bits. Of rows past N and
-// groups past K they may be anything.
+// On the CPU, where they can be read: some of its products hold q - zero in few bits. Rows past N and groups past K may
+// hold anything.
 void check_zeros(Checker const& check, PackedWeight const& w, std::int64_t groups, std::int64_t used) {
   int const most = 1 << w.bits;
   auto const* zero = w.zero->as<std::uint8_t>();

@@ -7,7 +7,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - kPadding;  // of N, of K and of the rows of x
+inline constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - kPadding;  // for N, K and the rows of x
 
 // Exactly that shape, and contiguous.
 void expect_shape(Checker const& check, char const* argument, TensorView const& view,

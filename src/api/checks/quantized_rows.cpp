@@ -77,8 +77,8 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
       by_row || (rows.tile_cols % kVector == 0 && std::has_single_bit(lanes) && lanes >= kFewestLanes && lanes <= 32);
   int const vectors = rows.cols / kVector;
   if (!whole || !in_warp || vectors > kVectors[kernels - 1] * kMaxThreads) return {0, whole_warps(rows.cols), 0};
-  // Few rows want many threads each, for latency; many rows small blocks, of which an SM runs several, whose threads
-  // have more to do for each of their exchanges. Rows of one warp share a block: starting one takes 1.25 ns.
+  // Few rows get many threads each, for latency; many rows small CTAs, several per SM. Rows of one warp share a CTA, as
+  // starting one takes time.
   constexpr int kWarp = 32, kRowsOfBlock = 4;
   int const comfortable = rows.rows <= 2 * sm_count ? kMaxThreads : rows.rows <= 16 * sm_count ? 128 : kWarp;
   int kernel = 1;

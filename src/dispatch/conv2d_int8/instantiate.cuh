@@ -1,6 +1,6 @@
 #pragma once
 
-// A row of the table, from the problem to the launch.
+// From a table row to the launch.
 
 #include "core/cuda_check.h"
 #include "dispatch/conv2d_int8/tables.h"

@@ -14,7 +14,7 @@ namespace {
 constexpr int kMaxGridY = 65535;
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
-// Any problem has a tile, on SM75 as well.
+// Every problem has a tile, on SM75 too.
 static_assert([] {
   for (int vector : {16, 4, 1}) {
     if (std::ranges::count(kTiles.begin() + kFirstSm75Tile, kTiles.end(), vector, &TileConfig::vector) == 0)
@@ -23,7 +23,7 @@ static_assert([] {
   return true;
 }());
 
-// Without asking for more than a kernel may have without being asked.
+// These fit in the shared memory that needs no opt-in.
 static_assert(std::ranges::all_of(kTiles.begin() + kFirstSm75Tile, kTiles.end(),
                                   [](TileConfig const& c) { return c.shared_bytes() <= 48 * 1024; }));
 
@@ -56,15 +56,15 @@ bool fits(TileConfig const& c, int vector, Target const& t) {
   return t.arch != Arch::kSm75 || row >= kFirstSm75Tile;
 }
 
-// Of the busiest SM. Clusters do not fill the last SMs of a part of the GPU that has fewer than they have blocks.
+// CTAs on the busiest SM. A GPC with fewer free SMs than a cluster has CTAs leaves them idle.
 std::int64_t blocks_of_sm(std::int64_t clusters, int split, Target const& t) {
   std::int64_t const of_h200 = clusters * kSmsOfClusters;
   if (of_h200 <= kClusters[0][split - 1] * t.sm_count) return 1;
   return std::max<std::int64_t>(2, ceil_div(2 * of_h200, kClusters[1][split - 1] * t.sm_count));
 }
 
-// The busiest SM's: what it has to do altogether, and the rounds of its blocks, each at least as long as a block by
-// itself waits.
+// Cycles of the busiest SM: its throughput bound, and waves of its resident CTAs, each at least as long as one CTA's
+// latency.
 double cycles_of(TileConfig const& c, std::int64_t clusters, int stages, int split, Target const& t) {
   Costs const costs = costs_of(c.mma);
   double const outputs = c.tile_m() * c.tile_n(), bytes = c.stage_bytes();

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+// Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <optional>
 #include <string>
@@ -16,11 +16,11 @@ enum class Family { kTiled, kDepthwise };
 struct Choice {
   Family family;
   int row;        // of kTiles
-  int vector;     // neighbouring channels that are read at a time
-  int split = 1;  // blocks of a cluster, which share the columns
+  int vector;     // neighbouring channels per copy
+  int split = 1;  // CTAs of a cluster that split the columns
 };
 
-// Throws Unsupported where no kernel can serve the problem, InvalidArgument where the one asked for cannot.
+// Throws Unsupported if no kernel supports the problem, InvalidArgument if the requested one does not.
 Choice choose(Problem const& problem, Target const& target, std::optional<Conv2dInt8Kernel> const& kernel);
 std::string describe(Choice const& choice);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Every tile that conv2d_int8 is compiled for, and what chooses among them. Data: a new tile is a row.
+// conv2d_int8's tiles and the constants of its cost model. A new tile is a row.
 
 #include <array>
 
@@ -9,7 +9,7 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// Rows from kFirstSm80Tile on are for what has no wgmma as well, those from kFirstSm75Tile on are all that SM75 has.
+// Rows from kFirstSm80Tile on need no wgmma; SM75 has those from kFirstSm75Tile on.
 inline constexpr std::array kTiles{
     TileConfig{Mma::kWgmma, 64, 128, 2, 1, 128, 3, 16, 2},  // 0: 128 x 128
     TileConfig{Mma::kWgmma, 64, 64, 2, 1, 128, 3, 16, 3},   // 1: 128 x 64
@@ -25,23 +25,21 @@ inline constexpr std::array kTiles{
 };
 inline constexpr int kFirstSm80Tile = 5, kFirstSm75Tile = 8;
 
-// What the choice is made by: cycles of an SM, fitted to tools/conv_sweep.py's times of 28 layers (H200, 2026-11-20,
-// 1.7 GHz assumed). docs/convolutions.md has the model in words and how well it chooses.
+// Cost model, in cycles of an SM, fitted to tools/conv_sweep.py; docs/convolutions.md describes it.
 struct Costs {
-  double byte;    // of a stage, to copy; products hide behind
-  double stage;   // what a block by itself waits for at a stage's barriers
-  double output;  // to finish
+  double byte;    // per byte of a stage, overlapped with products
+  double stage;   // a CTA's latency at a stage's barriers
+  double output;  // epilogue, per output
 };
 constexpr Costs costs_of(Mma mma) { return mma == Mma::kWgmma ? Costs{0.029, 190, 0.41} : Costs{0.041, 16, 0.35}; }
-// As many times the cost of a byte, where fewer than 16 channels are copied at a time; of 1 counted in instructions.
+// Cost of a byte if fewer than 16 channels are copied at a time, relative to 16.
 constexpr double copies_of(int vector) { return vector == 16 ? 1 : vector == 4 ? 2.6 : 4; }
-// What a block by itself waits for: a stage's bytes, but for other stages on their way; to begin and to end; and for
-// each output of a thread.
+// Latency of one CTA: per byte of a stage, divided by the stages in flight; to start and end; per output of a thread.
 inline constexpr double kWaitOfByte = 0.044, kBlock = 4700, kOutputOfThread = 73;
-inline constexpr double kEnd = 1300;   // of an SM's last blocks, which no others hide
-inline constexpr double kShown = 0.1;  // of the shorter of waiting and working, which the other does not hide
+inline constexpr double kEnd = 1300;   // an SM's last CTAs, which nothing overlaps
+inline constexpr double kShown = 0.1;  // share of the shorter of latency and throughput that is not hidden
 
-// What adding up over a cluster takes. Odd numbers of blocks take less; 7 have not been measured.
+// Reduction over a cluster of 1 to 8 CTAs; 7 is not measured.
 inline constexpr std::array<double, kMaxCluster> kCluster{0, 1200, 730, 2100, 990, 2200, 3500, 3500};
 
 }  // namespace epiloq::ops::conv2d_int8

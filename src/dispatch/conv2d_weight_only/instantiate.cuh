@@ -1,6 +1,6 @@
 #pragma once
 
-// A row of the mma.sync table, for one type, width and group size, from the problem to the launch.
+// From a row of the mma.sync table to the launch, for one type, bit width and group size.
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// A row of the wgmma table, for one type, width and group size, from the problem to the launch.
+// From a row of the WGMMA table to the launch, for one type, bit width and group size.
 
 #include "dispatch/conv2d_weight_only/tables.h"
 #include "kernels/sm90/conv2d_w4a16_gemm.cuh"

@@ -19,7 +19,7 @@ namespace {
 struct PatchesFamily {
   using Launch = conv2d_weight_only::Launch;
   static constexpr int kRows = static_cast<int>(conv2d_weight_only::kRows.size());
-  // As CMakeLists.txt has them.
+  // As in CMakeLists.txt.
   template <int kRow, DType kX>
   static constexpr bool kBuilt =
       kRow == kSm75Row ? EPILOQ_HAS_SM75 && kX == DType::kFloat16 : EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;

@@ -5,7 +5,7 @@
 
 namespace epiloq::ops::conv2d_weight_only {
 
-// Of any family but kDense.
+// For every family but kDense.
 void launch(Choice const& choice, Problem const& problem, int device, Stream stream);
 
 }  // namespace epiloq::ops::conv2d_weight_only

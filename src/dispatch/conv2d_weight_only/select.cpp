@@ -17,7 +17,7 @@ namespace {
 namespace wo = weight_only_mm;
 
 constexpr int kMaxGrid = 65535;
-constexpr int kWindowBytes = 16;  // of a pixel, in shared memory
+constexpr int kWindowBytes = 16;  // per pixel, in shared memory
 
 // Chunks of 8 channels start on 16 bytes.
 bool has_chunks(Problem const& p) {
@@ -26,7 +26,7 @@ bool has_chunks(Problem const& p) {
          s.x_pixel % 8 == 0 && p.padded_channels % 8 == 0;
 }
 
-// The product with pixels for tokens.
+// The GEMM with output pixels as tokens.
 WeightOnlyMmProblem product_of(Problem const& p) {
   wo::Weight const& w = p.weight;
   return {conv2d::pixels(p.shape),
@@ -43,7 +43,7 @@ WeightOnlyMmProblem product_of(Problem const& p) {
 
 Choice dense(char const* why) { return {Family::kDense, 0, 1, why}; }
 
-// Why neither of the tables has a kernel; null where one may.
+// Why neither table has a kernel; null if one may.
 char const* why_dense(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
   if (!conv2d::fits(p.shape)) return "an image of more than 2^28 lines or columns, or 2^31 elements apart";
   if (p.shape.groups > 1) return "groups of several channels";
@@ -55,7 +55,7 @@ int most_splits(WeightOnlyMmProblem const& product, Target const& t) {
   return t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
 }
 
-// Half a step of K lies in one tap, and TMA has a map of the image.
+// Half a K step lies within one tap, and TMA has a map of the image.
 bool serves_wgmma(Problem const& p, Target const& t) {
   conv2d::Shape const& s = p.shape;
   bool const halves = s.kh * s.kw == 1 || p.padded_channels % wo::kColumns == 0;
@@ -79,7 +79,7 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
-// The fastest of the wgmma kernels and a dense convolution.
+// The faster of the WGMMA kernels and a dense convolution.
 Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
   Choice best = dense("many pixels");
   double least = time_of_dense(product);
@@ -100,7 +100,7 @@ Choice patches_choice(Problem const& p, WeightOnlyMmProblem const& product, Targ
     wo::TiledConfig const& c = kRows[row];
     std::int64_t const blocks = ceil_div(product.m, c.tokens) * ceil_div(product.n, c.rows());
     int const split = wo::best_split(blocks, ceil_div(product.k, wo::kPadding), 4, c.blocks, t);
-    // A wide tile reads the weight less often, if the SMs have enough of them.
+    // A wide tile reads the weight less often, if there are enough tiles for the SMs.
     bool const enough = blocks * kMaxCluster >= t.sm_count && product.m > c.tokens / 2;
     if (enough || row > 0) return {Family::kPatches, row, split};
   }

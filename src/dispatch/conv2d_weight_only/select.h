@@ -1,6 +1,6 @@
 #pragma once
 
-// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+// Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <string>
 
@@ -15,12 +15,12 @@ using Family = Conv2dWeightOnlyFamily;
 struct Choice {
   Family family;
   int row = 0;           // of the family's table in tables.h
-  int split = 1;         // blocks of a cluster, which share K
+  int split = 1;         // CTAs of a cluster that split K
   char const* why = "";  // kDense: the reason
 };
 
 Choice choose(Problem const& problem, Target const& target);
-// Throws InvalidArgument where the kernel asked for cannot serve the problem.
+// Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(Problem const& problem, Target const& target, Conv2dWeightOnlyKernel const& kernel);
 std::string describe(Choice const& choice);
 

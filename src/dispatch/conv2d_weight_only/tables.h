@@ -1,6 +1,6 @@
 #pragma once
 
-// Every tile that conv2d_weight_only is compiled for. Data: a new one is a row.
+// conv2d_weight_only's tiles. A new tile is a row.
 
 #include <array>
 
@@ -8,8 +8,8 @@
 
 namespace epiloq::ops::conv2d_weight_only {
 
-// By what a block reads, most first, output pixels being weight_only_mm's tokens; the last one is SM75's and nobody
-// else's. Chosen by reasoning, not yet by measurement.
+// mma.sync, by bytes read per CTA, most first; output pixels are the tokens. The last row is SM75's alone. Not tuned on
+// a GPU.
 inline constexpr std::array kRows{
     weight_only_mm::TiledConfig{4, 64, 4, 3, 2},
     weight_only_mm::TiledConfig{4, 32, 4, 3, 2},
@@ -17,16 +17,14 @@ inline constexpr std::array kRows{
 };
 inline constexpr int kSm75Row = static_cast<int>(kRows.size()) - 1;
 
-// SM90: weight_only_mm's wgmma kernel, lower than there, as a layer has few output channels and blocks are to fill the
-// SMs.
+// SM90: weight_only_mm's WGMMA kernel with lower tiles, as a layer has few output channels.
 inline constexpr std::array kWgmmaRows{
     weight_only_mm::WgmmaConfig{2, 1, 1, 64, false},
     weight_only_mm::WgmmaConfig{1, 2, 1, 64, false},
     weight_only_mm::WgmmaConfig{1, 1, 1, 64, false},
 };
 
-// Without wgmma, from so many output pixels on a dense convolution should be faster: interpolated from weight_only_mm's
-// measurements, as a convolution has more columns to de-quantise. Not yet measured.
+// Without wgmma: from this many output pixels on a dense convolution should be faster. Interpolated, not measured.
 inline constexpr int kDensePixels = 512;
 
 }  // namespace epiloq::ops::conv2d_weight_only

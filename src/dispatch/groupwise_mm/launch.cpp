@@ -27,7 +27,7 @@ gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows.
   return kTable[row][column_of(out)];
 }
 
-// Of the types of D that each epilogue was compiled for, as in CMakeLists.txt.
+// The types of D that each epilogue is compiled for, as in CMakeLists.txt.
 template <int kRow, DType kElement, DType kOut, class Epilogue>
 constexpr gemm::GroupwiseLaunch row_launch_of() {
   if constexpr (kOut == DType::kFloat32 && std::is_same_v<Epilogue, epilogue::ScaledAzp>) {

@@ -1,4 +1,4 @@
-// SM89 and newer: groupwise_mm and grouped_mm of float8.
+// SM89 and newer: FP8 groupwise_mm and grouped_mm.
 
 #include "dispatch/groupwise_mm/mma.h"
 

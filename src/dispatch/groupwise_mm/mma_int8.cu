@@ -1,4 +1,4 @@
-// SM80 and newer: grouped_mm of int8.
+// SM80 and newer: int8 grouped_mm.
 
 #include "dispatch/groupwise_mm/mma.h"
 

@@ -15,18 +15,16 @@ std::int64_t tiles_of(Tile const& tile, GroupwiseMmProblem const& p) {
   return p.experts * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
 }
 
-// Where blocks leave half of the SMs free the next kernel begins there meanwhile, and less and less so where they leave
-// fewer: what a kernel that fills them costs more than one that does not. Only to share K or not is decided by that. Of
-// tiles that do not share, narrow ones read faster than their steps say, which makes up for it from 1536 of K on; by
-// less K wider ones would be up to a tenth faster at one token (4096 x 1024; given-sums.json).
+// What a kernel that fills the SMs costs its successor: with up to half of the SMs busy, the next kernel starts on the
+// others meanwhile (PDL). Only used to decide on split-K.
 double late_next_ns(std::int64_t blocks, int sm_count) {
   constexpr double kNs = 800;
   double const beyond_half = std::clamp(2.0 * blocks / sm_count - 1, 0.0, 1.0);
   return kNs * beyond_half * beyond_half;
 }
 
-// The cheapest row; of equals the last, whose tiles are larger, and one block a tile. Few tokens wait for memory, which
-// larger tiles do not read sooner.
+// The cheapest row; of equals the last, whose tiles are larger, and one CTA per tile. Few tokens are bound by memory,
+// which larger tiles do not read faster.
 template <class Tiles>
 WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
@@ -46,7 +44,7 @@ WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem c
   return shared.ns + late_next(shared.choice) < alone.ns + late_next(alone.choice) ? shared : alone;
 }
 
-// mma.sync has tiles for few rows or columns, and for many.
+// mma.sync has a tile for few rows or columns, and one for many.
 int mma_row(GroupwiseMmProblem const& p) {
   BlockwiseConfig const& small = kMmaTiles[0];
   return p.m <= std::int64_t{p.experts} * small.tile_m() || p.n <= small.tile_n() ? 0 : 1;

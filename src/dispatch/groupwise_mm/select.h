@@ -1,6 +1,6 @@
 #pragma once
 
-// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+// Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <string>
 
@@ -14,13 +14,12 @@ enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90Int8Rows, kSm90Floa
 struct Choice {
   Family family;
   int row;          // of the family's table in tables.h
-  int split_k = 1;  // that share K
+  int split_k = 1;  // CTAs of a cluster that split K
 };
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
-// On SM90 with scales of whole rows that begin at multiples of 16 bytes, with experts or without; and what is expected
-// of a tile of any kernel, by its waves of the SMs, of which the last, or the only one, may be of blocks that share K.
-// (What the next kernel loses is not in it.)
+// SM90 with per-row scales whose rows start on 16 bytes, with or without experts; and the expected time of any tile in
+// waves, the last or only one possibly with split K. (Without the cost for the next kernel.)
 struct WholeRowsChoice {
   Choice choice;
   double ns;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Every tile that groupwise_mm is compiled for, with what a step of it costs. Data: a new tile is one entry.
+// groupwise_mm's tiles and their costs. A new tile is a row.
 
 #include <array>
 
@@ -12,24 +12,19 @@ namespace epiloq::ops::groupwise_mm {
 using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
-// A tile and the time that all SMs together take for 128 of K of one tile each, in ns, and for what a tile has to do
-// besides. H200, 2026-11-25: from times of seven layer shapes at 128 to 4096 tokens, tokens and weights cold, from 1024
-// on each contender at the clock that the power limit leaves it alone (benchmarks/results: pairs; int8 in turns, at the
-// clock of their mixture, and beside scaled_mm's tile for many tokens: last-waves, whole-rows-sweep). The tile whose
-// waves cost least serves: in groups and in whole rows of float8 it took 0.2 % more than the fastest in the mean, 4 at
-// most; times of one kernel differ by 3 to 8 there. Only ratios count: they stand so that tiles of 64 tokens keep their
-// place, which were put in order by times at 1 to 64, where no others serve; what those take besides is a guess.
+// A tile, and the time in ns that all SMs together take for a K step of 128 of one tile each, and for the rest of a
+// tile. Measured on an H200; only ratios matter. The tile whose waves cost least is chosen (docs/performance.md says
+// how well).
 //
-// Two blocks may share K of what does not fill a wave (groupwise_split_k.h): a step then takes `split_ns` (0: never),
-// and their meeting `reduction_ns` and more for each token, less where one gives all of its sums ahead of time
-// (rings.json, `sharing`; given-sums.json; last-waves.json).
+// Two CTAs may split K of a partial wave (groupwise_split_k.h): a step then takes `split_ns` (0: never), and the
+// reduction `reduction_ns` plus `reduction_token_ns` per token.
 struct Tile {
   GroupwiseConfig config;
   int step_ns, end_ns = 0, split_ns = 0;
   int reduction_ns = 300, reduction_token_ns = 8;
 };
-// Those whose last waves may be shared take no longer for a step of them. Their meeting was fitted to 2,000 to 2,600
-// ns; with more a wave is not shared where that hardly pays (8192 x 8192 by 128 tokens, where it was 7 % slower).
+// Tiles that may split the last wave: a step takes no longer, and the reduction is rounded up so that K is not split
+// where it hardly pays.
 constexpr Tile with_split_last_wave(GroupwiseConfig config, int step_ns, int end_ns) {
   constexpr int kReductionNs = 3000;
   return {config, step_ns, end_ns, step_ns, kReductionNs, 0};
@@ -47,16 +42,15 @@ inline constexpr std::array kTiles{
     with_split_last_wave({3, 1, 128}, 613, 2025),
     Tile{{2, 1, 128, 2}, 834, 1930},
 };
-// With one scale a column of B, which costs registers and instructions: guessed, not measured.
+// One scale per column of B costs registers and instructions: estimated, not measured.
 inline constexpr std::array kColumnScaleTiles{
     Tile{{1, 2, 32}, 150, 600, 150},
     Tile{{1, 2, 64}, 280, 600, 280},
     with_split_last_wave({2, 1, 128}, 600, 1500),
 };
 
-// With scales of whole rows, for experts and for scaled_mm, timed as above: int8 1.7 % more than the fastest in the
-// mean. int8 needs no sums beside wgmma's, so that a warpgroup has the registers for 256 weights: the fewest bytes of
-// shared memory a product, which bound it.
+// Per-row scales, for experts and for scaled_mm. int8 needs no promotion, so a warpgroup has registers for 256 columns:
+// the fewest bytes of shared memory per product.
 inline constexpr std::array kInt8RowTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 180, 1},
     Tile{{1, 2, 48}, 150, 600, 200, 100, 1},
@@ -99,8 +93,8 @@ constexpr GroupwiseConfig row_tile(int row) {
   return kFloat8RowTiles[row].config;
 }
 
-// int8 on SM80, float8 on SM89 and newer: warp, warps, one team, stages. For few rows of an expert and for many;
-// neither was ever run on a card of those.
+// int8 on SM80, FP8 on SM89 and newer: warp tile, warps, one K group, stages. For few rows per expert and for many; not
+// tuned on such a card.
 inline constexpr std::array kMmaTiles{
     BlockwiseConfig{32, 32, 2, 2, 1, 3},
     BlockwiseConfig{32, 32, 4, 2, 1, 3},

@@ -16,7 +16,7 @@ namespace epiloq::ops::online_quant_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
-// Families' kernels, by row of their table, group size and bits; null where this build lacks them.
+// Kernels of each family by table row, group size and bits; null if this build lacks them.
 struct Sm75 {
   static constexpr std::size_t kRows = kSm75Tiles.size();
   template <int kRow, int kGroup, int kBits>

@@ -16,7 +16,7 @@
 namespace epiloq::ops::online_quant_mm {
 namespace {
 
-// The last rule takes any problem, and every tile is named by some rule.
+// The last rule accepts every problem, and every tile has a rule.
 template <class Tiles, class Rules>
 constexpr bool complete(Tiles const& tiles, Rules const& rules) {
   if (rules.back().m_max != kAny || rules.back().n_max != kAny) return false;
@@ -27,12 +27,12 @@ constexpr bool complete(Tiles const& tiles, Rules const& rules) {
 }
 static_assert(complete(kTiles, kRules) && complete(kSm75Tiles, kSm75Rules));
 
-// Consumer cards of SM86 and SM89 give a block 99 KiB, those of SM75 64 KiB.
+// Consumer cards of SM86 and SM89 have 99 KiB of shared memory per CTA, those of SM75 64 KiB.
 constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
 static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
 static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
 
-// By the first rule that takes the problem and whose tile fits the device.
+// The first rule that accepts the problem and whose tile fits the device.
 template <class Tiles, class Rules>
 Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
   for (Rule const& rule : rules) {
@@ -91,24 +91,24 @@ double mma_time(int row, OnlineQuantProblem const& p, Target const& t) {
   return norm({multiplying, waiting, reading}, kSm90Time.mma_power) + static_cast<double>(waves) * time.end;
 }
 
-// Tiles of wgmma: along the weight, along tokens.
+// WGMMA tiles along the weight and along tokens.
 struct Tiles {
   std::int64_t high, wide;
   Tiles(int row, OnlineQuantProblem const& p) : high(ceil_div(p.n, kSm90Rows)), wide(ceil_div(p.m, kSm90Tokens[row])) {}
   std::int64_t count() const { return high * wide; }
 };
 
-// How many tiles come before those of a last wave that pairs of blocks can share; 0 where there is none, or no wave
-// before it.
+// The number of tiles before those of a last wave that pairs of CTAs can split; 0 if there is none, or no wave before
+// it.
 std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
   std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
   return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
 }
 
-// Of so many tiles at a time whose K so many blocks share, without what a kernel has once.
+// Time of one wave of `tiles` tiles whose K is split in `split`, without the kernel's fixed cost.
 double wave_time(int row, OnlineQuantProblem const& p, std::int64_t tiles, int split, Target const& t) {
   int const tokens = kSm90Tokens[row];
-  // Tiles of the same weight rows are neighbours: memory gives them once, with two parameters a row.
+  // Tiles of the same weight rows are neighbours: memory delivers them once, with two parameters per row.
   Tiles const all(row, p);
   auto const rows = static_cast<double>(std::min(all.high, ceil_div(tiles, all.wide)) * kSm90Rows * split);
   double const reading = rows * (kStep * p.bits / 8 + 8) / bytes_per_ns(t);
@@ -128,10 +128,10 @@ double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
   return c.whole == 0 ? shared : shared + waves(c.whole) + kSm90Time.last_wave;
 }
 
-// Of more tokens, none was timed.
+// Wider tiles were not measured.
 bool suits(int tokens, OnlineQuantProblem const& p) { return tokens <= 2 * std::max<std::int64_t>(p.m, kFewTokens); }
 
-// Tiles, and on wgmma the blocks of a cluster that share K, or that of the last wave's.
+// Tiles, and for WGMMA the ways to split K: in clusters, or for the last wave only.
 template <class Act>
 void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const& act) {
   for (int row = 0; row < static_cast<int>(kTiles.size()); ++row) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+// Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <string>
 
@@ -9,7 +9,7 @@
 
 namespace epiloq::ops::online_quant_mm {
 
-// Values of K that kernels step by, and that prepared weights are padded to.
+// Size of a K step, to a multiple of which prepared weights are padded.
 inline constexpr std::int64_t kStep = 128;
 
 using Family = OnlineQuantFamily;
@@ -17,12 +17,12 @@ using Family = OnlineQuantFamily;
 struct Choice {
   Family family;
   int row;        // of the family's table in tables.h
-  int split = 1;  // blocks of a cluster that share K
-  int whole = 0;  // of the first tiles, so many whose K they do not share
+  int split = 1;  // CTAs of a cluster that split K
+  int whole = 0;  // leading tiles whose K is not split
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);
-// Throws InvalidArgument where the kernel asked for cannot serve the problem.
+// Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(OnlineQuantProblem const& problem, Target const& target, OnlineQuantKernel const& kernel);
 bool has_fused_kernel(std::int64_t group_size);
 std::string describe(Choice const& choice, OnlineQuantProblem const& problem);

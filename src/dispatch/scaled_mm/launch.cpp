@@ -37,7 +37,7 @@ constexpr Variant kVariant{{kA, kB},
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 
-// What a row of each table was compiled for, as in CMakeLists.txt.
+// What the rows of each table are compiled for, as in CMakeLists.txt.
 template <template <int, Inputs, class> class Kernel, int kRow>
 struct Int8 {
   static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8>,
@@ -115,7 +115,7 @@ gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
   return {.ptr = scales, .stride_row = is_vector ? 1 : 0};
 }
 
-// groupwise_mm's kernel with scales of whole rows.
+// The groupwise GEMM with per-row scales.
 void launch_whole_rows(groupwise_mm::Choice const& choice, gemm::Types types, gemm::Problem const& p, bool constant_b,
                        int device, Stream stream) {
   epilogue::Operands const& with = p.operands;

@@ -1,25 +1,25 @@
 #pragma once
 
-// Which problem takes which of scaled_mm's tiles (tables.h). Data.
+// Rules that assign problems to scaled_mm's tiles (tables.h).
 
 #include <array>
 #include <climits>
 
 namespace epiloq::ops::scaled_mm {
 
-// The problems m <= m_max, n <= n_max take row `tile`; rules are tried in order, the first that fits wins. The last
-// rule of each list takes everything.
+// The problems m <= m_max, n <= n_max take row `tile`; the first rule that fits applies. The last rule of each list
+// accepts everything.
 struct Rule {
   int m_max, n_max;
   int tile;
 };
 inline constexpr int kAny = INT_MAX;
-// No row by rule: of groupwise_mm's tiles for whole rows and the TileForMany below, what is expected to take least.
+// No rule but the cost model: the cheapest of groupwise_mm's tiles for per-row scales and of the TileForMany below.
 inline constexpr int kWholeRows = -1;
 
-// A tile of CUTLASS's that serves more tokens than it has, where it is expected before any of groupwise_mm's: a step
-// and an end as in groupwise_mm's tables. CUTLASS's boxes are whole. Where tokens end within one, TMA fills the rest
-// slowly: as if there were so many more rows of tiles.
+// A CUTLASS tile that competes with groupwise_mm's tiles for more tokens than it has: step and end costs as in
+// groupwise_mm's tables. CUTLASS loads whole boxes; TMA zero-fills a partial one slowly, as if there were `more_rows`
+// more rows of tiles.
 struct TileForMany {
   int tile;  // its row
   int tokens, weights;
@@ -30,13 +30,12 @@ inline constexpr std::array kSm75Rules{Rule{32, kAny, 0}, Rule{64, kAny, 1}, Rul
 
 inline constexpr std::array kSm80Rules{
     Rule{32, kAny, 0},  Rule{64, 12288, 1},  Rule{64, kAny, 2},   Rule{128, 8448, 1},
-    Rule{512, kAny, 3}, Rule{kAny, 4608, 3}, Rule{kAny, kAny, 4}, Rule{kAny, kAny, 3},  // where 128x256 does not fit
+    Rule{512, kAny, 3}, Rule{kAny, 4608, 3}, Rule{kAny, kAny, 4}, Rule{kAny, kAny, 3},  // if 128x256 does not fit
 };
-// Of few tokens, so few weight rows that those tiles would leave SMs idle are the skinny kernel's.
+// Few tokens and so few weight rows that those tiles would leave SMs idle take the skinny kernel.
 inline constexpr int kSkinnyMaxN = 6656;
 
-// Batches of products (scaled_bmm) take tiles of the same tables, but not the skinny ones, which know one product. By
-// shape alone, not timed.
+// Batched products (scaled_bmm) take the same tiles but not the skinny kernel. By shape alone, not tuned.
 inline constexpr std::array kSm80BatchRules{
     Rule{32, kAny, 0}, Rule{64, kAny, 1}, Rule{kAny, 64, 1}, Rule{kAny, kAny, 3}, Rule{kAny, kAny, 0},
 };
@@ -55,17 +54,15 @@ inline constexpr std::array kSm89FastRules{
     Rule{kAny, kAny, 5},
 };
 
-// int8. At 128 tokens a tile of 64 x 128 takes 1 % more to 8 less than groupwise_mm's where outputs are many, and 15 to
-// 39 more than those where they are few (H200, 2026-11-25, ten layers: int8-128-sweep.json).
+// int8. At exactly 128 tokens a CUTLASS tile of 64 x 128 is faster for wide outputs.
 inline constexpr std::array kSm90Rules{
     Rule{127, kAny, kWholeRows},
     Rule{128, 4608, kWholeRows},
     Rule{128, kAny, 2},
     Rule{kAny, kAny, kWholeRows},
 };
-// While one of its warpgroups stores, the other multiplies, which counts where tiles are many or K is short (9 to 15 %
-// at 28672 x 4096 and 24576 x 1536); two blocks share the tokens. Where tokens end within one, such a tile takes about
-// three times as long (217 us at 1030 tokens of 28672 x 4096, 154 at 1024).
+// Ping-pong overlaps one warpgroup's stores with the other's products, which counts if tiles are many or K is short;
+// two CTAs share the tokens. A tile with a partial row of tokens takes about three times as long.
 inline constexpr std::array kSm90ForMany{TileForMany{3, 128, 128, 342, 500, 2}};
 
 inline constexpr std::array kSm90BatchRules{
@@ -77,10 +74,7 @@ inline constexpr std::array kSm90Float8BatchRules{
     Rule{kAny, 512, 0}, Rule{512, kAny, 0}, Rule{kAny, kAny, 4},
 };
 
-// Fast sums, H200, 2026-11-25 (fast-sums.json beside pairs.json): of accurate tiles and these, what is chosen took
-// half a percent more than the fastest in the mean, 4 at most. Tiles by rules, whatever their waves, had taken up
-// to 1.8 times as long as accurate ones (512 tokens of 2112 x 7168), and a tile of 64 x 128 brought 1 to 4 % by 128
-// tokens.
+// Fast accumulation.
 inline constexpr std::array kSm90FastForMany{
     TileForMany{1, 256, 128, 700, 4600, 1},
     TileForMany{5, 128, 128, 400, 100, 1},

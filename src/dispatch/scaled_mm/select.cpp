@@ -11,12 +11,12 @@
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-// A list ends with a rule that takes any problem.
+// A list ends with a rule that accepts every problem.
 template <class Rules>
 constexpr bool takes_everything(Rules const& rules) {
   return rules.back().m_max == kAny && rules.back().n_max == kAny;
 }
-// Every tile is named by some rule.
+// Every tile has a rule.
 template <class Tiles, class... Rules>
 constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
   for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
@@ -39,7 +39,7 @@ static_assert(takes_everything(kSm90Rules));
 static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules, kSm90ForMany));
 static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastForMany));
 
-// Sums that were asked to be accurate are.
+// Accurate accumulation is never served by a fast tile.
 template <class Tiles, class... Rules>
 constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
   bool accurate = true;
@@ -55,7 +55,7 @@ static_assert(!kSm89Tiles[kE5M2Row].fast_accum && !kSm90Float8Tiles[kE5M2Row].fa
 
 static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
 
-// Kernels for whole rows know no batches.
+// Kernels with per-row scales do not support batches.
 template <class Rules>
 constexpr bool all_rows_here(Rules const& rules) {
   return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kWholeRows; });
@@ -77,7 +77,7 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, ScaledM
 
 constexpr int kSkinnyRows = 16;
 
-// The fewest panels that the busiest SM reads; then the most to a block, since each block reads every token.
+// The fewest panels on the busiest SM; then the most per CTA, since each CTA reads every token.
 Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   int best = -1;
   std::int64_t best_load = 0;
@@ -85,7 +85,7 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   for (int row = 0; row < static_cast<int>(kSkinnyTiles.size()); ++row) {
     SkinnyConfig const& config = kSkinnyTiles[row];
     if (config.tokens < p.m || config.panels * kSkinnyRows > p.n) continue;
-    if (best >= 0 && config.tokens != tokens) break;  // the table goes by tokens, fewest first
+    if (best >= 0 && config.tokens != tokens) break;  // the table is sorted by tokens
     std::int64_t const load = ceil_div(ceil_div(p.n, config.panels * kSkinnyRows), t.sm_count) * config.panels;
     if (best < 0 || load <= best_load) {
       best = row;
@@ -107,7 +107,7 @@ constexpr bool all_as_their_rows(Tiles const& tiles, ForMany const& tiles_for_ma
 }
 static_assert(all_as_their_rows(kSm90Tiles, kSm90ForMany) && all_as_their_rows(kSm90Float8Tiles, kSm90FastForMany));
 
-// One of groupwise_mm's tiles for whole rows, or one for many tokens.
+// One of groupwise_mm's tiles with per-row scales, or a TileForMany.
 Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
   GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};

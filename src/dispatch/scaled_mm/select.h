@@ -1,6 +1,6 @@
 #pragma once
 
-// Which kernel serves a problem: a pure function of numbers, so that it can be tested and explained without a GPU.
+// Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <optional>
 #include <string>
@@ -21,7 +21,7 @@ enum class Family {
   kSm89,
   kSm90,
   kSm90Float8,
-  kSm90Int8Rows,  // this one and the next are groupwise_mm's
+  kSm90Int8Rows,  // groupwise_mm's kernels, like the next
   kSm90Float8Rows,
   kGenericInt8,
   kSm80Int8
@@ -30,11 +30,11 @@ enum class Family {
 struct Choice {
   Family family;
   int row;          // of the family's table in tables.h
-  int split_k = 1;  // that share K, of groupwise_mm's kernels
+  int split_k = 1;  // CTAs that split K, of groupwise_mm's kernels
 };
 
 Choice choose(ScaledMmProblem const& problem, Target const& target);
-// Which of groupwise_mm's kernels it is, if it is one.
+// The corresponding choice of groupwise_mm, if it is one.
 std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice);
 std::string describe(Choice const& choice);
 

@@ -1,17 +1,11 @@
 #pragma once
 
-// What kernels take, for select.cpp, in microseconds: apart from tables.h, as a change there compiles every kernel
-// anew. All at a Hopper card's clock of SMs; memory gives shares of what a card's clock and width amount to (device.h).
+// Cost model of weight_only_mm, in microseconds at a Hopper card's clock; memory bandwidth is relative to what clock
+// and bus width give (device.h). Fitted by tools/weight_only_fit.py. Separate from tables.h, as a change there
+// recompiles every kernel.
 //
-// Streams run in waves of blocks. Of what a wave takes to read, to multiply and to wait for what is on its way the
-// longest counts most, and the others with it (`power`); then warps' sums are added up. Without those sums 24576 x 1536
-// by 4 tokens (three steps a warp) was predicted 1 to 2 us too fast on an H100 and an H200, and 21 % behind.
-//
-// Fitted on 2026-11-26, and those of wgmma on 2026-11-27, to what both took for 34 layers by 1 to 1024 tokens of
-// bfloat16 in groups of 128 or by channel, in the sweeps that tools/weight_only_fit.py names (940 problems): of the
-// kernels that a sweep has, what they name took 0.9 % more than the fastest in the mean, 10 at most but for one of 13
-// (4 bits, 8192 x 8192 by 192). Of streams fitted to three quarters of the layers it was 2 to 4 % more on the others,
-// if what was not measured is counted as 40.
+// A GEMV runs in waves of CTAs. The time of a wave is the p-norm (`power`) of its memory, arithmetic and latency times,
+// plus the reduction over warps.
 
 #include <array>
 
@@ -19,17 +13,17 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Of a quarter of an SM for a warp's step of 128 columns, for each of its panels, for each token, for both.
+// Cost of one 128-wide K step per warp (µs, of a quarter of an SM): base, per panel, per token, per panel and token.
 struct GemvStep {
   double step, panel, token, panel_token;
 };
-// By 4 bits and 8, tokens of 16 bits and digits.
+// By bits (4, 8) and arithmetic (16-bit tokens, integer tokens).
 inline constexpr GemvStep kGemvSteps[2][2]{
     {{0.0113, 0.0614, 0.00209, 0.000366}, {0.00763, 0.0199, 0.0136, 0.00594}},
     {{0.0116, 0.0815, 0.000926, 0.000593}, {0.00362, 0.00236, 0.0625, 0.0109}},
 };
 
-// Of a row: factors of that, by 4 bits and 8, and of waiting; and blocks whose registers an SM holds.
+// Per row: factors of that cost by bits, of the latency, and resident CTAs per SM by registers.
 struct GemvTime {
   double work[2], wait;
   int resident[2];
@@ -44,17 +38,17 @@ inline constexpr std::array<GemvTime, kGemvRows.size()> kGemvTimes{
     GemvTime{{0.803, 1.07}, 1.02, {2, 2}},  GemvTime{{0.56, 0.965}, 1.12, {6, 7}},
 };
 
-// A step waits `latency` over how many a warp has on their way, its own one counting `own`; each panel of a warp's sums
-// takes `sum` of an SM; a kernel begins and ends, and the blocks of a cluster, and more of them, add up once a wave.
+// A step's latency is `latency` divided by the steps in flight (the current one counts `own`); `sum` is the reduction
+// per panel and warp, of an SM; then a kernel's start and end, and the reduction over a cluster, once per wave.
 inline constexpr struct {
   double latency = 0.902, own = 0.849, read_rate = 1.08, power = 1.95, sum = 0.0124;
   double kernel = 1.15, cluster = 0.686, cluster_block = 0.0168;
 } kGemvTime;
 
-// Tiles of wgmma, of 4 bits and of 8, a row of kWgmmaRows each.
+// WGMMA tiles by bits, by rows of kWgmmaRows.
 struct TileTimes {
   struct Time {
-    double step, block;  // to multiply by 128 columns; to begin and to end
+    double step, block;  // per 128 columns; start and end of a CTA
   } of4, of8 = of4;
 
   constexpr Time const& of(int bits) const { return bits == 8 ? of8 : of4; }
@@ -68,14 +62,14 @@ inline constexpr std::array<TileTimes, kWgmmaRows.size()> kWgmmaTimes{
     TileTimes{{0.645, 3.72}, {0.592, 4.31}}, TileTimes{{1.04, 10.2}, {1.11, 8.67}},
 };
 
-// By many tokens a card comes to its power limit, and its clock goes down: microseconds that 10^9 products take there,
-// by rows of kWgmmaRows. Of that and of the time at full clock the longer one counts most.
+// With many tokens a card reaches its power limit and lowers its clock: microseconds per 10^9 products there, by rows
+// of kWgmmaRows, combined with the time at full clock as a p-norm.
 inline constexpr std::array<double, kWgmmaRows.size()> kWgmmaProducts{
     2.81, 5.88, 3.64, 2.85, 2.84, 2.15, 2.99, 2.7, 3.06, 2.38, 2.44, 2.1,
 };
 inline constexpr double kLimitExponent = 5.3;
 
-// And the ring's, of kDecodeRows.
+// The decode kernel, by rows of kDecodeRows.
 inline constexpr std::array<TileTimes, kDecodeRows.size()> kDecodeTimes{
     TileTimes{{0.0588, 1.35}, {0.0622, 0.648}}, TileTimes{{0.0877, 1.35}, {0.0962, 0.929}},
     TileTimes{{0.0938, 1.18}, {0.0592, 1.1}},   TileTimes{{0.0275, 2.13}, {0.0371, 1.53}},
@@ -83,16 +77,15 @@ inline constexpr std::array<TileTimes, kDecodeRows.size()> kDecodeTimes{
     TileTimes{{0.105, 2.1}, {0.0766, 1.23}},
 };
 
-// What memory gives to all SMs, and bytes a microsecond to one SM, however few there are. Of a step's reading and its
-// products the longer one counts most, and the more so the more tokens there are: of up to 16 both count whole, of
-// twice as many their squares are added up, then their fourth powers and so on.
+// Effective memory bandwidth (relative) and bytes per microsecond of one SM. Load and product time of a step combine as
+// a p-norm with exponent max(1, tokens / whole).
 inline constexpr struct {
   double rate = 1.03, sm = 5.0e4;
   int whole = 16;  // tokens
 } kReading;
 
-// What the blocks of a cluster take to add up sums of their tile's size, longer for each block beyond kCrowd: behind
-// their rings, or in them (`lends_ring`).
+// Reduction over a cluster: per tile, per sum, and per CTA beyond kCrowd; through a buffer behind the stages or through
+// the stages (`lends_ring`).
 inline constexpr int kCrowd = 3;
 struct ClusterTime {
   double tile, sum, crowd;
@@ -100,7 +93,7 @@ struct ClusterTime {
 inline constexpr ClusterTime kSentSums{0.0155, 8.99e-05, 0.135}, kLentSums{1.6, 8.48e-05, 0.00302};
 inline constexpr ClusterTime kDecodeSums{0.383, 5.62e-05, 0.0423};
 
-// De-quantising into memory, then a product of 16-bit matrices: a call, a weight, a product of two values.
+// Dequantising into memory, then a 16-bit GEMM: per call, weight, product.
 inline constexpr struct {
   double call = 6, weight = 0.95e-6, product = 3.125e-9;
 } kDenseTime;

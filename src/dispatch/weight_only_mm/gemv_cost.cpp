@@ -11,7 +11,7 @@
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-// Blocks that an SM holds at a time; launches leave it no more than an even share.
+// Resident CTAs per SM; launches spread CTAs evenly.
 int residents(int row, WeightOnlyMmProblem const& p, int split, std::int64_t blocks, Target const& t) {
   std::int64_t const own_bytes = gemv_bytes(kGemvRows[row], p, split);
   bool const spreads = t.arch == Arch::kSm90;
@@ -24,7 +24,7 @@ int residents(int row, WeightOnlyMmProblem const& p, int split, std::int64_t blo
 
 }  // namespace
 
-// Of a block: sums of others that share K, its warps' rings of stages, then their sums.
+// Per CTA: receive slots, then the warps' pipelines, in whose place their sums come.
 std::int64_t gemv_bytes(GemvConfig const& c, WeightOnlyMmProblem const& p, int split) {
   int const rows = c.panels_of(p.bits) * kPanelRows;
   int const received = gemv_received_bytes(static_cast<int>(p.m), rows, split);
@@ -47,7 +47,7 @@ double gemv_time(int row, WeightOnlyMmProblem const& p, int split, Target const&
   auto const wave = [&](std::int64_t clusters_now) {
     if (clusters_now == 0) return 0.0;
     std::int64_t const blocks = clusters_now * split;
-    // Those of a cluster are put side by side even where SMs are free.
+    // The CTAs of a cluster are placed side by side even if other SMs are free.
     std::int64_t const even = ceil_div(blocks, t.sm_count), beside_own = std::min(resident, split);
     std::int64_t const beside = std::min<std::int64_t>(resident, split > 1 ? std::max(even, beside_own) : even);
     double const multiplying = static_cast<double>(beside) * steps * step / 4 * time.work[p.bits == 8];

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a stream takes: shared memory, and time.
+// Footprint and time of the GEMV kernel.
 
 #include <cstdint>
 
@@ -10,7 +10,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Of a block, `split` of which share K.
+// Per CTA, `split` of which split K.
 std::int64_t gemv_bytes(GemvConfig const& config, WeightOnlyMmProblem const& problem, int split);
 
 // By a row of kGemvRows (costs.h).

@@ -1,6 +1,6 @@
 #pragma once
 
-// One row of a table, for one type, width and group size, from the problem to the launch.
+// From a table row to the launch, for one type, bit width and group size.
 
 #include <algorithm>
 
@@ -42,8 +42,8 @@ void launch_gemv(Problem const& p, int split, int device, Stream stream) {
                           gemv_received_bytes(p.m, S::kRows, split)};
   dim3 const grid(static_cast<unsigned>(ceil_div(p.weight.n, S::kRows)), split);
   int const own_bytes = ring.received + std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
-  // Blocks that begin while the previous kernel's still run would pile up on the SMs that are free first: up to a third
-  // slower. Not where every SM has as many to do; there the next kernel's find room, 5 to 18 % faster.
+  // CTAs that start while the previous kernel's still run would pile up on the SMs that are free first. Padding shared
+  // memory spreads them, unless every SM gets the same number anyway: then the room lets the next kernel start.
   DeviceProperties const& properties = device_properties(device);
   int const blocks = static_cast<int>(grid.x) * split;
   bool const spreads = properties.compute_capability >= 90 && blocks % properties.sm_count != 0;
@@ -61,7 +61,7 @@ void launch_tiled(Problem const& p, int split, int device, Stream stream) {
   static PerDevice prepared;
   StageLayout const ring = StageLayout::of(p.weight, S::kPanels, kGroups);
   int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring), S::kSumBytes);
-  // Blocks of the same rows start together and find each other's weights in L2.
+  // CTAs of the same rows start together and share weights in L2.
   auto const tiles = [](int size, int of_tile) { return static_cast<unsigned>(ceil_div(size, of_tile)); };
   dim3 const grid(tiles(p.m, S::kTokens), split, tiles(p.weight.n, S::kRows));
   launch_kernel(tiled_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);

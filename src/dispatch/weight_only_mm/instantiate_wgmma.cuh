@@ -1,6 +1,6 @@
 #pragma once
 
-// A row of the wgmma table, for one type, width and group size, from the problem to the launch.
+// From a row of the WGMMA table to the launch, for one type, bit width and group size.
 
 #include "dispatch/weight_only_mm/tables.h"
 #include "kernels/sm90/w4a16/w4a16_gemm.cuh"

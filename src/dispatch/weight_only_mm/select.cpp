@@ -24,7 +24,7 @@ std::int64_t tiles_of(Config const& c, WeightOnlyMmProblem const& p) {
   return ceil_div(p.n, c.rows()) * ceil_div(p.m, c.tokens);
 }
 
-// Whether so many blocks may share K; tiles have a place for any number's sums.
+// Whether `split` CTAs may split K; tiles always have room for the sums.
 bool may_share(GemvConfig const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
   return gemv_bytes(c, p, split) <= t.shared_bytes;
 }
@@ -37,7 +37,7 @@ bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return shared_bytes(c, p) <= t.shared_bytes;
 }
 
-// A ring has a stage for each way, and two at least.
+// A stage for each K group, and at least two.
 template <class Config>
 bool ring_fits(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
   TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
@@ -85,7 +85,7 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
   return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>((p.m + 1) / 2, kWideTokens) &&
          (!c.rounds || p.m > kExactTokens);
 }
-// One token and two are a stream's: no tile was more than 3 % faster.
+// One or two tokens are the GEMV's.
 bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
   return p.m > kDigitTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }
@@ -97,7 +97,7 @@ std::int64_t waves_of(Config const& c, WeightOnlyMmProblem const& p, int split, 
   return ceil_div(tiles, clusters(split, blocks_of_sm(c, tiles, split, t.sm_count), t));
 }
 
-// Each wave's: a block that shares K has one tile, and ends with it.
+// Per wave: a CTA that splits K has one tile, and ends with it.
 template <class Config>
 double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProblem const& p, int split,
                     Target const& t) {
@@ -106,14 +106,14 @@ double cluster_time(ClusterTime const& time, Config const& c, WeightOnlyMmProble
   return static_cast<double>(waves_of(c, p, split, t)) * once;
 }
 
-// Of a block. A turn that leaves ways idle takes half of what they would have taken.
+// Per CTA. A last round that leaves K groups idle counts half for them.
 template <class Config>
 double steps_of(Config const& c, WeightOnlyMmProblem const& p, int split) {
   std::int64_t const steps = ceil_div(ceil_div(p.k, kPadding), split);
   return static_cast<double>(steps + round_up(steps, c.k_groups)) / 2;
 }
 
-// Of two that run side by side the longer one, to which the other adds the less the higher the exponent.
+// A p-norm: the longer of two overlapping times, plus less of the other the higher the exponent.
 double longer(double a, double b, double exponent) {
   return std::pow(std::pow(a, exponent) + std::pow(b, exponent), 1 / exponent);
 }
@@ -124,7 +124,7 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
   int const of_sm = blocks_of_sm(c, high * wide, split, t.sm_count);
   std::int64_t const at_once = clusters(split, of_sm, t);
-  // Weights of a step. Tiles of the same rows are neighbours: memory gives them once.
+  // Weights of a step. Tiles of the same rows are neighbours: memory delivers them once.
   double const of_block = c.rows() * kPadding * p.bits / 8;
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_block;
   TileTimes::Time const& time = times.of(p.bits);
@@ -133,7 +133,7 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
   return static_cast<double>(waves_of(c, p, split, t)) * (steps * step + time.block);
 }
 
-// A row's time, in whichever table.
+// A row's time, by table.
 double time_of_row(decltype(kGemvRows) const&, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
   return gemv_time(row, p, split, t);
 }
@@ -178,7 +178,7 @@ Choice gemv_choice(WeightOnlyMmProblem const& p, Target const& t) {
   return best.choice;
 }
 
-// The fastest of the kernels and, where weights may be rounded, of a dense product.
+// The fastest kernel, or a dense product if weights may be rounded.
 Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
   Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
   if (p.m > kExactTokens) best = {{Family::kDense, 0, 1, "many tokens"}, time_of_dense(p)};
@@ -188,7 +188,7 @@ Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
   return best.choice;
 }
 
-// The narrowest tile that takes all tokens, or else the widest.
+// The narrowest tile that holds all tokens, or else the widest.
 Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   int chosen = -1;
   for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
@@ -207,7 +207,7 @@ bool has_kernel(std::int64_t group) {
   return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
 }
 
-// Kernels count a weight's bytes in 32 bits.
+// Kernels use 32-bit byte offsets into a weight.
 bool is_large(WeightOnlyMmProblem const& p) {
   std::int64_t const rows = ceil_div(p.n, kPanelRows) * kPanelRows, groups = ceil_div(padded(p.k), group_of(p));
   return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;

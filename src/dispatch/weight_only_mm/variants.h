@@ -1,7 +1,7 @@
 #pragma once
 
-// The kernels of a table's rows by what they are compiled for. A Family has kRows, a type Launch, and
-// launch<row, type of x, bits, groups in a step, whether there are offsets>(), null where this build has none.
+// Kernels of a table by what they are compiled for. A Family has kRows, a type Launch, and launch<row, type of x, bits,
+// scale groups per K step, offsets>(), null if this build lacks the kernel.
 
 #include <array>
 #include <utility>
@@ -10,7 +10,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// A row's kernels by type, bits, groups in a step, and whether there are offsets.
+// A row's kernels by type, bits, scale groups per K step, and offsets.
 template <class Launch>
 using ByGroups = std::array<std::array<Launch, 2>, 3>;
 template <class Launch>
@@ -34,7 +34,7 @@ constexpr std::array<Variants<typename Family::Launch>, sizeof...(kRows)> table(
 template <class Family>
 constexpr auto kTable = table<Family>(std::make_integer_sequence<int, Family::kRows>{});
 
-// Null where this build lacks the kernel.
+// Null if this build lacks the kernel.
 template <class Family>
 typename Family::Launch variant_of(int row, DType x, Weight const& w) {
   int const groups = w.group == 32 ? 2 : w.group == 64 ? 1 : 0;

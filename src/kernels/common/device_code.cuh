@@ -1,6 +1,6 @@
 #pragma once
 
-// Small pieces that hand-written kernels share.
+// Device helpers that hand-written kernels share: element types, NaN-propagating min and max, PDL.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,8 +41,7 @@ struct CudaTypeOf<DType::kFloat8E5M2> {
 template <DType kDType>
 using CudaType = typename CudaTypeOf<kDType>::type;
 
-// NaN wins, here and in all that is made of these, so that what holds one gets a scale that is one, and is not lost by
-// a clamp.
+// min and max that return NaN if either operand is NaN, so that a row with NaN gets a NaN scale and clamping keeps NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float result;
@@ -62,22 +61,23 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 #endif
 }
 
-// Two instructions; of `x < lo ? lo : x > hi ? hi : x` nvcc 13.0 makes two branches for every x where the bounds are a
-// kernel's parameters.
+// Two instructions. nvcc 13.0 compiles `x < lo ? lo : x > hi ? hi : x` to two branches per value if the bounds are
+// kernel parameters.
 __device__ __forceinline__ float clamped(float x, float lo, float hi) { return min_nan(max_nan(x, lo), hi); }
 
-// A value that stays in its register: the compiler would rather compute it again in every turn of a loop.
+// Keeps a value in its register; otherwise the compiler recomputes it in every iteration.
 __device__ __forceinline__ int in_register(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// What is the same for all lanes, said so: the compiler takes what depends on the thread's index, or on memory, for
-// different, and copies it into uniform registers (of which wgmma's descriptors are made) wherever it is used.
+// Tells the compiler that a value is the same in all lanes. It otherwise treats anything that depends on the thread
+// index or on memory as divergent and copies it to uniform registers (which wgmma descriptors need) at each use.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-// Programmatic dependent launch: a kernel launched with it may start while the one before it still runs, and must wait
-// before it touches what that one wrote. Both are nothing on architectures before SM90.
+// Programmatic dependent launch (PDL): a kernel launched with the attribute may start while its predecessor still runs,
+// and must call pdl_wait before it reads or overwrites anything that the predecessor wrote or reads. Both calls are
+// no-ops before SM90.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -89,8 +89,8 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
-// A kernel launch that may overlap the tail of the kernel before it (ignored by devices before SM90), its blocks in
-// clusters of that shape; more than one block needs SM90.
+// Launches a kernel with the PDL attribute (ignored before SM90) in clusters of the given shape; clusters of more than
+// one CTA need SM90.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_pdl_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, dim3 block,
                                 std::size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {

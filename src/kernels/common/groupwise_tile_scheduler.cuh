@@ -1,6 +1,6 @@
 #pragma once
 
-// Which tiles of D a block of a group-wise kernel takes, and whose expert's they are.
+// Tile scheduler of the groupwise GEMM kernels: which tiles of D a CTA computes, and for which expert.
 
 #include <cutlass/fast_math.h>
 
@@ -11,19 +11,19 @@
 
 namespace epiloq::gemm {
 
-// One tile of D for a block.
+// One tile of D.
 struct GroupwiseTile {
   int first_row, end_row;  // of A and D
   int first_column;
   int expert;
-  bool is_split;     // its K, by the two blocks of a cluster
-  bool is_paired;    // with the other block's, of the same tokens
-  bool is_alone;     // the other block has no tile now, or there is no other block
-  bool is_reversed;  // from its last step of K to its first
+  bool is_split;     // its K, between the two CTAs of a cluster
+  bool is_paired;    // with the tile of the cluster's other CTA, which has the same tokens
+  bool is_alone;     // the other CTA has no tile now, or there is none
+  bool is_reversed;  // K runs from the last step to the first
 };
 
-// What of a problem's tiles the host can tell: those along N, of a whole band, and how many are not shared; of pairs
-// also the rows of a whole band, 2^band_shift, and whether blocks take their tiles so.
+// What the host knows about the tiles: those along N, those of a whole band, and how many are not split; for pairs also
+// the rows of a whole band, 2^band_shift, and whether tiles are paired.
 struct GroupwiseTiles {
   int columns;
   cutlass::FastDivmod band;
@@ -32,12 +32,12 @@ struct GroupwiseTiles {
   bool in_pairs;
 };
 
-// The tiles of a block, one after the other, in bands of rows so that the tiles in flight share tokens and weights in
-// L2. Between two tiles nobody multiplies: but for a last, lower band nothing is divided by what only the device knows.
+// A CTA's tiles in order, in bands of rows so that the tiles in flight share tokens and weights in L2. Tensor cores
+// idle between two tiles, so except for a last, lower band there is no division by values that only the device knows.
 template <class C>
 class GroupwiseScheduler {
  public:
-  // The last `shared` tiles are shared by two blocks each.
+  // The last `shared` tiles are each split between two CTAs.
   static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int shared, bool in_pairs = false) {
     int const columns = ceil_div(p.n, C::kN), tiles = ceil_div(p.m, C::kM) * columns, shift = band_shift(p);
     return {columns, cutlass::FastDivmod(columns << shift), shared == 0 ? INT_MAX : tiles - shared, shift, in_pairs};
@@ -76,13 +76,12 @@ class GroupwiseScheduler {
             .is_alone = !tiles_.in_pairs || is_last,
             .is_reversed = C::kTurns && is_reversed_};
     is_reversed_ = !is_reversed_;
-    index_ += gridDim.x;  // past the last, if that one was shared
+    index_ += gridDim.x;  // past the last tile, if that one was split
     return true;
   }
 
  private:
-  // 8 rows of tiles or, of pairs of few bytes, 16: each band reads all weights, which costs power where L2 has not kept
-  // them. By 4096 tokens in tiles of 256, 16 rows take up to 3 % less time where K is 1536, up to 3 more from 8192 on.
+  // Rows of tiles per band: each band reads all weights, so taller bands save power where L2 does not hold the weights.
   static constexpr int kBand = 8, kBandShift = 3;
   static int band_shift(GroupwiseProblem const& p) {
     constexpr std::int64_t kFewBytes = 6 << 20;

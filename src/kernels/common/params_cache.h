@@ -5,12 +5,12 @@
 
 namespace epiloq::gemm {
 
-// A kernel's parameters hold TMA descriptors, which take the driver longer to make than a launch takes. A model comes
-// back with the same tensors, so each thread keeps a few, by everything that they are made from.
+// Caches kernel parameters per thread. They hold TMA descriptors, which take longer to encode than a launch, and a
+// model calls with the same tensors again. An entry is valid if everything it was made from compares equal.
 template <class Problem, class Params>
 class ParamsCache {
  public:
-  // The address `key` spreads problems over the slots; `make` fills parameters that are not there.
+  // `key` selects the slot; `make` computes parameters that are not cached.
   template <class Make>
   Params& get(std::uintptr_t key, Problem const& problem, int device, Make make) {
     Slot& slot = slots_[(key * 0x9E3779B97F4A7C15u) >> (64 - kBits)];
@@ -33,7 +33,7 @@ class ParamsCache {
   std::unique_ptr<Slot[]> slots_ = std::make_unique<Slot[]>(1 << kBits);
 };
 
-// The address by which calls with these operands are remembered.
+// The cache key of a call with these operands.
 inline std::uintptr_t cache_key(void const* a, void const* b, void const* d) {
   auto const bits = [](void const* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); };
   return bits(b) ^ (bits(d) << 1) ^ (bits(a) << 2);

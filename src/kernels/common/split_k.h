@@ -1,13 +1,14 @@
 #pragma once
 
-// Which block of a cluster that shares K finishes which piece of a tile: the n-th is block n % split's, to which the
-// others send their sums of it.
+// Ownership of a tile's subtiles in a split-K reduction over a cluster (a reduce-scatter through DSMEM): subtile n
+// belongs to CTA n % split, to which the others send their partial sums.
 
 #include "epilogue/expr.h"
 
 namespace epiloq::gemm {
 
-// Of a piece: its block, and how many of that block's come before it. Neighbours follow without a division.
+// The owner of a subtile and how many of the owner's subtiles come before it. The next subtile follows without a
+// division.
 struct Subtile {
   int owner, ordinal;
 
@@ -17,13 +18,13 @@ struct Subtile {
   }
 };
 
-// As the block `rank` sees them.
+// As CTA `rank` sees them.
 struct SubtileOwnership {
   int rank, split;
 
   EPILOQ_HD constexpr bool is_own(Subtile const& subtile) const { return subtile.owner == rank; }
   EPILOQ_HD constexpr int own_of(int subtiles) const { return (subtiles - rank + split - 1) / split; }
-  // How many places after the piece's block this one comes.
+  // How many ranks after the subtile's owner this CTA comes, modulo the cluster size.
   EPILOQ_HD constexpr int distance_to(Subtile const& subtile) const {
     return rank - subtile.owner + (rank < subtile.owner ? split : 0);
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// TMA descriptors, for kernels written by hand.
+// TMA descriptors for hand-written kernels.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace epiloq::gemm {
 
-// An encoder of the driver's, found at run time: the library links no libcuda.
+// The driver's encoder, looked up at run time: the library does not link libcuda.
 template <class Encoder>
 Encoder find_encoder(char const* name) {
   void* symbol = nullptr;
@@ -33,9 +33,9 @@ inline decltype(&cuTensorMapEncodeIm2col) image_map_encoder() {
   return encoder;
 }
 
-// Of bytes unless `type` says otherwise: sizes and boxes from the innermost dimension outwards, strides in bytes of all
-// but that one, multiples of 16. What lies outside is read as zero. L2 fetches 128 bytes at a time, a line of a box:
-// asked for 256, an H200 took 17.5 us rather than 16.6 to read 67 MB of weights once; where L2 holds them it is level.
+// Sizes and box from the innermost dimension outwards; strides in bytes of all dimensions but the innermost, multiples
+// of 16. Elements are bytes unless `type` says otherwise. Out-of-bounds elements read as zero. L2 promotion is 128
+// bytes: 256 is slower when weights are read once.
 inline CUtensorMap encode_tensor_map(void const* data, std::initializer_list<std::uint64_t> sizes,
                                      std::initializer_list<std::uint64_t> strides,
                                      std::initializer_list<std::uint32_t> box, CUtensorMapSwizzle swizzle,
@@ -50,8 +50,8 @@ inline CUtensorMap encode_tensor_map(void const* data, std::initializer_list<std
   return map;
 }
 
-// Boxes of `box_rows` rows by `box_columns` bytes (64 or 128), each row a line of a swizzle of that width, as wgmma
-// reads it. The matrix and its stride are multiples of 16 bytes.
+// Boxes of `box_rows` rows by `box_columns` bytes (64 or 128), one swizzle line per row, as wgmma reads them. The
+// matrix address and its stride are multiples of 16 bytes.
 inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
                                  int box_rows, int box_columns = 128) {
   auto const swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
@@ -60,13 +60,14 @@ inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int
                            {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows)}, swizzle);
 }
 
-// A matrix by tiles of rows. TMA takes longer to fill rows that are not there with zeros than to read some that are, so
-// the last tile has a box of its own: in eights, the swizzle's pattern. What a box leaves out stays what it was.
+// A matrix in tiles of rows. TMA fills out-of-bounds rows more slowly than it reads real ones, so the last tile has its
+// own, smaller box: a multiple of eight rows, the period of the swizzle. Shared memory outside the box keeps its
+// contents.
 struct RowTiles {
   CUtensorMap maps[2];
   int boxes[2];  // rows: of a whole tile, and of the last
 };
-// Tiles of each `size` rows; where only the device knows which is the last, `knows_last` is false.
+// Tiles of `tile` rows; `knows_last` is false if only the device knows which tile is the last.
 inline RowTiles row_tiles_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride, int tile,
                              int size, bool knows_last = true, int box_columns = 128) {
   auto const box_of = [tile](int there) { return there >= tile ? tile : (there + 7) / 8 * 8; };

@@ -1,7 +1,7 @@
 #pragma once
 
-// What a GEMM kernel is made from, as values: a structural type that is a template argument, a table row and a printed
-// answer alike.
+// Compile-time configurations of GEMM kernels: structural types that serve as template arguments, table rows and
+// printed answers.
 
 #include <cstdint>
 
@@ -13,8 +13,8 @@ struct Shape {
   int m, n, k;
 };
 
-// SM75, SM80 and SM89: CUTLASS 2.x, mma.sync. Tensor cores add float8 products with fewer bits than fp32 has; their
-// sums are added up in fp32 every so often, unless fast_accum says to leave it.
+// SM75, SM80 and SM89: CUTLASS 2.x, mma.sync. FP8 tensor cores accumulate with fewer bits than FP32; partial sums are
+// promoted to FP32 at intervals unless fast_accum is set.
 struct MmaConfig {
   Shape tile;
   Shape warp;
@@ -24,8 +24,8 @@ struct MmaConfig {
   constexpr int shared_bytes() const { return (tile.m + tile.n) * tile.k * stages; }
 };
 
-// SM90: CUTLASS 3.x, TMA and wgmma. With swap the weights are the first operand and D^T is computed, so tile.m runs
-// along N and tile.n along M.
+// SM90: CUTLASS 3.x, TMA and wgmma. With swap the weights are the first operand and D^T is computed: tile.m runs along
+// N and tile.n along M.
 enum class Schedule : std::uint8_t { kWarpSpecialized, kPingpong, kCooperative };
 struct WgmmaConfig {
   Shape tile;
@@ -35,12 +35,11 @@ struct WgmmaConfig {
   bool fast_accum = false;
 };
 
-// What shares a scale beside a row of A: 128 columns of B and 128 of K, a column and 128 of K, or a column and all of
-// K.
+// Granularity of B's scales: 128 columns x 128 of K, a column x 128 of K, or a column x all of K.
 enum class Scales : std::uint8_t { kBlocks, kColumns, kWholeRows };
 
-// SM90, scales every 128 of K or a whole row: warpgroups along M or along K, weights a tile, and how many times 64
-// tokens a warpgroup multiplies with a stage's weights. Where that is twice, blocks take tiles in pairs.
+// SM90 groupwise GEMM: consumer warpgroups along M or along K, columns of B per tile, and how many times 64 tokens a
+// warpgroup multiplies by one stage of weights. With two rounds, tiles are scheduled in pairs.
 struct GroupwiseConfig {
   int m_groups, k_groups, n;
   int rounds = 1;
@@ -48,24 +47,24 @@ struct GroupwiseConfig {
   constexpr int tokens() const { return 64 * m_groups * rounds; }
 };
 
-// SM80, at most a few tokens: each warp streams its own slice of K straight into registers.
+// SM80 skinny GEMM: each warp streams its own slice of K straight into registers.
 struct SkinnyConfig {
-  int panels;  // of 16 weight rows, a block
+  int panels;  // of 16 weight rows, per CTA
   int tokens;  // a multiple of 8
-  int warps;   // that share K
-  int unroll;  // steps of 64 bytes of K in flight a warp
+  int warps;   // that split K
+  int unroll;  // steps of 64 bytes of K in flight per warp
 };
 
-// SM75 and SM80, products of blocks with their own scales (sm80/w4a8_gemm.cuh).
+// SM75 and SM80, W4A8/W8A8 with quantisation blocks (sm80/w4a8_gemm.cuh).
 struct BlockwiseConfig {
-  int warp_m, warp_n;    // of D, a warp: multiples of 16
-  int warps_m, warps_n;  // a team
-  int k_groups;          // that share K
-  int stages;            // of 128 values of K, a team; one on SM75, which keeps the next in registers
+  int warp_m, warp_n;    // warp tile, multiples of 16
+  int warps_m, warps_n;  // warps of a K group
+  int k_groups;          // groups of warps that split K
+  int stages;            // K steps of 128 per K group; one on SM75, which keeps the next in registers
 
   constexpr int tile_m() const { return warp_m * warps_m; }
   constexpr int tile_n() const { return warp_n * warps_n; }
-  // Values and parameters in flight, or at the end every team's float32 sums.
+  // Stages with their parameters, or at the end the FP32 sums of every K group.
   constexpr int shared_bytes(int group, int bits) const {
     int const stage = tile_m() * 128 + tile_n() * 16 * bits + 128 / group * 12 * (tile_m() + tile_n());
     int const sums = tile_m() * (tile_n() + 8) * 4;

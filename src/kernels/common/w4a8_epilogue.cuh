@@ -1,17 +1,17 @@
 #pragma once
 
-// The end of a blockwise product: float32 sums of a tile in shared memory, added up, finished and written in rows.
+// W4A8 epilogue: reduces the FP32 sums of a tile's K groups in shared memory, applies the epilogue and writes rows.
 
 #include "kernels/common/device_code.cuh"
 #include "problems/w4a8_gemm.h"
 
 namespace epiloq::gemm {
 
-// kPadding keeps the rows of the fragments that are kept in different banks.
+// kPadding puts the rows of the accumulator fragments in different banks.
 template <int kTileM, int kTileN, int kKGroups, int kThreads, int kPadding>
 struct BlockwiseFinish {
   static constexpr int kPitch = kTileN + kPadding;
-  static constexpr int kVector = 8;  // columns a thread
+  static constexpr int kVector = 8;  // columns per thread
   static constexpr int kSharedBytes = kKGroups * kTileM * kPitch * 4;
 
   static __device__ void keep(float* sums, int team, int row, int column, float2 pair) {

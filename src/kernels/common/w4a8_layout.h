@@ -1,31 +1,31 @@
 #pragma once
 
-// Where sm80/w4a8_gemm.cuh keeps a stage in shared memory, which chunks of it a thread copies and which a lane reads,
-// so that host code can check every place.
+// Shared-memory layout of a stage of sm80/w4a8_gemm.cuh: which 16-byte chunks a thread copies and which a lane reads.
+// Host code, so that tests can check every address.
 
 #include <cstdint>
 
 namespace epiloq::gemm {
 
-constexpr int kBlockwiseStep = 128;  // values of K a stage
-constexpr int kParameterKinds = 3;   // a block's, at most
+constexpr int kBlockwiseStep = 128;  // K values per stage
+constexpr int kParameterKinds = 3;   // per quantisation block, at most
 
-// 16 bytes, or as many zeros where nothing is inside; `to` is an address in shared memory.
+// 16 bytes to copy, or zeros if not `inside`; `to` is a shared-memory address.
 struct BlockwiseChunk {
   unsigned to;
   void const* source;
   bool inside;
 };
 
-// A stage's rows of A or of B, and its blocks' parameters, [block][kind][row]. Values are copied by 16-byte chunks,
-// each row's permuted so that eight neighbouring rows of a chunk lie in different banks.
+// A stage's rows of A or B, and the parameters of its quantisation blocks, [block][kind][row]. The 16-byte chunks of a
+// row are permuted so that the same chunk of eight neighbouring rows lies in different banks.
 template <int kThreads_, int kTileRows, int kRowBytes, int kBlocks>
 struct BlockwiseOperand {
   static constexpr int kThreads = kThreads_;
   static constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kThreads / kChunks, kParameterChunks = kTileRows / 4;
   static constexpr int kValueBytes = kTileRows * kRowBytes;
   static constexpr int kParameterBytes = kBlocks * kParameterKinds * kTileRows * 4;
-  // Chunks a thread; of parameters, at most.
+  // Chunks per thread; parameter chunks at most.
   static constexpr int kValues = kTileRows / kRowsAtOnce;
   static constexpr int kParameters = (kParameterBytes / 16 + kThreads - 1) / kThreads;
   static_assert(kTileRows % kRowsAtOnce == 0);
@@ -34,7 +34,7 @@ struct BlockwiseOperand {
   std::int64_t stride;
   int first, rows;  // of the tile, of all
   float const* parameters;
-  int source_kinds, kinds;  // that there are, that are copied
+  int source_kinds, kinds;  // present, copied
   int padded_rows;
 
   static constexpr int place(int row, int chunk) {
@@ -43,7 +43,7 @@ struct BlockwiseOperand {
   }
   static constexpr int parameters_of(int block, int kind) { return (block * kParameterKinds + kind) * kTileRows; }
 
-  // The ith of a thread; `to` is where the stage's values begin.
+  // A thread's i-th chunk; `to` is where the stage's values begin.
   constexpr BlockwiseChunk value(unsigned to, int i, int thread, int step) const {
     int const chunk = thread % kChunks;
     std::int8_t const* const base = values + static_cast<std::int64_t>(step) * kRowBytes + chunk * 16;
@@ -52,7 +52,7 @@ struct BlockwiseOperand {
     return {to + place(row, chunk), base + (inside ? first + row : 0) * stride, inside};
   }
 
-  // The ith of all, of which a thread has every kThreads-th.
+  // The i-th chunk of all, of which a thread copies every kThreads-th.
   constexpr int parameter_count() const { return kBlocks * kinds * kParameterChunks; }
   constexpr BlockwiseChunk parameter(unsigned to, int i, int step) const {
     int const row = 4 * (i % kParameterChunks), line = i / kParameterChunks;
@@ -64,17 +64,17 @@ struct BlockwiseOperand {
   }
 };
 
-// The row and the chunk that a lane gives to ldmatrix, for what lies at `depth` times 32 values of K.
+// The row and chunk whose address a lane passes to ldmatrix for the K values from 32 x `depth` on.
 struct BlockwisePlace {
   int row, chunk;
 };
-// Of 16 rows of A: 16 values of the upper 8 rows and of the lower, then the other 16 of both.
+// 16 rows of A: 16 values of the upper 8 rows and of the lower 8, then the next 16 of both.
 constexpr BlockwisePlace place_of_a(int lane, int depth) { return {lane % 16, 2 * depth + lane / 16}; }
-// Of 16 columns of B: 16 values and the other 16 of the first 8 columns, then of the others.
+// 16 columns of B: 16 values and the next 16 of the first 8 columns, then of the others.
 constexpr BlockwisePlace place_of_b(int lane, int depth) {
   return {lane / 16 * 8 + lane % 8, 2 * depth + lane / 8 % 2};
 }
-// Of 4 bits 32 values are a chunk: those of one depth and of the next, or twice those of one.
+// 4 bits: 32 values are one chunk; those of this depth and the next, or those of this depth twice.
 constexpr BlockwisePlace place_of_b4(int lane, int depth, bool twice) {
   return {lane / 16 * 8 + lane % 8, depth + (twice ? 0 : lane / 8 % 2)};
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// Who does what in a depthwise convolution, where reading x is all the time there is: a thread makes kPixels output
-// pixels below each other, of a few neighbouring channels, so that from their second tap on its rows come from L1.
-// Threads side by side take neighbouring channels, then neighbouring columns of pixels.
+// Work distribution of depthwise convolutions, which are bound by reading x: a thread computes kPixels output pixels
+// below each other for a few neighbouring channels, so that rows come from L1 from the second tap on. Neighbouring
+// threads take neighbouring channels, then neighbouring columns of pixels.
 
 #include <algorithm>
 
@@ -12,12 +12,12 @@ namespace epiloq::ops::conv2d::depthwise {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kPixels = 4;
-inline constexpr int kMaxLanes = 32;  // threads side by side in the channels
+inline constexpr int kMaxLanes = 32;  // threads along the channels
 
 struct Plan {
-  int channels;    // a thread
-  int lanes;       // a block
-  int multiplier;  // output channels of an input channel
+  int channels;    // per thread
+  int lanes;       // per CTA
+  int multiplier;  // output channels per input channel
 
   static Plan of(Shape const& s, int channels) {
     return {channels, std::min((s.co + channels - 1) / channels, kMaxLanes), s.co / s.ci};
@@ -34,8 +34,8 @@ struct Place {
   int image, p, q;  // of the first pixel
   bool is_there;
   Window window;       // of the first pixel
-  std::int64_t down;   // from a pixel's window to the next's
-  std::int64_t first;  // the first pixel's place in out, in pixels
+  std::int64_t down;   // from a pixel's window to the next one's
+  std::int64_t first;  // index of the first pixel in out
 
   __device__ __forceinline__ Place(Shape const& s, Plan const& plan) {
     int const columns = kThreads / plan.lanes, mine = threadIdx.x / plan.lanes;

@@ -1,8 +1,8 @@
 #pragma once
 
-// A convolution seen as a product: row m of the left operand is an output pixel, column k a tap of the kernel and a
-// channel of its group, (kh, kw, c) with c fastest. That matrix is never in memory; these functions say where in x its
-// elements are, for kernels and for tests on the host.
+// A convolution as an implicit GEMM: row m of the left operand is an output pixel, column k = (kh, kw, c) a tap and a
+// channel of its group, c fastest. The matrix is never in memory; these functions compute where in x its elements are,
+// for kernels and for host tests.
 
 #include <cstdint>
 
@@ -11,18 +11,18 @@
 
 namespace epiloq::ops::conv2d {
 
-// Images have at most kMaxSide lines and pixels a line, which lie at most kMaxStride elements apart. What lies nowhere
-// is outside of all of them, and so is the sum of two such places, which still is an int.
+// Images have at most kMaxSide rows and columns, at most kMaxStride elements apart. kNowhere lies outside all of them,
+// and so does the sum of two such offsets, which still fits an int.
 inline constexpr int kMaxSide = 1 << 28;
 inline constexpr std::int64_t kMaxStride = (std::int64_t{1} << 31) - 1;
 inline constexpr int kNowhere = 1 << 29;
 
-// Of the output; geometry.cpp sees to it that an int holds them.
+// Of the output; checked to fit an int.
 EPILOQ_HD inline unsigned pixels(Shape const& s) { return static_cast<unsigned>(s.batch) * s.p * s.q; }
 
-// What an output pixel sees: where its first tap lies, which may be outside of the image.
+// What an output pixel sees: the position of its first tap, which may lie outside the image.
 struct Window {
-  std::int64_t at = 0;  // element of x, of the first channel
+  std::int64_t at = 0;  // element of x, first channel
   int y = kNowhere, x = 0;
 };
 
@@ -36,8 +36,8 @@ EPILOQ_HD inline Window window_of(Shape const& s, unsigned pixel) {
   return window_of(s, static_cast<int>(line / s.p), static_cast<int>(line % s.p), static_cast<int>(pixel % s.q));
 }
 
-// A column, and how to walk by a fixed number of them without a division. `channels` are those of a tap, with padding
-// where the weight has some.
+// A column, and steps by a fixed number of columns without a division. `channels` are those of a tap, including the
+// weight's padding.
 struct Column {
   int kh, kw, channel;
 
@@ -56,7 +56,7 @@ struct Column {
   }
 };
 
-// A column's place relative to a window's first tap; nowhere past the last one.
+// A column's position relative to a window's first tap; nowhere if past the last one.
 struct Offset {
   std::int64_t at = 0;
   int y = kNowhere, x = 0;
@@ -66,7 +66,7 @@ struct Offset {
     if (c.kh >= s.kh) return;
     y = c.kh * s.dilation_h;
     x = c.kw * s.dilation_w;
-    // 32 by 32 bits is one instruction.
+    // A 32 x 32-bit product is one instruction.
     at = static_cast<std::int64_t>(y) * static_cast<int>(s.x_row) +
          static_cast<std::int64_t>(x) * static_cast<int>(s.x_pixel) + c.channel;
   }

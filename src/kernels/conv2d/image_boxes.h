@@ -1,10 +1,9 @@
 #pragma once
 
-// The rows of im2col.h as TMA copies them in its im2col mode: a box is consecutive output pixels by consecutive
-// channels of one tap. TMA walks over the pixels' first taps, which a tensor map bounds by its corners, from the one
-// that it is given on, by the strides, through lines and images, and adds to each the offset of the box's tap. What
-// lies outside of the image, past the last image or past the last channel is zeros. (PTX ISA, "im2col mode";
-// coordinates as CUTLASS's copy_traits_sm90_im2col.hpp has them.)
+// The rows of im2col.h as TMA's im2col mode loads them: a box is consecutive output pixels by consecutive channels of
+// one tap. From a given pixel on, TMA walks over the pixels' first taps, bounded by the tensor map's corners, with the
+// convolution's strides through rows and images, and adds the offset of the box's tap. Out-of-bounds elements are zero.
+// (PTX ISA, "im2col mode"; coordinates as in CUTLASS's copy_traits_sm90_im2col.hpp.)
 
 #include <algorithm>
 #include <array>
@@ -15,16 +14,16 @@
 
 namespace epiloq::ops::conv2d {
 
-// What a tensor map says of x, widths before heights.
+// The tensor map's description of x, widths before heights.
 struct ImageMap {
   std::array<std::uint64_t, 4> sizes;    // channels, w, h, images
-  std::array<std::uint64_t, 3> strides;  // bytes from a pixel, line and image to the next
-  std::array<int, 2> lower, upper;       // first taps, relative to the first and to the last pixel of the image
-  std::array<std::uint32_t, 4> steps;    // from one first tap to the next
+  std::array<std::uint64_t, 3> strides;  // bytes between pixels, rows and images
+  std::array<int, 2> lower, upper;       // first taps, relative to the first and the last pixel of the image
+  std::array<std::uint32_t, 4> steps;    // between first taps
 };
 
-// None where TMA has no map of these sizes (cuTensorMapEncodeIm2col's limits for four dimensions). A dimension of one
-// may have any stride in x, and has that of dense memory here.
+// None if TMA has no map of these sizes (cuTensorMapEncodeIm2col's limits for four dimensions). A dimension of size one
+// may have any stride in x and gets that of dense memory.
 inline std::optional<ImageMap> image_map_of(Shape const& s, int element_bytes) {
   auto const u32 = [](int value) { return static_cast<std::uint32_t>(value); };
   std::int64_t const pixel = s.w > 1 ? s.x_pixel : s.ci, row = s.h > 1 ? s.x_row : s.w * pixel,
@@ -51,7 +50,7 @@ inline std::optional<ImageMap> image_map_of(Shape const& s, int element_bytes) {
                   {1, u32(s.stride_w), u32(s.stride_h), 1}};
 }
 
-// What TMA is told: the first pixel's first tap, the first channel, and the tap's offset.
+// TMA coordinates: the first pixel's first tap, the first channel, and the tap's offset.
 struct FirstTap {
   int x, y, image;
 };
@@ -66,7 +65,7 @@ EPILOQ_HD inline FirstTap first_tap_of(Shape const& s, unsigned pixel) {
           static_cast<int>(line / s.p)};
 }
 
-// Of groups = 1. Past the last tap: channels that are not there.
+// For groups = 1. Past the last tap: channels out of bounds.
 EPILOQ_HD inline Box box_of(Shape const& s, Column column) {
   if (column.kh >= s.kh) return {s.ci, 0, 0};
   return {column.channel, static_cast<std::uint16_t>(column.kw * s.dilation_w),

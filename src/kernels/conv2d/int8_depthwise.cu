@@ -1,4 +1,4 @@
-// int8 convolution of each channel by itself, or by several kernels of its own.
+// int8 depthwise convolution, with one or more outputs per channel.
 
 #include "core/cuda_check.h"
 #include "kernels/conv2d/depthwise.cuh"
@@ -11,7 +11,7 @@ namespace {
 namespace depthwise = conv2d::depthwise;
 using depthwise::kMaxLanes, depthwise::kPixels, depthwise::kThreads;
 
-constexpr int kTaps = 64;  // whose weights are in shared memory at a time
+constexpr int kTaps = 64;  // taps whose weights are in shared memory at a time
 
 struct DepthwiseProblem {
   Problem problem;
@@ -20,14 +20,14 @@ struct DepthwiseProblem {
   bool whole_runs;
 };
 
-// kChannels neighbouring bytes as those of a word.
+// kChannels neighbouring bytes as the low bytes of a word.
 template <int kChannels>
 __device__ __forceinline__ unsigned load(std::int8_t const* from) {
   if constexpr (kChannels == 4) return *reinterpret_cast<unsigned const*>(from);
   return static_cast<std::uint8_t>(*from);
 }
 
-// Weights [Co, taps] of some taps to words of a lane's channels, [tap][lane].
+// Weights [Co, taps] of some taps as words of a lane's channels, [tap][lane].
 template <int kChannels>
 __device__ void stage(unsigned (&words)[kTaps * kMaxLanes], DepthwiseProblem const& d, int first_tap, int taps) {
   conv2d::Shape const& s = d.problem.shape;
@@ -89,7 +89,7 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
 #pragma unroll 1
   for (int first_tap = 0; first_tap < all_taps; first_tap += kTaps) {
     int const taps = min(kTaps, all_taps - first_tap);
-    __syncthreads();  // the taps before have been read
+    __syncthreads();  // the previous taps have been read
     stage<kChannels>(words, d, first_tap, taps);
     __syncthreads();
     if (!here.is_there) continue;
@@ -101,7 +101,7 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
 #pragma unroll
       for (int i = 0; i < kPixels; ++i, window.y += s.stride_h) {
         unsigned const pixel = is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
-        // One byte of a product by itself: the other channels' weights are masked out.
+        // One byte of a product at a time: the other channels' weights are masked out.
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
           sums[i][c] = __dp4a(static_cast<int>(pixel), static_cast<int>(weight & 0xffu << 8 * c), sums[i][c]);

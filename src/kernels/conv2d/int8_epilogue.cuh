@@ -1,11 +1,10 @@
 #pragma once
 
-// From sums to outputs, for neighbouring output channels of any number of pixels.
+// Epilogue of the int8 convolution, for neighbouring output channels of any number of pixels.
 //
-// int8 output is defined in float64. float32 decides the same unless the value lies so close to the middle of two
-// integers that rounding errors matter. They are at most 2^-24 of the scaled sum, which is at most |value| + |bias|,
-// and 2^-24 of the value, and values beyond 2^8 saturate. One comparison says which few take the definition's own
-// arithmetic.
+// int8 output is defined in float64. float32 gives the same unless the value is so close to a tie that rounding errors
+// matter: they are at most 2^-24 of the scaled sum, which is at most |value| + |bias|, and 2^-24 of the value, and
+// values beyond 2^8 saturate. One comparison finds the few that need the float64 path.
 
 #include "epilogue/eval.h"
 #include "epilogue/library.h"
@@ -19,12 +18,12 @@ EPILOQ_HD auto restored(Finish const& f) {
   return epilogue::Restored::make<Real>(f.scale, f.scale_is_vector, f.bias, f.lo, f.hi);
 }
 
-// What sums start from: acc - correction is then exact, or wraps to what it should be.
+// Initial value of the sums: acc - correction is then exact, or wraps to the right value.
 __device__ __forceinline__ int first_sum(Finish const& f, int n) {
   return f.correction == nullptr ? 0 : static_cast<int>(0u - static_cast<unsigned>(f.correction[n]));
 }
 
-// What kCount channels from the nth on share among their pixels; `count` of them are there, at least one.
+// Parameters of kCount channels from the nth on, shared by their pixels; `count` of them exist, at least one.
 template <class Out, int kCount>
 struct Channels {
   using Expr = decltype(epilogue::at_column(restored<float>({}), 0));
@@ -34,7 +33,7 @@ struct Channels {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) expr[i] = epilogue::at_column(restored<float>(f), n + min(i, count - 1));
   }
-  // Whether the outputs are what they should be.
+  // Returns whether the outputs are certain.
   __device__ __forceinline__ bool finish(Out (&out)[kCount], int const (&sums)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out[i] = static_cast<Out>(epilogue::eval(expr[i], sums[i], 0, 0));
@@ -46,8 +45,8 @@ template <int kCount>
 struct Channels<std::int8_t, kCount> {
   float scale[kCount], bias[kCount];
   float lo, hi;
-  float doubt;    // how close to the middle of two integers is too close
-  float integer;  // 1.5 * 2^23 + output_zero: a sum with it is an output, its last bits
+  float doubt;    // distance from a tie below which float32 may be wrong
+  float integer;  // 1.5 * 2^23 + output_zero: its sum with a value has the output in the low bits
 
   __device__ __forceinline__ Channels(Finish const& f, int n, int count) : doubt(0.f) {
     float const least = -128.f - f.output_zero, most = 127.f - f.output_zero;
@@ -60,12 +59,12 @@ struct Channels<std::int8_t, kCount> {
       scale[i] = f.scale[f.scale_is_vector ? channel : 0];
       bias[i] = f.bias == nullptr ? 0.f : f.bias[channel];
       float const enough = fmaf(0x1p-22f, fabsf(bias[i]), 0x1p-14f);
-      // What is infinite or not a number is always in doubt.
+      // Infinities and NaN are always in doubt.
       doubt = fmaxf(doubt, enough < 1.f && fabsf(scale[i]) < __int_as_float(0x7f800000) ? enough : 1.f);
     }
   }
 
-  // The output in the last bits, and how far the value is from it.
+  // The output in the low bits, and the distance from the value to it.
   struct Rounded {
     float sum, error;
   };
@@ -86,7 +85,7 @@ struct Channels<std::int8_t, kCount> {
     return farthest + doubt < 0.5f;
   }
 
-  // A bit for each output that is in doubt.
+  // One bit per output that is in doubt.
   __device__ __forceinline__ unsigned doubtful(int const (&sums)[kCount]) const {
     unsigned bits = 0;
 #pragma unroll
@@ -103,7 +102,7 @@ __device__ inline std::int8_t exact(Finish const& f, int n, int sum) {
   return static_cast<std::int8_t>(min(max(rounded + f.output_zero, -128), 127));
 }
 
-// `whole`: all are there, and `to` starts on a multiple of their bytes or of 16.
+// `whole`: all channels exist, and `to` is aligned for a vector store.
 template <class Out, int kCount>
 __device__ __forceinline__ void store(Out* to, Out const (&values)[kCount], int count, bool whole) {
   constexpr int kBytes = kCount * static_cast<int>(sizeof(Out));

@@ -1,20 +1,19 @@
 #pragma once
 
-// int8 convolution as an implicit product on tensor cores: wgmma on SM90, mma.sync from SM75 on.
+// int8 convolution as an implicit GEMM on tensor cores: wgmma on SM90, mma.sync from SM75 on.
 //
-// A block owns a tile of output pixels by output channels and walks along the columns of im2col.h in stages, a ring of
-// them in shared memory filled by cp.async; blocks of a cluster share the columns of a tile. What lies outside of the
-// image is not copied but written: the input's zero point, in a store where the copy would be. That is exact at every
-// border, at no cost in the interior, which zeros and a correction by the output's place would not be.
+// A CTA owns a tile of output pixels by output channels and walks along the columns of im2col.h in stages filled by
+// cp.async; the CTAs of a cluster split the columns. Taps outside the image are not copied: the input's zero point is
+// stored in their place, which is exact at every border and costs nothing in the interior.
 //
-// Copies are 16 channels wide where a group's channels allow it, else 4, else single bytes (an image's 3 channels).
+// Copies are 16 channels wide if a group's channels allow it, else 4, else single bytes (an image's 3 channels).
 
 #include "kernels/conv2d/int8_config.h"
 #include "kernels/conv2d/int8_split_k.cuh"
 
 namespace epiloq::ops::conv2d_int8 {
 
-// Integers rather than a TileConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
+// Integers rather than a TileConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__ template.
 template <Mma kMma, int kTeamM_, int kTeamN_, int kTeamsM, int kTeamsN_, int kDepth_, int kStages_, int kBytes_,
           int kBlocks_>
 struct Tiled {
@@ -22,18 +21,18 @@ struct Tiled {
   static constexpr int kTileM = kTeamM * kTeamsM, kTileN = kTeamN * kTeamsN;
   static constexpr int kDepth = kDepth_, kStages = kStages_, kBytes = kBytes_;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  static constexpr int kBlocks = 2;  // an SM: more do not fit SM75's shared memory
+  static constexpr int kBlocks = 2;  // more do not fit SM75's shared memory
 #else
   static constexpr int kBlocks = kBlocks_;
 #endif
-  static constexpr int kB = kTileM * kDepth;  // the weights' place in a stage
+  static constexpr int kB = kTileM * kDepth;  // offset of the weights in a stage
   static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
   using Mainloop = typename MainloopOf<kMma>::template Of<Tiled>;
   static constexpr int kThreads = Mainloop::kTeam * kTeamsM * kTeamsN;
   using Copies = std::conditional_t<kBytes == 1, ByteCopies<Tiled>, WideCopies<Tiled>>;
 };
 
-// Sums begin with what corrects for the input's zero point, in one block of a cluster.
+// Initialises the sums with the input zero point's correction, in one CTA of a cluster.
 template <class T>
 __device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledProblem const& t, Place<T> const& here,
                                       int first_column) {
@@ -58,10 +57,10 @@ __device__ __forceinline__ void multiply(typename T::Mainloop::Sums& sums, Tiled
   using Mainloop = typename T::Mainloop;
   constexpr int kAhead = Mainloop::kAhead, kRingBytes = T::kStages * T::kStageBytes;
   int read = 0, write = kAhead * T::kStageBytes, left = stages;
-  do {  // there is a stage: a way around them all would make the compiler move sums that wgmma is at work on
+  do {  // there is at least one stage: a path around the loop would make the compiler move sums that wgmma is using
     cp_async_wait<kAhead - 1>();
     Mainloop::publish();
-    __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
+    __syncthreads();  // all copies have landed, and the stage to be refilled has been read
     Mainloop::begin(sums, ring + read, team_row, team_column);
     if (left > kAhead) copies.issue(t, ring + write);
     cp_async_commit();
@@ -73,8 +72,8 @@ __device__ __forceinline__ void multiply(typename T::Mainloop::Sums& sums, Tiled
   cp_async_wait<0>();
 }
 
-// Blocks along x take tiles, channels fastest, so that blocks of the same pixels run together; along y groups; along z,
-// a cluster, they share the columns.
+// CTAs along x take tiles, channels fastest, so that CTAs of the same pixels run together; along y groups; along z, a
+// cluster, they split the columns.
 template <class T, int kRingBytes>
 __global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -98,12 +97,12 @@ __global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_c
   typename T::Mainloop::Sums sums;
   start<T>(sums, t, here, first_column);
   multiply<T>(sums, t, copies, ring, here.stages, team_row, team_column);
-  __syncthreads();  // the ring makes room for the sums
+  __syncthreads();  // the sums replace the stages
   SumsInShared<T> const all_sums(shared);
   all_sums.put(sums);
   if (gridDim.z > 1) cluster_sync();
   finish(all_sums, t, here, T::Mainloop::first_row(team_row), first_column);
-  if (gridDim.z > 1) cluster_sync();  // others may still read this block's sums
+  if (gridDim.z > 1) cluster_sync();  // other CTAs may still read this one's sums
 }
 
 }  // namespace epiloq::ops::conv2d_int8

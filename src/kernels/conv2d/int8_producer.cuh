@@ -1,7 +1,6 @@
 #pragma once
 
-// How int8_gemm.cuh fills a stage in shared memory: every thread copies one chunk of every kApart-th row of pixels,
-// then of weights.
+// Producer of the int8 convolution: every thread copies one chunk of every kApart-th row of pixels, then of weights.
 
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/conv2d/int8_config.h"
@@ -9,29 +8,29 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// ::Of<Tiled<..>> is what multiplies a stage by an instruction: in sm80/ and sm90/conv2d_int8_mainloop.cuh.
+// ::Of<Tiled<…>> multiplies a stage: sm80/ and sm90/conv2d_int8_mainloop.cuh.
 template <Mma>
 struct MainloopOf;
 
-// Rows of kDepth bytes; chunks of 16 trade places so that eight neighbouring rows of a chunk lie in different banks. Of
-// 128 bytes it is wgmma's 128-byte swizzle.
+// Rows of kDepth bytes; 16-byte chunks are permuted so that the same chunk of eight neighbouring rows lies in different
+// banks. For 128 bytes this is wgmma's 128-byte swizzle.
 template <int kDepth>
 __device__ __forceinline__ int place(int row, int chunk) {
   return row * kDepth + ((chunk ^ (row / (128 / kDepth) % (kDepth / 16))) << 4);
 }
 
-// The channel in a row of a tile of weights: an order in which a thread's sums are of eight neighbouring channels (2t
-// and 2t + 1 of the instruction's four times 8 columns become 8t to 8t + 7).
+// The channel in a row of a weight tile, ordered so that a thread's sums belong to eight neighbouring channels (2t and
+// 2t + 1 of the instruction's four times 8 columns become 8t to 8t + 7).
 __device__ __forceinline__ int channel_of(int row) {
   return row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2;
 }
 
-// kBytes of `from`, or as many times the byte that `fill` repeats.
+// kBytes of `from`, or the byte repeated in `fill`.
 template <int kBytes>
 __device__ __forceinline__ void copy_or_fill(SharedAddress to, std::int8_t const* from, bool copy, unsigned fill) {
   static_assert(kBytes == 16 || kBytes == 4);
 #if __CUDA_ARCH__ >= 800
-  // Without a branch, of which there would be as many as chunks.
+  // Without a branch per chunk.
   if constexpr (kBytes == 16) {
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p cp.async.cg.shared.global [%0], [%1], 16;\n\t"
@@ -58,7 +57,7 @@ __device__ __forceinline__ void copy_or_fill(SharedAddress to, std::int8_t const
 #endif
 }
 
-// This block's part of the problem.
+// This CTA's part of the problem.
 template <class T>
 struct Place {
   std::int8_t const* x;       // of the group
@@ -94,7 +93,7 @@ struct Chunks {
   static __device__ __forceinline__ int to() { return place<T::kDepth>(row(), column() / 16) + column() % 16; }
 };
 
-// Chunks of 16 or 4 bytes: where each comes from stays in registers.
+// Chunks of 16 or 4 bytes; their sources stay in registers.
 template <class T>
 struct WideCopies {
   using C = Chunks<T>;
@@ -103,8 +102,9 @@ struct WideCopies {
   std::int8_t const* pixels[C::kPixels];  // a window's first tap
   int y[C::kPixels], x[C::kPixels];
   std::int8_t const* weight;
-  unsigned weights[C::kWeights];  // bytes from there; kNone past the last channel, which all blocks would ask L2 for
-  conv2d::Column column;          // of this thread in the next stage
+  unsigned
+      weights[C::kWeights];  // byte offsets; kNone past the last channel, which would otherwise load L2 from every CTA
+  conv2d::Column column;     // of this thread in the next stage
   int k, to = C::to();
 
   __device__ __forceinline__ WideCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows)
@@ -145,7 +145,7 @@ struct WideCopies {
   }
 };
 
-// Single bytes, from four columns for a store. The windows stay in shared memory.
+// Single bytes, four columns per store. The windows stay in shared memory.
 template <class T>
 struct ByteCopies {
   using C = Chunks<T>;
@@ -163,7 +163,7 @@ struct ByteCopies {
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
   }
 
-  // word(row) is what a row's four columns hold.
+  // word(row) holds a row's four columns.
   template <int kRows, class Word>
   static __device__ __forceinline__ void run(SharedAddress stage, Word word) {
     SharedAddress const to = stage + C::to();
@@ -179,7 +179,7 @@ struct ByteCopies {
     }
   }
 
-  // byte(i) reads the one of the ith column.
+  // byte(i) loads the byte of the ith column.
   template <class Byte>
   static __device__ __forceinline__ unsigned joined(Byte byte) {
     unsigned word = 0;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The way of a tile's sums to its outputs: through shared memory, where a thread finds its own again, whichever
-// pixel's, and where the other blocks of a cluster find theirs to add.
+// Epilogue path of the int8 convolution: sums go through shared memory, where each thread finds its own again and the
+// other CTAs of a cluster find theirs for the split-K reduction.
 
 #include "kernels/common/ptx/cluster.cuh"
 #include "kernels/conv2d/int8_epilogue.cuh"
@@ -9,12 +9,12 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// Of a thread: `kLines` pixels, and of each runs of 8 channels, 32 channels apart. A run lies in two pieces of 16
-// bytes, next to other threads' same pieces.
+// A thread's sums: `kLines` pixels, and for each runs of 8 channels, 32 channels apart. A run is two 16-byte pieces,
+// adjacent to other threads' pieces.
 template <class T>
 struct SumsInShared {
   static constexpr int kRuns = T::kTeamN / 32, kLines = 2 * T::Mainloop::kRows;
-  static constexpr int kPiece = T::kThreads * 16;  // bytes from one piece of a thread to the next
+  static constexpr int kPiece = T::kThreads * 16;  // bytes between the pieces of a thread
 
   unsigned char* mine;
 
@@ -38,12 +38,12 @@ struct SumsInShared {
     }
   }
 
-  // A run, added up over the cluster's blocks.
+  // A run, summed over the cluster's CTAs.
   __device__ __forceinline__ void get(int (&sums)[kRun], int line, int run, int split) const {
 #pragma unroll
     for (int i = 0; i < kRun; i += 4) *reinterpret_cast<int4*>(sums + i) = *reinterpret_cast<int4*>(at(line, run, i));
     for (int other = 1; other < split; ++other) {
-      // Each block begins with another one.
+      // Each CTA begins with a different one.
       int const rank = (blockIdx.z + other) % split;
 #pragma unroll
       for (int i = 0; i < kRun; i += 4) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void finish_as(SumsInShared<T> const& shared, TiledPr
       if constexpr (std::is_same_v<Out, std::int8_t>) {
         if (is_right) continue;
         unsigned doubtful = channels.doubtful(sums) & ((1u << min(count, kRun)) - 1);
-        // By a place that varies, for which registers do not do. No other block reads this one's part of the line.
+        // Indexed at run time, so not in registers. No other CTA reads this one's part of the line.
 #pragma unroll
         for (int i = 0; i < kRun; ++i) *shared.at(line, run, i) = sums[i];
         for (; doubtful != 0; doubtful &= doubtful - 1) {

@@ -1,5 +1,5 @@
-// Floating-point convolution of each channel by itself, or by several kernels of its own, with weights of few bits: a
-// byte a code, de-quantised once a thread and tap.
+// Weight-only depthwise convolution, with one or more outputs per channel: one byte per code, dequantised once per
+// thread and tap.
 
 #include "core/cuda_check.h"
 #include "kernels/common/device_code.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ float read(void const* values, DType dtype, int i) {
   return static_cast<float const*>(values)[i];
 }
 
-// kChannels neighbouring values, which are read or written at once where they are many.
+// kChannels neighbouring values, loaded or stored as a vector if there are several.
 template <class T, int kChannels>
 struct alignas(kChannels * sizeof(T) % 16 == 0 ? 16 : kChannels * sizeof(T)) Run {
   T values[kChannels];
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
   }
 }
 
-// Whether runs of kRun channels start on a multiple of 16 bytes, or of their own, everywhere.
+// Whether runs of kRun channels are aligned for vector loads everywhere.
 constexpr int kRun = 4;
 bool has_runs(Problem const& p) {
   conv2d::Shape const& s = p.shape;

@@ -1,7 +1,7 @@
 #pragma once
 
-// GEMM for what the fast kernels refuse: rows that do not start on 16 bytes. Any size, any stride, no tensor cores;
-// bytes are gathered one at a time, so it is many times slower, and callers are told so.
+// Fallback GEMM for rows that do not start on 16 bytes: any size and stride, no tensor cores, byte-wise gathers. Many
+// times slower; `explain` says so.
 
 #include "core/cuda_check.h"
 #include "epilogue/eval.h"
@@ -10,7 +10,7 @@
 
 namespace epiloq::gemm {
 
-// Four neighbours along K, ready to be multiplied, and the sum that they are added to.
+// Four neighbours along K, and their accumulator.
 struct Int8Quad {
   using Sum = int;
   int bytes;
@@ -39,13 +39,13 @@ template <class T>
 using Quad = std::conditional_t<std::is_same_v<T, std::int8_t>, Int8Quad, Float8Quad<T>>;
 
 struct Generic {
-  static constexpr int kTile = 64;           // rows and columns of D, a block
-  static constexpr int kDepth = 64;          // of K, a step
-  static constexpr int kPitch = kDepth + 4;  // words of one column of threads fall into different banks
+  static constexpr int kTile = 64;           // rows and columns of D per CTA
+  static constexpr int kDepth = 64;          // K values per step
+  static constexpr int kPitch = kDepth + 4;  // threads of a warp column fall into different banks
   static constexpr int kSide = 16;           // threads along a side
   static constexpr int kEach = kTile / kSide;
 
-  // [rows, k] bytes into shared memory, zeros past the edges.
+  // Copies [rows, k] bytes to shared memory, zeros past the edges.
   static __device__ void stage(std::uint8_t (&tile)[kTile][kPitch], void const* source, std::int64_t stride,
                                int first_row, int rows, int first_k, int k) {
     for (int i = threadIdx.x; i < kTile * kDepth; i += kSide * kSide) {
@@ -57,7 +57,7 @@ struct Generic {
   }
 };
 
-// Four blocks an SM: left alone, ptxas makes room for six on SM80, with 40 registers and two words in local memory.
+// Four CTAs per SM: left alone, ptxas targets six on SM80 and spills two words.
 template <class A, class B, class Epilogue>
 __global__ __launch_bounds__(256, 4) void generic_kernel(__grid_constant__ Problem const p) {
   using G = Generic;

@@ -1,4 +1,4 @@
-// groupwise_mm for what the SM90 kernels refuse, and on other GPUs: an element a thread, without tensor cores.
+// Fallback groupwise GEMM: one thread per element, no tensor cores.
 
 #include "core/cuda_check.h"
 #include "kernels/common/device_code.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 using gemm::GroupwiseProblem;
 
-// The expert that a row of A belongs to, or -1: with masked_m by its position, with offs by the first end past it.
+// The expert of a row of A, or -1: by position with masked_m, by the first end past it with offs.
 __device__ int expert_of(GroupwiseProblem const& p, std::int64_t row) {
   if (p.masked_m != nullptr) {
     int const expert = static_cast<int>(row / p.m);

@@ -1,4 +1,4 @@
-// A packed weight to rows in memory: a thread for a lane of a tile; what it writes are runs of 8 columns.
+// Dequantises a packed weight to rows in memory: one thread per lane of a tile, in runs of 8 columns.
 
 #include <algorithm>
 
@@ -32,7 +32,8 @@ __device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t panel,
   return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
 }
 
-// Word i of lane t of each four becomes word t of lane i: then a lane has neighbouring columns of 4 and 8 bits.
+// 4 x 4 transposition among four lanes: word i of lane t becomes word t of lane i, after which a lane has neighbouring
+// columns.
 __device__ __forceinline__ void transpose_fours(std::uint32_t (&words)[4]) {
 #pragma unroll
   for (int apart = 1; apart < 4; apart *= 2) {
@@ -46,13 +47,14 @@ __device__ __forceinline__ void transpose_fours(std::uint32_t (&words)[4]) {
   }
 }
 
-// A lane's columns are two runs of a tile of 64, or one of 32. Where its first begins, and how far on the second.
+// A lane's columns are two runs of a 64-column tile, or one of 32 columns: where the first begins, and the distance to
+// the second.
 template <int kBits>
 constexpr int kFirstRun = kBits == 4 ? 2 * kRun : kRun;
 template <int kBits>
 constexpr int kSecondRun = kBits == 4 ? kRun : 32;
 
-// The value of a lane that lies at a row (0: g, 1: g + 8) and a column of a run.
+// A lane's value at row g (0) or g + 8 (1) and a column of a run.
 template <int kBits>
 constexpr int index_of(int row, int run, int column) {
   if (kBits == 4) return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
@@ -139,7 +141,7 @@ void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
                                    {4, dequantize_kernel<4, T>},
                                    {8, dequantize_kernel<8, T>}};
   unsigned const panels = (w.n + kPanelRows - 1) / kPanelRows;
-  // A thread goes on from tile to tile where there are enough of them for all SMs without that.
+  // Threads loop over tiles if there are enough of them to fill all SMs without.
   constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTurns = 4;
   unsigned const tiles = w.padded_k / depth(w.bits);
   unsigned const enough = kTilesAtOnce * kBlocksPerSm * device_properties(device).sm_count;

@@ -1,5 +1,5 @@
-// The reference pipeline: after the quantising kernel, an int32 product for each block, de-quantised onto float32 sums
-// in device memory, then bias, limits and the output's type.
+// Staged reference: after the quantising kernel, an int32 product per quantisation block, dequantised onto FP32 sums in
+// device memory, then bias, limits and the output type.
 
 #include <algorithm>
 

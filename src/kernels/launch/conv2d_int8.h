@@ -11,14 +11,14 @@ namespace epiloq::ops::conv2d_int8 {
 // The input's zero point in every byte.
 inline unsigned fill_of(Problem const& p) { return static_cast<std::uint8_t>(p.input_zero) * 0x01010101u; }
 
-// What the blocks of a problem have in common, worked out once.
+// What the CTAs of a launch have in common.
 struct TiledProblem {
   Problem problem;
   int channels, outputs;  // of a group
   int columns;            // of the matrix
   int tiles_n;
   unsigned fill;
-  conv2d::Column stage;  // the walk from one stage to the next
+  conv2d::Column stage;  // the step from one stage to the next
   bool whole_runs;       // runs of 8 outputs start where a vector may
 };
 

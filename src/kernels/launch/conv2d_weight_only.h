@@ -8,12 +8,12 @@
 
 namespace epiloq::ops::conv2d_weight_only {
 
-// A convolution as weight_only_mm's product with the rows of im2col.h, whose tokens are output pixels.
+// A convolution as a GEMM with the implicit rows of im2col.h: output pixels are its tokens.
 struct Patches {
   weight_only_mm::Problem product;
   conv2d::Shape shape;
   int channels, padded_channels;  // of a tap: in x, in the weight
-  conv2d::Column step;            // the walk from one step of K to the next
+  conv2d::Column step;            // the step from one K step to the next
   int windows_at;                 // bytes of shared memory before the tile's windows
 };
 
@@ -21,7 +21,7 @@ using Launch = void (*)(Patches const&, int split, int device, Stream);
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 void launch_patches(Patches const& problem, int split, int device, Stream stream);
-// Where image_boxes.h has a map of the shape.
+// Needs a shape that image_boxes.h has a map for.
 template <int kRow, DType kX, int kBits, int kGroups>
 void launch_wgmma(Patches const& problem, int split, int device, Stream stream);
 

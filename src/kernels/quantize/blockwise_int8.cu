@@ -15,18 +15,17 @@ namespace {
 
 constexpr int kBlockThreads = 256;
 constexpr int kMaxGridY = 65535;
-// Vectors of a thread of by_lanes: more where there is enough for all, for what a block of values takes beside them is
-// shared.
+// Vectors per thread of by_lanes: more if there is enough work, as the cost per quantisation block is shared.
 constexpr int kFewVectors = 2, kManyVectors = 4;
 constexpr std::int64_t kManyValues = 1 << 21;
-constexpr int kFewWarps = 4;  // of a thread block of by_few_lanes
+constexpr int kFewWarps = 4;  // per CTA of by_few_lanes
 constexpr float kLargest = 3.402823466e38f;
 
 struct Parameters {
   float scale, offset;
 };
 
-// One rounding an operation, as on the host. No values: 0.
+// One rounding per operation, as on the host. Of no values: 0.
 __device__ Parameters measure(Range range, bool symmetric) {
   if (range.hi < range.lo) return {0.f, 0.f};
   float const reach = symmetric ? max_nan(-range.lo, range.hi) : __fsub_rn(range.hi, range.lo);
@@ -34,7 +33,7 @@ __device__ Parameters measure(Range range, bool symmetric) {
   if (!(reach <= kLargest)) return {nan, symmetric ? 0.f : nan};
   float const scale = reach == 0.f ? 1.f : fmaxf(__fdiv_rn(reach, symmetric ? 127.f : 255.f), kSmallestScale);
   if (symmetric) return {scale, 0.f};
-  // + 0: never -0
+  // + 0 turns -0 into 0
   return {scale, reach == 0.f ? __fadd_rn(range.hi, 0.f) : __fsub_rn(range.hi, __fmul_rn(127.f, scale))};
 }
 
@@ -43,7 +42,7 @@ __device__ __forceinline__ int define(float x, Parameters p) {
   return static_cast<int>(fminf(fmaxf(rounded == rounded ? rounded : 0.f, -128.f), 127.f));
 }
 
-// Four signed bytes, onto a sum.
+// Adds four signed bytes to a sum.
 __device__ __forceinline__ int add_bytes(unsigned bytes, int sum) {
   return __dp4a(static_cast<int>(bytes), 0x01010101, sum);
 }
@@ -63,7 +62,7 @@ __device__ void store_parameter(Problem const& p, float* to, float x) {
   }
 }
 
-// Of the lanes that share a block, each stores every so many kinds.
+// The lanes that share a block store its kinds of parameters in turn.
 __device__ __forceinline__ void store_parameters(Problem const& p, int lane, int lanes, int row, int block,
                                                  Parameters parameters, int sum) {
   std::int64_t const i = row * p.row_stride + block * p.block_stride;
@@ -81,8 +80,8 @@ __device__ __forceinline__ void store_parameters(Problem const& p, int lane, int
   }
 }
 
-// Of a row that has `left` more, which may be negative: the last of fewer values is repeated, which changes no range;
-// no values are zeros.
+// `left` values remain in the row, possibly a negative number: the last value is repeated, which does not change the
+// range; of no values, zeros.
 template <class T>
 __device__ void load(Vector<T>& values, T const* source, int left, bool vectors) {
   if (vectors && left >= kVector) return values.load(source);
@@ -110,7 +109,7 @@ __device__ __forceinline__ uint2 first_of(uint2 bytes, int left) {
   return {bytes.x & static_cast<unsigned>(mask), bytes.y & static_cast<unsigned>(mask >> 32)};
 }
 
-// The definition's values of the `left` that there are, and zeros. Quotients of a measured scale are small.
+// The definition's values for the `left` that exist, then zeros. Quotients by a measured scale are small.
 __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, Parameters p, Divisor const& divisor) {
   int q[kVector];
   if (divisor.in_range) {
@@ -125,8 +124,8 @@ __device__ __forceinline__ uint2 quantize(float const (&x)[kVector], int left, P
   return first_of({pack(q[0], q[1], q[2], q[3]), pack(q[4], q[5], q[6], q[7])}, left);
 }
 
-// Blocks of 8 * kVectors * lanes values, lanes a power of two up to 32: each value is read once. Neighbours'
-// vectors lie side by side.
+// Blocks of 8 * kVectors * lanes values, lanes a power of two up to 32: each value is read once. Neighbours' vectors
+// are adjacent.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kBlockThreads)
     by_lanes(__grid_constant__ Problem const p, int lanes, bool x_vectors, bool q_vectors) {
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   T const* const x_row = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q_row = p.q + row * p.stride_q;
   pdl_trigger();
-  // Whole warps stay in the loop: they shuffle.
+  // Whole warps stay in the loop, as they shuffle.
   for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
     int const piece = first + threadIdx.x, lane = piece & (lanes - 1);
     int const column = ((piece - lane) * kVectors + lane) * kVector, step = lanes * kVector;
@@ -172,10 +171,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Blocks of 8 * kVectors * kLanes values, whose vectors are whole ones. Those of a warp are of as many rows where
-// parameters of neighbouring rows are neighbours in memory, else of one row. What by_lanes takes to look at each
-// vector's place is more than memory's time: of 4096 x 14336 in blocks of 128, 80 us where this takes 53 (H200; a copy
-// 44).
+// Blocks of 8 * kVectors * kLanes values in whole vectors. A warp's blocks are of as many rows if parameters of
+// neighbouring rows are adjacent in memory, else of one row. Saves by_lanes's work per vector.
 template <class T, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__ Problem const p, bool across_rows) {
   constexpr int kStep = kLanes * kVector, kGroup = kVectors * kStep, kBlocksOfWarp = 32 / kLanes;
@@ -186,7 +183,7 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
   int const row = across_rows ? blockIdx.x * kBlocksOfWarp + slot : blockIdx.x;
   int const block = across_rows ? warp : warp * kBlocksOfWarp + slot;
   int const column = block * kGroup + lane * kVector;
-  // Where there are no more values, the last ones again, which changes no range.
+  // Past the last values the last ones are repeated, which does not change the range.
   T const* const x = static_cast<T const*>(p.x) + min(row, p.rows - 1) * p.stride_x;
   Vector<T> held[kVectors];
 #pragma unroll
@@ -194,7 +191,7 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
   Range range = held[0].range();
 #pragma unroll
   for (int v = 1; v < kVectors; ++v) range = merge(range, held[v].range());
-  Range const merged = merge_lanes(range, kLanes);  // by whole warps, whose last blocks may have no values
+  Range const merged = merge_lanes(range, kLanes);  // by whole warps, whose last blocks may be empty
   bool const has_values = row < p.rows && block * kGroup < p.cols;
   Parameters const parameters = measure(has_values ? merged : empty(), p.offset == nullptr);
   Divisor const divisor = divide_by(parameters.scale);
@@ -217,7 +214,7 @@ __global__ void __launch_bounds__(kFewWarps * 32) by_few_lanes(__grid_constant__
   store_parameters(p, lane, kLanes, row, block, parameters, sum);
 }
 
-// Blocks of any size, a warp each; read twice.
+// Blocks of any size, one warp each; read twice.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Problem const p) {
   pdl_wait();
@@ -266,7 +263,7 @@ struct Aligned {
 
 int blocks_of(Problem const& p) { return (p.padded_cols + p.group - 1) / p.group; }
 
-// Whether by_few_lanes takes them, in which case it did.
+// Launches by_few_lanes if it supports the problem, and says whether.
 template <class T, int kLanes, int kVectors>
 bool launch_few_lanes(Problem const& p, Aligned const& aligned, Stream stream) {
   bool const whole = p.cols >= kVector && p.cols % kVector == 0 && p.padded_cols % kVector == 0;

@@ -15,7 +15,7 @@ namespace {
 constexpr int kTileThreads = 512, kTileVectors = kPerLane / kVector, kBlockSide = 128, kBlockThreads = 256,
               kMeasureThreads = 256;
 
-// The given scale, or the measured one, written by one thread.
+// The given scale, or the measured one, which one thread writes.
 template <class Format>
 __device__ __forceinline__ Divisor divisor_of(Problem const& p, std::int64_t row, int col, float amax, bool writes) {
   float* const place = p.scale + row * p.scale_row + col * p.scale_col;
@@ -25,7 +25,7 @@ __device__ __forceinline__ Divisor divisor_of(Problem const& p, std::int64_t row
   return divide_by(scale);
 }
 
-// Quantised where x has columns, 0 in the padding behind them.
+// Quantises where x has columns, writes 0 in the padding.
 template <class Format, class T>
 __device__ __forceinline__ void store(Problem const& p, Vector<T> const& x, std::uint8_t* q_row, int column,
                                       Divisor const& divisor) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store(Problem const& p, Vector<T> const& x, std:
   *reinterpret_cast<uint2*>(q_row + column) = bytes;
 }
 
-// `lanes` neighbours, a power of two, share a tile of one row; a block of threads takes some tiles of some rows.
+// `lanes` neighbours, a power of two, share a tile of one row; a CTA takes some tiles of some rows.
 struct TileGrid {
   int lanes, lane_bits, parts;  // parts: blocks along a row
   bool from_the_end;            // the last rows first: the second-level cache may still hold what was read last
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kTileThreads)
   for (int v = 0; v < kTileVectors; ++v) store<Format>(p, held[v], q, column + v * step, divisor);
 }
 
-// A block a row, the row in registers.
+// One CTA per row, held in registers.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem const p) {
   pdl_wait();
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem co
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) amax = max_nan(amax, held[v].largest());
   amax = largest_of_block(amax);
-  pdl_trigger();  // not sooner: blocks that wait would take the place of blocks that read
+  pdl_trigger();  // not sooner: CTAs that wait would displace CTAs that read
   Divisor const divisor = divisor_of<Format>(p, row, 0, amax, threadIdx.x == 0);
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows(__grid_constant__ Problem co
   for (int c = column + kVectors * step; c < p.padded_cols; c += step) *reinterpret_cast<uint2*>(q + c) = {};
 }
 
-// A block of threads for 128 x 128 elements, in registers.
+// One CTA per 128 x 128 elements, held in registers.
 template <class T, class Format>
 __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Problem const p, int across) {
   constexpr int kAcross = kBlockSide / kVector, kDown = kBlockThreads / kAcross, kVectors = kBlockSide / kDown;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kBlockThreads) blocks(__grid_constant__ Proble
   }
 }
 
-// What lies in no vectors, is too long for registers or has an unusual size: a block of threads a tile, twice over it.
+// Unaligned or long rows and unusual tile sizes: one CTA per tile, in two passes.
 template <class T, class Format>
 __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Problem const p, int across) {
   pdl_wait();
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Proble
   }
 }
 
-// The scale of everything. Scales grow with amax and non-negative floats order as their bits do (NaN last), so blocks
-// need not wait for one another: the largest of their scales, exact in any order.
+// Per-tensor scale. Scales grow with amax, and non-negative floats order as their bits do (NaN last), so CTAs need not
+// wait for each other: the largest of their scales is exact in any order.
 struct Span {
   std::int64_t rows, cols, stride;
   bool in_vectors;
@@ -168,7 +168,7 @@ struct Span {
 template <class T, class Format>
 __global__ void __launch_bounds__(kMeasureThreads)
     measure(__grid_constant__ Problem const p, __grid_constant__ Span const span) {
-  constexpr int kBatch = 64 / (kVector * static_cast<int>(sizeof(T)));  // 64 bytes a thread on their way
+  constexpr int kBatch = 64 / (kVector * static_cast<int>(sizeof(T)));  // 64 bytes per thread in flight
   pdl_wait();
   float amax = 0.f;
   std::int64_t const thread = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x, threads = gridDim.x * blockDim.x;
@@ -209,7 +209,7 @@ void run_tiles(Problem p, int lanes, bool from_the_end, Stream stream) {
   if (p.is_static && p.scale_col == 0) p.tiles = across;  // all of a row's tiles share a scale
   int const most = kTileThreads / lanes, parts = static_cast<int>(ceil_div(across, most));
   int const row_threads = static_cast<int>(ceil_div(across, parts)) * lanes;
-  // Whole warps: many short rows a warp, or lanes to spare at the end of a long row.
+  // Whole warps: several short rows per warp, or idle lanes at the end of a long row.
   unsigned const x = row_threads < 32 ? std::bit_ceil(static_cast<unsigned>(row_threads)) : round_up(row_threads, 32);
   unsigned const y = std::max(1u, kComfortable / x);
   int const lane_bits = std::countr_zero(static_cast<unsigned>(lanes));
@@ -219,7 +219,7 @@ void run_tiles(Problem p, int lanes, bool from_the_end, Stream stream) {
 
 template <class T, class Format>
 void run_rows(Problem const& p, int device, Stream stream) {
-  // Few rows want many threads each, for latency; many rows want much work a thread, which shares the cost of a scale.
+  // Few rows get many threads each, for latency; many rows more work per thread, which shares the cost of a scale.
   struct Variant {
     int vectors;
     void (*kernel)(Problem);

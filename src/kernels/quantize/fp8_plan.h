@@ -4,7 +4,7 @@
 
 namespace epiloq::ops::quantize_fp8 {
 
-constexpr int kPerLane = 32;  // elements that a thread of kTiles takes
+constexpr int kPerLane = 32;  // elements per thread of kTiles
 
 enum class Kernel : std::uint8_t { kTiles, kRows, kBlocks, kElements };
 
@@ -13,11 +13,11 @@ struct Plan {
   int lanes;  // kTiles: threads that share a scale
 };
 
-// How a problem, static or measured in one pass, is spread over a device.
+// How a problem with static or one-pass scales is distributed over a device.
 Plan plan(Problem const& problem, DType x);
 char const* describe(Kernel kernel);
 
-// Rows that start on 16 bytes for x and 8 for q, in whole vectors.
+// Rows in whole vectors that start on 16 bytes in x and 8 in q.
 bool in_vectors(Problem const& problem, DType x);
 
 }  // namespace epiloq::ops::quantize_fp8

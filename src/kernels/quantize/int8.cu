@@ -21,33 +21,32 @@ __device__ Range merge_block(Range range) {
 
 struct Parameters {
   float scale;
-  float azp;  // whole
+  float azp;  // an integer
 };
 
 __device__ Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
   float const amax = max_nan(-range.lo, range.hi);
   if (!symmetric && (range_includes_zero || range.lo == range.hi)) range = merge(range, {0.f, 0.f});
   float const step = symmetric ? __fdiv_rn(amax, 127.f) : __fdiv_rn(range.hi - range.lo, 255.f);
-  float const scale = step < kSmallestScale ? kSmallestScale : step;  // NaN stays
+  float const scale = step < kSmallestScale ? kSmallestScale : step;  // NaN stays NaN
   if (symmetric) return {scale, 0.f};
   float const azp = rintf(-128.f - __fdiv_rn(range.lo, scale));
   return {scale, azp == azp ? azp : 0.f};
 }
 
-// The definition: divides, rounds ties to even, counts NaN as 0.
+// The definition: divide, round ties to even, NaN becomes 0.
 __device__ int define(float x, Parameters p) {
   float const rounded = rintf(__fdiv_rn(x, p.scale));
   float const shifted = (rounded == rounded ? rounded : 0.f) + p.azp;
   return static_cast<int>(fminf(fmaxf(shifted, -128.f), 127.f));
 }
 
-// Added to a float of magnitude below 2^22, this rounds it to a whole number, ties to even, and leaves that number in
-// the low bits.
+// Adding this to a float of magnitude below 2^22 rounds it to an integer, ties to even, in the low bits.
 constexpr float kRound = 12582912.f;  // 1.5 * 2^23
 constexpr int kRoundBits = 0x4b400000;
 
-// The definition's values, unsaturated, without its divisions: below 512, x times 1 / scale is within 1e-4 of x / scale
-// (one rounding of 2^-24), so unless it falls that close to a tie, or is larger or NaN, both round alike.
+// The definition's values, unsaturated, without divisions: below 512, x times 1 / scale is within 1e-4 of x / scale, so
+// both round alike unless x is that close to a tie, larger or NaN.
 __device__ __forceinline__ void quantize_any(float const (&x)[kVector], Parameters p, float inverse,
                                              int (&q)[kVector]) {
   int const shift = __float2int_rn(p.azp) - kRoundBits;
@@ -64,7 +63,7 @@ __device__ __forceinline__ void quantize_any(float const (&x)[kVector], Paramete
   }
 }
 
-// The same where no quotient is larger than 255: each is correctly rounded, without a look at it.
+// The same if no quotient exceeds 255: each is correctly rounded without a check.
 template <int kSteps>
 __device__ __forceinline__ void quantize_small(float const (&x)[kVector], Parameters p, Divisor const& divisor,
                                                int (&q)[kVector]) {
@@ -105,7 +104,7 @@ __device__ void zero_padding(Problem const& p, std::int8_t* q) {
   for (int c = p.cols + threadIdx.x; c < p.padded_cols; c += blockDim.x) q[c] = 0;
 }
 
-// Without zero points all that counts is the largest magnitude.
+// Symmetric: only the largest magnitude counts.
 template <class T, int kVectors>
 __device__ __forceinline__ Range range_of_row(Problem const& p, Vector<T> const (&held)[kVectors]) {
   Range range = empty();
@@ -124,7 +123,7 @@ __device__ __forceinline__ Range range_of_row(Problem const& p, Vector<T> const 
   return {-amax, amax};
 }
 
-// A block a row, the row in registers: one pass over memory.
+// One CTA per row, held in registers: one pass over memory.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
   pdl_wait();
@@ -144,9 +143,9 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   } else {
     parameters = finish_dynamic(p, row, range_of_row(p, held));
   }
-  pdl_trigger();  // not sooner: blocks that wait would take the place of blocks that read
+  pdl_trigger();  // not sooner: CTAs that wait would displace CTAs that read
   Divisor const divisor = divide_by(parameters.scale);
-  // Scales of what was measured, from zero on: at most 255 of them.
+  // Quotients by a measured scale, from zero on: at most 255.
   bool const is_small = divisor.in_range && !p.is_static && (p.azp == nullptr || p.range_includes_zero);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -156,7 +155,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   zero_padding(p, q);
 }
 
-// Rows that are too long for registers or do not start on 16 bytes: read twice, an element at a time.
+// Rows that are too long for registers or unaligned: two passes, elementwise.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Problem const p) {
   pdl_wait();
@@ -189,8 +188,8 @@ void launch_typed(Problem const& p, int device, Stream stream) {
   constexpr int kElements = 16 / sizeof(T);
   bool const aligned = p.cols % kVector == 0 && p.stride_x % kElements == 0 && p.stride_q % kVector == 0 &&
                        on_16_bytes(p.x) && on_16_bytes(p.q);
-  // The fewest vectors a thread that keep a block comfortable: few rows want many threads each, for latency, and many
-  // rows want small blocks, of which an SM runs several (H200, 2026-11-20: 128, 256 and 512 threads at 1 to 4096 rows).
+  // The fewest vectors per thread that keep a CTA at its preferred size: few rows get many threads each, for latency;
+  // many rows small CTAs, several per SM.
   struct Variant {
     int vectors;
     void (*kernel)(Problem);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What kernels that quantise to 8 bits share: vectors of eight elements, ranges and largest magnitudes, exact division,
-// packing.
+// Shared by the kernels that quantise to 8 bits: vectors of eight elements, ranges and largest magnitudes, exact
+// division, packing.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,21 +11,19 @@
 
 namespace epiloq {
 
-constexpr int kVector = 8;  // elements a thread reads and writes at once
+constexpr int kVector = 8;  // elements per load and store
 constexpr int kMaxThreads = 1024;
 
 struct Int8 {
   static constexpr float kMax = 127.f;
 };
 
-// For a quantiser that has asked for its row. If its blocks are so few that an H200's SMs have one each at most, the
-// product behind it may start: by up to 128 tokens layers of K = 4096 and 8192 took 3 to 6 % less than where blocks let
-// it start when the row was there, longer ones 0 to 1 (early-weights.json). Of more blocks, each should wait for its
-// row: the product's would otherwise take the place of those that have yet to begin. In front of the loads it took 256
-// rows 0.03 to 0.13 us, as a branch or by a predicate; behind them, by a predicate, 0 to 0.05.
+// PDL trigger of a quantiser that has issued its loads: at once if there are at most as many CTAs as SMs, so that the
+// following product may start; with more CTAs each waits for its row, as the product's CTAs would otherwise displace
+// those that have not started.
 //
-// No quantiser lets the next kernel start before its own wait is over: what starts behind one then knows that all
-// before it is done, and a layer's product need not wait for its weight (constant_b).
+// No quantiser triggers before its own pdl_wait: a kernel that starts after one then knows that everything before it
+// has finished, and a layer's product need not wait for its weight (constant_b).
 __device__ __forceinline__ void pdl_trigger_if_few() {
 #if __CUDA_ARCH__ >= 900
   constexpr unsigned kFewBlocks = 128;
@@ -47,7 +45,7 @@ struct Range {
 __device__ __forceinline__ Range empty() { return {__builtin_inff(), -__builtin_inff()}; }
 __device__ __forceinline__ Range merge(Range a, Range b) { return {min_nan(a.lo, b.lo), max_nan(a.hi, b.hi)}; }
 
-// Over `lanes` neighbours, a power of two, in each of them.
+// Over `lanes` neighbours, a power of two; all lanes get the result.
 __device__ __forceinline__ Range merge_lanes(Range range, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
     range = merge(range, {__shfl_xor_sync(~0u, range.lo, offset), __shfl_xor_sync(~0u, range.hi, offset)});
@@ -55,7 +53,7 @@ __device__ __forceinline__ Range merge_lanes(Range range, int lanes) {
   return range;
 }
 
-// The largest of `lanes` neighbours, a power of two, in each of them.
+// The largest of `lanes` neighbours, a power of two; all lanes get it.
 __device__ __forceinline__ float largest_of(float magnitude, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
     magnitude = max_nan(magnitude, __shfl_xor_sync(~0u, magnitude, offset));
@@ -63,7 +61,7 @@ __device__ __forceinline__ float largest_of(float magnitude, int lanes) {
   return magnitude;
 }
 
-// Of a whole warp; magnitudes order as their bits do, NaN last.
+// Over a warp; magnitudes order as their bits do, NaN last.
 __device__ __forceinline__ float largest_of_warp(float magnitude) {
 #if __CUDA_ARCH__ >= 800
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(magnitude)));
@@ -72,8 +70,7 @@ __device__ __forceinline__ float largest_of_warp(float magnitude) {
 #endif
 }
 
-// The largest of a block of whole warps, in every thread. Ends with reads of shared memory: synchronise before the
-// next.
+// Over a CTA of whole warps; all threads get it. Ends with reads of shared memory: synchronise before the next call.
 __device__ __forceinline__ float largest_of_block(float magnitude) {
   __shared__ float of_warp[kMaxThreads / 32];
   int const thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
@@ -98,7 +95,7 @@ template <class T>
 struct Vector {
   alignas(16) T values[kVector];
 
-  // 16 bytes at a time; past the first-level cache, for what is read once.
+  // 16 bytes at a time, bypassing L1, for what is read once.
   __device__ __forceinline__ void load(T const* source) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(int4)); ++i) {
@@ -130,7 +127,7 @@ struct Vector {
       reinterpret_cast<int4*>(target)[i] = reinterpret_cast<int4 const*>(values)[i];
     }
   }
-  // In fp32, rounded once.
+  // In FP32, rounded once.
   __device__ __forceinline__ void add(Vector const& other) {
     float sum[kVector], added[kVector];
     widen(sum);
@@ -142,11 +139,11 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) out[i] = static_cast<float>(values[i]);
   }
-  __device__ __forceinline__ float largest() const;  // of the magnitudes
+  __device__ __forceinline__ float largest() const;  // magnitude
   __device__ __forceinline__ Range range() const;
 };
 
-// An instruction each, where conversions one by one take the upper halves down first.
+// One instruction per pair; separate conversions move the upper halves down first.
 template <>
 __device__ __forceinline__ void Vector<__nv_bfloat16>::widen(float (&out)[kVector]) const {
   auto const* const pairs = reinterpret_cast<unsigned const*>(values);
@@ -194,7 +191,7 @@ __device__ __forceinline__ Range Vector<T>::range() const {
   return {static_cast<float>(__hmin_nan(lo.x, lo.y)), static_cast<float>(__hmax_nan(hi.x, hi.y))};
 }
 
-// The steps that make quotients of a type exact.
+// Correction steps that make quotients of a type exact.
 template <class T>
 constexpr int kExactSteps = sizeof(T) == 2 ? 1 : 2;
 

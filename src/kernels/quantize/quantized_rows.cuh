@@ -1,6 +1,6 @@
 #pragma once
 
-// The end of kernels that compute a row in fp32 and quantise it: a block of threads a row, or a warp each.
+// Tail of kernels that compute a row in FP32 and quantise it: one CTA per row, or one warp.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/quantize/quantize.cuh"
@@ -8,22 +8,22 @@
 
 namespace epiloq {
 
-// The row of these threads, which are those of one threadIdx.y; it may be past the last.
+// The row of these threads (one threadIdx.y); it may be past the last.
 __device__ __forceinline__ int own_row() { return static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y); }
 __device__ __forceinline__ bool is_one_warp() { return blockDim.x == 32; }
 
-// Of a row, as largest_of_block.
+// Over a row, like largest_of_block.
 __device__ __forceinline__ float largest_of_row(float magnitude) {
   return is_one_warp() ? largest_of_warp(magnitude) : largest_of_block(magnitude);
 }
 
-// In a fixed order, so that the bits repeat.
+// In a fixed order, so that results are reproducible.
 __device__ __forceinline__ float sum_of_warp(float part) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) part += __shfl_xor_sync(~0u, part, offset);
   return part;
 }
-// As largest_of_block, in shared memory of its own.
+// Like largest_of_block, with its own shared memory.
 __device__ __forceinline__ float sum_of_block(float value) {
   __shared__ float of_warp[kMaxThreads / 32];
   value = sum_of_warp(value);
@@ -32,8 +32,8 @@ __device__ __forceinline__ float sum_of_block(float value) {
   return sum_of_warp(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.f);
 }
 
-// The largest of `lanes` neighbours, a power of two from kVectors on: in lane l that of their vectors l % kVectors.
-// Each step leaves a lane half of the vectors, and so all take hardly more exchanges than one.
+// The largest of `lanes` neighbours, a power of two from kVectors on, for each of kVectors vectors: lane l gets that of
+// vector l % kVectors. Each step halves the vectors per lane, so all take hardly more exchanges than one.
 template <int kVectors>
 __device__ __forceinline__ float largest_of_tiles(float (&amax)[kVectors], int lanes) {
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ Divisor measured(QuantizedRows const& p, int row, int
   return divide_by(scale);
 }
 
-// values[v] are the columns from (v * blockDim.x + threadIdx.x) * 8 on; past the row's end they are 0.
+// values[v] are the columns from (v * blockDim.x + threadIdx.x) * 8 on; 0 past the row's end.
 template <class Format, int kVectors>
 __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, float (&values)[kVectors][kVector]) {
   static_assert(kVectors <= kFewestLanes);
@@ -84,11 +84,11 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
     // Rows without columns have no groups, and so no scale to write.
     divisor = measured<Format>(p, row, 0, largest_of_row(of_row), threadIdx.x == 0 && p.tiles > 0);
   } else {
-    // Of one of the thread's vectors; divisions take long.
+    // One division per thread, for one of its vectors.
     int const v = threadIdx.x % kVectors, tile = (column + v * step) >> (__ffs(p.tile_cols) - 1);  // a power of two
     bool const writes = (threadIdx.x & (p.lanes - 1)) < kVectors && tile < p.tiles;
     divisor = measured<Format>(p, row, tile, largest_of_tiles(amax, p.lanes), writes);
-    divisor.in_range = __all_sync(~0u, divisor.in_range);  // one branch for the warp; all vectors divide, or none does
+    divisor.in_range = __all_sync(~0u, divisor.in_range);  // one branch for the warp: all vectors divide, or none does
   }
   std::uint8_t* const q = p.q + row * p.stride_q;
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void quantize_row(QuantizedRows const& p, int row, fl
   for (int c = column + kVectors * step; c < p.padded_cols; c += step) *reinterpret_cast<uint2*>(q + c) = {};
 }
 
-// The same of rows in any layout: `value(column)` is computed twice. Loops are unrolled so many times.
+// The same for rows in any layout: `value(column)` is computed twice, in loops unrolled kUnroll times.
 template <class Format, int kUnroll = 4, class Value>
 __device__ void quantize_elements(QuantizedRows const& p, int row, Value value) {
   std::uint8_t* const q = p.q + row * p.stride_q;

@@ -18,12 +18,12 @@ __device__ __forceinline__ void quantize_normed(Problem const& p, int row, T con
   });
 }
 
-// Magnitudes of x * weight, and of the inverse, whose products and quotients stay within float32. A product that became
-// 0, below 2^-150, is a norm below 2^-136: 0 of any scale.
+// Magnitudes of x * weight, and of the inverse, whose products and quotients stay within float32. A product below
+// 2^-150, which became 0, is a norm below 2^-136: 0 at any scale.
 __device__ bool holds(float amax) { return amax == 0.f || (amax >= 0x1p-100f && amax <= 0x1p60f); }
 __device__ bool is_moderate(float inverse) { return inverse >= 0x1p-60f && inverse <= 0x1p14f; }
 
-// The others' rows, from memory again, in no more registers than the kernel has without it.
+// The slow path, from memory again, in no more registers than the kernel has without it.
 template <class T, class Format>
 __device__ __forceinline__ void quantize_again(Problem const& p, int row, float inverse) {
   bool const adds = p.residual != nullptr;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void quantize_again(Problem const& p, int row, float 
   quantize_normed<Format, 1>(p, row, static_cast<T const*>(rows) + row * stride, inverse);
 }
 
-// What a row's threads tell one another, at one barrier if they are several warps.
+// What a row's threads exchange, at one barrier if they are several warps.
 struct RowParts {
   float sum_of_squares, amax;
   bool all_hold;
@@ -51,7 +51,7 @@ __device__ __forceinline__ RowParts of_row(RowParts part) {
   return {sum_of_warp(other.x), largest_of_warp(other.y), all_hold};
 }
 
-// The row's vectors, with the residual's, which are asked for before any is written.
+// The row's vectors and the residual's, which are loaded before any is written.
 template <class T, int kVectors>
 __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&x)[kVectors]) {
   int const column = threadIdx.x * kVector, step = blockDim.x * kVector;
@@ -72,10 +72,9 @@ __device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&
   }
 }
 
-// The row in registers: one pass over memory, one barrier if it has several warps. What the row is divided by is not
-// known before its sum is, so x * weight is measured and kept, and multiplied by inverse / scale at the end. Of two
-// vectors a thread and more, one block of kMaxThreads an SM is asked for: by itself ptxas makes room for two, and
-// spills on SM80. One vector fits twice; 0 asks for nothing.
+// The row in registers: one pass over memory, one barrier if it has several warps. The norm is not known until the sum
+// is, so x * weight is measured and kept, and multiplied by inverse / scale at the end. From two vectors per thread on
+// one CTA of kMaxThreads per SM is requested: left alone, ptxas targets two and spills on SM80.
 template <class T, class Format, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(__grid_constant__ Problem const p) {
   pdl_wait();
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
   }
   pdl_trigger();
   bool const by_row = out.lanes == 0;
-  // Of one of the thread's vectors, its group's.
+  // One of the thread's vectors stands for its group.
   int const of_vector = threadIdx.x % kVectors;
   float const of_group = by_row ? largest_own : largest_of_tiles(amax, out.lanes);
   RowParts const whole = of_row({sum, largest_own, by_row || holds(of_group)});

@@ -6,7 +6,7 @@
 namespace epiloq::ops::silu_and_mul_quant {
 namespace {
 
-// gate / (1 + exp(-gate)) * up. The approximate reciprocal is within one unit in the last place, subnormals included.
+// gate / (1 + exp(-gate)) * up. The approximate reciprocal is within one ulp, subnormals included.
 __device__ __forceinline__ float gated(float gate, float up) {
   float sigmoid;
   asm("rcp.approx.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.f + expf(-gate)));

@@ -1,6 +1,6 @@
 #pragma once
 
-// Launches of small kernels behind those that fill a GPU.
+// Launches of small kernels after kernels that fill a GPU.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,20 +14,18 @@
 
 namespace epiloq {
 
-// Shared memory that a block asks for and leaves alone, so that an SM takes no more blocks than an even share of them.
-// A kernel that may start before the one in front of it is done finds SMs as that one leaves them, and its blocks pile
-// up on the first few: quantising 256 x 4096 values to float8 before their product took 4.8 us more than the product,
-// with this 2.7 (H200, quantisers-behind-products.json).
+// Dynamic shared memory per CTA that spreads the CTAs evenly over the SMs. A kernel that starts before its predecessor
+// has finished (PDL) would otherwise pile up on the first SMs that become free.
 constexpr int spread_smem_bytes(std::int64_t blocks, int threads, DeviceProperties const& device) {
-  constexpr int kFirstArch = 90;  // whose kernels start early
-  constexpr int kMostBlocks = 8;  // of an SM, and threads: shares of more fill it
+  constexpr int kFirstArch = 90;  // first with PDL
+  constexpr int kMostBlocks = 8;  // per SM, and threads: beyond that CTAs spread by themselves
   constexpr int kMostThreads = 1024;
   std::int64_t const share = std::max<std::int64_t>(1, (blocks + device.sm_count - 1) / device.sm_count);
   if (device.compute_capability < kFirstArch || share > kMostBlocks || share * threads > kMostThreads) return 0;
   return smem_for_ctas_per_sm(share, device.shared_memory_per_block);
 }
 
-// A share of blocks fits, with a little shared memory of their own, and one more does not.
+// The even share of CTAs fits, with a little shared memory of their own, and one more does not.
 constexpr bool spreads(int shared_memory_per_block) {
   DeviceProperties const device{90, 100, shared_memory_per_block, 0};
   constexpr int kOwn = 256;
@@ -49,7 +47,7 @@ void launch_spread(char const* doing, void (*kernel)(Parameters...), dim3 grid, 
   DeviceProperties const& properties = device_properties(device);
   int const threads = static_cast<int>(block.x * block.y);
   int const bytes = spread_smem_bytes(std::int64_t{grid.x} * grid.y, threads, properties);
-  // Kernels that may ask for so much, of this thread; asking twice is harmless.
+  // Kernels whose limit this thread has raised; raising it twice is harmless.
   thread_local std::vector<std::pair<void const*, int>> prepared;
   std::pair const key{reinterpret_cast<void const*>(kernel), device};
   if (bytes > 0 && std::ranges::find(prepared, key) == prepared.end()) {

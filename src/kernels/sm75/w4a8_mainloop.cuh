@@ -1,8 +1,8 @@
 #pragma once
 
-// sm80/w4a8_gemm.cuh on SM75: m8n8k16, and no cp.async. A team has one stage in shared memory and the next one in its
-// threads' registers, asked for before the products and stored after them: an SM has 64 KiB of shared memory, where
-// blocks that take turns hide more than a second stage would.
+// Main loop of sm80/w4a8_gemm.cuh for SM75: m8n8k16, no cp.async. A K group has one stage in shared memory and the next
+// in its threads' registers, loaded before the products and stored after them: with 64 KiB of shared memory per SM,
+// more resident CTAs hide more latency than a second stage.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
@@ -12,8 +12,8 @@
 namespace epiloq::gemm {
 
 struct BlockwiseSm75 {
-  // d += a b, of 16 x 32 by 32 x 8 in the registers of m16n8k32, each of which is one of m8n8k16: a's of rows g and
-  // g + 8 for the first 16 of K, then for the others; b's for the first 16 and the others; d's in pairs, g and g + 8.
+  // d += a b for 16 x 32 by 32 x 8 with the registers of m16n8k32, as four m8n8k16: a's rows g and g + 8 for the first
+  // 16 of K, then for the others; b's first 16 and the others; d's pairs g and g + 8.
   static __device__ __forceinline__ void multiply(int (&d)[4], unsigned const (&a)[4], unsigned const (&b)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -26,7 +26,7 @@ struct BlockwiseSm75 {
     }
   }
 
-  // Past L1. Volatile, so that it is not moved behind the products to where its values are stored.
+  // Bypasses L1. Volatile, so that the load is not moved behind the products to where its value is stored.
   static __device__ __forceinline__ uint4 load(BlockwiseChunk const& chunk) {
     uint4 x{};
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
@@ -40,7 +40,7 @@ struct BlockwiseSm75 {
                  : "memory");
   }
 
-  // What a thread holds of an operand's next stage.
+  // The registers of a thread's share of an operand's next stage.
   template <class Operand>
   struct Held {
     uint4 values[Operand::kValues], parameters[Operand::kParameters];

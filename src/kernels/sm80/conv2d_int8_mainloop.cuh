@@ -1,6 +1,6 @@
 #pragma once
 
-// What empties a stage: warps with mma.sync, by m16n8k32's fragments, which SM75 makes of four of its own.
+// Main loop of the int8 convolution with mma.sync: fragments of m16n8k32, which SM75 composes of four of its own.
 
 #include "kernels/common/ptx/ldmatrix.cuh"
 #include "kernels/conv2d/int8_producer.cuh"
@@ -37,7 +37,7 @@ struct MmaSync {
 
   static __device__ __forceinline__ int first_row(int team_row) { return team_row * T::kTeamM; }
 
-  // Before the barrier after which a stage is read, and what goes on while the next one is asked for: nothing.
+  // Hooks that only the wgmma main loop needs.
   static __device__ __forceinline__ void publish() {}
   static __device__ __forceinline__ void begin(Sums&, SharedAddress, int, int) {}
   static __device__ __forceinline__ void wait_for_all(Sums&) {}

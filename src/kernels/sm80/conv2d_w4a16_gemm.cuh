@@ -1,7 +1,7 @@
 #pragma once
 
-// weight_only_mm's tiled kernel with tokens that are copied out of an image: 8 channels of a tap at a time, zeros
-// where a tap lies outside.
+// Weight-only convolution with mma.sync: the W4A16 GEMM with tokens copied from an image, 8 channels of a tap at a
+// time, zeros outside.
 
 #include "kernels/launch/conv2d_weight_only.h"
 #include "kernels/sm80/w4a16_gemm.cuh"
@@ -10,17 +10,17 @@ namespace epiloq::ops::conv2d_weight_only {
 
 namespace wo = weight_only_mm;
 
-// A thread copies one chunk of every kApart-th pixel, as Tiled::Tokens does of tokens.
+// A thread copies one chunk of every kApart-th pixel, like Tiled::Tokens.
 template <class S, class T>
 struct PatchTokens {
   static constexpr int kApart = S::kThreads / S::kChunks;
 
   Patches const& p;
   conv2d::Window const* windows;  // from this thread's first pixel on
-  conv2d::Column column;          // of its chunk, in the step that is asked for next
+  conv2d::Column column;          // of its chunk, in the next step to be issued
   int to;
 
-  // Every thread of the block comes here.
+  // Called by every thread of the CTA.
   __device__ __forceinline__ PatchTokens(Patches const& patches, conv2d::Window* shared, int first_pixel,
                                          int first_step)
       : p(patches) {
@@ -34,7 +34,7 @@ struct PatchTokens {
     to = wo::TokenPlace::of(pixel, chunk);
   }
 
-  // Steps are asked for in their order, each once.
+  // Steps are issued in order, each once.
   __device__ __forceinline__ void issue(void const* somewhere, SharedAddress tile, int) {
     auto const* const x = static_cast<T const*>(p.product.x);
     conv2d::Offset const offset(p.shape, column);

@@ -1,7 +1,7 @@
 #pragma once
 
-// MmaConfig x architecture x inputs x epilogue -> CUTLASS 2.x kernel: int8 for SM75 (m8n8k16) and SM80 (m16n8k32),
-// float8 for SM89 (m16n8k32).
+// CUTLASS 2.x GEMM: MmaConfig x architecture x operand types x epilogue: int8 for SM75 (m8n8k16) and SM80 (m16n8k32),
+// FP8 for SM89 (m16n8k32). The only place where one is assembled.
 
 #include <type_traits>
 
@@ -53,7 +53,7 @@ struct MmaGemm {
   using ThreadMap = cutlass::epilogue::threadblock::OutputTileThreadLayout<Tile, Warp, float, kEpilogueAlignment, 1>;
   using Expr = decltype(Epilogue::template make<typename Epilogue::Out>({}));
   using Lowered = epilogue::Lower<epilogue::Sm80<ThreadMap>, Expr>;
-  // 2.x has no store of its own behind a visitor tree: the root writes D.
+  // 2.x does not store after a visitor tree: the root writes D.
   using Store =
       cutlass::epilogue::threadblock::VisitorAuxStore<ThreadMap, Out, cutlass::FloatRoundStyle::round_to_nearest,
                                                       cute::Stride<std::int64_t, cute::_1, std::int64_t>>;

@@ -1,12 +1,12 @@
 #pragma once
 
-// int8 GEMM for at most a few tokens, where reading the weights once is all the time there is.
+// Skinny int8 GEMM for few tokens, bound by reading the weights once.
 //
-// A block owns 16 * panels weight rows and every token. Its warps split K in steps of 64 bytes and stream weights
-// straight into mma.sync fragments: a dot product does not care about the order of K, so each thread takes 16
-// consecutive bytes of a row, the same for weights and tokens, and no shared memory, shuffle or barrier stands in the
-// main loop. Panels of 16 rows let a grid fill any number of SMs evenly. At the end the warps' int32 sums meet in
-// shared memory: exact, in any order.
+// A CTA owns 16 * panels weight rows and every token. Its warps split K in steps of 64 bytes and stream weights
+// straight into mma.sync fragments: a dot product does not depend on the order of K, so each thread takes 16
+// consecutive bytes of a row, the same for weights and tokens, and the main loop has no shared memory, shuffle or
+// barrier. Panels of 16 rows let a grid fill any number of SMs evenly. The warps' int32 sums are reduced in shared
+// memory, exactly.
 
 #include "core/cuda_check.h"
 #include "epilogue/eval.h"
@@ -22,16 +22,16 @@ __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], int a0, int a1, int a2
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Integers rather than a SkinnyConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__ template.
+// Integers rather than a SkinnyConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__ template.
 template <int kPanels_, int kTokens, int kWarps, int kUnroll_>
 struct Skinny {
   static constexpr int kPanels = kPanels_;
   static constexpr int kUnroll = kUnroll_;
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = 16 * kPanels;    // of the weight, a block
-  static constexpr int kStep = 64;              // bytes of K, a warp and step
-  static constexpr int kSumStride = kRows + 4;  // keeps the fragments' stores off each other's banks
+  static constexpr int kRows = 16 * kPanels;    // of the weight, per CTA
+  static constexpr int kStep = 64;              // bytes of K per warp and step
+  static constexpr int kSumStride = kRows + 4;  // avoids bank conflicts
   static constexpr int kSharedBytes = kWarps * kTokens * kSumStride * 4;
 
   struct Step {
@@ -39,7 +39,7 @@ struct Skinny {
     int4 token[kTokenTiles];
   };
 
-  // Where this thread reads. Tokens past the last are read as the last, and their sums dropped.
+  // A thread's sources. Tokens past the last are read as the last, and their sums dropped.
   struct Source {
     std::int8_t const* weight;
     std::int64_t weight_stride;  // 8 rows
@@ -85,8 +85,8 @@ struct Skinny {
     }
   }
 
-  // Asks L2 for the block's weights. Harmless before the previous kernel has finished, even if it writes them: L2 is
-  // where its writes arrive.
+  // Prefetches the CTA's weights into L2. Safe before pdl_wait even if the previous kernel writes them, as its writes
+  // go to L2.
   static __device__ void prefetch(Problem const& p, int first_row) {
     constexpr int kLine = 128;
     int const lines = (p.k + kLine - 1) / kLine;
@@ -132,14 +132,14 @@ template <class K, class Epilogue>
 __global__ __launch_bounds__(K::kThreads) void skinny_kernel(__grid_constant__ Problem const p) {
   extern __shared__ int shared[];
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // The last block starts early enough to be whole: rows that two blocks compute come out the same.
+  // The last CTA starts early enough to be whole: rows that two CTAs compute are identical.
   int const first_row = min(static_cast<int>(blockIdx.x) * K::kRows, p.n - K::kRows);
 
   pdl_trigger();
   K::prefetch(p, first_row);
   pdl_wait();
 
-  constexpr int kStride = K::kThreads / 32 * K::kStep;  // from one step of a warp to its next
+  constexpr int kStride = K::kThreads / 32 * K::kStep;  // between a warp's steps
   typename K::Source const source(p, first_row, lane);
   int sums[K::kPanels][K::kTokenTiles][4] = {};
   typename K::Step steps[K::kUnroll];

@@ -1,10 +1,10 @@
 #pragma once
 
-// GEMM with scales by groups of K or of whole rows, dense or for experts, by cp.async and mma.sync: int8 for SM80 and
-// newer, float8 for SM89 and newer. On SM90 the kernel of sm90/groupwise_gemm.cuh is the faster one.
+// Groupwise GEMM with cp.async and mma.sync, with scales by groups of K or per row, dense or with experts: int8 for
+// SM80 and newer, FP8 for SM89 and newer. SM90 has a faster one (sm90/groupwise_gemm.cuh).
 //
-// Blocks walk over tiles of D, whichever expert's they are. 128 of K make a stage; its products go into fresh
-// accumulators and onto the sums in fp32, with the scales of a group, or, of int8, straight onto int32 sums.
+// CTAs walk over tiles of D of all experts. A stage is 128 of K; its products are promoted to the FP32 sums with a
+// group's scales or, for int8, accumulated in int32.
 
 #include <algorithm>
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace epiloq::gemm {
 
-// c += a b of 16 x 32 by 32 x 8 elements.
+// c += a b for 16 x 32 by 32 x 8 elements.
 __device__ __forceinline__ void multiply_add(int (&c)[4], unsigned const (&a)[4], unsigned const (&b)[2]) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -30,27 +30,27 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned const (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Integers and enums rather than a BlockwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a
+// Integers and enums rather than a BlockwiseConfig: nvcc 13.0 cannot name a structural value in the stub of a
 // __global__ template.
 template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales kScales, class Element>
 struct MmaGroupwise {
-  static constexpr bool kMaySplitK = false;              // a tile's K, with another block
-  static constexpr bool kPairs = false, kTurns = false;  // of tiles, one a block
+  static constexpr bool kMaySplitK = false;              // between two CTAs
+  static constexpr bool kPairs = false, kTurns = false;  // one tile per CTA
   static constexpr int kM = kWarpM * kWarpsM, kN = kWarpN * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all of its 255 registers
+  static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all 255 registers
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
   static_assert(!kExact || kScales == Scales::kWholeRows);
-  static_assert(kGroupDepth % kN == 0);  // a tile's columns share their blocks' scales
+  static_assert(kGroupDepth % kN == 0);  // a tile's columns share their scale groups
   using Sum = std::conditional_t<kExact, int, float>;
 
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;  // fragments of a warp
-  static constexpr int kDepth = kGroupDepth / 32;                   // products along K, a stage
-  static constexpr int kChunks = kGroupDepth / 16;                  // of 16 bytes, a row of a stage
+  static constexpr int kDepth = kGroupDepth / 32;                   // products along K per stage
+  static constexpr int kChunks = kGroupDepth / 16;                  // of 16 bytes, per row of a stage
   static constexpr int kStageBytes = (kM + kN) * kGroupDepth;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   using Sums = Sum[kRows][kColumns][4];  // rows r and r + 8, two neighbouring columns each
 
-  // A row's chunks are permuted, so that eight neighbouring rows of a chunk lie in different banks.
+  // A row's chunks are permuted, so that the same chunk of eight neighbouring rows lies in different banks.
   static __device__ int place(int row, int chunk) { return row * kGroupDepth + ((chunk ^ (row % 8)) << 4); }
 
   // The first kCount of `rows` rows, 128 of K each; zeros past them and past K.
@@ -58,7 +58,7 @@ struct MmaGroupwise {
   static __device__ void copy_rows(SharedAddress target, void const* first, std::int64_t stride, int rows, int k,
                                    int step) {
     constexpr int kAtOnce = kThreads / kChunks;
-    static_assert(kCount % kAtOnce == 0 && kAtOnce % 8 == 0);  // so a thread's places are a constant apart
+    static_assert(kCount % kAtOnce == 0 && kAtOnce % 8 == 0);  // so a thread's addresses are a constant apart
     int const chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks, offset = step * kGroupDepth + chunk * 16;
     int const bytes = max(0, min(16, k - offset));
     SharedAddress const at = target + place(row, chunk);
@@ -79,7 +79,7 @@ struct MmaGroupwise {
     copy_rows<kN>(stage + kM * kGroupDepth, b, p.stride_b, p.n - tile.first_column, p.k, step);
   }
 
-  // The position of a warp's part of a tile, and of a thread's values within it.
+  // The position of a warp in a tile, and of a thread's values in it.
   struct Position {
     int row = threadIdx.x / 32 / kWarpsN * kWarpM, column = threadIdx.x / 32 % kWarpsN * kWarpN;
     int lane = threadIdx.x % 32;
@@ -87,7 +87,7 @@ struct MmaGroupwise {
     __device__ int column_of(int fragment) const { return column + 8 * fragment + 2 * (lane % 4); }
   };
 
-  // Scales reach no further than int does (groupwise_problem.h): offsets of 32 bits, of which there is one for each.
+  // Scale offsets fit 32 bits (problems/groupwise_gemm.h).
   static __device__ float row_scale(GroupwiseProblem const& p, GroupwiseTile const& tile, int row, int step) {
     unsigned const inside = min(tile.first_row + row, tile.end_row - 1) >> p.scale_a.shift;
     return p.scale_a.ptr[inside * p.scale_a.stride_row + step * p.scale_a.stride_k];
@@ -97,7 +97,7 @@ struct MmaGroupwise {
     return p.scale_b.ptr[tile.expert * p.scale_b_expert + inside * p.scale_b.stride_row + step * p.scale_b.stride_k];
   }
 
-  // The scales that a stage's products take: a row's with its block's, or a row's alone.
+  // The scales of a stage: a row's with its group's, or a row's alone.
   static __device__ void load_scales(float (&scales)[kRows][2], GroupwiseProblem const& p, GroupwiseTile const& tile,
                                      Position const& at, int step) {
     if constexpr (kScales != Scales::kWholeRows) {
@@ -108,7 +108,7 @@ struct MmaGroupwise {
     }
   }
 
-  // A stage's products onto `products`.
+  // Adds a stage's products to `products`.
   static __device__ void multiply(Sums& products, SharedAddress stage, Position const& at) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
@@ -133,7 +133,7 @@ struct MmaGroupwise {
     }
   }
 
-  // A stage: products, and with their scales onto the sums.
+  // A stage: products, promoted to the sums with their scales.
   static __device__ void add_stage(Sums& sums, SharedAddress stage, float const (&scales)[kRows][2],
                                    GroupwiseProblem const& p, GroupwiseTile const& tile, Position const& at, int step) {
     if constexpr (kExact) {
@@ -180,7 +180,7 @@ struct MmaGroupwise {
       filled = filled + 1 == kStages ? 0 : filled + 1;
       read = read + 1 == kStages ? 0 : read + 1;
     }
-    __syncthreads();  // the next tile's copies go where others still read
+    __syncthreads();  // the next tile's copies overwrite what others still read
   }
 
   template <class Out>
@@ -215,7 +215,7 @@ struct MmaGroupwise {
     for (GroupwiseTile tile; scheduler.next(tile);) {
       Sums sums = {};
       sum(sums, p, tile, ring, at);
-      // At run time, for the main loop is what takes long to compile.
+      // Chosen at run time, as the main loop dominates compile time.
       if (out == DType::kFloat16) store<__half>(sums, p, tile, at);
       if (out == DType::kBFloat16) store<__nv_bfloat16>(sums, p, tile, at);
       if (out == DType::kFloat32) store<float>(sums, p, tile, at);
@@ -236,7 +236,7 @@ __global__ __launch_bounds__(C::kThreads,
 template <class C>
 void launch_mma_groupwise(GroupwiseProblem const& p, DType out, int device, Stream stream) {
   auto* const kernel = mma_groupwise_kernel<C>;
-  static std::atomic<int> resident[64];  // blocks that run at once, found out when a device first runs the kernel
+  static std::atomic<int> resident[64];  // resident CTAs, determined on a device's first call
   int blocks = resident[device].load(std::memory_order_acquire);
   if (blocks == 0) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),

@@ -1,8 +1,8 @@
 #pragma once
 
-// More tokens: a block multiplies 32 weight rows a warp by a tile of tokens, which its warps share through shared
-// memory. Each weight is de-quantised by one warp, into registers; each step's tokens are copied once. The blocks of a
-// cluster may share K.
+// W4A16/W8A16 GEMM with mma.sync: a CTA multiplies 32 weight rows per warp by a tile of tokens, which its warps share
+// through shared memory. Each weight is dequantised by one warp, in registers; each step's tokens are copied once. The
+// CTAs of a cluster may split K.
 
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
@@ -15,8 +15,8 @@ struct Tiled {
   static constexpr int kWarps = kWarps_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kStages = kStages_;
-  static constexpr int kBlocks = kBlocks_;  // an SM
-  static constexpr int kPanels = 2;         // a warp
+  static constexpr int kBlocks = kBlocks_;  // per SM
+  static constexpr int kPanels = 2;         // per warp
   using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8>;
   static constexpr int kRows = kWarps * kPanels * kPanelRows;
   static constexpr int kThreads = kWarps * 32;
@@ -57,8 +57,8 @@ struct Tiled {
   };
 };
 
-// Blocks along x take tiles of tokens, along y they share K, along z they take rows. make_tokens(first token, first
-// step) gives what asks for the block's tokens, step by step.
+// CTAs along x take tiles of tokens, along y they split K, along z they take rows. make_tokens(first token, first step)
+// returns what issues the CTA's tokens, step by step.
 template <class S, class T, class MakeTokens>
 __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
                                               MakeTokens make_tokens) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
 #pragma unroll 1
   for (int step = first_step; step < end; ++step) {
     cp_async_wait<kStages - 2>();
-    __syncthreads();  // everyone's copies have come; and everyone has read the stage that is asked for next
+    __syncthreads();  // all copies have landed, and the stage to be refilled has been read
     issue(step + kStages - 1, write);
     std::uint8_t const* const stage = shared + read;
     W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   }
 
   cp_async_wait<0>();
-  __syncthreads();  // the ring makes room for the sums
+  __syncthreads();  // the sums replace the stages
   auto* const all_sums = reinterpret_cast<float*>(shared);
   W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums);
   finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y, gridDim.y);

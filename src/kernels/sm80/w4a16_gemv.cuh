@@ -1,9 +1,8 @@
 #pragma once
 
-// At most 8 tokens, where reading the weight once is all the time there is. The warps of a block share its rows
-// and take turns at the steps of K, each asking for its own steps, weights and tokens, some way ahead: no barrier
-// stands in the main loop, and what is on its way fills memory's pipe. Blocks of a cluster share K where there are few
-// rows.
+// W4A16/W8A16 GEMV for at most 8 tokens, bound by reading the weight once. The warps of a CTA share its rows and take K
+// steps in turn, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads are
+// in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
 
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
@@ -12,20 +11,20 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Of a warp.
+// Pipeline of a warp.
 struct GemvPipeline {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
   int stages;
   int scratch;   // bytes behind the stages
-  int received;  // before all rings, for other blocks' sums
+  int received;  // before all pipelines, for other CTAs' sums
 
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
-// What a warp multiplies, of so many panels: a type with its Sums, how many tokens at most, the bytes of tokens in a
-// stage and of scratch, how tokens are asked for and multiplied, and how sums are stored. Here 16-bit tokens, by tensor
-// cores for such; for one or two tokens see digits.cuh.
+// What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
+// loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
+// w4a16_gemv_integer.cuh.
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
 struct HalfProducts {
   static constexpr int kTokens = kGemvTokens;
@@ -34,16 +33,14 @@ struct HalfProducts {
   static int token_bytes(int m) { return m * TokenPlace::kBytes; }
   static int scratch_bytes(int) { return 0; }
 
-  // Eight lanes ask for a line of memory, half of a token's columns, then for the other half; and for those of the
-  // fourth token after it. L2 has every SM asking for the same lines: by halves of them, of all eight tokens at a time,
-  // 4 and 8 tokens took 3 to 6 % longer.
+  // Eight lanes load one 128-byte line, half of a token's columns, then the other half; then those of the fourth token
+  // after it. Whole lines, as every SM reads the same ones from L2.
   static constexpr int kAtOnce = 4, kLineColumns = 64;
   Problem const& p;
   int token, column;
   T const* x;
   SharedAddress place, other_place;
-  // Where it reads. Tokens that are not there have no place: what is multiplied then is the first's, and the sums are
-  // dropped.
+  // Where tokens are read from. Tokens past the last are read as the first, and their sums dropped.
   TokenPlace read_at;
 
   __device__ __forceinline__ explicit HalfProducts(Problem const& p_)
@@ -95,7 +92,7 @@ struct Gemv {
   static constexpr int kSumBytes = kWarps * kWarpSums * 4;
 };
 
-// sums: [kWarps][kTokens][kSumStride] in shared memory, all written.
+// sums: [kWarps][kTokens][kSumStride] in shared memory, complete.
 template <class T, class S>
 __device__ void finish_parts(Problem const& p, float* sums, int first_row, SubtileReduction const& share) {
   int const elements = p.m * S::kRows;
@@ -133,7 +130,7 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Subti
   });
 }
 
-// A column of blocks shares K. Weights are asked for before the previous kernel has finished (kernels.h).
+// A column of CTAs splits K. Weights are loaded before pdl_wait (problems/weight_only.h).
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_constant__ Problem const p,
                                                                        __grid_constant__ GemvPipeline const ring) {
@@ -145,8 +142,8 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
   int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
-  // Blocks begin in different places, so that they ask L2 for different tokens at a time: 0 to 5 % of 2 to 8 tokens.
-  // A prime, of which no layer's steps are likely to be a multiple.
+  // CTAs begin at different steps, so that they read different tokens from L2 at a time. A prime, of which the number
+  // of steps is unlikely to be a multiple.
   constexpr int kApart = 23;
   int const begin = blockIdx.x * kApart % steps;
   auto const step_of = [&](int turn) {
@@ -184,7 +181,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
     cp_async_wait<kAhead - 1>();
-    __syncwarp();  // a stage is the warp's; and all have read the one that is asked for next
+    __syncwarp();  // a stage is the warp's own, and all lanes have read the one to be refilled
     if (turn + kAhead < turns) {
       source.issue(ring.weights, to + write, step_of(turn + kAhead));
       products.issue(to + write + tokens_at, step_of(turn + kAhead));
@@ -196,7 +193,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   }
 
   cp_async_wait<0>();
-  __syncthreads();  // the ring makes room for the sums
+  __syncthreads();  // the sums replace the pipelines
   auto* const all_sums = reinterpret_cast<float*>(shared);
   Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums);
   finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, share);

@@ -1,10 +1,10 @@
 #pragma once
 
-// One or two tokens, for tensor cores that multiply integers. To make 16-bit numbers of 4-bit weights takes longer than
-// memory takes to give them; integers of 8 bits are a mask away. So it is the tokens that become integers: 128 columns
-// of one are 31-bit integers times a power of two, which rounds what is below 2^-30 of the largest of them, and are
-// multiplied by their four digits of 8 bits, each a column of the tensor cores' eight, exactly. (Splitting a product
-// into exact ones of few bits: Ozaki, Ogita, Oishi and Rump, Numerical Algorithms 59, 2012.)
+// GEMV for one or two tokens on integer tensor cores. Converting 4-bit weights to 16-bit floats takes longer than
+// reading them, but 8-bit integers are a mask away. So the tokens become integers: 128 columns of a token are 31-bit
+// integers times a power of two, which rounds what is below 2^-30 of the largest, multiplied exactly as four 8-bit
+// digits, each one of the tensor cores' eight columns. (Splitting into exact products of few bits: Ozaki, Ogita, Oishi
+// and Rump, Numerical Algorithms 59, 2012.)
 
 #include <cstdint>
 #include <type_traits>
@@ -14,7 +14,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Packed integers to A fragments of mma.sync m16n8k32, of 32 columns: q less the middle of its range, kUnit times. A
+// Packed integers to A fragments of mma.sync m16n8k32, of 32 columns: q minus the middle of its range, times kUnit. A
 // register's four columns are 2 t, 2 t + 8, 2 t + 1 and 2 t + 9 of 16.
 template <int kBits>
 struct IntegerFragment;
@@ -22,8 +22,7 @@ struct IntegerFragment;
 template <>
 struct IntegerFragment<4> {
   static constexpr int kUnitExponent = 4, kMiddle = 8;
-  // Of each byte the upper half, signed. In one instruction, which takes one constant: the compiler by itself writes
-  // two.
+  // The upper half of each byte, signed, in one LOP3; the compiler emits two.
   static __device__ __forceinline__ Word upper(Word w) {
     Word result;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(w), "r"(0xf0f0f0f0u), "r"(0x80808080u));
@@ -72,24 +71,24 @@ __device__ __forceinline__ float2 floats_of(Word pair) {
   }
 }
 
-// A step of one or two tokens. Column 4 token + digit of the tensor cores has a digit, the lowest first. In shared
-// memory [token][digit][t][block of 16 columns], words of the block's four columns that a lane t wants in a fragment.
+// A K step of one or two tokens. Column 4 token + digit of the tensor cores holds a digit, the lowest first. Shared
+// memory is [token][digit][t][block of 16 columns], words of the block's four columns that lane t needs in a fragment.
 template <class T>
 struct TokenDigits {
   static constexpr int kDigits = 4, kWords = kStep / 16, kBytes = kDigitBytes;
   static_assert(kBytes == kDigits * kStep);
   static constexpr unsigned kExponentMask = 0x7f800000u, kExponentOne = 1u << 23;
-  static constexpr int kLargest = 29;  // bits before the largest integer's leading one
+  static constexpr int kLargest = 29;  // bits below the largest integer's leading one
 
-  // The scale that brings the largest of a token's columns to 2^kLargest and more, as the exponent's bits: what is so
-  // small that there is no such float is left with fewer digits.
+  // The scale that brings the largest of a token's columns to at least 2^kLargest, as exponent bits; values too small
+  // for such a float keep fewer digits.
   static __device__ __forceinline__ unsigned exponent_of(float const (&x)[4]) {
     float const most = max_nan(max_nan(fabsf(x[0]), fabsf(x[1])), max_nan(fabsf(x[2]), fabsf(x[3])));
     return max(largest_of_lanes(__float_as_uint(most)) & kExponentMask, kLargest * kExponentOne);
   }
 
-  // Of one token, 32 lanes have four columns each. Returns what the sums of its highest digit count, by 2^-unit; NaN
-  // where a column is not finite.
+  // Of one token, 32 lanes hold four columns each. Returns the unit of its highest digit's sums as 2^-unit; NaN if a
+  // column is not finite.
   static __device__ __forceinline__ float make(SharedAddress digits, SharedAddress token, int unit) {
     int const lane = threadIdx.x % 32, block = lane / 4, t = lane % 4;
     float2 const low = floats_of<T>(load_word(token + block * 32 + t * 4));
@@ -99,7 +98,7 @@ struct TokenDigits {
     float const scale = __uint_as_float((2 * 127 + kLargest) * kExponentOne - exponent);
     Word v[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {  // with digits from -128 to 127, as bytes
+    for (int e = 0; e < 4; ++e) {  // digits from -128 to 127, as bytes
       v[e] = (static_cast<Word>(__float2int_rn(x[e] * scale)) + 0x808080u) ^ 0x808080u;
     }
     Word const low01 = __byte_perm(v[0], v[1], 0x5140), low23 = __byte_perm(v[2], v[3], 0x5140);
@@ -112,7 +111,7 @@ struct TokenDigits {
     return __uint_as_float(exponent - (kLargest - 24 + unit) * kExponentOne);
   }
 
-  // Volatile, which keeps these and the barriers between them in order, while weights may be loaded across them.
+  // Volatile: keeps these and the barriers between them in order, while weights may be loaded across them.
   static __device__ __forceinline__ Word load_word(SharedAddress at) {
     Word word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
@@ -123,7 +122,7 @@ struct TokenDigits {
   }
   static __device__ __forceinline__ void wait_for_warp() { asm volatile("bar.warp.sync 0xffffffff;"); }
 
-  // What a lane has of the second operand: a column's words. A token that is not there is the first once more.
+  // A lane's part of the second operand: a column's words. A token past the last is the first once more.
   static __device__ __forceinline__ void load(Word (&words)[kWords], SharedAddress digits, int tokens) {
     int const column = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     SharedAddress const from =
@@ -144,22 +143,22 @@ struct DigitProducts {
   using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1>;
   using F = IntegerFragment<kBits>;
   using Digits = TokenDigits<T>;
-  using Sums = float[kPanels][4];  // of rows g and g + 8, by digits 2 t and 2 t + 1
+  using Sums = float[kPanels][4];  // rows g and g + 8, digits 2 t and 2 t + 1
   static int token_bytes(int m) { return m * kStep * 2; }
   static int scratch_bytes(int m) { return m * Digits::kBytes; }
 
-  // Sums of 128 products of integers are 2^22 at most: onto these bits, a float's, they are added as floats are.
+  // Sums of 128 integer products are at most 2^22: added to the bits of this float, they become a float.
   static constexpr int kFloatBits = 0x4b400000;
   static constexpr float kFloat = 0x1.8p23f;
-  static constexpr int kInstructions = kStep / kGroups / 32;  // of a group
-  static constexpr int kWords = kInstructions * kBits / 2;    // of a lane, panel and group
+  static constexpr int kInstructions = kStep / kGroups / 32;  // per scale group
+  static constexpr int kWords = kInstructions * kBits / 2;    // per lane, panel and scale group
   static constexpr Word kOnes = 0x01010101u << F::kUnitExponent;
 
   Problem const& p;
 
   __device__ __forceinline__ explicit DigitProducts(Problem const& p_) : p(p_) {}
 
-  // Half a warp asks for a token.
+  // Half a warp loads a token.
   __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     int const token = W::lane() / 16, column = step * kStep + W::lane() % 16 * 8, left = p.weight.k - column;
     if (token >= p.m) return;
@@ -167,14 +166,14 @@ struct DigitProducts {
     cp_async16(to + W::lane() * 16, left > 0 ? row + column : row, min(max(left, 0), 8) * 2);
   }
 
-  // A group's digits, added up: what a row subtracts for each one of its zero point, and adds for its offset.
+  // The sum of a group's digits: what a row subtracts per unit of its zero point, and adds for its offset.
   static __device__ __forceinline__ void add_up(int (&sum)[4], Word const* digits) {
     constexpr Word kAll[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
     for (int i = 0; i < kInstructions; ++i) mma(sum, kAll, digits[2 * i], digits[2 * i + 1]);
   }
 
-  // How far the zero points of rows g and g + 8 are from what fragments subtract.
+  // Distance of the zero points of rows g and g + 8 from what fragments subtract.
   __device__ __forceinline__ int2 shift_of(StageLayout const& layout, std::uint8_t const* parameters, int group) const {
     if (kOffsets) return {-F::kMiddle, -F::kMiddle};
     Word const both =
@@ -260,7 +259,7 @@ struct DigitProducts {
     }
   }
 
-  // To shared memory, [token][row] with tokens `stride` apart.
+  // To shared memory, [token][row], tokens `stride` apart.
   static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums) {
     int const t = W::lane() % 4;
 #pragma unroll

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a warp of either kernel does: ask for steps of its weight rows, and multiply them by tokens.
+// Warp tile of the mma.sync weight-only kernels: loads K steps of its weight rows, and multiplies them by tokens.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
@@ -12,15 +12,15 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline constexpr int kStep = kPadding;  // columns that are asked for at once
+inline constexpr int kStep = kPadding;  // columns per K step
 
-// A step of a warp's rows in shared memory: integers as they lie in the weight, [panel][vector][lane], then for each
-// panel its scales [group][16], and its offsets or zero points [group][16]. Multiples of 16 bytes all, and the whole of
-// lines.
+// A K step of a warp's rows in shared memory: integers as they lie in the weight, [panel][vector][lane], then for each
+// panel its scales [group][16], and its offsets or zero points [group][16]. All multiples of 16 bytes, the whole of
+// 128.
 struct StageLayout {
-  int scale_bytes;      // a value
-  int scales;           // bytes of a panel's
-  int parameter_bytes;  // of a panel
+  int scale_bytes;      // per value
+  int scales;           // per panel
+  int parameter_bytes;  // per panel
   int bytes;
 
   static StageLayout of(Weight const& w, int panels, int groups) {
@@ -34,8 +34,8 @@ struct StageLayout {
   }
 };
 
-// Tokens of a step in shared memory: 256 bytes each, 16 bytes of X at a time, whose places trade with the token's, so
-// that the same columns of eight tokens lie in all banks. `chunk` counts them from a token's first column.
+// Tokens of a K step in shared memory: 256 bytes each, in 16-byte chunks permuted by the token, so that the same
+// columns of eight tokens lie in different banks. `chunk` counts from a token's first column.
 struct TokenPlace {
   static constexpr int kBytes = kStep * 2;
   static constexpr int kTile = 8 * kBytes;
@@ -45,50 +45,51 @@ struct TokenPlace {
   static __device__ __forceinline__ int of(int token, int chunk) { return token * kBytes + (chunk ^ token % 8) * 16; }
   __device__ __forceinline__ TokenPlace(int token, int chunk)
       : even_at(in_register(of(token, chunk))), odd_at(in_register(of(token, chunk) ^ 64)) {}
-  // The 16 bytes that a lane names to ldmatrix, of token lane % 8, for four matrices of 8 columns.
+  // The 16 bytes that a lane passes to ldmatrix: token lane % 8, four matrices of 8 columns.
   __device__ __forceinline__ TokenPlace() : TokenPlace(threadIdx.x % 8, threadIdx.x % 32 / 8) {}
   __device__ __forceinline__ int at(int block) const { return (block % 2 ? odd_at : even_at) + block / 2 * 128; }
 };
 
-// What tensor cores want of 32 columns of 8 tokens: two fragments of the second operand.
+// 32 columns of 8 tokens: two fragments of the second operand.
 __device__ __forceinline__ uint4 load_tokens(SharedAddress at) {
   unsigned r[4];
   gemm::ldmatrix_x4(r, at);
   return {r[0], r[1], r[2], r[3]};
 }
 
-// kPanels panels of 16 weight rows by kTiles tiles of 8 tokens; kGroups groups begin in a step (of 32 or 64 columns),
-// or one that is as long as 2^n steps.
+// kPanels panels of 16 weight rows by kTiles tiles of 8 tokens; kGroups scale groups begin in a K step (of 32 or 64
+// columns), or one that spans 2^n steps.
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, int kTiles>
 struct Warp {
   using F = Fragment<T, kBits>;
-  static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, a lane, panel and step
+  static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, per lane, panel and step
   static constexpr int kStepBytes = kVectors * 512;     // of a panel
   static constexpr int kWeightBytes = kPanels * kStepBytes;
-  // Columns that are multiplied at a time, sharing a scale: as many as the registers hold.
+  // Columns multiplied at a time, within one scale group: as many as the registers hold.
   static constexpr bool kWhole =
       kGroups == 1 && kBits == 4 && (kTiles == 1 ? kPanels < 4 || !kOffsets : kTiles == 8 && !kOffsets);
   static constexpr bool kFew =
       kGroups == 4 || kTiles > 8 || (kTiles * kPanels == 8 && (kOffsets || kBits == 8 || kTiles == 2));
   static constexpr int kColumns = kWhole ? kStep : kFew ? 32 : 64;
-  static constexpr int kSubtiles = kStep / kColumns;    // of a step
-  static constexpr int kFragments = kColumns / 16;      // of a panel and piece
-  static constexpr int kBlocks = kColumns / 32;         // of a piece
-  static constexpr int kWords = kColumns * kBits / 64;  // of a lane, panel and piece
-  // Where ptxas would load the tokens of all tiles ahead and run out of registers.
+  static constexpr int kSubtiles = kStep / kColumns;    // per step
+  static constexpr int kFragments = kColumns / 16;      // per panel and subtile
+  static constexpr int kBlocks = kColumns / 32;         // per subtile
+  static constexpr int kWords = kColumns * kBits / 64;  // per lane, panel and subtile
+  // Where ptxas would hoist the token loads of all tiles and run out of registers.
   static constexpr bool kPaced = kTiles > 8 || (kTiles == 8 && kOffsets);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-  // Where a lane reads: its 16 bytes of each vector, and 16 bytes of each panel's parameters, where there are so many.
-  // Rows past the last panel are read as the last panel's, and their sums dropped. Offsets fit 32 bits (select.cpp).
+  // A lane's sources: its 16 bytes of each vector, and 16 bytes of each panel's parameters, if there are that many.
+  // Rows past the last panel are read as the last panel's, and their sums dropped. Offsets fit 32 bits (checked in
+  // select.cpp).
   struct Source {
     std::uint8_t const* q;
     std::uint8_t const* parameters;
     Word q_at[kPanels], parameters_at[kPanels];
     SharedAddress lane_at;
-    int group_bytes;  // from a group's to the next
-    int group_shift;  // steps a group, as a power of two
+    int group_bytes;  // between groups
+    int group_shift;  // steps per group, as a power of two
     bool has_parameters;
 
     __device__ __forceinline__ Source(Weight const& w, StageLayout const& layout, int first_panel)
@@ -125,7 +126,7 @@ struct Warp {
     }
   };
 
-  // Scales or offsets of a group in all panels, of rows g and g + 8; `values` are the first panel's.
+  // Scales or offsets of a group in all panels, of rows g and g + 8; `values` points at the first panel's.
   static __device__ __forceinline__ void load(float2 (&to)[kPanels], Weight const& w, StageLayout const& layout,
                                               std::uint8_t const* values, int group) {
     values += (group * kPanelRows + lane() / 4 * 2) * layout.scale_bytes;
@@ -164,7 +165,7 @@ struct Warp {
     for (int s = 0; s < kPanels; ++s) to[s] = F::zero(both[s] & 0xff, both[s] >> 8);
   }
 
-  // A lane's words of a panel and piece.
+  // A lane's words of a panel and subtile.
   static __device__ __forceinline__ void load(Word (&to)[kWords], std::uint8_t const* stage, int s, int subtile) {
     if constexpr (kWords == 2) {
       uint2 const two =
@@ -212,7 +213,7 @@ struct Warp {
     sums[3] = fmaf(factor.y, group.v[3], sums[3]);
   }
 
-  // sums += W X for a step. tokens(tile, block) gives load_tokens of a tile's tokens.
+  // sums += W X for a K step. tokens(tile, block) returns load_tokens of a tile's tokens.
   template <class Tokens>
   static __device__ __forceinline__ void multiply(float (&sums)[kPanels][kTiles][4], Weight const& w,
                                                   StageLayout const& layout, std::uint8_t const* stage, Tokens tokens) {
@@ -237,7 +238,7 @@ struct Warp {
 #pragma unroll
         for (int s = 0; s < kPanels; ++s) add(sums[s][tile], sum, offset[s]);
       };
-      if constexpr (kTiles <= 2) {  // fragments are used once or twice: made and multiplied one at a time
+      if constexpr (kTiles <= 2) {  // fragments are used once or twice: convert and multiply one at a time
         uint4 x[kTiles][kBlocks];
         Sum part[kPanels][kTiles]{};
 #pragma unroll
@@ -282,7 +283,7 @@ struct Warp {
     }
   }
 
-  // To shared memory, [token][row] with tokens `stride` apart.
+  // To shared memory, [token][row], tokens `stride` apart.
   static __device__ __forceinline__ void store(float* target, int stride, float const (&sums)[kPanels][kTiles][4]) {
 #pragma unroll
     for (int s = 0; s < kPanels; ++s) {

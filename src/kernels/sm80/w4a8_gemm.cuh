@@ -1,19 +1,19 @@
 #pragma once
 
-// int8 products of blocks along K that each have a scale and an offset, de-quantised and added up in float32 registers
-// inside the main loop, by mma.sync. How stages are filled and multiplied is their machine's matter:
-// sm75/w4a8_mainloop.cuh, sm80/w4a8_mainloop.cuh.
+// W4A8/W8A8 GEMM with mma.sync: int8 products of quantisation blocks along K that each have a scale and an offset,
+// dequantised and accumulated in FP32 registers inside the main loop. Stages are filled and multiplied by
+// sm75/w4a8_mainloop.cuh and sm80/w4a8_mainloop.cuh.
 //
-// A block of threads owns a tile of D. Its teams of warps share K between them: each has a ring of stages of 128
-// values of K of its own, and at the end their sums meet in shared memory in a fixed order. For few tokens a team is
-// one warp and needs no barrier; for many there is one team.
+// A CTA owns a tile of D. Its groups of warps split K: each has its own pipeline of K steps of 128, and at the end
+// their sums are reduced in shared memory in a fixed order. For few tokens a K group is one warp and needs no barrier;
+// for many there is one K group.
 //
-// Integers become floats for nothing: an int32 sum starts at the bits of 1.5 * 2^23 instead of 0, and as its magnitude
-// stays below 2^22 its bits are then those of the float 1.5 * 2^23 + sum. fma(., s, -1.5 * 2^23 s) gives s * sum with
-// one rounding, exactly so where s has 22 bits: A's scales are rounded to that.
+// Integers become floats for free: an int32 sum starts at the bits of 1.5 * 2^23 instead of 0, and as its magnitude
+// stays below 2^22 its bits are then those of the float 1.5 * 2^23 + sum. fma(., s, -1.5 * 2^23 s) yields s * sum with
+// one rounding, exactly if s has 22 bits: A's scales are rounded to that.
 //
-// 4-bit weights stay 4 bits in shared memory. A nibble in the upper half of a byte is an int8 16 times its value, and
-// the 1/16 goes into A's scales.
+// 4-bit weights stay 4 bits in shared memory. A nibble in the upper half of a byte is an int8 of 16 times its value,
+// and the 1/16 goes into A's scales.
 
 #include "core/cuda_check.h"
 #include "kernels/common/device_code.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ float round_to_22_bits(float x) {
   return __fsub_rn(c, __fsub_rn(c, x));
 }
 
-// Integers rather than a BlockwiseConfig: nvcc 13.0 cannot spell a structural value in the stub of a __global__
+// Integers rather than a BlockwiseConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__
 // template.
 template <class Machine, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kKGroups_, int kStages_, int kGroup,
           int kBits>
@@ -46,8 +46,8 @@ struct Blockwise {
   static constexpr int kTeamThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kThreads = kKGroups * kTeamThreads;
   static constexpr int kMinBlocks = kThreads <= 128 ? 2 : 1;
-  static constexpr int kGroups = kStep / kGroup;  // blocks a stage
-  static constexpr int kDepth = kGroup / 32;      // products along K, a block
+  static constexpr int kGroups = kStep / kGroup;  // quantisation blocks per stage
+  static constexpr int kDepth = kGroup / 32;      // products along K per block
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;
   static constexpr int kKinds = kParameterKinds;
 
@@ -81,7 +81,7 @@ struct Blockwise {
     unsigned x[2];
   };
 
-  // Of 16 columns, for every product along the block's K.
+  // 16 columns, for every product along the block's K.
   static __device__ void load_b(Fragment (&b)[kDepth][2], unsigned values, int first_column, int block, int lane) {
     if constexpr (kBits == 8) {
 #pragma unroll
@@ -94,7 +94,7 @@ struct Blockwise {
       }
     } else {
       // The 16 bytes of 32 values are one row of a matrix: low halves are the first 16 values, high halves the others.
-      // A block of 32 leaves half of what is read unused.
+      // A quantisation block of 32 uses half of what is read.
       constexpr unsigned kHigh = 0xf0f0f0f0u;
 #pragma unroll
       for (int d = 0; d < kDepth; d += 2) {
@@ -123,7 +123,7 @@ struct Blockwise {
     return {scale, -kFloatOf * scale, of_block[kTileM]};
   }
 
-  // One block of K: products, then scale_a (scale_b sum) + offset_a total_b onto the sums.
+  // One quantisation block: products, then scale_a (scale_b sum) + offset_a total_b added to the sums.
   static __device__ void multiply(Sums& sums, unsigned stage, float const* parameters_a, float const* parameters_b,
                                   int block, int first_row, int first_column, int lane) {
     unsigned a[kDepth][kRows][4];
@@ -167,7 +167,7 @@ struct Blockwise {
     }
   }
 
-  // Weights with offsets: scale_a sum(q_a) offset_b onto the sums.
+  // Weights with offsets: adds scale_a sum(q_a) offset_b to the sums.
   static __device__ void add_offsets(Sums& sums, float const* parameters_a, float const* parameters_b, int block,
                                      int first_row, int first_column, int lane) {
     float const* const rows = parameters_a + A::parameters_of(block, 2) + first_row + lane / 4;
@@ -188,7 +188,7 @@ struct Blockwise {
     }
   }
 
-  // Of a thread: its team, its tile, and the steps along K of its team.
+  // A thread's K group, tile, and the K steps of its group.
   struct Work {
     BlockwiseProblem const& p;
     int team, thread, first_m, first_n, steps;

@@ -1,6 +1,7 @@
 #pragma once
 
-// sm80/w4a8_gemm.cuh on SM80 and newer: m16n8k32, and a ring of stages that cp.async fills ahead of the products.
+// Main loop of sm80/w4a8_gemm.cuh for SM80 and newer: m16n8k32, with a pipeline that cp.async fills ahead of the
+// products.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
@@ -10,14 +11,14 @@
 namespace epiloq::gemm {
 
 struct BlockwiseSm80 {
-  // d += a b, of 16 x 32 by 32 x 8.
+  // d += a b for 16 x 32 by 32 x 8.
   static __device__ __forceinline__ void multiply(int (&d)[4], unsigned const (&a)[4], unsigned const (&b)[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 
-  // The rest of a chunk's 128 bytes is fetched into L2, for the next stages.
+  // Also prefetches the rest of the chunk's 128 bytes into L2, for the next stages.
   static __device__ __forceinline__ void copy_async(BlockwiseChunk const& chunk) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(chunk.to), "l"(chunk.source),
                  "r"(chunk.inside ? 16 : 0)
@@ -34,7 +35,7 @@ struct BlockwiseSm80 {
     }
   }
 
-  // Stages of a team.
+  // Stages of a K group.
   template <class K>
   struct Pipeline {
     static constexpr int kStages = K::kStages;
@@ -60,7 +61,7 @@ struct BlockwiseSm80 {
       }
     }
 
-    // The ith stage is there, at that many bytes in the ring, until `end`.
+    // Waits for the ith stage, and returns its offset; it may be read until `end`.
     __device__ __forceinline__ int begin(int i) {
       cp_async_wait<kStages - 2>();
       K::wait_for_team(work.team);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What empties a stage on SM90: warpgroups with wgmma, both operands in shared memory, while the same threads ask for
-// a later stage.
+// Main loop of the int8 convolution on SM90: wgmma with both operands in shared memory; the same threads issue the
+// copies of a later stage.
 
 #include "kernels/common/ptx/wgmma.cuh"
 #include "kernels/conv2d/int8_producer.cuh"
@@ -13,7 +13,7 @@ struct Wgmma {
   static constexpr int kTeam = 128;
   static constexpr int kRows = T::kTeamM / 64, kColumns = T::kTeamN / 8;
   static constexpr int kRowStep = 64;
-  // The stage before the one being multiplied may still be read, by other warpgroups.
+  // Other warpgroups may still read the previous stage.
   static constexpr int kAhead = T::kStages - 2;
   static constexpr int kInstructionDepth = 32;
   using Sums = unsigned[kRows][4 * kColumns];
@@ -26,7 +26,7 @@ struct Wgmma {
     return team_row * T::kTeamM + threadIdx.x / 32 % 4 * 16;
   }
 
-  // This thread's copies become visible to wgmma.
+  // Makes this thread's cp.async copies visible to wgmma.
   static __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   static __device__ __forceinline__ void begin(Sums& sums, SharedAddress stage, int team_row, int team_column) {
@@ -46,7 +46,7 @@ struct Wgmma {
     cute::warpgroup_commit_batch();
   }
 
-  // Until the stage before is done with.
+  // Waits until the previous stage has been read.
   static __device__ __forceinline__ void end(Sums&, SharedAddress, int, int) { cute::warpgroup_wait<1>(); }
 
   static __device__ __forceinline__ void wait_for_all(Sums& sums) {

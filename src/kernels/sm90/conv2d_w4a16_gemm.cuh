@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90: weight_only_mm's wgmma kernel with tokens that TMA copies out of an image (image_boxes.h).
+// SM90: the weight-only WGMMA kernel with tokens that TMA gathers from an image in im2col mode (image_boxes.h).
 
 #include <cstdint>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -17,10 +17,10 @@ namespace wo = weight_only_mm;
 
 struct ImageParams : wo::TileParams {
   conv2d::Shape shape;
-  int padded_channels;  // columns of a tap
+  int padded_channels;  // columns per tap
 };
 
-// As wo::MatrixTokens, of output pixels. kColumns columns lie in one tap.
+// Like wo::MatrixTokens, for output pixels. kColumns columns lie within one tap.
 struct ImageTokens {
   using Params = ImageParams;
   static constexpr int kCopyRegisters = 40;
@@ -45,7 +45,7 @@ struct ImageTokens {
   }
 };
 
-// Boxes of pixels by wo::kColumns channels, a pixel a line of the swizzle, as wgmma reads it.
+// Boxes of pixels by wo::kColumns channels, one swizzle line per pixel, as wgmma reads them.
 inline CUtensorMap tensor_map_of(void const* x, conv2d::ImageMap const& m, int pixel_box) {
   CUtensorMap map;
   CUresult const status = gemm::image_map_encoder()(
@@ -57,7 +57,7 @@ inline CUtensorMap tensor_map_of(void const* x, conv2d::ImageMap const& m, int p
   return map;
 }
 
-// All that the maps are made from.
+// Everything that the maps depend on.
 struct ImageReads {
   wo::WeightReads weight;
   void const* x;

@@ -1,6 +1,6 @@
 #pragma once
 
-// WgmmaConfig x inputs x epilogue -> SM90 kernel. The one place where a CUTLASS 3.x GEMM is put together.
+// SM90 CUTLASS 3.x GEMM: WgmmaConfig x operand types x epilogue. The only place where one is assembled.
 
 #include <tuple>
 #include <utility>
@@ -58,7 +58,7 @@ struct Sm90Gemm {
   static constexpr int kAlignment8 = 16;  // elements of 8 bits in the 16 bytes that TMA wants
   static constexpr int kAlignment16 = 8;
 
-  // CUTLASS's own choice is 32 columns, which must divide the tile.
+  // CUTLASS's default is 32 columns, which must divide the tile.
   using EpilogueTile =
       std::conditional_t<kConfig.tile.n % 32 == 0 || kConfig.tile.n == 16,
                          cutlass::epilogue::collective::EpilogueTileAuto, cute::Shape<cute::_64, cute::_16>>;
@@ -91,7 +91,7 @@ struct Sm90Gemm {
                                            static_cast<Right const*>(right),
                                            {stride_right, Int<1>{}, batch_right}},
                                           {Lowered::args(expr), nullptr, {}, static_cast<Out*>(p.d), stride_d}};
-    // The main loop adds sums up in fp32 at the end of a tile of K, or never: its interval must be a whole tile.
+    // FP32 promotion happens at the end of a K tile or never: the interval must be a whole tile.
     if constexpr (kInputs.is_float8() && !kConfig.fast_accum) {
       constexpr int kInstructionDepth = 32;
       arguments.mainloop.mma_promotion_interval = kConfig.tile.k / kInstructionDepth;
@@ -114,7 +114,7 @@ struct Sm90Gemm {
                                       Kernel::SharedStorageSize),
                  "asking for shared memory");
     });
-    constexpr bool kDependentLaunch = true;  // its prologue overlaps the tail of the kernel before it
+    constexpr bool kDependentLaunch = true;  // its prologue overlaps the tail of the preceding kernel
     if (Adapter::run(params_of(p, device), stream, nullptr, kDependentLaunch) != cutlass::Status::kSuccess) {
       throw CudaError("epiloq.scaled_mm: the launch of an SM90 kernel failed");
     }

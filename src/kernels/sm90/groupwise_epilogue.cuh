@@ -1,7 +1,7 @@
 #pragma once
 
-// What becomes of the group-wise kernel's sums on their way into a slot: scales of whole rows and zero points, bias,
-// conversion.
+// Epilogue of the groupwise GEMM: per-row scales, zero points, bias and conversion on the way from registers to the
+// output staging buffer.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -14,11 +14,11 @@
 
 namespace epiloq::gemm {
 
-// A warp's rows by a line of columns, in the order of TMA's swizzle, of which no two lanes' writes meet in a bank.
+// One output staging slot: a warp's rows by a line of columns, in TMA's swizzled order, free of bank conflicts.
 template <class C>
 struct GroupwiseSlot {
   using Out = typename C::Out;
-  static constexpr int kUnit = 16 / sizeof(Out);  // elements that are written at once
+  static constexpr int kUnit = 16 / sizeof(Out);  // elements per 16-byte write
 
   // Whether D can be written 16 bytes at a time.
   static __host__ __device__ bool has_lines(GroupwiseProblem const& p) {
@@ -39,7 +39,7 @@ struct GroupwiseSlot {
     }
   }
 
-  // A slot's `columns`, of which some may be past D's last, as rows past the tile's.
+  // Copies a slot to D by threads; columns past D's last and rows past the tile's last are left out.
   static __device__ __forceinline__ void copy(unsigned char const* slot, GroupwiseProblem const& p, int first_row,
                                               int end_row, int first_column, int columns, int lane) {
     auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
@@ -65,8 +65,8 @@ struct GroupwiseSlot {
   }
 };
 
-// A warp's. Scales of whole rows are asked for before there is anything to multiply by them, and then the epilogue's
-// expression is evaluated in registers.
+// A warp's epilogue. Operands are loaded before the products are complete; then the epilogue expression is evaluated in
+// registers.
 template <class C>
 class GroupwiseEpilogue {
  public:
@@ -75,11 +75,11 @@ class GroupwiseEpilogue {
   struct NoExchange {};
   using Exchange = std::conditional_t<C::kSplitsLastWave, RingExchange<C>, NoExchange>;
   static constexpr int kEights = C::kChunk / 8;        // columns of a slot
-  static constexpr int kEightRows = C::kWarpRows / 8;  // of a thread, eight apart
-  static constexpr int kTogether = 2 * kEightRows;     // sums of eight columns
+  static constexpr int kEightRows = C::kWarpRows / 8;  // rows of a thread, eight apart
+  static constexpr int kTogether = 2 * kEightRows;     // sums per eight columns
   static constexpr bool is_there(int chunk, int eight) { return chunk * kEights + eight < C::kN / 8; }
 
-  // `first_row` of the warp's in a tile; those of the next round are kRoundRows further.
+  // `first_row`: the warp's first row in a tile; the rows of the next round follow kRoundRows later.
   __device__ GroupwiseEpilogue(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
                                int lane)
       : params_(params),
@@ -89,13 +89,13 @@ class GroupwiseEpilogue {
         lane_(lane),
         own_(Slot::swizzled(lane / 4, 2 * (lane % 4))) {}
 
-  // Before a tile's products: asks for the operands of its epilogue.
+  // Before a tile's products: issues the loads of its epilogue operands.
   __device__ __forceinline__ void expect(GroupwiseTile const& tile) {
     if constexpr (C::kWholeRows) {
       auto const& p = params_.p;
       int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * C::kRoundRows + lane_ % C::kWarpRows;
       int const known_row = min(row, max(tile.end_row - 1, 0));
-      __syncwarp();  // those of the tile before have been read
+      __syncwarp();  // the previous tile's operands have been read
       if constexpr (C::kSharesColumns) {
         of_columns_ += to_other_copy_;
         to_other_copy_ = -to_other_copy_;
@@ -111,7 +111,7 @@ class GroupwiseEpilogue {
     }
   }
 
-  // Until they are there: those that this warp asked for. Before others may use them, too, warps have to meet.
+  // Waits for the operands that this warp loaded. Other warps may use them only after a barrier.
   __device__ __forceinline__ void await_operands() const {
     if constexpr (C::kWholeRows) {
       cp_async_wait<0>();
@@ -119,12 +119,12 @@ class GroupwiseEpilogue {
     }
   }
 
-  // A warp's rows of a part of a tile, through the epilogue, into a slot. All that is read stands before what is
-  // written: the compiler takes one for the other.
+  // One part of a tile: a warp's rows, through the epilogue, into a slot. All reads come before the writes, as the
+  // compiler cannot tell them apart.
   template <bool kHasBias>
   __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
                                             GroupwiseTile const& tile, Exchange const& exchange) const {
-    Sum whole[kEights][kTogether];  // with those of the other block
+    Sum whole[kEights][kTogether];  // including the other CTA's partial sums
     OfColumns columns;
     OfRows rows{{1.f, 1.f}, {1, 1}};
 #pragma unroll
@@ -165,7 +165,7 @@ class GroupwiseEpilogue {
  private:
   using Slot = GroupwiseSlot<C>;
 
-  // What the epilogue takes besides sums: of a slot's columns, two neighbours of each eight, and of two rows.
+  // Epilogue operands of two neighbouring columns of each eight, and of two rows.
   struct OfColumns {
     float2 scale[kEights], bias[kEights];
     int2 azp_adj[kEights];
@@ -175,7 +175,7 @@ class GroupwiseEpilogue {
     int azp[2];
   };
 
-  // One value a column or a row, all 4 bytes; null rows are 1.
+  // One 4-byte value per column or row; null rows are 1.
   template <class T>
   __device__ __forceinline__ void copy_columns(T* to, T const* columns, int stride, int first_column) const {
     constexpr int kCopiers = C::kSharesColumns ? 32 * C::kConsumerWarps : 32;
@@ -211,7 +211,7 @@ class GroupwiseEpilogue {
     return reinterpret_cast<int*>(of_columns_ + C::kColumnOperands / 2);
   }
 
-  // Two neighbours of a row, and of the eighth after it if the warp has that.
+  // Two neighbours of a row, and of the row eight below if the warp has it.
   template <bool kHasBias>
   __device__ __forceinline__ void finish_sums(float (&values)[2 * kEightRows], Sum const* sums, OfRows const& rows,
                                               OfColumns const& columns, int j) const {
@@ -234,10 +234,10 @@ class GroupwiseEpilogue {
   }
 
   GroupwiseParams const& params_;
-  float *of_rows_, *of_columns_;            // operands, before their zero points
-  int to_other_copy_ = C::kColumnOperands;  // of columns
+  float *of_rows_, *of_columns_;            // operands, followed by their zero points
+  int to_other_copy_ = C::kColumnOperands;  // of the column operands
   int first_row_, lane_;
-  int own_;  // where the lane's first two values of a slot are
+  int own_;  // where the lane's first two values of a slot lie
 };
 
 }  // namespace epiloq::gemm

@@ -1,14 +1,15 @@
 #pragma once
 
-// float8 GEMM for SM90 with scales every 128 of K, and int8 and float8 GEMM with scales of whole rows, of experts too,
-// written on wgmma and TMA rather than CUTLASS's collective, which has no epilogue of ours, no tiles narrower than 128
-// weights and no experts.
+// SM90 groupwise GEMM: FP8 with a scale every 128 of K, and int8 or FP8 with per-row scales, with or without experts.
+// Written on wgmma and TMA: CUTLASS's collective supports neither our epilogues, nor tiles narrower than 128, nor
+// experts.
 //
-// Tokens are the rows of wgmma's tile, whatever their number: a box of the tokens there are is all that TMA reads, so a
-// tile of few tokens costs their bytes and no more, and its width in weights is free to fill the SMs evenly. Each 128
-// of K is multiplied into fresh accumulators and added to the sums in fp32 with its scales. Warpgroups stand side by
-// side along M, or take turns along K where there is little to multiply and latency is what counts. Where tiles, or
-// those of a last wave, are too few for all SMs, two blocks share K.
+// Warp-specialised: a producer warpgroup (groupwise_producer.cuh, groupwise_scale_producer.cuh) fills a ring of stages;
+// consumer warpgroups (groupwise_mainloop.cuh) multiply, promote to FP32 and store (groupwise_epilogue.cuh,
+// groupwise_store.cuh). Tokens are the rows of wgmma's tile: TMA reads only rows that exist, so tiles of few tokens
+// cost their bytes, and the tile width is free to fill the SMs evenly. Consumer warpgroups lie side by side along M, or
+// along K if there are few tokens and latency counts. Persistent over tiles; if tiles, or those of the last wave, are
+// too few for all SMs, two CTAs split K (groupwise_split_k.cuh).
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -33,7 +34,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   typename Mainloop::Place place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
   int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
-  int before = 0;  // steps of the tiles that are done
+  int before = 0;  // K steps of the tiles done so far
   auto const finish = [&](auto& sums, GroupwiseTile const& tile, int depth, bool is_last) {
     typename GroupwiseStore<C>::Exchange exchange{};
     if constexpr (C::kMaySplitK) {
@@ -49,8 +50,8 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     }
     out.store(sums, tile, is_last || depth <= C::kParts, exchange);
   };
-  // Which tile comes next takes some 200 cycles to find out, in which nobody would multiply: where tiles leave during
-  // the next one's products, that is done beside this one's last.
+  // Finding the next tile takes some 200 cycles without products, so it is done during this tile's last K step if tiles
+  // are stored during the next one's products.
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   GroupwiseTile tile, following{};
   for (bool more = scheduler.next(tile); warp_uniform(more); tile = following) {
@@ -91,14 +92,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
       shared.empty()[i].init(C::kEmptyArrivals);
     }
     for (int i = 0; C::kMaySplitK && i < C::kConsumerWarps; ++i) shared.received()[i].init(1);
-    // By the one thread that made them all: this fence by a thread for each stage took 0.7 us.
+    // One fence, by the one thread that initialised all barriers.
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   bool const in_cluster = (C::kPairs && params.tiles.in_pairs) || (C::kMaySplitK && params.p.split_k > 1);
   if (in_cluster) cluster_arrive();
   TileProducer<C> const producer(params, shared);
-  int early = 0;  // steps that have their weights
+  int early = 0;  // K steps whose weights have been issued
   if (C::kFew && params.p.constant_b) {
     if (group == C::kConsumerGroups && warp < C::kProducerWarps) early = producer.issue_early(warp);
   } else if (group == C::kConsumerGroups && warp == 0 && elect_one()) {
@@ -117,7 +118,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     } else {
       if (warp < C::kProducerWarps) producer.run(warp, early);
     }
-    // Each reader's scales, unless it brings them itself, by kScaleWarps.
+    // Scale warps, kScaleWarps per producer warp that does not load scales itself.
     int const turn = warp - C::kProducerWarps, part = turn / C::kProducerWarps;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
       if (turn >= 0) copy_all_scales<C>(producer, turn);
@@ -169,9 +170,8 @@ struct GroupwiseGemm {
     return params;
   }
 
-  // Scales of tokens in columns, of which every column and every tile's part begins at a multiple of 16 bytes: TMA
-  // stops the kernel with an illegal instruction where a box does not. Experts' rows may begin anywhere. Where steps
-  // are short the warp that asks for them has no time for more.
+  // Scales of tokens stored by columns, where every column and every tile's part begins at a multiple of 16 bytes: TMA
+  // faults otherwise. Experts' rows may begin anywhere. If K steps are short the producer warp has no time for them.
   static bool can_copy_scales(GroupwiseProblem const& p) {
     GroupScales const& scales = p.scale_a;
     bool const on_lines =
@@ -180,8 +180,8 @@ struct GroupwiseGemm {
     return scales.stride_row == 1 && scales.shift == 0 && on_lines && tiles_on_lines;
   }
 
-  // Scales of weights in rows, beside those of tokens. Warps' copies cost 2 us of 8 to 19 where a block has one tile of
-  // 32 weights, whatever K; with wider tiles, or more, it is TMA's that cost, 1 to 6 % (all-scales.json).
+  // Scales of weights stored by rows, by TMA beside those of tokens: pays for one 32-column tile per CTA; with wider
+  // tiles, or more of them, copies by warps are faster.
   static bool may_copy_all_scales(GroupwiseProblem const& p, int sm_count) {
     GroupScales const& scales = p.scale_b;
     bool const on_lines =
@@ -191,21 +191,21 @@ struct GroupwiseGemm {
     return C::kMayCopyAllScales && one_tile_each && on_lines && in_rows && can_copy_scales(p);
   }
 
-  // Of K, to the first of two blocks that share it. One that gives all of its sums has less, so that they are there
-  // when the first is done; two steps brought as much as six (given-sums.json).
+  // K steps of the first of two CTAs that split K. If the second sends all its sums it has fewer steps, so that they
+  // arrive before the first is done.
   static int steps_of_first(GroupwiseProblem const& p) {
     constexpr int kLead = C::kGivesAll ? 2 : 0;
     int const steps = static_cast<int>(tiles(p.k, kGroupDepth));
     return p.split_k == 1 ? steps : std::min((steps + 1) / 2 + kLead, steps - 1);
   }
 
-  // Tiles whose K two blocks may share.
+  // Tiles whose K two CTAs may split.
   static int shared(GroupwiseProblem const& p, int sm_count) {
     if (tiles(p.k, kGroupDepth) < 2) return 0;
     return static_cast<int>(split_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
   }
 
-  // Not of experts, whose rows and tiles only the device knows.
+  // Not with experts, whose rows and tiles only the device knows.
   static bool in_pairs(GroupwiseProblem const& p, int sm_count) {
     return C::kPairs && p.offs == nullptr && p.masked_m == nullptr && sm_count > 1;
   }

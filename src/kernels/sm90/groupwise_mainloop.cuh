@@ -1,6 +1,6 @@
 #pragma once
 
-// What empties the group-wise kernel's stages: wgmma, and sums in fp32, or of int8 in int32.
+// Consumer warpgroups of the groupwise GEMM: WGMMA main loop with FP32 promotion (int8: int32 accumulation).
 
 #include <numeric>
 #include <utility>
@@ -23,16 +23,16 @@ struct GroupwiseMainloop {
       decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, std::conditional_t<C::kExact, std::int32_t, float>,
                                                 cute::Shape<cute::_64, cute::Int<C::kColumns>, cute::_32>>());
 
-  // Where a thread finds its share of the first stage: shared memory by its own addresses, those of wgmma and of the
-  // barriers in uniform registers. Between two products there is no time to work them out.
+  // A thread's addresses within the first stage, as 32-bit shared addresses; those for wgmma and the barriers stay in
+  // uniform registers, as there is no time to compute them between two products.
   struct Place {
-    SharedAddress full, empty;        // the latter in the block that the lane tells
-    SharedAddress own, told;          // which is this one, or where two tell each other one of both
-    std::uint32_t tokens, weights;    // as descriptors have them: 64 rows of each round; all weights
+    SharedAddress full, empty;        // the latter in the CTA that this lane signals
+    SharedAddress own, told;          // this CTA's, and of paired CTAs the one to signal
+    std::uint32_t tokens, weights;    // as descriptors: 64 rows of each round; all weights
     SharedAddress of_row, of_column;  // scales of the thread's first row and columns
-    bool releases;                    // stages
-    int first_step;                   // of K
-    bool in_quads;                    // are scales of weights, of four steps
+    bool releases;                    // whether this lane releases stages
+    int first_step;                   // K step
+    bool in_quads;                    // weight scales of four K steps lie together
 
     __device__ Place(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
                      int warp, int lane, int first)
@@ -54,13 +54,13 @@ struct GroupwiseMainloop {
       }
     }
 
-    // Two lanes say that a stage is empty, to a block each, or both to this one.
+    // Two lanes release a stage: one in each CTA, or both in this one.
     __device__ void tell(bool is_alone) { empty = is_alone ? own : told; }
   };
 
-  // What a stage's products are multiplied by: the scales of rows r and r + 8 of each round; the weights' of the first
-  // and the last column, or of each. They are read once wgmma is under way, by `asm volatile`: ptxas would wait for
-  // what it can move between the first of wgmma's instructions and the second.
+  // Scales of a stage: of rows r and r + 8 of each round; of the first and last column, or of every column. Loaded
+  // after wgmma has been issued, by `asm volatile`: ptxas would wait for movable loads between the first and the second
+  // wgmma.
   struct Factors {
     float row[C::kRounds][2];
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
@@ -87,7 +87,7 @@ struct GroupwiseMainloop {
     mbarrier_wait(of.full + at.stage * 8, at.parity);
   }
 
-  // Starts to multiply a round of a stage, onto what is there or anew.
+  // Issues the products of one round of a stage, accumulating or from zero.
   static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, PipelineState<C> const& at,
                                                int round, bool onto) {
     auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
@@ -103,14 +103,14 @@ struct GroupwiseMainloop {
     cute::warpgroup_commit_batch();
   }
 
-  // Until all but kUnderWay of what was begun is done.
+  // Waits until at most kUnderWay products are in flight.
   template <int kUnderWay>
   static __device__ __forceinline__ void await(Sum (&product)[kSums]) {
     cute::warpgroup_wait<kUnderWay>();
     fence(product);
   }
 
-  // Once all lanes have read their scales.
+  // Releases a stage once all lanes have read their scales.
   static __device__ __forceinline__ void release(Place const& of, PipelineState<C> const& at) {
     __syncwarp();
     if (!of.releases) return;
@@ -121,7 +121,7 @@ struct GroupwiseMainloop {
     }
   }
 
-  // sums += scale_a scale_b product.
+  // FP32 promotion: sums += scale_a scale_b product.
   static __device__ __forceinline__ void add(float (&sums)[kSums], float const (&product)[kSums],
                                              Factors const& factors, int round, int boundary) {
     float const(&row)[2] = factors.row[round];
@@ -135,7 +135,7 @@ struct GroupwiseMainloop {
         sums[i] = fmaf(row[i / 2 % 2] * (i % 2 == 0 ? column.x : column.y), product[i], sums[i]);
       }
     } else {
-      // Columns up to the boundary belong to one block of 128 weights, the others to the next.
+      // Columns up to the boundary belong to one 128-column scale group, the others to the next.
       constexpr int kTogether = std::gcd(C::kN, kGroupDepth);
 #pragma unroll
       for (int column = 0; column < C::kN; column += kTogether) {
@@ -150,9 +150,9 @@ struct GroupwiseMainloop {
     }
   }
 
-  // The next `steps` stages, every kKGroups-th of them. Where tiles leave late, with wgmma under way `send` is called
-  // kParts times at least if there are more steps than that, `look_ahead` once, and `fill` once the sums of a first
-  // round are whole.
+  // Multiplies `steps` stages, every kKGroups-th. With deferred stores and more steps than kParts, `send` is called at
+  // least kParts times while wgmma is in flight, `look_ahead` once, and `fill` once the sums of the first round are
+  // complete.
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, PipelineState<C> at,
                                              int steps, int boundary, Send send, LookAhead look_ahead, Fill fill) {
@@ -166,7 +166,7 @@ struct GroupwiseMainloop {
     }
   }
 
-  // Of int8, onto the sums themselves: each stage is given back once the one after it is under way.
+  // int8: accumulates in place; a stage is released once the next one's product has been issued.
   template <class Send, class LookAhead>
   static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, PipelineState<C> at,
                                                       int steps, Send send, LookAhead look_ahead) {
@@ -186,12 +186,8 @@ struct GroupwiseMainloop {
     release(of, behind);
   }
 
-  // One product after the other, added up while other warpgroups multiply. In a loop of several steps ptxas asks
-  // whether the next stage is full before it adds up, and no longer waits some forty cycles for the answer. One in four
-  // sends a part of the tile before. Asked beside every product that took 3 % of the time in groups and 1 in whole
-  // rows, though a branch left it out of most (many-tokens-loop.json; int8, in whose loop there is room, asks so); in a
-  // loop of its own before one of eight steps a turn 1 to 9 % more cycles than here by three warpgroups, by pairs 1
-  // less, but 3 more where K is 1536 (warps-read.json).
+  // One product at a time, promoted while other warpgroups multiply. The loop is unrolled so that ptxas polls the next
+  // full barrier before the promotion and hides its latency; one step in four stores a part of the previous tile.
   template <class Send, class LookAhead, class Fill>
   static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
                                                      PipelineState<C> at, int steps, int boundary, Send send,
@@ -232,8 +228,8 @@ struct GroupwiseMainloop {
     }
   }
 
-  // One product is added up while the next is under way. Without the last branch ptxas 13.0 waits for each wgmma
-  // (C7514). Unrolled for the reason above, but for scales of whole rows, where that brings the same.
+  // Promotes one product while the next is in flight. Without the last branch ptxas 13.0 serialises wgmma (C7514).
+  // Unrolled as above, except for per-row scales.
   static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, PipelineState<C> at,
                                                         int steps, int boundary) {
     struct Product {
@@ -279,11 +275,10 @@ struct GroupwiseMainloop {
     for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
   }
 
-  // Warpgroups that took turns along K give each other half of the sums: the first has rows r of each warp's 16, the
-  // second rows r + 8. What each then does until D is written took half as long as where the first did it all, 0.1 to
-  // 0.3 us of a layer. All warps meet, not only those that exchange: operands of columns, which each copied some of,
-  // are there for all behind this, and those of the tile before may be overwritten. `again`: it is not the block's
-  // first tile, of whose sums somebody may still be reading.
+  // Reduction between the two warpgroups along K: each gives the other half of the sums; the first keeps rows r of each
+  // warp's 16, the second rows r + 8, and both run the epilogue. All warps meet here, as column operands are loaded
+  // cooperatively and the previous tile's may be overwritten after it. `again`: not the CTA's first tile, so somebody
+  // may still be reading the last one's sums.
   static __device__ __forceinline__ void meet(Sum (&of_rows)[C::kRowSums], Sum const (&sums)[kSums], Sum* partial,
                                               int group, bool again) {
     static_assert(C::kKGroups == 2);

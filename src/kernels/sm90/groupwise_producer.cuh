@@ -1,6 +1,6 @@
 #pragma once
 
-// What fills the group-wise kernel's stages with tokens, weights and scales of tokens that lie in columns: TMA.
+// Producer warps of the groupwise GEMM: TMA loads of tokens, weights, and token scales that are stored by columns.
 
 #include <cute/arch/copy_sm90_desc.hpp>
 
@@ -10,14 +10,15 @@
 
 namespace epiloq::gemm {
 
-// Readers take turns at the steps of all tiles: the first one of a tile, `before` steps in, that is `reader`'s.
+// Producer warps take K steps of all tiles in turn: the first step of a tile, `before` steps into the CTA's work, that
+// belongs to `producer`.
 template <class C>
 __device__ __forceinline__ int first_step_of(int producer, int before) {
   static_assert(C::kProducerWarps <= 2);
   return (producer + before) % C::kProducerWarps;
 }
 
-// Of a tile's weights, where 128 columns have one: its first column's scale of a step of K, and the last one's.
+// Weight scales of a tile with one scale per 128 columns: those of its first and last column at a K step.
 template <class C>
 class WeightScales {
  public:
@@ -36,13 +37,9 @@ class WeightScales {
   int to_last_, stride_k_;
 };
 
-// A warp that asks TMA for tokens and weights, or one of them, and for scales where they lie so that it can. Then it
-// brings weights' scales too: a warp that went around the ring for those beside the ones that multiply cost 1 to 3 % by
-// 4096 tokens. All lanes go around, so that addresses stay in the uniform registers of which TMA's instructions are
-// made, and one asks. A lane that went around alone had to copy them there between a stage that is empty and the first
-// copy into it: 1.3 to 2.2 % of many tokens' cycles, where three stages are all there is room for (warps-read.json).
-// Four steps to a turn are worth as much by pairs, and are written out: of a loop with an elected lane in it, asked for
-// three, nvcc 13.0 left out the steps that are no multiple of three.
+// A producer warp for tokens and weights, or for one of them, and for scales where TMA can load them. All lanes walk
+// the loop, which keeps addresses in uniform registers, and one elected lane issues. The loop is unrolled by hand: nvcc
+// 13.0 drops the remainder of a loop around an elected lane that it is told to unroll.
 template <class C>
 struct TileProducer {
   GroupwiseParams const& params;
@@ -58,12 +55,12 @@ struct TileProducer {
         weights(warp_uniform(shared_address(shared.weights(0)))),
         scales(warp_uniform(shared_address(shared.scales(0)))) {}
 
-  // Before the previous kernel has finished. Few boxes each: the first tokens stand behind them, and a quantiser that
-  // still runs waits longer for what it reads.
+  // Boxes of weights issued before pdl_wait: few, as the first tokens queue behind them and a quantising kernel that
+  // still runs is slowed down.
   static constexpr int kEarlyBoxes = 8;
 
-  // Asks for the descriptor of the first tokens, and L2 for the first weights. Harmless even if the previous kernel
-  // writes them: L2 is where its writes arrive. (Not where experts' rows are known only then.)
+  // Prefetches the descriptor of the first tokens, and the first weights into L2. Safe even if the previous kernel
+  // still writes the weights, as its writes go to L2. (Not with experts, whose rows are not known yet.)
   __device__ void prefetch() const {
     cute::prefetch_tma_descriptor(&params.tokens.maps[params.p.m < C::kM]);
     if (params.p.offs != nullptr || params.p.masked_m != nullptr) return;
@@ -76,8 +73,8 @@ struct TileProducer {
     }
   }
 
-  // Asks for the weights of the first steps, which nobody may still write, into their stages. Returns of how many. By
-  // a whole warp, as `run` and `run_apart`.
+  // Issues the weights of the first K steps, which constant_b guarantees that no running kernel writes; returns their
+  // number. Called by a whole warp, like `run` and `run_apart`.
   __device__ int issue_early(int producer) const {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
@@ -97,13 +94,13 @@ struct TileProducer {
     return early;
   }
 
-  // What a stage gets by a warp that asks for both.
+  // Bytes per stage loaded by a warp that issues both operands.
   __device__ int bytes_of(bool last_row, bool last_column) const {
     int const scale_bytes = params.copies_scales ? params.tokens.boxes[0] * 4 : 0;
     return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
   }
 
-  // Every kProducerWarps-th step. The first `early` ones have their weights.
+  // Every kProducerWarps-th K step. The first `early` ones have their weights.
   __device__ void run(int producer, int early) const {
     bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
     int const half = C::kPairs ? warp_uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
@@ -123,7 +120,7 @@ struct TileProducer {
         int const step = steps.at(i, tile), column = step * kGroupDepth;
         SharedAddress const barrier = full + ring.stage * 8, to_tokens = tokens + ring.stage * C::kTokenBytes;
         bool const has_weights = C::kFew && before + i < early;
-        float2 of_weights{};  // on their way while the stage empties
+        float2 of_weights{};  // loaded while the stage empties
         if (brings_scales) of_weights = of_columns.at(step);
         if (!has_weights) mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
         if (elect_one()) {
@@ -137,7 +134,7 @@ struct TileProducer {
           SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
           if (copies_scales) tma_load(to_scales, params.scales, token_row, step, barrier);
           if (brings_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
-          if (C::kMayBringScales) mbarrier_expect_tx(barrier, expected);  // which says that they are stored
+          if (C::kMayBringScales) mbarrier_expect_tx(barrier, expected);  // and the arrival releases the stored scales
         }
         ring.advance(C::kProducerWarps);
       };
@@ -154,25 +151,25 @@ struct TileProducer {
       for (; i < steps.depth; i += C::kProducerWarps) issue(i);
       before += steps.depth;
     }
-    // The other block's warps still say that stages are empty: until they have, this block's memory has to stay.
+    // The other CTA's warps still signal this one's empty barriers: shared memory must outlive that.
     for (int i = 0; C::kPairs && i < C::kStages; ++i) {
       mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
       ring.advance(1);
     }
   }
 
-  // Of a tile, in a uniform register. Only by pairs, which have many tiles: the first copies wait for it.
+  // Loads a tile coordinate into a uniform register; only for paired CTAs, as the first copies wait for it.
   static __device__ int known(int value) { return C::kPairs ? warp_uniform(value) : value; }
 
-  // This block's half of the tokens, for both.
+  // This CTA's half of the tokens, multicast to both.
   __device__ void copy_half_to_both(SharedAddress to, int half, int column, int first_row,
                                     SharedAddress barrier) const {
     int const first = half * (C::kM / 2);
     tma_load_multicast(to + first * kGroupDepth, params.half, column, first_row + first, barrier);
   }
 
-  // Every kProducerWarps-th step of either tokens or weights, around a ring of their own. Weights begin behind those
-  // that were asked for early.
+  // Every kProducerWarps-th K step of either tokens or weights, each with a pipeline of its own. Weights continue after
+  // those that were issued early.
   __device__ void run_apart(bool of_tokens, int producer, int early) const {
     RowTiles const& from = of_tokens ? params.tokens : params.weights;
     SharedAddress const to = of_tokens ? tokens : weights;
@@ -180,7 +177,7 @@ struct TileProducer {
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
     int before = 0;
     PipelineState<C> ring(producer),
-        behind(producer);  // this step's, and that of the step that has to make room for it
+        behind(producer);  // this step's stage, and the step that must free it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
       KSteps const steps = share.of(tile);

@@ -1,14 +1,13 @@
 #pragma once
 
-// Scales on their way to the group-wise kernel's stages, where the warp that asks for tokens does not bring them.
+// Scale producers of the groupwise GEMM, for scales that the token producer does not load.
 
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/sm90/groupwise_producer.cuh"
 
 namespace epiloq::gemm {
 
-// A warp that asks TMA for all scales, where steps are short and the one that asks for tokens and weights has no time
-// for more.
+// A warp that loads all scales by TMA, if K steps are short and the operand producer has no time.
 template <class C>
 __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   constexpr int kWeightBytes = 2 * C::kQuad * 4;
@@ -19,7 +18,7 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
     KSteps const steps = of.share.of(tile);
-    int const row = tile.first_column / kGroupDepth;  // of the one expert there is
+    int const row = tile.first_column / kGroupDepth;  // there is one expert
 #pragma unroll 1
     for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);
@@ -36,8 +35,8 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   }
 }
 
-// The warps that fetch scales that TMA does not, four bytes at a time and so from any layout. `own` is the thread's
-// first row. They take time from what multiplies on the same schedulers, 7 % with rows' scales and all in one warp.
+// Warps that load scales of any layout, four bytes at a time (cp.async). `own` is the thread's first row. Spread over
+// the schedulers, as they compete with consumer warps.
 template <class C>
 __device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, KRange<C> const& share,
                             int producer, int own) {
@@ -45,7 +44,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
   constexpr int kTokenTurns = (C::kM + kTogether - 1) / kTogether;
   constexpr int kWeightTurns = (C::kWeightScales + kTogether - 1) / kTogether;
   auto const& p = params.p;
-  int const own_weight = kTogether - 1 - own;  // the warp that may have fewer rows begins
+  int const own_weight = kTogether - 1 - own;  // the warp with fewer rows begins
   SharedAddress const full = in_register(shared_address(shared.full())),
                       empty = in_register(shared_address(shared.empty()));
   SharedAddress const tokens = in_register(shared_address(shared.scales(0) + own));

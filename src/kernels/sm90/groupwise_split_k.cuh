@@ -1,9 +1,8 @@
 #pragma once
 
-// K shared by the two blocks of a cluster: of all tiles, where a layer has too few for all SMs, or tiles so narrow that
-// tokens cost more than weights; or of those that are left for a last, ragged wave. The second block has less of K and
-// sends all of its sums, which are there when the first has its own; or each has half of K, then half of the tile's
-// rows (kGivesAll says which).
+// Split-K of the groupwise GEMM between the two CTAs of a cluster, reduced through DSMEM: for all tiles if there are
+// too few for all SMs, or for those of a partial last wave. Either the second CTA takes fewer K steps and sends all its
+// sums (kGivesAll), or each takes half of K and finishes half of the tile's rows.
 
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -14,17 +13,16 @@
 
 namespace epiloq::gemm {
 
-// A tile's steps of K, as a block takes them.
+// A tile's K steps as a CTA takes them.
 struct KSteps {
   int first, depth;
 
   __device__ int at(int i, GroupwiseTile const& tile) const { return first + (tile.is_reversed ? depth - 1 - i : i); }
 };
 
-// What a block has of a tile's steps. Where all are shared it is known from the beginning, and built by whole warps;
-// said to be uniform, as all that a branch around products depends on: else their addresses would not be in uniform
-// registers, which took 25 cycles a step. Of one tile of many it is worked out when that comes: products leave no
-// registers to keep it in.
+// The K range of a CTA. If all tiles are split it is known from the start and built by whole warps; warp_uniform, as
+// everything that branches around products depend on, to keep addresses in uniform registers. If only the last tile is
+// split, it is computed when that comes, as the main loop leaves no registers for it.
 template <class C>
 class KRange {
  public:
@@ -35,14 +33,14 @@ class KRange {
     if (!C::kSplitsLastWave) return kept_;
     return tile.is_split ? of_rank(rank_in(params_)) : KSteps{0, all()};
   }
-  // Asked by whole warps, and said to be uniform.
+  // Called by whole warps; warp_uniform.
   __device__ int depth(GroupwiseTile const& tile) const {
     return C::kSplitsLastWave ? warp_uniform(of(tile).depth) : kept_.depth;
   }
   __device__ bool is_split(GroupwiseTile const& tile) const {
     return C::kSplitsLastWave ? warp_uniform(tile.is_split) : params_.p.split_k > 1;
   }
-  // Of tiles of which all are shared or none is; else not used.
+  // If all tiles are split or none is; otherwise unused.
   __device__ int first_of_all() const { return kept_.first; }
   static __device__ int rank_in(GroupwiseParams const& params) {
     return params.p.split_k == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
@@ -59,20 +57,20 @@ class KRange {
   KSteps kept_;
 };
 
-// Sums as they are sent.
+// Sums as bits.
 __device__ __forceinline__ std::uint32_t bits_of(std::uint32_t sum) { return sum; }
 __device__ __forceinline__ std::uint32_t bits_of(float sum) { return __float_as_uint(sum); }
 __device__ __forceinline__ void add_bits(std::uint32_t& sum, std::uint32_t bits) { sum += bits; }
 __device__ __forceinline__ void add_bits(float& sum, std::uint32_t bits) { sum += __uint_as_float(bits); }
 
-// Where all tiles are shared: a warp whose rows the other block keeps sends its sums there, into the slots of the warp
-// that has the same rows and, where those have no room, of one of the other half, whose rows that block gives away.
+// All tiles split: a warp whose rows the other CTA keeps sends its sums to the staging slots of the warp with the same
+// rows there and, if they do not fit, of a warp whose rows that CTA gives away.
 template <class C>
 class RowExchange {
  public:
   using Sum = typename C::Sum;
 
-  // `warp` of those of all rows.
+  // `warp`: of the warps of all rows.
   __device__ RowExchange(typename C::Shared const& shared, int warp, int lane, int rank)
       : barrier_(shared_address(shared.received() + warp)),
         own_(shared_address(shared.staging(warp)) + lane * 16),
@@ -81,8 +79,8 @@ class RowExchange {
         takes_(rank == (C::kGivesAll ? 0 : warp / kHalf % 2)),
         is_first_lane_(lane == 0) {}
 
-  // Whether the warp's rows are this block's; then sums are whole. `has_rows` (are any of them there?) is
-  // uniform, and said to be.
+  // Returns whether the warp's rows are this CTA's; their sums are then complete. `has_rows` (does any of them exist?)
+  // must be warp_uniform.
   __device__ __forceinline__ bool meet(Sum (&sums)[C::kRowSums], bool has_rows) const {
     if (!has_rows) return false;
     takes_ ? take(sums) : give(sums);
@@ -91,13 +89,13 @@ class RowExchange {
 
  private:
   static constexpr int kHalf = 2 * C::kMGroups;  // warps
-  static constexpr int kVectorBytes = 32 * 16;   // of a warp
+  static constexpr int kVectorBytes = 32 * 16;   // per warp
   static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kWarpStaging / kVectorBytes;
   static_assert(kVectors <= (C::kGivesAll ? 1 : 2) * kInSlots);
 
   __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
 
-  // All lanes' sums are read before any of them fills a slot.
+  // All lanes' sums are read before any of them refills a slot.
   __device__ __forceinline__ void take(Sum (&sums)[C::kRowSums]) const {
     if (is_first_lane_) mbarrier_expect_tx(barrier_, kVectors * kVectorBytes);
     __syncwarp();
@@ -129,19 +127,18 @@ class RowExchange {
   bool takes_, is_first_lane_;
 };
 
-// Where a block's last tile is shared: every second warp's sums go to the other block, into the ring of stages, which
-// nobody needs any more once both blocks have said so. They are sent, and added to those that are kept, where a tile
-// leaves.
+// Last tile split: every second warp's sums go to the other CTA, into the pipeline's stages, which are free once both
+// CTAs have arrived. They are added to those that are kept when the tile is stored.
 template <class C>
 class RingExchange {
  public:
   using Sum = typename C::Sum;
 
   __device__ RingExchange() = default;
-  // All warps that multiply. `has_rows` (has the warp any that are there?) is uniform, and said to be.
+  // All consumer warps. `has_rows` (does the warp have any that exist?) must be warp_uniform.
   __device__ RingExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
                           bool has_rows) {
-    // Relaxed is enough: what lay in the ring was read by wgmma and written by TMA, both of which are waited for.
+    // Relaxed suffices: the stages were written by TMA and read by wgmma, both of which have been waited for.
     cluster_arrive();
     cluster_wait();
     if (!has_rows) return;
@@ -162,8 +159,8 @@ class RingExchange {
   __device__ bool gives() const { return role_ == kGives; }
   __device__ bool takes() const { return role_ == kTakes; }
 
-  // Some of a lane's sums. One by one: what is sent as a vector stands in four registers side by side, for which ptxas
-  // moved all sums between products, too, 57 of 493 instructions of four steps.
+  // Sends some of a lane's sums, one at a time: a vector store needs four consecutive registers, for which ptxas would
+  // move all sums between products.
   template <int kCount>
   __device__ __forceinline__ void give(Sum const* some, int first) const {
 #pragma unroll

@@ -1,6 +1,6 @@
 #pragma once
 
-// How the group-wise kernel's tiles leave: by whole lines, at once or during the next one's products.
+// Store path of the groupwise GEMM: whole lines by TMA, at once or during the next tile's products.
 
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/common/ptx/tma.cuh"
@@ -8,9 +8,9 @@
 
 namespace epiloq::gemm {
 
-// A warp's way out. It writes its rows into slots of shared memory. TMA takes whole ones from there to D while the warp
-// goes on; where it cannot, the warp copies. All SMs end their tiles together, and what they store at once holds up
-// what they read for the next: so a tile's slots may leave one by one between the next one's products.
+// A warp's output path: it writes its rows to staging slots in shared memory, from which TMA stores whole ones
+// asynchronously; the warp copies the rest. As all SMs finish tiles together and their stores would delay the next
+// loads, a tile's slots may be stored one by one during the next tile's products.
 template <class C>
 class GroupwiseStore {
  public:
@@ -18,12 +18,12 @@ class GroupwiseStore {
   using Epilogue = GroupwiseEpilogue<C>;
   using Exchange = typename Epilogue::Exchange;
 
-  // TMA would write a last piece of a row whole.
+  // TMA writes whole 16-byte units only.
   static bool can_store_boxes(GroupwiseProblem const& p) {
     return C::kStoresBoxes && Slot::has_lines(p) && p.n % Slot::kUnit == 0;
   }
 
-  // `first_row` of the warp's in a tile; those of the next round are kRoundRows further.
+  // `first_row`: the warp's first row in a tile; the rows of the next round follow kRoundRows later.
   __device__ GroupwiseStore(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
                             int lane)
       : params_(params),
@@ -32,11 +32,11 @@ class GroupwiseStore {
         first_row_(first_row),
         lane_(lane) {}
 
-  // Before a tile's products, and behind them.
+  // Before a tile's products, and after them.
   __device__ __forceinline__ void expect(GroupwiseTile const& tile) { epilogue_.expect(tile); }
   __device__ __forceinline__ void await_operands() const { epilogue_.await_operands(); }
 
-  // Those of a first round into their slots, from which all leave once the last round has filled its own.
+  // Moves the sums of the first round to their slots, which are all stored once the last round has filled its own.
   __device__ __forceinline__ void fill_first_round(Sum const (&sums)[C::kRounds][C::kRowSums],
                                                    GroupwiseTile const& tile) {
     send_rest();
@@ -45,9 +45,8 @@ class GroupwiseStore {
     fill_round<0>(sums, tile);
   }
 
-  // The warp's rows of a tile: sums, through the epilogue if there is one, and bias as Out. They may leave during the
-  // next tile's products, unless there are none, or too few. (A tile whose K is shared has half as many: what has not
-  // left during those leaves before it is stored.)
+  // Stores the warp's rows of a tile through the epilogue, during the next tile's products unless that has none or too
+  // few. (A tile with split K has half as many; what is left is stored before the next tile's epilogue.)
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short, Exchange const& exchange) {
     if constexpr (C::kFillsEarly) {
@@ -55,7 +54,7 @@ class GroupwiseStore {
       leave(tile, is_last_or_short);
     } else {
       send_rest();
-      // Said to be uniform, for the sake of products' addresses: a branch stands between them.
+      // warp_uniform, for the sake of the products' addresses: a branch lies between them.
       bool const by_box = leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
       bool const later = C::kSendsLater && warp_uniform(!is_last_or_short && by_box);
       params_.p.bias == nullptr ? store_parts<false>(sums, tile, later, exchange)
@@ -63,7 +62,7 @@ class GroupwiseStore {
     }
   }
 
-  // Between two products: a slot of the tile before, if there is one left.
+  // Between two products: stores one pending slot of the previous tile.
   __device__ __forceinline__ void send_one() {
     if (!C::kSendsLater || unsent_ == 0) return;
     int const part = C::kParts - unsent_;
@@ -79,7 +78,7 @@ class GroupwiseStore {
     while (unsent_ > 0) send_one();
   }
 
-  // Before shared memory goes.
+  // Waits for all stores before shared memory is released.
   __device__ void finish() {
     send_rest();
     if constexpr (C::kStoresBoxes) {
@@ -91,7 +90,7 @@ class GroupwiseStore {
   using Slot = GroupwiseSlot<C>;
   static constexpr int kLastRound = (C::kRounds - 1) * C::kRoundRows;
 
-  // A slot leaves at once, or all are kept for send_one.
+  // Fills a slot, and stores it at once or leaves it to send_one.
   template <bool kHasBias>
   __device__ __forceinline__ void store_parts(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                               bool later, Exchange const& exchange) {
@@ -120,7 +119,7 @@ class GroupwiseStore {
       if constexpr (C::kStoresBoxes) {
         if (elect_one()) {
           if (by_box) send(slot, part, tile_row, tile.first_column);
-          tma_store_commit();  // a slot is a group, if an empty one
+          tma_store_commit();  // one group per slot, even an empty one
         }
       }
       if (!by_box) copy_part(slot, part, tile);
@@ -131,7 +130,7 @@ class GroupwiseStore {
     keep(tile);
   }
 
-  // Of two rounds, whose parts have a slot each.
+  // With two rounds, whose parts have a slot each.
   template <int kRound>
   __device__ __forceinline__ void fill_round(Sum const (&sums)[C::kRounds][C::kRowSums],
                                              GroupwiseTile const& tile) const {
@@ -147,11 +146,10 @@ class GroupwiseStore {
     }
   }
 
-  // All slots, once they are filled. In few instructions, whatever the way: what stands between the end of one tile and
-  // the beginning of the next has to be fetched.
+  // Stores all filled slots. Few instructions on either path: code between two tiles must be fetched.
   __device__ __forceinline__ void leave(GroupwiseTile const& tile, bool is_last_or_short) {
     int const tile_row = tile.first_row + first_row_;
-    // Said to be uniform, as in `store`.
+    // warp_uniform, as in `store`.
     bool const by_box = warp_uniform(leaves_by_box(tile_row + kLastRound, tile.end_row));
     bool const later = warp_uniform(!is_last_or_short);
     fence_proxy_async();
@@ -168,14 +166,14 @@ class GroupwiseStore {
     }
   }
 
-  // For send_one.
+  // Leaves the slots to send_one.
   __device__ __forceinline__ void keep(GroupwiseTile const& tile) {
     unsent_ = C::kParts, unsent_row_ = tile.first_row + first_row_, unsent_column_ = tile.first_column;
   }
 
   __device__ __forceinline__ unsigned char* slot_at(int slot) const { return staging_ + slot * C::kSlotBytes; }
 
-  // Once all but the last kPending that were given have been read.
+  // Waits until all but the last kPending stores have read their slots.
   template <int kPending>
   __device__ __forceinline__ void take_slots() const {
     if constexpr (C::kStoresBoxes) {
@@ -190,7 +188,7 @@ class GroupwiseStore {
     tma_store(params_.output, column, tile_row + part / C::kChunks * C::kRoundRows, shared_address(slot_at(slot)));
   }
 
-  // By the warp, where TMA cannot.
+  // By the warp's threads, where TMA cannot store.
   __device__ __forceinline__ void copy_part(int slot, int part, GroupwiseTile const& tile) const {
     int const row = tile.first_row + first_row_ + part / C::kChunks * C::kRoundRows;
     int const column = part % C::kChunks * C::kChunk;
@@ -198,7 +196,7 @@ class GroupwiseStore {
                lane_);
   }
 
-  // TMA leaves out what is past D's own last row and column; an expert's rows may end before.
+  // TMA clips at D's last row and column; an expert's rows may end before.
   __device__ __forceinline__ bool leaves_by_box(int first_row, int end_row) const {
     auto const& p = params_.p;
     bool const last_is_own = p.offs == nullptr && p.masked_m == nullptr;
@@ -209,7 +207,8 @@ class GroupwiseStore {
   Epilogue epilogue_;
   unsigned char* staging_;
   int first_row_, lane_;
-  int unsent_ = 0, unsent_row_ = 0, unsent_column_ = 0;  // parts of the tile before that have not left, and its place
+  int unsent_ = 0, unsent_row_ = 0,
+      unsent_column_ = 0;  // parts of the previous tile that are pending, and its position
 };
 
 }  // namespace epiloq::gemm

@@ -1,6 +1,6 @@
 #pragma once
 
-// What blocks of a cluster do together (SM90); elsewhere a block is alone, and nothing here is called.
+// Thread block clusters and distributed shared memory (SM90). Before SM90 these are no-ops and are not called.
 
 #include "kernels/common/ptx/cp_async.cuh"
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// 16 bytes of the shared memory of another block of the cluster, at an address of this one's.
+// Loads 16 bytes from another CTA's shared memory, at an address of this CTA's.
 __device__ __forceinline__ uint4 load_dsmem(SharedAddress address, int rank) {
   uint4 value = {};
 #if __CUDA_ARCH__ >= 900
@@ -24,9 +24,9 @@ __device__ __forceinline__ uint4 load_dsmem(SharedAddress address, int rank) {
   return value;
 }
 
-// Before a block may write another's shared memory that one has to have begun, or to be done with what lies there: all
-// threads that have not left say so, and later wait. That its barriers are there is said by the fence of whoever made
-// them; `.release` here is a fence of the whole GPU.
+// Cluster barrier in two halves: before a CTA may write another's shared memory, that CTA must have started, or be done
+// with what was there. Arrival is relaxed, as the fence after mbarrier_init already publishes the barriers; `.release`
+// would be a fence of the whole GPU.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -38,7 +38,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// An address of this block's shared memory, in another block's.
+// Maps an address of this CTA's shared memory to another CTA's.
 __device__ __forceinline__ SharedAddress dsmem_address(SharedAddress here, int rank) {
   SharedAddress address = here;
 #if __CUDA_ARCH__ >= 900
@@ -47,8 +47,8 @@ __device__ __forceinline__ SharedAddress dsmem_address(SharedAddress here, int r
   return address;
 }
 
-// One thread makes a barrier that waits for so many bytes from others, before the block says that it has begun. Others
-// may know of the barrier before of the bytes: its phase lasts until this thread has arrived, with them.
+// One thread initialises a barrier that expects `bytes` from other CTAs, before its CTA arrives at the cluster barrier.
+// The phase lasts until this thread has arrived with the byte count, so others may see the barrier first.
 __device__ __forceinline__ void init_dsmem_barrier(SharedAddress barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -59,7 +59,7 @@ __device__ __forceinline__ void init_dsmem_barrier(SharedAddress barrier, int by
 #endif
 }
 
-// Writes into the shared memory of a block, whose barrier counts the bytes.
+// Asynchronous store to another CTA's shared memory; the barrier there counts the bytes.
 __device__ __forceinline__ void st_async(SharedAddress to, uint4 const& value, SharedAddress barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -80,7 +80,7 @@ __device__ __forceinline__ void st_async(SharedAddress to, float4 const& value, 
   st_async(to, uint4{bits(value.x), bits(value.y), bits(value.z), bits(value.w)}, barrier);
 }
 
-// What other blocks have sent is acquired from the cluster; of the barrier's first phase.
+// Waits, with cluster-scope acquire, until what other CTAs stored has arrived; for the barrier's first phase.
 __device__ __forceinline__ void wait_dsmem_barrier(SharedAddress barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -1,19 +1,18 @@
 #pragma once
 
-// Copies from global into shared memory that a thread starts and later waits for (cp.async). Before SM80 they are done
-// at once.
+// cp.async: copies from global to shared memory in groups. Before SM80 they are plain synchronous copies.
 
 #include <cstdint>
 
 namespace epiloq {
 
-// Shared memory by its own address, of which sums are cheaper than of pointers.
+// A 32-bit shared-memory address: cheaper arithmetic than a generic pointer.
 using SharedAddress = unsigned;
 __device__ __forceinline__ SharedAddress shared_address(void const* pointer) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes, both addresses multiples of 16; past L1.
+// 16 bytes, both addresses multiples of 16; bypasses L1.
 __device__ __forceinline__ void cp_async16(SharedAddress to, void const* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -31,7 +30,7 @@ __device__ __forceinline__ void cp_async4(SharedAddress to, void const* from) {
 #endif
 }
 
-// The first `bytes` of 16, an even number, and zeros; nothing else is read.
+// Copies the first `bytes` (an even number) of 16 and fills the rest with zeros; reads nothing beyond.
 __device__ __forceinline__ void cp_async16(SharedAddress to, void const* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -49,7 +48,7 @@ __device__ __forceinline__ void cp_async_commit() {
 #endif
 }
 
-// Until at most kPending of this thread's committed groups are under way.
+// Waits until at most kPending of this thread's committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800

@@ -1,14 +1,14 @@
 #pragma once
 
-// What the threads of a block have together.
+// What the threads of a CTA share.
 
 namespace epiloq {
 
-// The shared memory that a launch asks for, aligned for any swizzle. (A function that returns it changes what ptxas
-// makes of some kernels.)
+// Dynamic shared memory, aligned for any swizzle. (Returning it from a function changes ptxas's output for some
+// kernels.)
 extern __shared__ __align__(1024) unsigned char dynamic_smem[];
 
-// A barrier for so many of the threads, of whole warps. Number 0 is __syncthreads's.
+// Named barrier of kThreads threads, whole warps. Barrier 0 is __syncthreads.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");

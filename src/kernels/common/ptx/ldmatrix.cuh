@@ -2,7 +2,7 @@
 
 namespace epiloq::gemm {
 
-// Four 8 x 16-byte matrices; a thread gets bytes 4 * (lane % 4) of row lane / 4 of each.
+// Loads four 8 x 16-byte matrices; a thread receives bytes 4 * (lane % 4) … of row lane / 4 of each.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

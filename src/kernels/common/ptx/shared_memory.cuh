@@ -1,7 +1,7 @@
 #pragma once
 
-// Shared memory by its own addresses. Loads are volatile as what says that the values are there is, and does not tell
-// the compiler that it guards memory.
+// Loads and stores by 32-bit shared-memory address. Loads are volatile because the barrier waits that guard them do not
+// tell the compiler what memory they guard.
 
 #include "kernels/common/ptx/cp_async.cuh"
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_shared_four(SharedAddress to, float4 const
                : "memory");
 }
 
-// SM90: four 8 x 8 matrices of 16 bits whose columns become rows of 16 bytes. A thread has two neighbours of row
-// lane / 4 of each; lane l says where column l % 8 of matrix l / 8 goes.
+// SM90: stores four 8 x 8 matrices of 16 bits, transposed: columns become rows of 16 bytes. A thread holds two
+// neighbours of row lane / 4 of each; lane l gives the address for column l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4_trans(SharedAddress to, unsigned const (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(matrices[0]),
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])

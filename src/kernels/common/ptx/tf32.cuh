@@ -2,9 +2,8 @@
 
 namespace epiloq {
 
-// A float as the sum of two tf32, 2^-22 of it apart at most from 2^-115 on (below, the low part is lost bit by bit).
-// The sum of NaN is NaN; an infinity's may be. (Tensor cores leave out the 13 bits that tf32 has not; they are zeros
-// here.)
+// A float as the sum of two TF32 numbers: error at most 2^-22 relative down to 2^-115. NaN stays NaN; an infinity may
+// become NaN. The low 13 bits, which tensor cores ignore, are zero.
 inline constexpr unsigned kTf32Bits = 0xffffe000u;
 __device__ __forceinline__ float high_tf32(float x) { return __uint_as_float(__float_as_uint(x) & kTf32Bits); }
 __device__ __forceinline__ float low_tf32(float x) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Pieces of kernels that issue SM90's wgmma themselves.
+// WGMMA wrappers: descriptors and the multiply instruction.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED 1  // tiles of any multiple of 8 columns
 
@@ -14,8 +14,8 @@
 
 namespace epiloq::gemm {
 
-// Where wgmma finds a tile in shared memory whose rows are lines of the 128-byte swizzle: the low half of a descriptor,
-// to which multiples of 16 bytes may be added as one, and the whole.
+// The shared-memory descriptor of a tile whose rows are lines of the 128-byte swizzle: its low half, to which multiples
+// of 16 bytes can be added as integers, and the whole.
 __device__ __forceinline__ std::uint32_t swizzled_address(SharedAddress tile) { return (tile & 0x3ffff) >> 4; }
 __device__ __forceinline__ std::uint64_t descriptor_of(std::uint32_t address) {
   constexpr std::uint32_t kSwizzle128 = 1, kEightRows = 1024;

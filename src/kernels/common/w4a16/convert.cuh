@@ -1,8 +1,8 @@
 #pragma once
 
-// Packed integers to A fragments of mma.sync m16n8k16, q - zero in 16 bits, exactly, without a conversion instruction:
-// an integer ORed into the last bits of a power of two is that power plus the integer; or it is a subnormal number
-// already.
+// Converts packed integers to A fragments of mma.sync m16n8k16: q - zero as 16-bit floats, exactly, without conversion
+// instructions. An integer ORed into the low mantissa bits of a power of two is that power plus the integer; or the bit
+// pattern is already a subnormal number.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,13 +13,14 @@ namespace epiloq::ops::weight_only_mm {
 
 using Word = std::uint32_t;
 
-// kBits / 4 words of a lane make its four registers of one fragment: rows g, g + 8, g, g + 8. `Zero` is what the two
-// rows subtract, in the form that the subtraction wants. What is made counts kUnit times: sums are multiplied by it.
+// kBits / 4 words of a lane become the four registers of a fragment: rows g, g + 8, g, g + 8. `Zero` holds what the two
+// rows subtract, in the form the subtraction needs. Values are scaled by kUnit, by which sums are multiplied at the
+// end.
 template <class T, int kBits>
 struct Fragment;
 
 __device__ __forceinline__ Word twice(Word half) { return half * 0x10001u; }
-// (a & mask) | power in one instruction, which takes one constant: the compiler by itself writes two.
+// (a & mask) | power in one LOP3; the compiler emits two.
 __device__ __forceinline__ Word masked_or(Word a, Word mask, Word power) {
   Word result;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(power));
@@ -41,7 +42,7 @@ struct Fragment<__half, 4> {
   static __device__ __forceinline__ Zero zero(Word low_row, Word high_row) {
     return {twice(0x6400 | low_row), twice(0xd400 | high_row << 4)};
   }
-  // In the upper half of a byte a nibble counts 16 times: (1024 + 16 q) / 16 = 64 + q.
+  // The upper nibble of a byte counts 16-fold: (1024 + 16 q) / 16 = 64 + q.
   static __device__ __forceinline__ Word sixteenth(Word a, Word minus) {
     Word result;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x2c002c00u), "r"(minus));
@@ -75,9 +76,9 @@ struct Fragment<__half, 8> {
   }
 };
 
-// A 16-bit pattern of up to 255 is a bfloat16 as it stands: so many times 2^-133, below the smallest normal number or
-// in the first binade, whose steps are the same. A multiply-add turns it into 64ths, which are normal, and subtracts
-// the zero point's, exactly. In the upper half of a byte a nibble counts 16 times.
+// A 16-bit pattern of up to 255 is a bfloat16 as it stands, a multiple of 2^-133, subnormal or in the first binade,
+// whose spacing is the same. A multiply-add turns it into 64ths, which are normal, and subtracts the zero point,
+// exactly. The upper nibble of a byte counts 16-fold.
 struct SubnormalFragment {
   static constexpr float kUnit = 64;
   static constexpr Word kOnes = 0x3c803c80;                                // as 64ths
@@ -90,7 +91,7 @@ struct SubnormalFragment {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
     return result;
   }
-  // By way of 2^23 + zero in fp32, so that the compiler knows constants.
+  // Via 2^23 + zero in FP32, so that the compiler can fold constants.
   static __device__ __forceinline__ Word minus_64ths(Word zero) {
     Word const exact = __float_as_uint(fmaf(__uint_as_float(0x4b000000u | zero), -1.f / 64, 0x1p17f));
     return exact | exact >> 16;
@@ -122,7 +123,7 @@ struct Fragment<__nv_bfloat16, 8> : SubnormalFragment {
   }
 };
 
-// D = A B + C. SM75 has half the depth, and no bfloat16.
+// D = A B + C. SM75's instruction has half the depth and no bfloat16.
 template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], Word const (&a)[4], Word b0, Word b1, float const (&c)[4]);
 

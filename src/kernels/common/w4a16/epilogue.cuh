@@ -1,6 +1,7 @@
 #pragma once
 
-// From the sums of a block's warps, or of a cluster's blocks, to D: always in the same order.
+// Epilogue of the weight-only kernels: reduces the sums of a CTA's warps or a cluster's CTAs, always in the same order,
+// and writes D.
 
 #include <cstring>
 
@@ -11,7 +12,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// A float in the shared memory of another block of the cluster, where this block has one at the same place.
+// Loads a float of another CTA's shared memory, at the offset it has in this CTA's.
 __device__ __forceinline__ float read_from(float const* shared, int rank) {
 #if __CUDA_ARCH__ >= 900
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -41,7 +42,7 @@ __device__ __forceinline__ void store(Problem const& p, int token, int row, floa
   if (row < p.weight.n) static_cast<T*>(p.out)[token * p.stride_out + row] = finished<T>(p, row, sum);
 }
 
-// Four rows of a token at a time, the first a multiple of four.
+// Stores four rows of a token, the first a multiple of four.
 template <class T>
 __device__ __forceinline__ void store_rows(Problem const& p, int token, int row, float4 const& sums) {
   float const sum[4] = {sums.x, sums.y, sums.z, sums.w};
@@ -58,8 +59,8 @@ __device__ __forceinline__ void store_rows(Problem const& p, int token, int row,
   }
 }
 
-// sums: [kTokens][kRows + 4] in shared memory, all of the block's written. Blocks of a cluster finish a share of the
-// elements each.
+// sums: [kTokens][kRows + 4] in shared memory, complete for this CTA. In a cluster each CTA finishes a share of the
+// elements.
 template <class T, int kRows, int kTokens>
 __device__ void finish(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
   constexpr int kStride = kRows + 4;
@@ -78,25 +79,24 @@ __device__ void finish(Problem const& p, float const* sums, int first_row, int f
     for (int other = 0; other < split; ++other) sum += read_from(at, other);
     return sum;
   });
-  cluster_sync();  // others may still read this block's sums
+  cluster_sync();  // other CTAs may still read this CTA's sums
 }
 
-// Of a vector that was put together from registers nvcc 13.0 makes two stores.
+// One 8-byte store; nvcc 13.0 splits a vector assembled from registers into two.
 __device__ __forceinline__ void store_at_once(void* to, uint2 const& value) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x), "r"(value.y)
                : "memory");
 }
 
-// Sums of 16 weight rows by 8 tokens as tensor cores leave them with a warp: a lane has rows g and g + 8 of tokens 2 t
-// and 2 t + 1. They go to D without a way through shared memory: transposed, a lane has rows 2 t and 2 t + 1 of token
-// g, and of the next eight rows; and after a trade with its neighbours rows 4 t to 4 t + 3, so that each token's rows
-// are 32 bytes that are written at once (24576 x 1536 of 4 bits by 64 tokens: 14.1 us by 16 bytes at a time, 13.0 so).
+// Writes accumulators of 16 weight rows by 8 tokens to D without a detour through shared memory. A lane holds rows g
+// and g + 8 of tokens 2 t and 2 t + 1; after a transposition rows 2 t and 2 t + 1 of token g, and of the next eight
+// rows; after an exchange with its neighbours rows 4 t to 4 t + 3, so that each token's 16 rows are one 32-byte write.
 template <class T>
 struct DirectRows {
   Problem const& p;
   int first_row, t;
   float bias[2];
-  bool are_whole;  // all rows are there, and fours of them on 8 bytes
+  bool are_whole;  // all rows exist, and groups of four start on 8 bytes
 
   __device__ __forceinline__ DirectRows(Problem const& p_, int first_row_)
       : p(p_),
@@ -111,7 +111,7 @@ struct DirectRows {
     }
   }
 
-  // Rows 8 half + 2 t and the next of token g.
+  // Rows 8 half + 2 t and the next, of token g.
   __device__ __forceinline__ unsigned pair(int half, float const* sums, float unit) const {
     T const both[2] = {clamped<T>(p, fmaf(sums[2 * half], unit, bias[half])),
                        clamped<T>(p, fmaf(sums[2 * half + 1], unit, bias[half]))};
@@ -142,8 +142,8 @@ struct DirectRows {
     }
   }
 
-  // Lane t of four has words t and 4 + t of eight, and gets words 2 t and 2 t + 1, by two exchanges: in each the lanes
-  // that are even give one half and the odd ones the other.
+  // Lane t of four holds words t and 4 + t of eight and receives words 2 t and 2 t + 1, by two exchanges in which even
+  // lanes give one half and odd lanes the other.
   __device__ __forceinline__ uint2 traded(unsigned const (&words)[2]) const {
     bool const is_odd = t % 2 != 0, is_low = t < 2;
     int const even = t % 2 * 2;

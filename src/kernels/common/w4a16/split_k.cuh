@@ -1,6 +1,7 @@
 #pragma once
 
-// How sums come to the block that finishes a piece, of which a lane sends four at a time: its barrier counts each part.
+// Split-K reduction through DSMEM: lanes send four partial sums at a time to the CTA that owns a subtile, whose barrier
+// counts the bytes.
 
 #include "kernels/common/ptx/cluster.cuh"
 #include "kernels/common/ptx/shared_memory.cuh"
@@ -19,7 +20,7 @@ struct SubtileReduction : SubtileOwnership {
   __device__ __forceinline__ SubtileReduction(int rank_, int split_, SharedAddress barrier_, SharedAddress slots)
       : SubtileOwnership{rank_, split_}, barrier(barrier_), lane_slot(slots + threadIdx.x % 32 * kPartBytes) {}
 
-  // By one thread, before the block says that it has begun.
+  // Called by one thread before its CTA arrives at the cluster barrier.
   __device__ __forceinline__ void expect(int subtiles) const {
     init_dsmem_barrier(barrier, own_of(subtiles) * (split - 1) * kSubtileBytes);
   }

@@ -1,7 +1,6 @@
 #pragma once
 
-// Where the sums of a piece that other blocks finish lie there: in slots that follow one another, those of the next
-// block first.
+// Where partial sums from other CTAs lie in the owner of a subtile: in consecutive slots, the next rank's first.
 
 #include "kernels/common/split_k.h"
 #include "kernels/common/w4a16/config.h"
@@ -11,23 +10,21 @@ namespace epiloq::ops::weight_only_mm {
 using gemm::Subtile;
 using gemm::SubtileOwnership;
 
-// Of the block that comes `distance` places after the piece's, from 1 on.
+// The slot for the CTA `distance` ranks after the owner, from 1 on.
 EPILOQ_HD constexpr int receive_slot(Subtile const& subtile, int distance, int split) {
   return subtile.ordinal * (split - 1) + distance - 1;
 }
-// In each block, for the sums of the others.
+// Slots per CTA for partial sums from others.
 EPILOQ_HD constexpr int receive_slots(int subtiles, int split) { return (subtiles + split - 1) / split * (split - 1); }
 
-// A wgmma tile's pieces, [panel][way along K][the way's eights of tokens]: a warp's follow one another. Numbered by
-// panels first, those of one block would be a few warps' wherever two, four or eight blocks share K: 0.1 us later by
-// two of them and 0.5 by four.
+// Order of a WGMMA tile's subtiles: [panel][K group][eights of tokens of the K group]. A warp's subtiles are
+// consecutive, so that every warp owns some whatever the split.
 EPILOQ_HD constexpr int first_subtile(int panel, int k_group, int eights, int k_groups) {
   int const longer = eights % k_groups;
   return panel * eights + k_group * (eights / k_groups) + (k_group < longer ? k_group : longer);
 }
 
-// A stream's pieces are so many elements. Where its blocks share K, their shared memory begins with a barrier and
-// slots.
+// Subtiles of the GEMV kernel. With split-K a CTA's shared memory begins with a barrier and the receive slots.
 inline constexpr int kSubtileElements = 128, kReceivedBarrierBytes = kSharedLine;
 EPILOQ_HD constexpr int gemv_subtiles(int tokens, int rows) {
   return (tokens * rows + kSubtileElements - 1) / kSubtileElements;

@@ -1,9 +1,8 @@
 #pragma once
 
-// SM90, few tokens, but more than digits.cuh takes: a warp multiplies steps of its panels by itself, with mma.sync, and
-// the steps lie in a ring that one thread fills with TMA (tile_start.cuh). Beside a stream, whose warps ask for their
-// own steps: tokens come once for all rows of a block. Beside wgmma, whose warps go together and have 16 rows each: two
-// thirds of the instructions, as what a step asks of a warp is spread over more weights.
+// SM90 W4A16/W8A16 decode kernel for few tokens: mma.sync main loop over a TMA pipeline that one thread fills
+// (w4a16_prologue.cuh). Each warp multiplies its own panels and K steps independently. Compared with the GEMV, tokens
+// are loaded once per CTA; compared with WGMMA, each warp has more rows, so there are fewer instructions per weight.
 
 #include "kernels/common/ptx/ldmatrix.cuh"
 #include "kernels/common/w4a16/convert.cuh"
@@ -27,20 +26,21 @@ struct Decode : TileCopies<kBits_, kGroups_, kPanelRows * kOwnPanels_ * kMGroups
   static constexpr int kKGroupSums = kTokens_ * kSumStride;
 };
 
-// Of a warp.
+// Main loop of one warp.
 template <class C>
 struct DecodeMainloop {
   using T = typename C::T;
   using F = Fragment<T, C::kBits>;
   using Sums = float[C::kOwnPanels][C::kTiles][4];
   static constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-  static constexpr int kBlock = 32;  // columns, whose tokens are loaded at a time
+  static constexpr int kBlock = 32;  // columns whose tokens are loaded at a time
   static constexpr int kVectorBlocks = depth(C::kBits) / kBlock, kGroupBlocks = kPadding / C::kGroups / kBlock;
 
   TileParams const& params;
-  int first_panel;         // of the block's
-  int weights, even, odd;  // bytes into a stage: the lane's of the first panel, and its line of tokens by blocks
-  int parameter;           // of the first panel and group, row g's
+  int first_panel;  // the CTA's first
+  int weights, even,
+      odd;        // byte offsets in a stage: the lane's in the first panel, and its token line by even and odd blocks
+  int parameter;  // of the first panel and group, row g
   typename F::Zero symmetric;
 
   __device__ __forceinline__ DecodeMainloop(TileParams const& params_, int team)
@@ -54,13 +54,13 @@ struct DecodeMainloop {
     parameter = in_register(first_panel * C::kGroups * kPanelRows + lane / 4 * 2);
   }
 
-  // Of eight tokens 32 columns: TMA has traded places of 16 bytes within each line.
+  // Loads 32 columns of eight tokens; TMA has swizzled the 16-byte units of each line.
   __device__ __forceinline__ void load_tokens(Word (&x)[4], SharedAddress stage, int tile, int block) const {
     int const line = block / 2 * C::kTokens * kLine + tile * 8 * kLine;
     gemm::ldmatrix_x4(x, stage + (block % 2 ? odd : even) + line);
   }
 
-  // Of a panel and group.
+  // Parameters of a panel and scale group.
   __device__ __forceinline__ int parameters_at(int s, int group) const {
     return parameter + (s * C::kGroups + group) * kPanelRows;
   }
@@ -76,7 +76,7 @@ struct DecodeMainloop {
     return load_scale_pair(stage + params.stage.scales_at, parameters_at(s, group), dtype);
   }
 
-  // A group's products are summed by the tensor cores, and added to the others' with its scale.
+  // The tensor cores accumulate a scale group, whose sums are then added with the scale.
   template <bool kSameType, bool kHasZeros>
   __device__ __forceinline__ void multiply(Sums& sums, SharedAddress stage) const {
     Word words[C::kOwnPanels][4];
@@ -128,7 +128,7 @@ struct DecodeMainloop {
     }
   }
 
-  // To shared memory, [way][token][row].
+  // Writes the sums to shared memory, [K group][token][row].
   __device__ __forceinline__ void store(float* way_sums, Sums const& sums) const {
     int const lane = threadIdx.x % 32;
 #pragma unroll
@@ -140,7 +140,7 @@ struct DecodeMainloop {
   }
 };
 
-// The sums of all ways, four rows of a token a lane, and of all blocks that share K.
+// Reduces over K groups, four rows of a token per lane, and over the CTAs that split K.
 template <class C>
 __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileReduction const& share, float* sums,
                                               int first_row) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
   int const subtiles = gemv_subtiles(params.tokens, C::kRows);
   int const each = (subtiles + C::kWarps - 1) / C::kWarps, begin = threadIdx.x / 32 * each;
   Subtile const first = Subtile::of(begin, share.split);
-  auto const for_subtiles = [&](auto const& act) {  // neighbours, of which blocks finish as many of each warp's
+  auto const for_subtiles = [&](auto const& act) {  // consecutive subtiles; every CTA owns as many of each warp
     Subtile subtile = first;
     for (int i = begin, end = min(begin + each, subtiles); i < end; ++i) {
       act(subtile, i * kSubtileElements + lane * 4);
@@ -188,12 +188,12 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
   });
 }
 
-// A way's steps.
+// The K steps of one K group.
 template <class C, bool kSameType, bool kHasZeros>
 __device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
                                                   TileParams const& params, typename C::Shared const& shared,
                                                   SharedAddress stages, int k_group, int steps) {
-  DecodePlace ring{k_group, 0};  // a way has a stage at least
+  DecodePlace ring{k_group, 0};  // every K group has at least one stage
 #pragma unroll 1
   for (int step = k_group; step < steps; step += C::kKGroups) {
     gemm::mbarrier_wait(shared.full + ring.at * 8, ring.phase);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math,
   }
 }
 
-// With a loop for each kind of parameters: branches within one cost 1 to 4 %.
+// One loop per kind of parameters: branches inside a single loop are slower.
 template <class C>
 __device__ __forceinline__ void multiply_steps(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
                                                TileParams const& params, typename C::Shared const& shared,
@@ -219,7 +219,7 @@ __device__ __forceinline__ void multiply_steps(DecodeMainloop<C> const& math, ty
   multiply_steps_of<C, true, false>(math, sums, params, shared, stages, k_group, steps);
 }
 
-// Blocks along x have a tile each; along y they share its K.
+// One tile per CTA along x; the CTAs along y split its K.
 template <class C>
 __global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__grid_constant__ TileParams const params) {
   extern __shared__ unsigned char memory[];
@@ -245,7 +245,7 @@ __global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__gri
   typename DecodeMainloop<C>::Sums sums = {};
   multiply_steps(math, sums, params, shared, first_stage, k_group, place.steps);
   auto* const all_sums = reinterpret_cast<float*>(stages);
-  wait_for_math_warps<C>();  // have read the ring
+  wait_for_math_warps<C>();  // all stages have been read
   math.store(all_sums + k_group * C::kKGroupSums, sums);
   wait_for_math_warps<C>();
   finish_decode<C>(params, share, all_sums, place.first_panel * kPanelRows);

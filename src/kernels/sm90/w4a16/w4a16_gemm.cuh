@@ -1,10 +1,9 @@
 #pragma once
 
-// SM90, for all but the fewest tokens: weights are the rows of wgmma's tile, through registers, and tokens its columns.
-// One thread copies with TMA into a ring of steps of 128 columns; the warpgroups of a block multiply 64 or twice 64
-// weight rows each by all of its tokens, some of them every step, or each way along K every so many; and while one
-// makes fragments or adds up, others keep the tensor cores busy. A block takes tile after tile; or the blocks of a
-// cluster share the K of one.
+// SM90 W4A16/W8A16 WGMMA GEMM: weights are the rows of wgmma's tile, dequantised in registers, and tokens its columns.
+// One producer thread loads K steps of 128 with TMA; consumer warpgroups multiply 64 or 128 weight rows each by all
+// tokens, along rows and along K, and keep the tensor cores busy while others dequantise or promote. Persistent over
+// tiles; or the CTAs of a cluster split the K of one.
 
 #include "kernels/common/w4a16/epilogue.cuh"
 #include "kernels/sm90/w4a16/w4a16_mainloop.cuh"
@@ -23,26 +22,26 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_,
   static constexpr int kTeamThreads = 128, kKGroupThreads = kMGroups * kTeamThreads,
                        kConsumerTeams = kMGroups * kKGroups;
   static constexpr int kConsumerThreads = kConsumerTeams * kTeamThreads;
-  // Beside them one warp copies; or four, as many as can give registers away, which takes 300 cycles of a block's
-  // start. One team alone has as many as an instruction can name.
+  // One producer warp; or a whole producer warpgroup if registers are to be reallocated, which costs 300 cycles at
+  // start. A single consumer warpgroup already has as many registers as an instruction can address.
   static constexpr bool kSharesRegisters = kConsumerTeams > 1;
   static constexpr int kCopyThreads = kSharesRegisters ? kTeamThreads : 32, kThreads = kConsumerThreads + kCopyThreads;
-  // Of those that copy at least 32 where that costs the others none.
+  // The producer keeps at least 32 registers if that costs the consumers none.
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kCopyRegisters =
       kConsumerTeams < 6 && Tokens_::kCopyRegisters < 32 ? 32 : Tokens_::kCopyRegisters;
   static constexpr int kConsumerRegisters =
       (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kConsumerTeams) / 8 * 8;
 
-  static constexpr bool kLendsRing = lends_ring(kKGroups, kTokens_);  // where blocks share K
+  static constexpr bool kLendsRing = lends_ring(kKGroups, kTokens_);  // if CTAs split K
 };
 
-// The sums of a block, to the first of its ways along K.
+// Epilogue of a CTA: reduces the sums of its K groups into the first.
 template <class C>
 __device__ void reduce_k_groups(typename WgmmaMainloop<C>::Sums& sums, float* exchange, int k_group) {
-  constexpr int kFloats = C::kRows * C::kTokens;  // of a way
+  constexpr int kFloats = C::kRows * C::kTokens;  // per K group
   exchange += threadIdx.x % C::kKGroupThreads;
-  wait_for_math_warps<C>();  // those of the last tile have been read
+  wait_for_math_warps<C>();  // the last tile's sums have been read
   if (k_group > 0) WgmmaMainloop<C>::write(sums, exchange + (k_group - 1) * kFloats);
   wait_for_math_warps<C>();
   if (k_group > 0) return;
@@ -67,7 +66,7 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
     typename C::Place const place(params, tile);
     typename WgmmaMainloop<C>::Sums sums = {};
     math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
-    // With its own stores, or ptxas would keep the ring's place in vector registers.
+    // Has its own stores: sharing them would make ptxas keep the pipeline position in vector registers.
     if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums, place);
     if constexpr (C::kKGroups > 1)
       reduce_k_groups<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), k_group);
@@ -75,7 +74,7 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
   }
 }
 
-// Blocks along x take tiles, and the next ones while the last is stored; along y they share K.
+// CTAs along x loop over tiles, loading the next while one is stored; along y they split K.
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__ typename C::Params const params) {
   extern __shared__ unsigned char memory[];

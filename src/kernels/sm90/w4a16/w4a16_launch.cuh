@@ -1,6 +1,6 @@
 #pragma once
 
-// What rows whose steps TMA copies have in common, from the problem to the launch.
+// Host side of the TMA-fed weight-only kernels: descriptors, parameters, launch.
 
 #include <algorithm>
 
@@ -15,7 +15,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// All that the maps of weights are made from.
+// Everything that the weight maps depend on.
 struct WeightReads {
   std::uint8_t const* q;
   void const* scale;
@@ -29,7 +29,7 @@ struct WeightReads {
   bool operator==(WeightReads const&) const = default;
 };
 
-// Tokens that are copied at a time, of a whole tile and of the last: whole eights, which the swizzle's pattern has.
+// Token boxes: of a whole tile and of the last, multiples of eight tokens (the swizzle's period).
 struct TokenBoxes {
   int whole, last;
 
@@ -43,7 +43,7 @@ struct TokenBoxes {
   static constexpr int kEight = 8;
 };
 
-// And of tokens that are rows of a matrix.
+// Everything that the maps depend on if tokens are rows of a matrix.
 struct MatrixReads {
   WeightReads weight;
   void const* x;
@@ -64,7 +64,7 @@ TileMaps maps_of(Reads const& reads) {
   std::uint64_t const panels = u64((r.n + kPanelRows - 1) / kPanelRows),
                       of_panel = u64(r.padded_k / kPadding) * panel_bytes(r.bits);
   std::uint32_t const box_panels = u32(r.rows / kPanelRows);
-  auto const parameters = [&](void const* values, int bytes) {  // of a step, by panel
+  auto const parameters = [&](void const* values, int bytes) {  // per K step, by panel
     std::uint64_t const all = u64(r.groups) * kPanelRows * bytes;
     return encode_tensor_map(values, {all, panels}, {all}, {u32(r.step_groups * kPanelRows * bytes), box_panels},
                              CU_TENSOR_MAP_SWIZZLE_NONE);
@@ -80,7 +80,7 @@ TileMaps maps_of(Reads const& reads) {
   return maps;
 }
 
-// A model comes back with the same tensors.
+// Cached, as a model calls with the same tensors again.
 template <class Reads>
 TileMaps const& cached_maps(Reads const& reads, int device) {
   thread_local gemm::ParamsCache<Reads, TileMaps> cache;
@@ -114,7 +114,7 @@ TileParams params_of(Config const& config, Problem const& p, int split, TileMaps
           .exchange_at = exchange_at(config, stage, shared_bytes)};
 }
 
-// A block has one tile where K is shared; else it takes one after the other, if it can.
+// One tile per CTA with split-K; otherwise CTAs loop over tiles if the kernel supports it.
 template <class C, class Config>
 void launch_tiles(void (*kernel)(typename C::Params), Config const& config, typename C::Params const& params, int split,
                   int device, Stream stream, char const* launching) {
@@ -133,11 +133,11 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
              launching);
 }
 
-// Tokens are rows of a matrix.
+// Tokens are the rows of a matrix.
 template <class C, class Config>
 void launch_matrix_tiles(void (*kernel)(TileParams), Config const& config, Problem const& p, int split, int device,
                          Stream stream) {
-  // A single row may lie in rows of any length.
+  // The stride of a single row does not matter, and may be anything.
   std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
   MatrixReads const reads{
       WeightReads::of(p.weight, C::kRows, C::kGroups), p.x, stride_x, p.weight.k, p.m, TokenBoxes::of(p.m, C::kTokens)};

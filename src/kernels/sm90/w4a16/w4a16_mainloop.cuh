@@ -1,8 +1,8 @@
 #pragma once
 
-// SM90: what empties the stages of the wgmma kernel. Weights become fragments of the first operand in registers, exact
-// differences q - zero; a group's products are summed by the tensor cores, and added to the others' with its scale. Or
-// the differences are multiplied by the scale and rounded, and the tensor cores sum all.
+// Consumer warpgroups of the weight-only WGMMA GEMM: weights become fragments of the first operand in registers, exact
+// differences q - zero; the tensor cores accumulate a scale group, whose sums are promoted with the scale. Or the
+// differences are multiplied by the scale and rounded, and the tensor cores accumulate all of K.
 
 #include <cute/arch/mma_sm90.hpp>
 #include <type_traits>
@@ -25,20 +25,20 @@ struct WgmmaMainloop {
   using Instruction =
       decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
                                                 cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::_16>>());
-  // Columns that are made into fragments at a time, of one group, and as many as the registers hold: what comes in few
-  // pieces is waited for less often.
+  // Columns dequantised at a time, within one scale group, as many as the registers hold: fewer, larger pieces wait
+  // less often.
   static constexpr int kTokensByWholeTiles = C::kConsumerTeams < 4 ? 64 : C::kConsumerTeams == 4 ? 32 : 16;
   static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && C::kTokens <= kTokensByWholeTiles ? 64 : 32;
   static constexpr int kSubtiles = kPadding / kPiece, kInSubtile = kPiece / kInstruction;
   static constexpr int kSubtilesOfGroup = kSubtiles / C::kGroups;
-  // Of a thread: rows r and r + 8 of its warp's panel, two neighbours of each 8 tokens.
+  // Per thread: rows r and r + 8 of its warp's panel, two neighbours of each 8 tokens.
   static constexpr int kSums = C::kTokens / 2;
   using Sums = float[C::kBlocks][kSums];
-  // The compiler would add a group up during the next one's products, for which there may be no registers.
+  // Promote at once: the compiler would defer it into the next product, for which there may be no registers.
   static constexpr bool kAddsAtOnce = C::kGroups == 4 && C::kBits == 8;
   using Fragments = Word[kInSubtile][4];
 
-  // A stage as a lane sees it; `panel` is of the team's first 64 rows, and those of the next block are four further.
+  // A lane's view of a stage; `panel` is of the warpgroup's first 64 rows, the next 64 are four panels further.
   struct Stage {
     SharedAddress weights, scales, zeros;
     std::uint64_t tokens;
@@ -46,8 +46,8 @@ struct WgmmaMainloop {
 
   TileParams const& params;
   int lane, panel;
-  int first;      // bytes into a panel from which the lane reads
-  int parameter;  // of a group of the panel, row g's
+  int first;      // byte offset in a panel at which the lane reads
+  int parameter;  // of a scale group of the panel, row g
   typename F::Zero symmetric;
 
   __device__ WgmmaMainloop(TileParams const& params_, int team, int warp)
@@ -63,7 +63,7 @@ struct WgmmaMainloop {
             gemm::swizzled_descriptor(address + params.stage.tokens_at)};
   }
 
-  // Two values of T by two of T, each rounded.
+  // Product of two pairs of T, each rounded.
   static __device__ __forceinline__ Word times(Word a, Word b) {
     Word result;
     if constexpr (std::is_same_v<T, __half>) {
@@ -74,8 +74,7 @@ struct WgmmaMainloop {
     return result;
   }
 
-  // The tile that a piece of a block is made from, unless the piece before it had it: pieces are counted through the
-  // blocks.
+  // Loads the packed tile that a subtile's fragments come from, unless the previous subtile loaded it.
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int subtile) const {
     int const column = subtile % kSubtiles * kPiece;
     if (word_of(C::kBits, column) != 0) return;
@@ -91,7 +90,7 @@ struct WgmmaMainloop {
     }
   }
 
-  // Of a panel and group, rows g and g + 8.
+  // Parameters of a panel and scale group, rows g and g + 8.
   __device__ __forceinline__ int parameters_at(int subtile) const {
     return parameter + (subtile / kSubtiles * 4 * C::kGroups + subtile % kSubtiles / kSubtilesOfGroup) * kPanelRows;
   }
@@ -124,7 +123,7 @@ struct WgmmaMainloop {
     Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kPlaces]..., onto ? ScaleOut::One : ScaleOut::Zero);
   }
 
-  // Starts to multiply a piece, onto what is there or anew.
+  // Issues the product of a subtile, accumulating or from zero.
   static __device__ __forceinline__ void begin(float (&product)[kSums], Fragments& a, Stage const& stage, int subtile,
                                                bool onto) {
     fence(product);
@@ -150,7 +149,8 @@ struct WgmmaMainloop {
     for (int i = 0; i < kSums; ++i) sums[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, product[i], sums[i]);
   }
 
-  // A step: a piece is made while the one before it is multiplied, and its integers are loaded before that.
+  // A K step, software-pipelined: a subtile is dequantised while the previous one is multiplied, and its integers are
+  // loaded before that.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
     constexpr int kAll = C::kBlocks * kSubtiles;
     float product[kSums];
@@ -167,7 +167,7 @@ struct WgmmaMainloop {
       begin(product, a[subtile % 2], stage, subtile, subtile % kSubtilesOfGroup != 0);
       if (next < kAll) {
         if (ends_group) zero = zero_of(stage, next);
-        cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
+        cute::warpgroup_wait<1>();  // of the fragments that are overwritten
         make(a[next % 2], words, next, zero);
       }
       if (ends_group) {
@@ -180,8 +180,8 @@ struct WgmmaMainloop {
     }
   }
 
-  // The same with rounded weights: the tensor cores have the next piece before they are done with one. Past the end of
-  // a step they go on with another warpgroup's; with this one's, the compiler would wait for every product.
+  // The same with rounded weights: the tensor cores always have the next subtile queued. They are not kept in flight
+  // past the end of a step: the compiler would then wait for every product.
   __device__ __forceinline__ void multiply_rounded(Sums& sums, Stage const& stage) const {
     static_assert(C::kBlocks == 1);
     Fragments a[2];
@@ -195,7 +195,7 @@ struct WgmmaMainloop {
         zero = zero_of(stage, subtile);
         factor = factor_of(stage, subtile);
       }
-      cute::warpgroup_wait<1>();  // what read the fragments that are overwritten
+      cute::warpgroup_wait<1>();  // of the fragments that are overwritten
       make(a[subtile % 2], words, subtile, zero);
       scale(a[subtile % 2], factor);
       if (subtile + 1 < kSubtiles) load(words, stage, subtile + 1);
@@ -205,8 +205,8 @@ struct WgmmaMainloop {
     fence(sums[0]);
   }
 
-  // Of a tile's steps, every kKGroups-th from `next` on, which is then of the next tile. A stage that has been
-  // multiplied is free for the next copies.
+  // A tile's K steps, every kKGroups-th from `next` on, which is then the next tile's first. A stage is released once
+  // it has been multiplied.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
                                int& next, DecodePlace& ring) const {
 #pragma unroll 1
@@ -225,7 +225,7 @@ struct WgmmaMainloop {
     next -= steps;
   }
 
-  // Of the ways along K, the first gets the sums of all: each of its threads those of its own places.
+  // Reduction over K groups: writes this thread's sums to where the first group's same thread reads them.
   static __device__ __forceinline__ void write(Sums const& sums, float* exchange) {
 #pragma unroll
     for (int i = 0; i < C::kBlocks * kSums; ++i) exchange[i * C::kKGroupThreads] = sums[i / kSums][i % kSums];

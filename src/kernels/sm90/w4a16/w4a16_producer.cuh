@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90: what a block keeps in shared memory whose steps one thread copies with TMA into a ring.
+// Producer of the TMA-fed weight-only kernels: parameters, shared-memory layout, and one thread's copies.
 
 #include <cstdint>
 
@@ -13,28 +13,28 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// What TMA reads. Of weights, a step of the block's panels in one box; tokens come in boxes of 64 columns, as many as a
-// tile has and, in the last one, as there are: TMA fills in zeros more slowly than it reads. What a box leaves out
-// stays what it was, and is multiplied for nobody.
+// TMA descriptors. Weights: one box per K step of the CTA's panels. Tokens: boxes of 64 columns by the tile's tokens, a
+// smaller one for the last tile, as TMA zero-fills more slowly than it reads. Shared memory outside a box keeps its
+// contents, and the products with it are ignored.
 struct TileMaps {
   CUtensorMap weights, tokens[2], scales, zeros;
 };
 
 struct TileParams {
   TileMaps maps;
-  // What a block's first copies need, side by side: whoever reads a line of constant memory first waits for it.
-  int steps, longer;  // of K, that a block has; of those that share it so many have one more
+  // What a CTA's first copies need comes first: reading constant memory waits per line.
+  int steps, longer;  // K steps per CTA; this many CTAs of a cluster have one more
   int token_tiles, tokens;
   int early, stages;
   int group_shift, scale_bytes, zero_bytes;
   TileStage stage;
-  int loaded_bytes[2];  // by TMA, a stage: of a whole tile, of the last
+  int loaded_bytes[2];  // bytes that TMA loads per stage: of a whole tile, of the last
   Problem p;
   int tiles;
-  int exchange_at;  // in shared memory, behind the ring
+  int exchange_at;  // in shared memory, after the stages
 };
 
-// A copy waits for its map, which memory may have to give.
+// Prefetches the descriptors, which may be in memory.
 __device__ __forceinline__ void prefetch_maps(TileParams const& params) {
   cute::prefetch_tma_descriptor(&params.maps.weights);
   cute::prefetch_tma_descriptor(&params.maps.scales);
@@ -43,12 +43,12 @@ __device__ __forceinline__ void prefetch_maps(TileParams const& params) {
   if (params.zero_bytes > 0) cute::prefetch_tma_descriptor(&params.maps.zeros);
 }
 
-// A stage of the ring, and the parity of the turn that it is waited for in.
+// Pipeline state: a stage and the parity to wait for.
 struct DecodePlace {
   int at;
   std::uint32_t phase;
 
-  // By at most a turn of the ring.
+  // By at most the number of stages.
   __device__ __forceinline__ void advance(int stages, int by = 1) {
     bool const again = at + by >= stages;
     at += again ? by - stages : by;
@@ -59,7 +59,7 @@ struct DecodePlace {
 // Tokens that are rows of a matrix, kColumns columns at a time from the first step on.
 struct MatrixTokens {
   using Params = TileParams;
-  static constexpr int kCopyRegisters = 24;  // of the copying thread, whole eights
+  static constexpr int kCopyRegisters = 24;  // of the producer thread, a multiple of eight
 
   CUtensorMap const& map;
   int first_token, column;
@@ -73,8 +73,8 @@ struct MatrixTokens {
   }
 };
 
-// A block's copies: kGroups groups begin in a step (of 32 or 64 columns), or one that is as long as 2^n steps; a stage
-// is free once kProducerWarps warps have said so. Integers rather than a WgmmaConfig: nvcc 13.0 cannot spell a
+// A CTA's copies: kGroups scale groups begin in a K step (of 32 or 64 columns), or one that spans 2^n steps; a stage is
+// free once kConsumerWarps warps have released it. Integers rather than a WgmmaConfig: nvcc 13.0 cannot name a
 // structural value in the stub of a __global__ template.
 template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kProducerWarps, class Tokens_>
 struct TileCopies {
@@ -84,14 +84,14 @@ struct TileCopies {
   static constexpr int kPanels = kRows / kPanelRows, kStepWords = panel_bytes(kBits) / kMapWord;
   static constexpr int kMostStages = kMostStages_, kEarly = early_steps(kTokens);
 
-  // Barriers of the stages, and of other blocks' sums.
+  // Barriers of the stages, and for other CTAs' sums.
   struct Shared {
     SharedAddress full, empty, received;
 
     __device__ __forceinline__ explicit Shared(std::uint64_t* barriers)
         : full(shared_address(barriers)), empty(full + kMostStages * 8), received(empty + kMostStages * 8) {}
 
-    // Those that a block's first copies report to, before all others.
+    // The barriers of the first copies, initialised before all others.
     __device__ __forceinline__ void init_early() const {
 #pragma unroll
       for (int stage = 0; stage < kEarly; ++stage) gemm::mbarrier_init(full + stage * 8, 1);
@@ -106,13 +106,13 @@ struct TileCopies {
     }
   };
 
-  // Where a block's share of a tile begins. Tiles of the same rows are neighbours and find each other's weights in L2.
+  // A CTA's share of a tile. Tiles of the same rows are neighbours and share weights in L2.
   struct Place {
     int first_token, first_panel;
     int first_step, steps;
 
     __device__ __forceinline__ Place(TileParams const& params, int tile) {
-      // A division takes as long as the rest of a block's start; few tokens are one tile.
+      // Avoids the division, which takes as long as the rest of the prologue; few tokens are one tile.
       int const high = params.token_tiles == 1 ? tile : tile / params.token_tiles, rank = blockIdx.y;
       first_token = (tile - high * params.token_tiles) * kTokens;
       first_panel = high * kPanels;
@@ -121,11 +121,11 @@ struct TileCopies {
     }
   };
 
-  // By one thread, to which each step of few rows leaves some hundred cycles.
+  // Executed by one thread; for tiles of few rows a K step leaves it some hundred cycles.
   struct Copies {
     Params const& params;
     Place place;
-    bool is_last;  // of the token tiles
+    bool is_last;  // token tile
     Tokens tokens;
 
     __device__ __forceinline__ Copies(Params const& params_, int tile)
@@ -154,8 +154,7 @@ struct TileCopies {
       }
     }
 
-    // A block's first steps: weights before the previous kernel has finished, tokens after. Few steps, as tokens wait
-    // until TMA has been through with the weights.
+    // First K steps: weights before pdl_wait, tokens after. Few steps, as tokens queue behind the weights in TMA.
     __device__ __forceinline__ int early() const { return min(place.steps, params.early); }
     __device__ __forceinline__ void issue_early_weights(SharedAddress stages, Shared const& shared) const {
       int const bytes = params.loaded_bytes[is_last];
@@ -177,13 +176,13 @@ struct TileCopies {
     __device__ __forceinline__ void issue_all(SharedAddress stages, Shared const& shared, DecodePlace& ring,
                                               int from = 0) {
       int const bytes = params.loaded_bytes[is_last];
-      // Or they are made anew in each turn.
+      // Otherwise these are recomputed in each iteration.
       SharedAddress const first_stage = in_register(stages), first_full = in_register(shared.full);
 #pragma unroll 1
       for (int step = place.first_step + from, end = place.first_step + place.steps; step < end; ++step) {
         SharedAddress const full = first_full + ring.at * 8, stage = first_stage + ring.at * params.stage.bytes;
         gemm::mbarrier_wait(full + kMostStages * 8, ring.phase);
-        // Or each of the step's multiples has a register of its own, more than a copying thread is left.
+        // Otherwise each multiple of the step gets a register, more than the producer has.
         issue_weights(stage, full, bytes, in_register(step), kHasZeros);
         issue_tokens(stage, full);
         ring.advance(params.stages);

@@ -1,7 +1,7 @@
 #pragma once
 
-// SM90: how a block whose steps TMA copies begins, and the warp that asks for them. The others are told apart by
-// `warp`, from the first that may copy on.
+// Prologue of the TMA-fed weight-only kernels, and the producer warp. Roles follow from `warp`, counted from the first
+// warp that may copy.
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -11,7 +11,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// By one thread; the first tile's first weights have been asked for.
+// One thread; the first tile's first weights have been issued.
 template <class C, bool kHasZeros>
 __device__ __forceinline__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared,
                                            SharedAddress stages, typename C::Copies& first) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void wait_for_math_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(C::kConsumerThreads) : "memory");
 }
 
-// That the barriers are there the first copying warp says, which goes on, and the warps that multiply wait for.
+// The first producer warp signals that the barriers are initialised and goes on; consumer warps wait.
 template <class C>
 __device__ __forceinline__ void say_started() {
   asm volatile("bar.arrive 0, %0;" ::"n"(C::kConsumerThreads + 32) : "memory");
@@ -42,7 +42,7 @@ __device__ __forceinline__ void wait_for_start() {
   asm volatile("bar.sync 0, %0;" ::"n"(C::kConsumerThreads + 32) : "memory");
 }
 
-// What waits behind the start of a block's copies, where there is one: the next kernel, and registers.
+// The rest of the prologue, after the first copies: PDL trigger and register reallocation.
 template <class C>
 __device__ __forceinline__ void have_started(bool is_split) {
   if (!C::kLendsRing && is_split) cluster_arrive();
@@ -50,9 +50,9 @@ __device__ __forceinline__ void have_started(bool is_split) {
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
 }
 
-// All blocks of a GPU start together, and memory does nothing until they ask: weights come before all else that there
-// is to do. The elected lane's branches have no other condition, or nvcc would put a loop around each of TMA's copies;
-// and registers are given back in one place, as all four warps must do it together.
+// All CTAs start together and memory idles until the first load, so weights are issued first. The elected lane's
+// branches have no other condition, or nvcc puts a loop around each copy; registers are released in one place, as all
+// four warps must do it together.
 template <class C>
 __device__ __forceinline__ void start_and_copy(typename C::Params const& params, typename C::Shared const& shared,
                                                SharedAddress stages, int warp) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
   have_started<C>(is_split);
   if (warp == 0) {
     if (elect_one) {
-      // A branch within the loop would take registers of each step's addresses.
+      // A branch inside the loop would cost registers for each step's addresses.
       if (params.zero_bytes > 0) {
         copy_tiles<C, true>(params, shared, stages, first);
       } else {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
     }
   }
   __syncwarp();
-  if (!C::kLendsRing && is_split) cluster_wait();  // as the others do
+  if (!C::kLendsRing && is_split) cluster_wait();  // as the other warps do
 }
 
 }  // namespace epiloq::ops::weight_only_mm

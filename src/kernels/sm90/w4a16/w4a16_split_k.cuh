@@ -1,10 +1,9 @@
 #pragma once
 
-// SM90: a tile's K shared by the blocks of a cluster, which may have ways along K too, so that many warps have sums of
-// the same rows. What is left to do they share by eights of tokens, of which a lane has four sums.
+// Split-K epilogue of the weight-only WGMMA GEMM over the CTAs of a cluster, which may have K groups too: partial sums
+// of the same rows are shared out by eights of tokens, four sums per lane.
 //
-// What a block does once waits for its instructions, so that few count more than fast ones: each of a warp's eights has
-// its own copy of what needs to name its registers, and nothing else has.
+// Code that runs once is dominated by instruction fetch, so only what must name its registers is unrolled per eight.
 
 #include "kernels/common/w4a16/split_k.cuh"
 #include "kernels/sm90/w4a16/w4a16_mainloop.cuh"
@@ -12,13 +11,14 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// That have tokens.
+// Number of 8-token groups with valid tokens.
 template <class C>
 __device__ __forceinline__ int eights_of(typename C::Place const& place, int tokens) {
   return min(C::kTokens / 8, (tokens - place.first_token + 7) / 8);
 }
 
-// First a block's ways, in the ring, which a block with a single tile no longer needs; then the blocks, behind it.
+// First reduces over the CTA's K groups, in the stages, which a CTA with a single tile no longer needs; then over the
+// CTAs, through the buffer behind them.
 template <class C>
 class KGroupsEpilogue {
  public:
@@ -35,7 +35,7 @@ class KGroupsEpilogue {
         places_(stages + math.lane * SubtileReduction::kPartBytes +
                 panel_ * kEights * kPlaces * SubtileReduction::kSubtileBytes) {}
 
-  // Stores of the tile what the warp finishes.
+  // Stores the eights that this warp owns.
   __device__ __forceinline__ void store(Sums const& sums, Place const& place) const {
     int const eights = eights_of<C>(place, p_.m);
     Subtile const first = Subtile::of(first_subtile(panel_, way_, eights, C::kKGroups), share_.split);
@@ -47,18 +47,18 @@ class KGroupsEpilogue {
 
  private:
   static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kKGroups, kBarrier = 2;
-  // Until others have come a warp's own sums stay in registers where they are few, unless six warpgroups leave none;
-  // else they wait in the ring.
+  // A warp's own sums wait for the others' in registers if they are few, unless six warpgroups leave none; otherwise in
+  // the stages.
   static constexpr bool kInRegisters = kOwn <= 2 && C::kConsumerTeams < 6;
-  static constexpr int kPlaces = C::kKGroups - 1;  // in the ring, of an eight
+  static constexpr int kPlaces = C::kKGroups - 1;  // in the stages, per eight
   static_assert(C::kBlocks == 1 && kEights % C::kKGroups == 0 && kBarrier + C::kPanels <= 16);
 
-  // Of the way that comes so many before the eight's own. The first such place has that one's own sums later.
+  // The place for the K group `distance` before the eight's own. The first place later holds that group's own sums.
   __device__ __forceinline__ SharedAddress place_of(int eight, int distance) const {
     return places_ + (eight * kPlaces + distance - 1) * SubtileReduction::kSubtileBytes;
   }
 
-  // Of the n-th eight of a way.
+  // The n-th eight of a K group.
   static __device__ __forceinline__ float4 part_of(float const (&sums)[Mainloop::kSums], int n, int k_group) {
     float4 part;
 #pragma unroll
@@ -69,9 +69,9 @@ class KGroupsEpilogue {
     return part;
   }
 
-  // The warp's own eights, of all ways.
+  // The warp's own eights, summed over K groups.
   __device__ __forceinline__ void sync_k_groups(float4 (&own)[kOwn], float const (&sums)[Mainloop::kSums]) const {
-    wait_for_math_warps<C>();  // have read the ring
+    wait_for_math_warps<C>();  // all stages have been read
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
       own[n] = part_of(sums, n, way_);
@@ -81,7 +81,7 @@ class KGroupsEpilogue {
         gemm::store_shared_four(place_of(n * C::kKGroups + k_group, distance), part_of(sums, n, k_group));
       }
     }
-    // Those of all ways that have the same rows.
+    // Synchronises the warps of all K groups with the same rows.
     asm volatile("bar.sync %0, %1;" ::"r"(kBarrier + panel_), "n"(32 * C::kKGroups) : "memory");
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
@@ -92,7 +92,7 @@ class KGroupsEpilogue {
     }
   }
 
-  // To the blocks that finish them.
+  // Sends partial sums to the CTAs that own them.
   __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int eights, Subtile subtile) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
@@ -135,9 +135,9 @@ class KGroupsEpilogue {
   SharedAddress places_;
 };
 
-// One way along K has all of a block's sums: of more than 32 tokens too many for a place behind the ring. Then blocks
-// lend one another theirs, which are nobody's any more once all have said so: what lay there was written by TMA and
-// read by wgmma, which were waited for, so that relaxed is enough.
+// A single K group holds all of a CTA's sums, for more than 32 tokens too many for the buffer behind the stages. CTAs
+// then write into each other's stages once all have arrived: those were written by TMA and read by wgmma, both of which
+// have been waited for, so relaxed arrival suffices.
 template <class C>
 class SingleKGroupEpilogue {
  public:
@@ -154,7 +154,7 @@ class SingleKGroupEpilogue {
         slots_(in_register(stages + (C::kLendsRing ? 0 : params.exchange_at) +
                            math.lane * SubtileReduction::kPartBytes)) {}
 
-  // Stores of the tile what the warp finishes.
+  // Stores the subtiles that this warp owns.
   __device__ __forceinline__ void store(typename Mainloop::Sums const& sums, Place const& place) const {
     int const eights = eights_of<C>(place, p_.m);
     if constexpr (C::kLendsRing) {
@@ -172,7 +172,7 @@ class SingleKGroupEpilogue {
 
   __device__ __forceinline__ int panel_of(int block) const { return panel_ + block * 4; }
 
-  // Of the n-th piece, whose owner has the sums of all blocks side by side: from the block `rank`.
+  // Slot of the n-th subtile in its owner, for the sums of CTA `rank`; those of all CTAs are adjacent.
   __device__ __forceinline__ SharedAddress slot(int number, int owner, int rank) const {
     return slots_ + (number - owner + rank) * kSubtileBytes;
   }

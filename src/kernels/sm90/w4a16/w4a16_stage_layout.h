@@ -1,9 +1,9 @@
 #pragma once
 
-// Shapes and addresses of kernels whose steps TMA copies into a ring, so that host code can count and test them.
+// Stage layout and footprint of the TMA-fed weight-only kernels, as host code that tests can check.
 //
-// The tensor cores take the tokens in their natural order from shared memory: slots 2 t and 2 t + 1 of each 8 of K are
-// lane t's, and those it has in a packed weight (packed_layout.h).
+// Tensor cores read tokens in their natural order from shared memory: elements 2 t and 2 t + 1 of each 8 of K belong to
+// lane t, as in a packed weight (packed_layout.h).
 
 #include <algorithm>
 #include <cstdint>
@@ -16,19 +16,20 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-inline constexpr int kLine = 128;    // bytes, of tokens; TMA's widest swizzle permutes the 16 bytes of each eight lines
-inline constexpr int kMapWord = 8;   // bytes that TMA counts a panel's integers by: a box has at most 256
-inline constexpr int kAtom = 1024;   // where swizzled data begins
-inline constexpr int kColumns = 64;  // of the tokens that a line holds
-inline constexpr int kInstruction = 16;  // columns of a product
-// Stages of a ring: one is read while the other is filled; and a warp that has a step to itself holds it for longer.
+inline constexpr int kLine =
+    128;  // bytes of tokens; TMA's 128-byte swizzle permutes the 16-byte units within eight lines
+inline constexpr int kMapWord = 8;       // bytes per map element of a panel's integers: a box has at most 256 elements
+inline constexpr int kAtom = 1024;       // alignment of swizzled data
+inline constexpr int kColumns = 64;      // of tokens, per line
+inline constexpr int kInstruction = 16;  // columns per mma instruction
+// One stage is read while another is filled.
 inline constexpr int kFewestStages = 2;
 constexpr int most_stages(WgmmaConfig const&) { return 8; }
 constexpr int most_stages(DecodeConfig const&) { return 16; }
-constexpr int barrier_bytes(int stages) { return (2 * stages + 2) * 8; }  // whole 16 bytes
+constexpr int barrier_bytes(int stages) { return (2 * stages + 2) * 8; }  // a multiple of 16 bytes
 
-// Of a panel's integers in a stage, which lie as in memory: a lane reads 16 bytes of a tile at a time, and those of a
-// warp are neighbours. The fragment of 16 columns from `column` on begins at a word of them.
+// A panel's integers in a stage, as in memory: a lane reads 16 bytes of a tile at a time, and a warp's are adjacent.
+// Which word holds the fragment of the 16 columns from `column` on.
 EPILOQ_HD constexpr int panel_bytes(int bits) { return kPanelRows * kPadding * bits / 8; }
 EPILOQ_HD constexpr int tile_bytes(int bits) { return kLanes * lane_bytes(bits); }
 EPILOQ_HD constexpr int lane_at(int bits, int lane, int column) {
@@ -36,12 +37,12 @@ EPILOQ_HD constexpr int lane_at(int bits, int lane, int column) {
 }
 EPILOQ_HD constexpr int word_of(int bits, int column) { return column % depth(bits) * bits / 64; }
 
-// Of the tokens in a stage: the byte from which a wgmma reads its columns of token 0.
+// Byte offset at which a wgmma reads its columns of token 0.
 EPILOQ_HD constexpr int tokens_at(int tokens, int column) {
   return column / kColumns * tokens * kLine + column % kColumns * 2;
 }
 
-// Steps whose weights a block asks for before the previous kernel has finished: its first tokens stand behind them.
+// K steps whose weights are issued before pdl_wait: the first tokens queue behind them.
 constexpr int early_steps(int tokens) { return tokens <= 32 ? 4 : 2; }
 
 // A stage: integers, tokens, scales [panel][group][16], zero points likewise.
@@ -57,16 +58,16 @@ struct TileStage {
         end(zeros_at + c.rows() * groups * zero_bytes),
         bytes((end + kAtom - 1) / kAtom * kAtom) {}
 
-  // Of a tile with so many tokens fewer.
+  // For a tile with `missing` tokens fewer.
   constexpr int loaded_bytes(int missing) const { return end - missing * kPadding * 2; }
 };
 
-// Blocks that share K send each other sums (w4a16_split_k.cuh) to a place behind the ring; or, where one way along K
-// has all of them, and they are many, into it.
+// Whether CTAs that split K exchange sums through the stages rather than a buffer behind them (w4a16_split_k.cuh): with
+// one K group that holds many tokens.
 constexpr bool lends_ring(int k_groups, int tokens) { return k_groups == 1 && tokens > 32; }
 constexpr bool lends_ring(WgmmaConfig const& c) { return lends_ring(c.k_groups, c.tokens); }
 
-// For the sums of other blocks of the pieces that one finishes, of 16 rows by 8 tokens each; and for its own.
+// Buffer for the partial sums of subtiles of 16 rows by 8 tokens from other CTAs; and for a CTA's own.
 template <class Config>
 constexpr int received_bytes(Config const& c, bool and_own) {
   int const subtiles = c.rows() / kPanelRows * (c.tokens / 8);
@@ -78,14 +79,14 @@ constexpr int received_bytes(Config const& c, bool and_own) {
   return most * kPanelRows * 8 * 4;
 }
 
-// What lies where the ring was: a way's sums, [token][row]; those of a block's ways; those of blocks.
+// What replaces the stages at the end: a K group's sums, [token][row]; those of all K groups; those of all CTAs.
 constexpr int sum_stride(DecodeConfig const& c) { return c.rows() + 4; }
 constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * c.tokens * sum_stride(c) * 4; }
 constexpr int sum_bytes(WgmmaConfig const& c) {
   return c.k_groups > 1 ? (c.k_groups - 1) * c.tokens * c.rows() * 4 : lends_ring(c) ? received_bytes(c, true) : 0;
 }
 
-// And behind it: what blocks send, or what a block's ways do that has a tile to itself.
+// What lies behind the stages: sums from other CTAs, or from K groups.
 constexpr int exchange_bytes(WgmmaConfig const& c) {
   return c.k_groups > 1  ? std::max(sum_bytes(c), received_bytes(c, false))
          : lends_ring(c) ? 0
@@ -93,9 +94,9 @@ constexpr int exchange_bytes(WgmmaConfig const& c) {
 }
 constexpr int exchange_bytes(DecodeConfig const& c) { return received_bytes(c, false); }
 
-// As many stages as an SM has room for, of all its blocks, beside barriers, the place for sums, and what it takes to
-// begin at a multiple of kAtom. A stage is always the same way's: one that came to another's before that one's copies
-// had, a turn early, would take the parity of the turn before for its own.
+// As many stages as fit an SM with all its resident CTAs, beside barriers, the exchange buffer and alignment. A
+// multiple of the K groups, so that a stage always belongs to the same group: one parity bit could not tell another
+// group's use from its own.
 template <class Config>
 constexpr int ring_stages(Config const& c, TileStage const& stage, int shared_bytes) {
   int const room = (shared_bytes + kReservedPerCta) / resident_blocks(c) - kReservedPerCta;
@@ -103,13 +104,13 @@ constexpr int ring_stages(Config const& c, TileStage const& stage, int shared_by
   return std::min(most_stages(c), fit) / c.k_groups * c.k_groups;
 }
 
-// From the first stage on.
+// Offset from the first stage.
 template <class Config>
 constexpr int exchange_at(Config const& c, TileStage const& stage, int shared_bytes) {
   return std::max(ring_stages(c, stage, shared_bytes) * stage.bytes, sum_bytes(c));
 }
 
-// Of a block, beside its barriers.
+// Per CTA, without the barriers.
 template <class Config>
 constexpr int ring_shared_bytes(Config const& c, TileStage const& stage, int shared_bytes) {
   return kAtom + exchange_at(c, stage, shared_bytes) + exchange_bytes(c);

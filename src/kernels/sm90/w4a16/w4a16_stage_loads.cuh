@@ -1,8 +1,7 @@
 #pragma once
 
-// What a lane reads of a stage's weights: integers, 16 bytes at a time; scales and zero points of rows g and g + 8,
-// which lie side by side: `at` counts values. Volatile, as the barriers are, which do not tell the compiler that they
-// guard memory.
+// Loads from a stage: integers, 16 bytes at a time; scales and zero points of rows g and g + 8, which are adjacent:
+// `at` counts values. Volatile, as the barrier waits that guard them do not tell the compiler what memory they guard.
 
 #include <cuda_fp16.h>
 

@@ -1,26 +1,20 @@
 #pragma once
 
-// The product of sm80/w4a8_gemm.cuh for SM90 and blocks of 128, for many tokens: weights first, so that D^T is
-// computed.
+// SM90 W4A8/W8A8 WGMMA GEMM with quantisation blocks of 128, for many tokens: weights are the first operand, so that
+// D^T is computed.
 //
-// A thread block stays on its SM and takes tile after tile of 128 weight rows; where there are few tiles, or few are
-// left for the last wave, the blocks of a cluster share K. Two threads copy with TMA into a ring of stages of one block
-// of K each; two groups of four warps multiply 64 weight rows each with wgmma, and unpack those of 4 bits first.
+// Persistent over tiles of 128 weight rows; if there are few tiles, or few in the last wave, the CTAs of a cluster
+// split K. Two producer threads load one quantisation block of K per stage with TMA; two consumer warpgroups multiply
+// 64 weight rows each and unpack 4-bit weights first.
 //
-// What costs time is not int8 products but de-quantising their sums: a conversion and three multiply-adds each, and
-// two loads of a token's parameters, whose way from shared memory to registers is as wide as a warp. So tensor cores
-// do that too. A parameter is split into two tf32 parts, and products of depth 8 of those parts,
+// Dequantising the int8 sums costs more than computing them: a conversion and three multiply-adds each, and two loads
+// of a token's parameters. So tensor cores do most of it: a parameter is split into two TF32 parts, and products of
+// depth 8 of those parts,
 //
 //   [scale_w | 0] [scale_x | scale_x]^T   and   [total_w | offset_w] [offset_x | scale_x sum(q_x)]^T,
 //
-// give every sum's scale, and add the offsets' part to the sums: a conversion and one multiply-add remain. Weights
-// without offsets take the second product for two blocks at a time: [total_w | total_w'] [offset_x | offset_x']^T.
-//
-// What is left adds up, as if all shared the ports by which registers are written, one a cycle and quarter of an SM: of
-// 128 x 128 x 128, 512 cycles of int8 products, 128 of scales, 128 (or 64) of offsets, 128 of conversions and 128 of
-// multiply-adds make 1,024 (960). Measured were 1,131, without scales and offsets 914, without conversions 1,013
-// (online-quant-tiles.json), and 92 more a block for other instructions, of which half have been left out since
-// (online-loop.json). Halves of a tile that take turns, so that no group waits for its wgmma, would then bring little.
+// yield the scale of every sum and add the offsets' part; a conversion and one multiply-add remain. Weights without
+// offsets use the second product for two blocks at a time: [total_w | total_w'] [offset_x | offset_x']^T.
 
 #include <algorithm>
 
@@ -59,8 +53,8 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   store.finish();
 }
 
-// By one warp, before the block's barrier: memory does nothing until it is asked. Weights need not wait for the
-// quantising kernel: it waited for whoever wrote them before it let this one start.
+// One warp, before the CTA's barrier: memory idles until the first load. Weights need not wait for the quantising
+// kernel, which waited for whoever wrote them before it triggered this one.
 template <class T>
 __device__ __forceinline__ void start(BlockwiseSm90Params const& params, typename T::Shared const& shared) {
   if (elect_one()) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// What empties the stages of w4a8_gemm.cuh: wgmma, and sums in float32.
+// Consumer warpgroups of the W4A8 GEMM: WGMMA main loop with FP32 promotion.
 
 #include <type_traits>
 #include <utility>
@@ -16,7 +16,7 @@ namespace epiloq::gemm {
 
 template <class T>
 struct BlockwiseSm90Mainloop {
-  static constexpr int kSums = T::kTokens / 2;  // of a thread
+  static constexpr int kSums = T::kTokens / 2;  // per thread
   static constexpr int kScales = kSums / T::kScaleParts;
   static constexpr int kProducts = T::kStep / 32;
   template <int kDepth, int kTokens = T::kTokens>
@@ -28,12 +28,12 @@ struct BlockwiseSm90Mainloop {
       decltype(cute::SM90::GMMA::rs_op_selector<cute::tfloat32_t, cute::tfloat32_t, float, Shape<8, kTokens>>());
   using Ring = typename T::Ring;
 
-  // A group's share of the first stage, as descriptors have it and by its own addresses.
+  // A warpgroup's share of the first stage, as descriptors and as 32-bit addresses.
   struct Share {
     SharedAddress full, empty, of_row;
-    SharedAddress packed;  // of 4-bit weights, the 16 bytes that the lane names to ldmatrix
+    SharedAddress packed;  // of 4-bit weights: the 16 bytes that the lane passes to ldmatrix
     std::uint32_t weights, values, parts;
-    std::uint32_t taken;  // of a parameter, by lanes that bring its low part: the high one
+    std::uint32_t taken;  // of a parameter, by lanes that supply its low part: the high part
     int group;
     bool releases, has_offsets;
 
@@ -53,8 +53,8 @@ struct BlockwiseSm90Mainloop {
           has_offsets(p.kinds == T::kKinds) {}
   };
 
-  // Of rows r and r + 8 of the weight: the scale, what multiplies the tokens' other two lines of parameters where the
-  // block brings it, and 4-bit values as they are packed.
+  // Weight rows r and r + 8: the scale, the factors of the tokens' other two parameter lines if the stage brings them,
+  // and packed 4-bit values.
   struct Rows {
     float scale[2], added[2][2];
     unsigned packed[2][4];
@@ -72,8 +72,7 @@ struct BlockwiseSm90Mainloop {
         rows.added[1][h] = load_shared(row + 2 * kLine + h * kEight);
       }
     }
-    // As in sm80/w4a8_gemm.cuh; TMA's 64-byte swizzle is what ValuesB does there. Eight rows further the pattern is the
-    // same.
+    // As in sm80/w4a8_gemm.cuh, with TMA's 64-byte swizzle. Eight rows further the pattern repeats.
     if constexpr (T::kBits == 4) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -97,18 +96,18 @@ struct BlockwiseSm90Mainloop {
     (fence_one(operands), ...);
   }
 
-  // Left operands. Of parameters, 64 x 8: rows r and r + 8 of columns lane % 4 and lane % 4 + 4; of four columns the
-  // first two are a parameter's high part and the others its low one. 4-bit values are in the upper halves of bytes:
-  // int8 of 16 times their value.
+  // Left operands. Parameters are 64 x 8: rows r and r + 8 of columns lane % 4 and lane % 4 + 4; of four columns the
+  // first two are the high part and the others the low part. 4-bit values are in the upper halves of bytes: int8 of 16
+  // times the value.
   struct Factors {
     std::uint32_t scales[4], added[4];
     std::uint32_t weights[kProducts][4];
 
-    // Scales have four columns; kept: zeros would be written anew for every block.
+    // Scales have four columns; the zeros are kept in registers, or they would be rewritten for every block.
     __device__ Factors() { scales[2] = in_register(0), scales[3] = in_register(0); }
   };
-  // Tensor cores leave out what tf32 has not, so that a parameter is its own high part, and what that leaves of it the
-  // low one: 2^-21 of it is lost at most.
+  // Tensor cores ignore the bits that TF32 lacks, so a parameter is its own high part and the remainder its low part;
+  // the error is at most 2^-21 relative.
   template <bool kAdds>
   static __device__ __forceinline__ void split(Factors& factors, Rows const& rows, Share const& of) {
     auto const part = [&](float x) {
@@ -138,13 +137,13 @@ struct BlockwiseSm90Mainloop {
     if constexpr (kAdds) fence(factors.added);
   }
 
-  // Of a block of K: products, and what they are multiplied by, a part at a time.
+  // The products of a quantisation block and their factors, one part at a time.
   struct Block {
     std::uint32_t products[kSums];
     float scales[kScales];
   };
 
-  // By a left operand in registers.
+  // With the left operand in registers.
   template <class Instruction, class Sum, int kCount>
   static __device__ __forceinline__ void multiply(std::uint32_t const (&a)[4], std::uint64_t b, Sum (&sums)[kCount],
                                                   bool add) {
@@ -162,8 +161,8 @@ struct BlockwiseSm90Mainloop {
     multiply<Outer<T::kTokens / T::kScaleParts>>(factors.scales, planes_descriptor(tokens, 0), block.scales, false);
   }
 
-  // Starts a block's products, the first of their scales, and what is added to the sums. Where there are turns the
-  // other group goes next: it adds up while this one's are under way.
+  // Issues a block's products, the first of their scales, and the offsets' part. With ping-pong the other warpgroup
+  // goes next: it promotes while these are in flight.
   template <bool kAdds>
   static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
                                                Ring const& at) {
@@ -175,7 +174,7 @@ struct BlockwiseSm90Mainloop {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
-      constexpr int kDepth = 32 >> 4;  // of a descriptor's address
+      constexpr int kDepth = 32 >> 4;  // in units of a descriptor's address
       auto const tokens = descriptor_of(values + i * kDepth);
       if constexpr (T::kBits == 4) {
         multiply<Integers4>(factors.weights[i], tokens, block.products, i > 0);
@@ -194,7 +193,7 @@ struct BlockwiseSm90Mainloop {
     if constexpr (T::kPingpong) signal_next_warpgroup(of.group);
   }
 
-  // Waits for what was begun and adds up, but for the last part.
+  // Waits for the issued products and promotes all but the last part.
   static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
                                                 Ring const& at) {
     cute::warpgroup_wait<0>();
@@ -222,8 +221,8 @@ struct BlockwiseSm90Mainloop {
     }
   }
 
-  // A tile's blocks of K. The next one's parameters are read while wgmma is at work, and split beside the last of its
-  // sums: behind them the loop took 4-bit weights up to 10 % longer by tiles of 128 tokens.
+  // A tile's quantisation blocks. The next one's parameters are loaded while wgmma is in flight and split during the
+  // last promotion.
   template <bool kAdds, bool kNextAdds>
   static __device__ __forceinline__ void sum_block(float (&sums)[kSums], Block& block, Rows& rows, Factors& factors,
                                                    Share const& of, Ring& at, bool has_next) {
@@ -235,7 +234,7 @@ struct BlockwiseSm90Mainloop {
     split<kNextAdds>(factors, rows, of);
     add_up(sums, block, T::kScaleParts - 1);
   }
-  // Every block may add its own, or the first of two what belongs to both.
+  // Every block adds its own offsets' part, or the first of two adds both.
   template <bool kAllAdd>
   static __device__ __forceinline__ void sum_blocks(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
     Block block;
@@ -261,7 +260,7 @@ struct BlockwiseSm90Mainloop {
     }
   }
 
-  // Groups take turns to start, so that one's products run beside the other's sums.
+  // Ping-pong: warpgroups start in turn, so that one's products overlap the other's promotion.
   static constexpr int kFirstTurn = 1 + T::kGroups, kBoth = T::kGroups * T::kGroupThreads;
   static __device__ __forceinline__ void wait_for_turn(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(kFirstTurn + group), "n"(kBoth) : "memory");
@@ -270,7 +269,7 @@ struct BlockwiseSm90Mainloop {
     asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group), "n"(kBoth) : "memory");
   }
 
-  // Two planes of 16 bytes a row, so far apart, as wgmma reads them without a swizzle: eight columns of tf32.
+  // Two planes of 16 bytes per row, as wgmma reads them without a swizzle: eight TF32 columns.
   static __device__ __forceinline__ std::uint64_t planes_descriptor(std::uint32_t address, int apart) {
     constexpr std::uint32_t kEightRows = 8 * 16;
     std::uint64_t descriptor;

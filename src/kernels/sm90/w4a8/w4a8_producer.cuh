@@ -1,6 +1,6 @@
 #pragma once
 
-// What fills the stages of w4a8_gemm.cuh: a thread for each operand, which asks TMA.
+// Producer threads of the W4A8 GEMM: one for each operand, with TMA.
 
 #include "kernels/common/ptx/tma.cuh"
 #include "kernels/common/tensor_map.h"
@@ -12,9 +12,9 @@ struct BlockwiseSm90Params {
   BlockwiseProblem p;
   RowTiles weights, values;
   CUtensorMap weight_parameters;
-  CUtensorMap output;  // where TMA can store it; else not used
+  CUtensorMap output;  // if TMA can store
   bool stores_boxes;
-  int first_steps[kMaxCluster + 1];  // of the blocks of a cluster, where they share K; and how many steps there are
+  int first_steps[kMaxCluster + 1];  // first K step of each CTA of a cluster that splits K, and the number of steps
 };
 
 template <class T>
@@ -28,7 +28,7 @@ struct BlockwiseSm90Copies {
     int const weight_bytes = p.k / 8 * T::kBits;
     auto const lines = static_cast<std::uint64_t>(p.k / T::kStep) * p.kinds;
     auto const columns = static_cast<std::uint64_t>(p.padded_n);
-    constexpr int kHalf = 2, kUnit = 16 / kHalf;  // of which TMA writes whole ones
+    constexpr int kHalf = 2, kUnit = 16 / kHalf;  // TMA writes whole 16-byte units
     bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % kUnit == 0 && p.n % kUnit == 0 &&
                               reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0;
     BlockwiseSm90Params params{
@@ -45,9 +45,8 @@ struct BlockwiseSm90Copies {
     return params;
   }
 
-  // A tile's steps that are this block's, as `share` has them, but without the divisions: in front of the first copies
-  // they took 64 tokens 0.3 to 0.6 us. (Products begin later, and keep them: with none, ptxas counted the loop of 128
-  // tokens by 4 bits in vector registers, 8 % slower; online-quant-few.json.)
+  // The CTA's K steps of a tile, as `share` has them, but from a table: divisions would delay the first copies.
+  // (Consumers start later and keep the divisions.)
   struct Steps {
     int first, count;
     __device__ Steps(BlockwiseSm90Params const& params, Share const& share, int tile) : first(0), count(share.all) {
@@ -56,7 +55,7 @@ struct BlockwiseSm90Copies {
     }
   };
 
-  // Those of the block's first steps whose weights are asked for before all else.
+  // The first K steps whose weights are issued before everything else.
   static __device__ int early(BlockwiseSm90Params const& params) {
     Share const share(params.p);
     return share.first() < share.tiles ? min(Steps(params, share, share.first()).count, T::kEarlySteps) : 0;
@@ -74,7 +73,7 @@ struct BlockwiseSm90Copies {
       fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
     }
   }
-  // Of each of the block's stages in turn, but for the first few: `fill` once it is empty.
+  // Calls `fill` for each of the CTA's stages in turn once it is empty, except the first few.
   template <class Fill>
   static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseSm90Params const& params,
                                                      int filled, Fill fill) {
@@ -94,8 +93,8 @@ struct BlockwiseSm90Copies {
     }
   }
 
-  // What is absent stays what it was: a row or a token reaches its own sums only. Of the weights' parameters it counts
-  // and is read as zeros: rows, and lines from as many as there are values of K.
+  // Rows and tokens outside the tile keep old contents, which reach only their own sums. Weight parameters outside
+  // count towards the transaction and read as zero.
   static __device__ __forceinline__ auto weights(Shared const& shared, BlockwiseSm90Params const& params) {
     return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;

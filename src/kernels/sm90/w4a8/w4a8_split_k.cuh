@@ -1,6 +1,6 @@
 #pragma once
 
-// The end of a tile of w4a8_gemm.cuh whose K the blocks of a cluster share, their last one. Its pieces (split_k.h)
+// Split-K epilogue of the W4A8 GEMM: a tile whose K the CTAs of a cluster split, their last one. Subtiles (split_k.h)
 // are the eights of its tokens.
 
 #include "kernels/common/device_code.cuh"
@@ -11,20 +11,19 @@
 
 namespace epiloq::gemm {
 
-// What a lane has of eight tokens are four sums, a vector, which go to the same lane of the same warp. What a block
-// does once waits for its instructions, so that few count more than fast ones: only what needs to name registers is
-// unrolled. With the rest unrolled, too, 64 tokens by three blocks took 1.2 us to send nothing (online-quant-few.json).
+// A lane has four sums of eight tokens, a vector that goes to the same lane of the same warp. Code that runs once is
+// dominated by instruction fetch, so only what must name its registers is unrolled.
 template <class T>
 class BlockwiseSm90SplitK {
  public:
   using Sums = float[T::kTokens / 2];
 
-  // By one thread, before the block says that it has begun.
+  // Called by one thread before its CTA arrives at the cluster barrier.
   static __device__ void expect(typename T::Shared const& shared) {
     init_dsmem_barrier(shared.received, subtiles().own_of(T::kEights) * (split() - 1) * T::kVectors);
   }
 
-  // `warp` of those of all rows.
+  // `warp`: of the warps of all rows.
   __device__ BlockwiseSm90SplitK(BlockwiseProblem const& p, typename T::Shared const& shared, int warp, int lane)
       : p_(p),
         received_(shared.received),
@@ -32,8 +31,8 @@ class BlockwiseSm90SplitK {
         row_(warp * 16 + lane / 4),
         token_(lane % 4 * 2) {}
 
-  // The ring is nobody's any more once all blocks have said so: what lay there was written by TMA and read by wgmma,
-  // which were waited for, so that relaxed is enough.
+  // The stages are free once all CTAs have arrived: they were written by TMA and read by wgmma, both of which have been
+  // waited for, so relaxed arrival suffices.
   __device__ __forceinline__ void store(Sums const& sums, typename T::Place const& place) const {
     cluster_arrive();
     cluster_wait();
@@ -55,7 +54,7 @@ class BlockwiseSm90SplitK {
 
   static __device__ __forceinline__ SubtileOwnership subtiles() { return {rank(), split()}; }
 
-  // Of the block's eight whose turn it is, from the block so many places after it.
+  // The slot of an own eight for the CTA `distance` ranks after this one.
   __device__ __forceinline__ SharedAddress slot(int ordinal, int distance) const {
     return slots_ + (ordinal * split() + distance) * T::kVectors;
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// The end of w4a8_gemm.cuh: sums of D^T in wgmma's layout become rows of D.
+// Store path of the W4A8 GEMM: sums of D^T in wgmma's layout become rows of D.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/shared_memory.cuh"
@@ -35,7 +35,7 @@ class BlockwiseSm90Store {
     }
   }
 
-  // Before the block ends, and its shared memory with it.
+  // Waits for all stores before shared memory is released.
   __device__ void finish() const {
     if (params_.stores_boxes && is_sender()) tma_store_wait<0>();
   }
@@ -49,17 +49,15 @@ class BlockwiseSm90Store {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group_), "n"(T::kGroupThreads) : "memory");
   }
 
-  // Of 16 bits, by TMA: a box of 64 weight rows, a line of 128 bytes, by some tokens leaves while the next one is
-  // finished, and the last ones while the next tile is multiplied. A tile of 128 x 128 keeps wgmma waiting for 3,100
-  // cycles; copied out of shared memory by threads, and clamped with branches, 8,700, a quarter of what 32 blocks of K
-  // take (with boxes, and the branches still there, 5,000).
+  // 16-bit outputs, by TMA: boxes of 64 weight rows (a line of 128 bytes) by some tokens; one is stored while the next
+  // is prepared, and the last ones during the next tile's products.
   template <class Out>
   __device__ void store_boxes(Sums const& sums, Place const& place) const {
     int const first_row = place.first_n + group_ * T::kGroupRows;
     float const bias[2] = {bias_of<Out>(first_row + 16 * warp_ + lane_ / 4),
                            bias_of<Out>(first_row + 16 * warp_ + lane_ / 4 + 8)};
-    // stmatrix turns 8 x 8 matrices over: four at a time, of which lane l names row l % 8 of the (l / 8)th, a token:
-    // rows r and r + 8 of eight tokens, and of the next.
+    // stmatrix transposes four 8 x 8 matrices: lane l gives the address of row l % 8 of matrix l / 8, a token: rows r
+    // and r + 8 of eight tokens, and of the next eight.
     int const token = lane_ / 16 * 8 + lane_ % 8, unit = 2 * warp_ + lane_ / 8 % 2;
     SharedAddress const own = slots_ + token * T::kLine + ((unit ^ token % 8) << 4);
 #pragma unroll
@@ -85,7 +83,7 @@ class BlockwiseSm90Store {
     }
   }
 
-  // Chunks take turns with the slots, but a tile begins with the first one, wherever the tile before it ended.
+  // Chunks alternate between the slots; a tile always begins with the first slot.
   static __device__ __forceinline__ void wait_for_slot(int chunk) {
     if (chunk == 0) {
       tma_store_wait<0>();
@@ -108,7 +106,7 @@ class BlockwiseSm90Store {
     return *reinterpret_cast<unsigned const*>(both);
   }
 
-  // Rows that TMA cannot write, and float32.
+  // Rows that TMA cannot write, and float32 outputs.
   __device__ void store_rows(Sums const& sums, Place const& place) const {
     float* const mine = reinterpret_cast<float*>(shared_.slots + group_ * T::kGroupSlots);
 #pragma unroll
@@ -126,7 +124,7 @@ class BlockwiseSm90Store {
 
   BlockwiseSm90Params const& params_;
   typename T::Shared const& shared_;
-  SharedAddress slots_;  // of the group
+  SharedAddress slots_;  // of the warpgroup
   int group_, warp_, lane_;
 };
 
