@@ -212,3 +212,14 @@ def test_perplexity_refuses_windows_of_other_shapes() -> None:
     for window in (torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"perplexity: windows: expected int64 \[1, n\]"):
             perplexity(torch.nn.Identity(), [window])
+
+
+def test_every_module_has_words() -> None:
+    """Of each class that epiloq's format has, as `inspect` describes its layers."""
+    from epiloq.formats import inspection
+    from epiloq.formats.epiloq_modules import KINDS
+
+    assert set(inspection._WORDS) >= {name for name in KINDS if name not in ("Int8Linear",)}
+    assert inspection._WORDS["Fp8WeightOnlyLinear"]({"block": (-1, -1)})[2] == "tensor"
+    assert inspection._WORDS["Fp8WeightOnlyLinear"]({"block": (1, -1)})[2] == "channel"
+    assert inspection._WORDS["Fp8WeightOnlyLinear"]({"block": [64, 32]})[2] == "64x32"

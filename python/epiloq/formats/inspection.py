@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epiloq.formats import epiloq_modules
@@ -97,9 +97,16 @@ def _said(layers: Layers, name: str) -> dict[str, Any]:
     return {**dict(zip(keys, words, strict=True)), "act_order": layers.ordered(name)}
 
 
+def _spans(block: Sequence[int]) -> str:
+    """What shares a scale, given its rows and columns, -1 for all."""
+    named = {(-1, -1): "tensor", (1, -1): "channel"}
+    return named.get((block[0], block[1]), "x".join("all" if size == -1 else str(size) for size in block))
+
+
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
 _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
     "Fp8BlockLinear": lambda options: ("fp8", 8, "128x128", True, "fp8 in groups of 128"),
+    "Fp8WeightOnlyLinear": lambda options: ("fp8, dequantised as it runs", 8, _spans(options["block"]), True, None),
     "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),
     "OnlineQuantLinear": lambda options: (
         f"int{options['bits']}",
