@@ -11,7 +11,8 @@ import torch
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.operations import OPERATIONS, deep_gemm_peers
+from epiloq.bench.operations import OPERATIONS
+from epiloq.bench.peers import deep_gemm as peer
 from epiloq.bench.timing import rotate
 from epiloq.compat import deep_gemm as ours
 
@@ -57,7 +58,7 @@ def test_deep_gemm_gets_rows_of_experts_at_multiples_of_128(seed: int, deep_gemm
         "scale_b": torch.randint(-2, 3, (4, 1, 2), **whole).exp2().mT,
         "offs": counts.cumsum(0, dtype=torch.int32),
     }
-    call, out, rows = deep_gemm_peers.grouped(inputs)
+    call, out, rows = peer.grouped(inputs)
     call()
     assert out.shape == (512, n) and rows[[0, 5, 135]].tolist() == [0, 128, 384]
     assert torch.equal(out[rows], epiloq.grouped_mm(**inputs))

@@ -48,7 +48,7 @@ def make_report(bench: Bench, cases: Sequence[Case]) -> Report:
 
 
 def test_rows_relate_time_to_work_bytes_and_floor(seed: int) -> None:
-    report = make_report(make_bench(seed), CASES)
+    report = make_report(make_bench(seed, peer_names=("_int_mm", "eager")), CASES)
     gemm, quantiser = report.rows
     assert gemm.status == quantiser.status == "ok" and not report.failed
     assert gemm.time_us and gemm.tops == pytest.approx(2 * 17 * 100 * 33 / gemm.time_us / 1e6)
@@ -61,6 +61,13 @@ def test_rows_relate_time_to_work_bytes_and_floor(seed: int) -> None:
         assert peer.time_us is None or peer.ratio == pytest.approx(peer.time_us / gemm.time_us)
     assert quantiser.tops is None and quantiser.bound == "read"
     assert quantiser.floor_us == pytest.approx(READ.us(5 * 577 * 2 + 5 * 577 + 5 * 8))
+
+
+def test_a_measured_rate_that_a_case_exceeds_gives_no_percentage(seed: int) -> None:
+    slow = {"int8": Ceiling(1e-6, "made up")}
+    (row,) = make_report(make_bench(seed, ceilings=slow, peer_names=("_int_mm",)), CASES[:1]).rows
+    assert row.status == "ok" and row.time_us and row.floor_us and row.floor_us > row.time_us
+    assert row.percent_of_floor is None
 
 
 def test_json_has_the_schema(seed: int, tmp_path: Path) -> None:

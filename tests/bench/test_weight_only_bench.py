@@ -14,7 +14,8 @@ import layout_definitions as definitions
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Inputs, Unavailable
 from epiloq.bench.floor import Ceiling, ReadFloor, ReadSample
-from epiloq.bench.operations import OPERATIONS, weight_only_mm, weight_only_peers
+from epiloq.bench.operations import OPERATIONS, weight_only_mm
+from epiloq.bench.peers import weight_only as weight_only_peers
 from epiloq.bench.runner import Bench
 from epiloq.bench.timing import CpuTimer
 

@@ -1,7 +1,8 @@
 """What no kernel beats: the time to read a case's bytes once, cold, and the time for its arithmetic.
 
 The read floor is fitted to the fastest of several simple readers, timed in the same run as the cases: t = a + S / B.
-The arithmetic rate is the datasheet's, or, for a device not listed, measured.
+On a CPU a is 0 and B the best rate seen: there a is not the cost of a kernel's launch but of torch waking its threads,
+which other code need not pay. The arithmetic rate is the datasheet's, or, for a device not listed, the best measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+import epiloq
 from epiloq.bench.contract import Call
 from epiloq.bench.timing import CACHE_MULTIPLE, Timer, cache_bytes, kernel_us
 
@@ -97,15 +99,20 @@ def fit(samples: Sequence[ReadSample]) -> ReadFloor:
     covariance = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points)
     slope = covariance / sum(w * (x - mean_x) ** 2 for x, _, w in points)
     if slope <= 0:
-        return ReadFloor(0.0, max(s.nbytes / s.us for s in samples), tuple(samples))
+        return best_rate(samples)
     return ReadFloor(max(0.0, mean_y - slope * mean_x), 1 / slope, tuple(samples))
+
+
+def best_rate(samples: Sequence[ReadSample]) -> ReadFloor:
+    """The best rate that any size reached, and no overhead."""
+    return ReadFloor(0.0, max(s.nbytes / s.us for s in samples), tuple(samples))
 
 
 def _readers(device: torch.device) -> Mapping[str, Reader]:
     """Triton's where it is there, since no reduction of torch's has ever been faster."""
     if device.type == "cuda":
         try:
-            from epiloq.bench.triton_readers import readers
+            from epiloq.bench.peers.triton_readers import readers
         except ImportError:
             return _REDUCTIONS
         return readers(device)
@@ -125,7 +132,7 @@ def measure_read_floor(device: torch.device, timer: Timer[Any], sizes_mib: Seque
         times = {name: kernel_us(timer, [bind(s) for s in slices]) for name, bind in readers.items()}
         best = min(times, key=times.__getitem__)
         samples.append(ReadSample(nbytes, times[best], best))
-    return fit(samples)
+    return fit(samples) if device.type == "cuda" else best_rate(samples)
 
 
 def datasheet_entry(name: str) -> str | None:
@@ -140,8 +147,14 @@ def _int8(device: torch.device, timer: Timer[Any]) -> Ceiling:
         return Ceiling(DATASHEET_INT8[listed], f"datasheet {listed}, dense, at boost clock")
     edge = MEASURED_EDGE[device.type]
     a = torch.randint(-128, 128, (edge, edge), dtype=torch.int8, device=device)
-    us = kernel_us(timer, [partial(torch._int_mm, a, a.t())] * 3)
-    return Ceiling(2 * edge**3 / us / 1e6, f"measured: torch._int_mm {edge}^3")
+    one = torch.ones(1, device=device)
+    calls: Mapping[str, Call] = {
+        "torch._int_mm": partial(torch._int_mm, a, a.t()),
+        "epiloq.scaled_mm": partial(epiloq.scaled_mm, a, a.t(), one, one, out_dtype=torch.bfloat16),
+    }
+    times = {name: kernel_us(timer, [call] * 3) for name, call in calls.items()}
+    best = min(times, key=times.__getitem__)
+    return Ceiling(2 * edge**3 / times[best] / 1e6, f"measured: {best} {edge}^3, the fastest of {', '.join(times)}")
 
 
 def _half(device: torch.device, timer: Timer[Any]) -> Ceiling:

@@ -24,7 +24,7 @@ from epiloq.bench.contract import (
     sample,
     worst,
 )
-from epiloq.bench.operations import deep_gemm_peers
+from epiloq.bench.peers import deep_gemm
 
 OUT_DTYPE = torch.bfloat16
 GROUP = 128
@@ -123,7 +123,7 @@ def _cublas_groups(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
-    calls, outs = zip(*(deep_gemm_peers.dense(s) for s in sets), strict=True)
+    calls, outs = zip(*(deep_gemm.dense(s) for s in sets), strict=True)
     bound = tried(calls)
     error = GROUPS.error(case, sets[0], outs[0], torch.Generator(outs[0].device).manual_seed(0))
     return replace(bound, note=note_of(error))
@@ -141,7 +141,7 @@ def tried(calls: Sequence[Call]) -> Bound:
 def _triton(case: Case, sets: Sequence[Inputs]) -> Bound:
     if sets[0]["a"].device.type == "cpu":
         raise Unavailable("CUDA only")
-    grouped = require("epiloq.bench.triton_products").grouped
+    grouped = require("epiloq.bench.peers.triton_products").grouped
 
     def call(s: Inputs) -> partial[torch.Tensor]:
         offs = torch.tensor([case.m], dtype=torch.int32, device=s["a"].device)

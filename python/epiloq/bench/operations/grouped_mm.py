@@ -14,8 +14,8 @@ from torch import Tensor
 import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, note_of, require, sample, worst
-from epiloq.bench.operations import deep_gemm_peers
 from epiloq.bench.operations.float8_mm import ACCURATE, GROUP, OUT_DTYPE, float8, operands, scales, tried
+from epiloq.bench.peers import deep_gemm
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _scaled_grouped(case: Case, sets: Sequence[Inputs]) -> Bound:
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
     if VARIANTS[case.variant].rows:
         raise Unavailable("deep_gemm's scales are of groups")
-    calls, outs, rows = zip(*(deep_gemm_peers.grouped(s) for s in sets), strict=True)
+    calls, outs, rows = zip(*(deep_gemm.grouped(s) for s in sets), strict=True)
     bound = tried(calls)
     generator = torch.Generator(outs[0].device).manual_seed(0)
     return replace(bound, note=note_of(_error(case, sets[0], outs[0][rows[0]], generator)))
@@ -156,7 +156,7 @@ def _triton(case: Case, sets: Sequence[Inputs]) -> Bound:
         raise Unavailable("the baseline has scales of groups")
     if sets[0]["a"].device.type == "cpu":
         raise Unavailable("CUDA only")
-    grouped = require("epiloq.bench.triton_products").grouped
+    grouped = require("epiloq.bench.peers.triton_products").grouped
     return tried([partial(grouped, *operands(s), s["offs"]) for s in sets])
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of, product_work, sample, worst
-from epiloq.bench.operations.weight_only_peers import gemlite, humming, int4pack, marlin, torchao
+from epiloq.bench.peers.weight_only import gemlite, humming, int4pack, marlin, torchao
 
 
 @dataclass(frozen=True)

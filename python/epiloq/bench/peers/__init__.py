@@ -1,0 +1,1 @@
+"""Other projects' kernels beside which operations are timed, and Triton kernels written for comparison."""

@@ -1,0 +1,44 @@
+"""What runs on a change: the linters, the tests and the matrix agree with what the package promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml", reason="transformers brings it")
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="not inside a checkout")
+
+
+def targets() -> dict[str, str]:
+    """The recipes of the Makefile by target."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return {name: recipe for name, recipe in re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", text, re.MULTILINE)}
+
+
+def test_continuous_integration_lints_and_runs_every_test() -> None:
+    phases = re.findall(r"^phase (.*)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert phases[:2] == ["make lint", "make test-all"]
+    assert "-m 'not slow'" in targets()["test"] and "slow" not in targets()["test-all"]
+
+
+def test_hooks_run_what_make_lint_runs() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert [repository["repo"] for repository in hooks] == ["local"]
+    entries = [hook["entry"].split() for hook in hooks[0]["hooks"]]
+    lint = targets()["lint"]
+    assert [entry for entry in entries if f"$(BIN)/{entry[0]}" not in lint] == []
+    assert {entry[0] for entry in entries} == set(re.findall(r"\$\(BIN\)/([\w-]+)", lint))
+
+
+def test_the_matrix_has_every_python_and_the_oldest_torch() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    promised = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    matrix = jobs["test"]["strategy"]["matrix"]
+    assert matrix["python"] == promised
+    oldest = re.search(r'"torch>=([\d.]+)"', project)
+    assert oldest and {row["torch"] for row in matrix["include"]} == {f"torch=={oldest.group(1)}.*"}
