@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+from conv_arguments import as_image, conv2d_int8
 from conv_reference import Int8Problem, Place, int8_problem, sums
 from epiloq import PreparedInt8Weight, _core
 
 
 def run(p: Int8Problem, **options: Any) -> Tensor:
-    return epiloq.conv2d_int8(p.x, p.weight, p.bias, **p.scales, **p.output, **p.place.arguments, **options)
+    return conv2d_int8(p.x, p.weight, p.bias, **p.scales, **p.output, **p.place.arguments, **options)
 
 
 def is_direct(p: Int8Problem) -> bool:
     arguments = {**p.scales, **p.output, **p.place.arguments}
-    return epiloq.explain("conv2d_int8", p.x, p.weight, p.bias, **arguments).startswith("cpu, one pass")
+    return epiloq.explain("conv2d_int8", as_image(p.x), p.weight, p.bias, **arguments).startswith("cpu, one pass")
 
 
 @settings(max_examples=60)
@@ -58,7 +59,7 @@ def test_sums_stay_exact_at_the_extremes(seed: int, side: int, direct: bool, cha
     assert is_direct(p) is direct
     p.weight_scale, p.bias = torch.ones(channels), None
     acc = sums(p.x.double() + 5, p.weight, p.place)
-    out = epiloq.conv2d_int8(
+    out = conv2d_int8(
         p.x,
         p.weight,
         input_scale=1.0,

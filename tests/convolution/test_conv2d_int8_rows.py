@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from conv_arguments import assert_same, int8_arguments
+from conv_arguments import assert_same, conv2d_int8, int8_arguments
 from epiloq import _core
 from epiloq.ops.conv2d import Geometry, geometry
 
@@ -78,7 +78,7 @@ def test_every_row_and_split(seed: int, row: int) -> None:
         arguments, where = operands(shape)
         stages = math.ceil(arguments["weight"][0].numel() / DEPTHS[row])
         expected = {
-            dtype: epiloq.conv2d_int8(
+            dtype: conv2d_int8(
                 **arguments,
                 **({"output_scale": 1.0, "output_zero": 5} if dtype == torch.int8 else {}),
                 clamp=(-90.0, 100.0),
@@ -113,7 +113,7 @@ def test_splits_of_every_tie(row: int) -> None:
         "weight_scale": torch.ones(1) / 2,
     }
     where = geometry(NAME, (1, 1), 1, 0, 1, 1)
-    expected = epiloq.conv2d_int8(**arguments, input_scale=1.0, output_scale=1.0, output_zero=5, clamp=(-90.0, 100.0))
+    expected = conv2d_int8(**arguments, input_scale=1.0, output_scale=1.0, output_zero=5, clamp=(-90.0, 100.0))
     for split in (1, 3, 8):
         if split == 1 or torch.cuda.get_device_capability() >= (9, 0):
             assert_same(run(arguments, where, torch.int8, expected, (row, split)), expected)
@@ -125,7 +125,7 @@ def test_what_no_row_serves_is_refused(seed: int) -> None:
         arguments["weight"], arguments["weight_scale"], input=(1.0, 0), output=(1.0, 0)
     )
     parameters = weight.parameters(NAME, to_int8=True, clamp=None)
-    out = epiloq.conv2d_int8(arguments["x_q"], weight, padding=1)
+    out = conv2d_int8(arguments["x_q"], weight, padding=1)
 
     def words(arch: str, kernel: tuple[int, int]) -> str:
         with epiloq.config(arch=arch):

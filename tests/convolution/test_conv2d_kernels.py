@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 import epiloq
-from conv_arguments import ARCHS, FLOATS, assert_same, int8_arguments, on, weight_only_arguments, where
+from conv_arguments import (
+    ARCHS,
+    FLOATS,
+    as_image,
+    assert_same,
+    conv2d_int8,
+    int8_arguments,
+    on,
+    weight_only_arguments,
+    where,
+)
 
 # Channels of a group, output channels of a group, groups: copies of 16, of 4 and of 1, ragged tiles, depthwise of both
 # kinds, a single input channel.
@@ -36,7 +46,9 @@ def tile_of(arch: str, shape: tuple[int, int, int, int], outputs: int) -> str:
     x = torch.empty(shape, dtype=torch.int8)
     weight = torch.empty((outputs, 1, 1, shape[-1]), dtype=torch.int8)
     with epiloq.config(arch=arch):
-        return epiloq.explain("conv2d_int8", x, weight, weight_scale=torch.ones(1), input_scale=1.0, output_scale=1.0)
+        return epiloq.explain(
+            "conv2d_int8", as_image(x), weight, weight_scale=torch.ones(1), input_scale=1.0, output_scale=1.0
+        )
 
 
 def test_every_tile_is_chosen_for_some_problem() -> None:
@@ -55,8 +67,9 @@ def test_every_tile_is_chosen_for_some_problem() -> None:
 def test_explain_names_the_depthwise_kernels() -> None:
     for channels, outputs, vector in ((32, 32, 4), (7, 7, 1), (8, 16, 1)):
         arguments = int8_arguments((8, 8), (3, 3), 1, outputs // channels, channels)
+        pixels = arguments | {"x_q": as_image(arguments["x_q"])}
         with epiloq.config(arch="sm90"):
-            assert f"depthwise dp4a, {vector} channel" in epiloq.explain("conv2d_int8", **arguments, output_scale=1.0)
+            assert f"depthwise dp4a, {vector} channel" in epiloq.explain("conv2d_int8", **pixels, output_scale=1.0)
 
 
 @pytest.mark.gpu
@@ -68,8 +81,8 @@ def test_int8_equals_the_cpu(seed: int, channels: tuple[int, int, int], arch: st
             arguments = int8_arguments(image, kernel, *channels) | where(stride, padding, dilation)
             output = {"output_scale": 1.0, "output_zero": int(torch.randint(-128, 128, ()))}
             clamp = (None, (0.0, math.inf), (-3.5, 60.25))[int(torch.randint(3, ()))]
-            out = epiloq.conv2d_int8(**on("cuda", arguments), **output, clamp=clamp)
-            assert_same(out, epiloq.conv2d_int8(**arguments, **output, clamp=clamp))
+            out = conv2d_int8(**on("cuda", arguments), **output, clamp=clamp)
+            assert_same(out, conv2d_int8(**arguments, **output, clamp=clamp))
 
 
 @pytest.mark.gpu
@@ -77,8 +90,8 @@ def test_int8_equals_the_cpu(seed: int, channels: tuple[int, int, int], arch: st
 def test_int8_restores_floats_as_the_cpu_does(seed: int, dtype: torch.dtype) -> None:
     for channels, (image, kernel, stride, padding, dilation) in itertools.product(CHANNELS, GEOMETRIES[2:5]):
         arguments = int8_arguments(image, kernel, *channels) | where(stride, padding, dilation)
-        out = epiloq.conv2d_int8(**on("cuda", arguments), out_dtype=dtype, clamp=(-50.0, 40.0))
-        assert_same(out, epiloq.conv2d_int8(**arguments, out_dtype=dtype, clamp=(-50.0, 40.0)))
+        out = conv2d_int8(**on("cuda", arguments), out_dtype=dtype, clamp=(-50.0, 40.0))
+        assert_same(out, conv2d_int8(**arguments, out_dtype=dtype, clamp=(-50.0, 40.0)))
 
 
 @pytest.mark.gpu
@@ -87,8 +100,8 @@ def test_int8_of_many_pixels(seed: int, pixels: int, outputs: int) -> None:
     """Every tile with more blocks than SMs, and more stages than the ring has; both forms of the operation."""
     for image, kernel in (((pixels, 1), (1, 1)), ((pixels // 50, 50), (3, 3))):
         arguments = int8_arguments(image, kernel, 32, outputs, 1, batch=1) | where(1, kernel[0] // 2, 1)
-        expected = epiloq.conv2d_int8(**arguments, output_scale=1.0)
-        assert_same(epiloq.conv2d_int8(**on("cuda", arguments), output_scale=1.0), expected)
+        expected = conv2d_int8(**arguments, output_scale=1.0)
+        assert_same(conv2d_int8(**on("cuda", arguments), output_scale=1.0), expected)
     rows = arguments | {"x_q": arguments["x_q"].view(-1, 32), "weight": arguments["weight"][:, 0, 0]}
     rows = {name: rows[name] for name in rows if name not in ("groups", "stride", "padding", "dilation")}
     expected = epiloq.requantized_mm(**rows, output_scale=1.0)
@@ -115,8 +128,8 @@ def test_bad_parameters_count_as_on_the_cpu(seed: int, bad: float) -> None:
     for channels in ((16, 40, 1), (1, 1, 32)):
         arguments = int8_arguments((6, 7), (3, 3), *channels)
         arguments["bias"][3] = bad
-        out = epiloq.conv2d_int8(**on("cuda", arguments), output_scale=1.0)
-        assert_same(out, epiloq.conv2d_int8(**arguments, output_scale=1.0))
+        out = conv2d_int8(**on("cuda", arguments), output_scale=1.0)
+        assert_same(out, conv2d_int8(**arguments, output_scale=1.0))
 
 
 @pytest.mark.gpu
@@ -125,14 +138,14 @@ def test_int8_views_and_guards(seed: int, channels: tuple[int, int, int]) -> Non
     """Slices of wider images, at every alignment; what lies beside the output stays as it was."""
     arguments = int8_arguments((9, 10), (3, 3), *channels) | where(1, 1, 1)
     x, n = arguments["x_q"], arguments["weight"].shape[0]
-    expected = epiloq.conv2d_int8(**arguments, output_scale=1.0)
+    expected = conv2d_int8(**arguments, output_scale=1.0)
     for begin, pad in ((0, 0), (16, 16), (4, 8), (1, 3)):
         wide = torch.zeros((*x.shape[:3], begin + x.shape[3] + pad), dtype=torch.int8, device="cuda")
         wide[..., begin : begin + x.shape[3]] = x.cuda()
         target = torch.full((*expected.shape[:3], begin + n + pad), 99, dtype=torch.int8, device="cuda")
         out = target[..., begin : begin + n]
         moved = on("cuda", arguments) | {"x_q": wide[..., begin : begin + x.shape[3]]}
-        epiloq.conv2d_int8(**moved, output_scale=1.0, out=out)
+        conv2d_int8(**moved, output_scale=1.0, out=out)
         assert_same(out, expected)
         assert (target[..., :begin] == 99).all() and (target[..., begin + n :] == 99).all()
 
@@ -147,8 +160,8 @@ def test_graphs_and_streams(seed: int) -> None:
     x, weight = packed["x"].cuda(), packed["weight"].to("cuda")
 
     def both() -> tuple[Tensor, Tensor]:
-        first = epiloq.conv2d_int8(int8["x_q"], prepared, padding=1)
-        return epiloq.conv2d_int8(first, prepared, padding=1), epiloq.conv2d_weight_only(x, weight, padding=1)
+        first = conv2d_int8(int8["x_q"], prepared, padding=1)
+        return conv2d_int8(first, prepared, padding=1), epiloq.conv2d_weight_only(x, weight, padding=1)
 
     expected = both()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

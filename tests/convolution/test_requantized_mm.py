@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import epiloq
+from conv_arguments import conv2d_int8
 from conv_reference import assert_float_close, int8_problem
 
 
@@ -93,7 +94,7 @@ def test_long_sums(seed: int, device: str) -> None:
     p.x.fill_(127)
     p.weight.fill_(-128)
     reference, terms = p.real()
-    assert_float_close(epiloq.conv2d_int8(p.x, p.weight, p.bias, **p.scales, out_dtype=torch.float32), reference, terms)
+    assert_float_close(conv2d_int8(p.x, p.weight, p.bias, **p.scales, out_dtype=torch.float32), reference, terms)
     k = 65793
     x = torch.full((1, k), -128, dtype=torch.int8, device=device)
     weight = torch.full((1, k), -128, dtype=torch.int8, device=device)

@@ -182,11 +182,10 @@ class Int8Conv2d(QuantizedConv2d):
             rows = x.permute(0, 2, 3, 1) if by_pixels else x.contiguous()
             x, *_ = epiloq.quantize_int8(rows, scale=input_scale, azp=input_zero_point)
             x = x.permute(0, 3, 1, 2) if by_pixels else x
-        pixels = x.permute(0, 2, 3, 1).contiguous()
         if self.output_scale is not None:
             out_dtype = torch.int8
         parameters = Int8Parameters(*made, *self._made[3:])
-        return convolve("conv2d_int8", pixels, weight_q, parameters, self.geometry, out_dtype).permute(0, 3, 1, 2)
+        return convolve("conv2d_int8", x, weight_q, parameters, self.geometry, out_dtype)
 
     def _taps(self, *tensors: Any) -> Tensor:
         weight_q, weight_scale, *_ = tensors

@@ -39,7 +39,7 @@ def conv2d_int8(
     out_dtype: torch.dtype = torch.int8,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A convolution of quantised activations, ``x = input_scale (x_q - input_zero)``, in NHWC.
+    """A convolution of quantised activations, ``x = input_scale (x_q - input_zero)``.
 
     With the exact sum ``acc = sum (x_q - input_zero) weight`` over the pixels inside the image (padding holds
     ``input_zero``, which stands for 0), and ``y = input_scale weight_scale acc + bias`` clamped to ``clamp``::
@@ -51,7 +51,7 @@ def conv2d_int8(
     float32; from there int8 outputs are those of float64 arithmetic. docs/numerics.md has the bounds.
 
     Args:
-        x_q: int8 ``[B, H, W, Ci]``, channels dense.
+        x_q: int8 ``[B, Ci, H, W]``, best in ``torch.channels_last`` memory; any other order is copied into that.
         weight: int8 ``[Co, Kh, Kw, Ci / groups]`` with its parameters in the keywords below, or a
             `PreparedInt8Weight`, which holds them all (``bias`` and those keywords are then None).
         bias: float32 ``[Co]``, in real numbers.
@@ -63,10 +63,11 @@ def conv2d_int8(
         groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
         clamp: ``(lo, hi)`` in real numbers: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
         out_dtype: int8, float16, bfloat16 or float32.
-        out: ``[B, P, Q, Co]`` of one of those dtypes, which ``out_dtype`` then follows; written and returned.
+        out: ``[B, Co, P, Q]`` of one of those dtypes, which ``out_dtype`` then follows, in channels_last memory;
+            written and returned.
 
     Returns:
-        ``[B, P, Q, Co]``. NaN (of a scale or the bias) counts as ``y = 0`` in int8 output.
+        ``[B, Co, P, Q]`` in channels_last memory. NaN (of a scale or the bias) counts as ``y = 0`` in int8 output.
 
     Raises:
         ValueError: an argument does not fit; the message names it. Sums of more than 65793 products are refused,
@@ -119,8 +120,9 @@ def requantized_mm(
     is_empty = tokens.shape[1] == 0  # which no convolution takes: one token that nobody sees, for its checks
     if is_empty:
         tokens = x_q.new_zeros((1, 1, 1, k))
-    y = _call(name, tokens, w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
-    return (y[:, :0] if is_empty else y).view(*x_q.shape[:-1], n)
+    y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
+    rows = y.permute(0, 2, 3, 1)
+    return (rows[:, :0] if is_empty else rows).view(*x_q.shape[:-1], n)
 
 
 def prepared(
@@ -195,10 +197,21 @@ def _run(
     x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype = torch.int8, out: Tensor | None = None
 ) -> Tensor:
     result = _empty(x, weight, Geometry(*rest[7:]), out_dtype) if out is None else out
-    (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(result, x, weight, *rest)
+    (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(_pixels(result), _dense_pixels(x), weight, *rest)
     if out is not None:
         mark_written(out)
     return result
+
+
+def _pixels(image: Tensor) -> Tensor:
+    """``[B, H, W, C]``, as the kernels take images, a view; as it is where it is no image, for the checks in C++."""
+    return image.permute(0, 2, 3, 1) if image.ndim == 4 else image
+
+
+def _dense_pixels(x: Tensor) -> Tensor:
+    """x as ``[B, H, W, Ci]`` with dense channels; copied unless its memory is so."""
+    pixels = _pixels(x)
+    return pixels if pixels.ndim != 4 or pixels.shape[3] < 2 or pixels.stride(3) == 1 else pixels.contiguous()
 
 
 @torch.no_grad()
@@ -230,25 +243,27 @@ def _run_on_cpu(
 def _empty(x: Tensor, weight: Tensor, where: Geometry, dtype: torch.dtype) -> Tensor:
     if x.ndim != 4 or weight.ndim != 4:
         shapes = f"{list(x.shape)} and {list(weight.shape)}"
-        raise ValueError(f"epiloq.{_NAME}: x_q: expected [B, H, W, Ci] and a weight [Co, Kh, Kw, C], got {shapes}")
-    (batch, *image, _), (outputs, *kernel, _) = x.shape, weight.shape
+        raise ValueError(f"epiloq.{_NAME}: x_q: expected [B, Ci, H, W] and a weight [Co, Kh, Kw, C], got {shapes}")
+    (batch, _, *image), (outputs, *kernel, _) = x.shape, weight.shape
     p, q = where.output_size(image, kernel)
     # Sizes are checked with everything else, once, in C++; here they only must not break the allocation.
-    return x.new_empty((batch, max(p, 0), max(q, 0), outputs), dtype=dtype)
+    return x.new_empty((batch, max(p, 0), max(q, 0), outputs), dtype=dtype).permute(0, 3, 1, 2)
 
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
     where = Geometry(*rest[7:])
+    result = _empty(x, weight, where, out_dtype)
     torch._check_value(
-        x.shape[-1] == weight.shape[-1] * where.groups,
+        x.shape[1] == weight.shape[-1] * where.groups,
         lambda: f"epiloq.{_NAME}: x: expected {weight.shape[-1] * where.groups} channels, got {list(x.shape)}",
     )
-    return _empty(x, weight, where, out_dtype)
+    return result
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, by their own arguments."""
-    x, weight, where, p, out = _bound(name, *args, **kwargs)
+    image, weight, where, p, result = _bound(name, *args, **kwargs)
+    x, out = _dense_pixels(image), _pixels(result)
     if x.is_cuda or _core.forced_arch() != "auto":
         return _core.explain_conv2d_int8(out, x, weight, *p, *where)
     if _core.check_conv2d_int8(out, x, weight, *p, *where):
@@ -279,7 +294,7 @@ def _bound(
 ) -> tuple[Tensor, Tensor, Geometry, Int8Parameters, Tensor]:
     w = prepared(name, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
     expect_tensors(name, {"x_q": x_q}, {"out": out}, writes=False)
-    x = x_q.reshape(1, -1, 1, x_q.shape[-1]) if name == "requantized_mm" else x_q
+    x = x_q.reshape(1, -1, 1, x_q.shape[-1]).permute(0, 3, 1, 2) if name == "requantized_mm" else x_q
     where = geometry(name, w.q.shape[1:3], stride, padding, dilation, groups)
     dtype = out_dtype if out is None else out.dtype
     p = w.parameters(name, to_int8=dtype == torch.int8, clamp=clamp)

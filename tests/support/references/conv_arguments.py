@@ -33,6 +33,19 @@ def int8_arguments(
     }
 
 
+def as_image(pixels: Tensor) -> Tensor:
+    """``[B, H, W, C]`` as ``[B, C, H, W]`` in channels_last memory."""
+    return pixels.permute(0, 3, 1, 2) if pixels.ndim == 4 else pixels
+
+
+def conv2d_int8(x_q: Tensor, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """`epiloq.conv2d_int8` of pixels ``[B, H, W, C]``, as the references have them, giving such."""
+    y = epiloq.conv2d_int8(as_image(x_q), *args, out=None if out is None else as_image(out), **kwargs)
+    pixels = y.permute(0, 2, 3, 1)
+    assert out is not None or pixels.is_contiguous()
+    return pixels
+
+
 def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 

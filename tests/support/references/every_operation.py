@@ -144,14 +144,14 @@ def _block_weight() -> Arguments:
 
 def _image() -> Arguments:
     return {
-        "x_q": ints(2, 4, 4, SIZE),
+        "x_q": ints(2, 4, 4, SIZE).permute(0, 3, 1, 2),
         "weight": ints(SIZE, 1, 1, SIZE),
         "bias": torch.randn(SIZE),
         "input_scale": 0.02,
         "input_zero": 3,
         "weight_scale": positive(SIZE),
         "output_scale": 0.1,
-        "out": ints(2, 4, 4, SIZE),
+        "out": ints(2, 4, 4, SIZE).permute(0, 3, 1, 2),
     }
 
 

@@ -144,9 +144,10 @@ def convolutions(batch: int, n: int, device: str) -> Calls:
     for offset, dtype in ((None, torch.float16), (bias, torch.int8)):
         correction = None if offset is None else p.weight.sum((1, 2, 3), dtype=torch.int32)
         zero = 0 if offset is None else 3
-        arguments = (p.x, p.weight, p.weight_scale, offset, correction, zero, -zero, None, 6.0, *where)
+        image = p.x.permute(0, 3, 1, 2)
+        arguments = (image, p.weight, p.weight_scale, offset, correction, zero, -zero, None, 6.0, *where)
         yield OPS.conv2d_int8, arguments, {"out_dtype": dtype}
-        yield OPS.conv2d_int8_out, arguments, {"out": torch.zeros(size, dtype=dtype, device=device)}
+        yield OPS.conv2d_int8_out, arguments, {"out": torch.zeros(size, dtype=dtype, device=device).permute(0, 3, 1, 2)}
     x = torch.randn(batch, 3, 4, 5, device=device)
     for zeros, offset in (("none", None), ("zero", bias), ("offset", None)):
         w = conv_reference.packed(n, (2, 3), 3, 4, 32, zeros, device=device).packed

@@ -57,7 +57,8 @@ def _prepared(inputs: Inputs) -> epiloq.PreparedInt8Weight:
 
 def _int8(case: Case, sets: Sequence[Inputs]) -> Bound:
     where, clamp = _where(_layer(case)), (0.0, float("inf"))
-    return Bound([partial(epiloq.conv2d_int8, s["x"], _prepared(s), clamp=clamp, **where) for s in sets])
+    bound = [partial(epiloq.conv2d_int8, s["x"].permute(0, 3, 1, 2), _prepared(s), clamp=clamp, **where) for s in sets]
+    return Bound(bound)
 
 
 def _real(inputs: Inputs) -> tuple[Tensor, Tensor]:
