@@ -194,7 +194,7 @@ class Group:
         """The scheme whose layers these are, whatever their zero points or offsets."""
         for scheme in SCHEMES.values():
             same = all(self.options.get(name) == value for name, value in scheme.options.items() if name != "zeros")
-            if scheme.module is self.kind.module and same:
+            if scheme.module is self.kind.module and same and not self.options.keys() & self.kind.usual.keys():
                 return scheme.name
         return None
 

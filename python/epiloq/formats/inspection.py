@@ -14,6 +14,7 @@ from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
 from epiloq.mixtures import reason_against, stacked
 from epiloq.nn import ExpertLinears
+from epiloq.nn.prepared_linear import FP8_BLOCK
 from epiloq.quantize.targets import TARGETS
 from epiloq.weights.grid import Grid
 
@@ -105,7 +106,13 @@ def _spans(block: Sequence[int]) -> str:
 
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
 _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
-    "Fp8BlockLinear": lambda options: ("fp8", 8, "128x128", True, "fp8 in groups of 128"),
+    "Fp8BlockLinear": lambda options: (
+        "fp8",
+        8,
+        f"{options.get('rows', FP8_BLOCK)}x{FP8_BLOCK}",
+        True,
+        f"fp8 in groups of {FP8_BLOCK}",
+    ),
     "Fp8WeightOnlyLinear": lambda options: ("fp8, dequantised as it runs", 8, _spans(options["block"]), True, None),
     "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),
     "OnlineQuantLinear": lambda options: (

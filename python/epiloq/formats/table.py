@@ -148,6 +148,9 @@ def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
     if isinstance(weight, BlockWeight):
         float8.whole_groups(weight.q.shape[1])
+    if isinstance(weight, QuantizedWeight) and weight.perm is not None:
+        # The package's own reader ignores it since 0.20.
+        raise FormatError("compressed-tensors: groups in activation order cannot be said; use static groups")
     described = _describe_compressed(weight, quantization)
     return LAYOUTS[described.layout].to_tensors(weight, described, dtype)
 

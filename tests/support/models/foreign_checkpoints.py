@@ -286,17 +286,32 @@ _ALL = TOOLS | {FP8_BLOCKS: (fp8_blocks, _ct("float-quantized", _FP8_BLOCKS, _FP
 def write(folder: Path, model: Any, tool: str | Tool, shards: int = 2) -> Any:
     """Quantise `model` as `tool` would into a new `folder`; then it has the weights that the folder stands for."""
     pack, config = _ALL[tool] if isinstance(tool, str) else tool
+    return write_as(folder, model, lambda name, linear: pack(linear), config, shards)
+
+
+def write_as(
+    folder: Path,
+    model: Any,
+    pack: Callable[[str, nn.Linear], Layer | None],
+    config: dict[str, Any] | None,
+    shards: int = 2,
+) -> Any:
+    """The same by a function of a layer and its name, which gives None for those that stay in floating point."""
     head = model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     tied = model.all_tied_weights_keys
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in tied}
     for name, linear in linears.items():
-        parts, weight = pack(linear)
+        packed = pack(name, linear)
+        if packed is None:
+            continue
+        parts, weight = packed
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         linear.weight.data = weight
     folder.mkdir()
-    said = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": config}
+    said = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    said |= {} if config is None else {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(said | {"dtype": "float32"}))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})

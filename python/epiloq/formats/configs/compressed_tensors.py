@@ -114,6 +114,8 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
     if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric or weights.strategy == "group"):
         said = {key: value for key, value in group["weights"].items() if value is not None}
         raise FormatError(f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got {said!r}")
+    if weights.kind == "int" and weights.block is not None:
+        raise FormatError(f"{METHOD}: weights: strategy: no kernel multiplies integers in blocks of {weights.block}")
     layout = group.get("format") or (usual if usual != MIXED else None)
     expected = _layouts(weights.kind, inputs is not None)
     if layout is not None and layout not in expected:
@@ -208,8 +210,9 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str
         "config_groups": {f"group_{i}": group for i, group in enumerate(said)},
         "ignore": list(ignore),
     }
-    if any(described.layout == PACKED and not described.symmetric for described in groups):
-        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape unless it dequantises.
+    if len(groups) == 1 and all(described.layout == PACKED and not described.symmetric for described in groups):
+        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape unless it dequantises,
+        # which it does with the description of one group for all.
         found["dequantize"] = True
     return found
 

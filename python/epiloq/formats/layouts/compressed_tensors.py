@@ -25,13 +25,11 @@ _NAME = "compressed-tensors"
 def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
     """A layer's tensors by the last part of their names; scales in `dtype`, or float32 beside int8 activations.
 
-    Raises FormatError for what it has no words for: a last group that is shorter, groups in activation order unless
-    the description has them, scales of channels that differ where it has one for the tensor.
+    Raises FormatError for what it has no words for: a last group that is shorter, scales of channels that differ where
+    it has one for the tensor.
     """
     columns = weight.q.shape[1]
     divides("in_features", columns, weight.grid.length(columns), f"{_NAME} (gptq has short last groups)")
-    if weight.perm is not None and not described.ordered:
-        raise FormatError(f"{_NAME}: groups in activation order cannot be said; use static groups")
     if described.inputs is not None and weight.zero is not None:
         raise FormatError(f"{_NAME}: int-quantized: expected 8 bits and a symmetric grid")
     codes, middle = Codes.of(weight), 1 << (weight.bits - 1)

@@ -24,10 +24,11 @@ from transformers.quantizers.auto import (
 )
 
 from epiloq.formats.epiloq_modules import METHOD
+from epiloq.formats.readers import CONFIGS
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.quantizer import EpiloqQuantizer
 
-METHODS = (METHOD, "compressed-tensors", "gptq", "awq", "fp8")
+METHODS = (METHOD, *CONFIGS)
 
 __all__ = ["METHODS", "EpiloqConfig", "EpiloqQuantizer", "register", "unregister"]
 

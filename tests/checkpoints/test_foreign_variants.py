@@ -1,0 +1,137 @@
+"""Directories of other tools whose layers differ or are rarer kinds: opened, converted and saved alike everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+pytest.importorskip("transformers")
+
+import transformers
+from torch import nn
+
+import epiloq.integrations.transformers as integration
+import foreign_checkpoints as foreign
+import foreign_variants as variants
+from command_line import run
+from epiloq.formats import convert
+from epiloq.formats.io import model as models
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, WeightOnlyLinear
+from opened_models import logits, opened
+from rounded_models import same, weights
+
+# Other tests want transformers as it is.
+integration.unregister()
+
+UP = "model.layers.0.mlp.up_proj"
+RUNS: dict[str, type[nn.Module]] = {
+    "layouts that differ": Int8Linear,
+    "int8 per tensor": Int8Linear,
+    "int8 per tensor, static": Int8Linear,
+    "fp8 weights alone": Fp8WeightOnlyLinear,
+    "fp8 weights alone, per tensor": Fp8WeightOnlyLinear,
+    "fp8 blocks of 64 x 128": Fp8BlockLinear,
+    "fp8 blocks of 256 x 128": Fp8BlockLinear,
+    "fp8 blocks of 128 x 64": Fp8WeightOnlyLinear,
+    "fp8 per tensor, static": Fp8Linear,
+    "fp8 per tensor, dynamic": Fp8Linear,
+    "fbgemm_fp8": Fp8Linear,
+}
+
+
+def make(folder: Path, name: str) -> Any:
+    pack, config = variants.VARIANTS[name]
+    return foreign.write_as(folder, foreign.llama(), pack, config, shards=1)
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.filterwarnings("ignore:.*no kernel multiplies")
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
+    exact = make(tmp_path / "in", name)
+    model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert type(model.get_submodule(UP)) is RUNS.get(name, WeightOnlyLinear)
+    for layer, values in weights(tmp_path / "in").items():
+        torch.testing.assert_close(values, exact.get_parameter(layer), rtol=1e-6, atol=0)
+    expected, wanted = logits(model), logits(exact)
+    # With quantised activations a little further off.
+    assert float((expected - wanted).norm() / wanted.norm()) < (1e-5 if name not in RUNS else 0.15)
+    theirs = opened(tmp_path / "in")
+    assert torch.equal(logits(theirs), expected)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert same(weights(tmp_path / "saved"), weights(tmp_path / "in"))
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "epiloq", "epiloq"))
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "epiloq"))[0]), expected)
+    result = run("inspect", tmp_path / "in", "--check", "--json", tmp_path / "facts.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "facts.json").read_text())["wrong"] == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "groups by expression, name and class",
+        "layouts that differ",
+        "int8 per tensor",
+        "int8 weights alone",
+        "fp8 weights alone",
+        "fp8 weights alone, per tensor",
+    ],
+)
+def test_the_package_means_the_same(seed: int, tmp_path: Path, name: str) -> None:
+    """Stock transformers with compressed-tensors restores the weights that epiloq reads, by its own matching."""
+    pytest.importorskip("compressed_tensors")
+    make(tmp_path / "in", name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    logits(theirs)  # Weights are restored by the first call.
+    for layer, values in weights(tmp_path / "in").items():
+        torch.testing.assert_close(theirs.get_parameter(layer), values, rtol=1e-6, atol=0)
+
+
+def test_layers_that_differ_convert(seed: int, tmp_path: Path) -> None:
+    """Exceptions become groups of compressed-tensors, and groups exceptions of GPTQ."""
+    make(tmp_path / "0", "auto-round")
+    for step, layout in enumerate(("compressed-tensors", "gptq", "epiloq", "compressed-tensors")):
+        convert.perform(convert.prepare(tmp_path / f"{step}", tmp_path / f"{step + 1}", layout))
+        assert same(weights(tmp_path / f"{step + 1}"), weights(tmp_path / "0")), layout
+    assert (tmp_path / "1" / "config.json").read_text() == (tmp_path / "4" / "config.json").read_text()
+    dynamic = json.loads((tmp_path / "2" / "config.json").read_text())["quantization_config"]["dynamic"]
+    assert dynamic[r"+:^model\.layers\.0\.mlp\.down_proj$"] == {"bits": 8, "group_size": -1, "sym": True}
+    assert r"-:^model\.layers\.0\.self_attn\.v_proj$" in dynamic
+
+
+def test_activations_are_limited(seed: int, tmp_path: Path) -> None:
+    """As fbgemm does: the scale of a token is at most the limit / 448, and what is larger saturates."""
+    pack, config = variants.VARIANTS["fbgemm_fp8"]
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | {"activation_scale_ub": 2.0})
+    layer = models.load(Checkpoint(tmp_path / "in"))[0].get_submodule(UP)
+    x = torch.randn(9, 64) * 3
+    scale = x.abs().amax(1, keepdim=True).clamp(max=2.0) / 448
+    q = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    expected = q.double() @ layer.weight.double().t()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json"])
+def test_descriptions_beside_config_json(seed: int, tmp_path: Path, beside: str) -> None:
+    """What older AutoGPTQ and AutoAWQ wrote; the first names the file of weights too."""
+    pack, said = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
+    if beside == "quant_config.json":
+        pack, said = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    exact = foreign.write_as(tmp_path / "in", foreign.llama(), pack, None, shards=1)
+    if beside == "quantize_config.json":
+        said["model_file_base_name"] = "gptq_model-4bit-32g"
+        (tmp_path / "in" / "model.safetensors").rename(tmp_path / "in" / "gptq_model-4bit-32g.safetensors")
+    (tmp_path / "in" / beside).write_text(json.dumps(said))
+    for layer, values in weights(tmp_path / "in").items():
+        torch.testing.assert_close(values, exact.get_parameter(layer), rtol=1e-6, atol=0)
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors"))
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "in"))

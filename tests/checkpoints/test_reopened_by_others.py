@@ -1,0 +1,122 @@
+"""What epiloq writes, opened by stock transformers with compressed-tensors: every name, and weights that are tied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+pytest.importorskip("compressed_tensors")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import epiloq.integrations.transformers as integration
+import foreign_checkpoints as foreign
+from command_line import ROUND, run
+from epiloq.formats import convert, deepseek_fp8
+from epiloq.formats.io import model as models
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layers import Layers
+from opened_models import TOKENS
+from rounded_models import SAYABLE, same, unchanged, weights, written
+from tiny_teacher import save, tiny_model
+
+# Other tests want transformers as it is.
+integration.unregister()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+def stock(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("kind", SAYABLE)
+def test_every_grid(tmp_path: Path, kind: str) -> None:
+    """With zero points too, which is what ``w4a16-*`` makes by default."""
+    teacher = save(tmp_path / "teacher", tiny_model(**ROUND))
+    folder = written(teacher, tmp_path / "out", "compressed-tensors", SAYABLE[kind][0], unchanged)
+    theirs = stock(folder)
+    found, expected = logits(theirs), logits(models.load(Checkpoint(folder))[0])
+    # Beside int8 activations the package restores the weights in floating point before it multiplies.
+    assert float((found - expected).norm() / expected.norm()) < (1e-5 if "w8a8" not in kind else 0.03)
+    for name, values in weights(folder).items():
+        torch.testing.assert_close(theirs.get_parameter(name), values, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32"])
+def test_names_of_files_and_of_modules(seed: int, tmp_path: Path, scheme: str) -> None:
+    """GPT-NeoX calls its head embed_out in files, and transformers lm_head: both are among the layers left alone."""
+    save(tmp_path / "model", foreign.gpt_neox())
+    (tmp_path / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    text = ("--calibration", tmp_path / "text", "--windows", 8, "--length", 32)
+    result = run("quantize", tmp_path / "model", "--scheme", scheme, "--output", tmp_path / "out", *text)
+    assert result.exit_code == 0, result.output
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {"embed_out", "lm_head"} <= set(said["ignore"])
+    found, expected = logits(stock(tmp_path / "out")), logits(models.load(Checkpoint(tmp_path / "out"))[0])
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def untied(folder: Path, order: str) -> Tensor:
+    """Another output head than the embedding in the files, in either order, though config.json ties them."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("lm_head.weight", None)
+    embedding = tensors["model.embed_tokens.weight"]
+    head = torch.randn(embedding.shape, dtype=torch.float32).to(embedding.dtype)
+    # Names decide in which order tensors are read, and shards decide before them.
+    first, second = ("lm_head.weight", head), ("model.embed_tokens.weight", embedding)
+    other, rest = (first, second) if order == "head first" else (second, first)
+    tensors.pop("model.embed_tokens.weight")
+    shards = {"a.safetensors": dict([other]), "b.safetensors": dict([rest, *tensors.items()])}
+    file.unlink()
+    for name, held in shards.items():
+        save_file(held, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return head
+
+
+@pytest.mark.parametrize("order", ["head first", "head last"])
+@pytest.mark.parametrize("tool", ["pack-quantized", "fp8"])
+def test_a_head_of_its_own_though_tied(seed: int, tmp_path: Path, tool: str, order: str) -> None:
+    foreign.write(tmp_path / "in", foreign.llama(), tool, shards=1)
+    head = untied(tmp_path / "in", order)
+    model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert torch.equal(model.get_parameter("lm_head.weight"), head)
+    assert not torch.equal(model.get_parameter("model.embed_tokens.weight"), head)
+    if tool == "fp8":
+        again = deepseek_fp8.load(tmp_path / "in")
+        assert torch.equal(again.get_parameter("lm_head.weight"), head)
+    else:
+        restored = transformers.utils.quantization_config.CompressedTensorsConfig(dequantize=True)
+        theirs = stock(tmp_path / "in", quantization_config=restored)
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            assert torch.equal(theirs.get_parameter(name), model.get_parameter(name))
+    layers = Layers(Checkpoint(tmp_path / "in"))
+    values = layers.dequantize("lm_head")
+    assert values is not None and torch.equal(values, head)
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "epiloq"))
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "in"))
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), logits(model))
+
+
+def test_equal_weights_stay_tied(seed: int, tmp_path: Path) -> None:
+    foreign.write(tmp_path / "in", foreign.llama(), "pack-quantized", shards=1)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")

@@ -1,0 +1,251 @@
+"""Rarer directories of other tools: layers that differ, other blocks, scales of a tensor, activations as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from foreign_checkpoints import AWQ_ORDER, Integers, Layer, words
+
+Pack = Callable[[str, nn.Linear], "Layer | None"]
+
+
+def gptq(bits: int = 4, length: int = 32, less: int = 1, symmetric: bool = False, order: bool = False) -> Pack:
+    """GPTQ's tensors without ``g_idx`` (unless in activation order), zero points less 1 or as they are."""
+
+    def pack(name: str, linear: nn.Linear) -> Layer:
+        made = Integers.random(linear.out_features, linear.in_features, length, bits)
+        if symmetric:
+            made.zero = torch.full_like(made.zero, 1 << (bits - 1))
+        groups = {}
+        if order:
+            made.groups = made.groups[torch.randperm(linear.in_features)]
+            groups = {"g_idx": made.groups.int()}
+        return {
+            "qweight": words(made.q.numpy().T.copy().T, bits).T.contiguous(),
+            "qzeros": words((made.zero - less).T.numpy(), bits),
+            "scales": made.scale.T.contiguous(),
+            **groups,
+        }, made.weight
+
+    return pack
+
+
+def awq(name: str, linear: nn.Linear) -> Layer:
+    made = Integers.random(linear.out_features, linear.in_features, 32)
+
+    def interleaved(values: torch.Tensor) -> torch.Tensor:
+        return words(values.T.reshape(values.shape[1], -1, 8)[:, :, AWQ_ORDER].reshape(values.shape[1], -1).numpy())
+
+    tensors = {"qweight": interleaved(made.q), "qzeros": interleaved(made.zero), "scales": made.scale.T.contiguous()}
+    return tensors, made.weight
+
+
+def packed(bits: int, length: int, symmetric: bool, *, zeros: bool = False, order: bool = False) -> Pack:
+    """``pack-quantized``, perhaps with zero points that say nothing, or in activation order."""
+
+    def pack(name: str, linear: nn.Linear) -> Layer:
+        size = linear.in_features if length == -1 else length
+        made = Integers.random(linear.out_features, linear.in_features, size, bits, torch.float32)
+        if order:
+            made.groups = made.groups[torch.randperm(linear.in_features)]
+        if symmetric:
+            made.zero = torch.full_like(made.zero, 1 << (bits - 1))
+        tensors = {
+            "weight_packed": words(made.q.numpy(), bits),
+            "weight_scale": made.scale,
+            "weight_shape": torch.tensor([linear.out_features, linear.in_features]),
+        }
+        if zeros and symmetric:  # As earlier versions of the package left them.
+            tensors["weight_zero_point"] = torch.zeros(made.zero.shape, dtype=torch.int8)
+        elif not symmetric:
+            tensors["weight_zero_point"] = words(made.zero.T.numpy(), bits).T.contiguous()
+        if order:
+            tensors["weight_g_idx"] = made.groups.int()
+        return tensors, made.weight
+
+    return pack
+
+
+def integers(strategy: str, symmetric: bool = True, static: bool = False) -> Pack:
+    """``int-quantized`` of 8 bits: a scale for the tensor, channels or groups of 32."""
+
+    def pack(name: str, linear: nn.Linear) -> Layer:
+        rows, columns = linear.out_features, linear.in_features
+        groups = columns // 32 if strategy == "group" else 1
+        q = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+        shape = (1,) if strategy == "tensor" else (rows, groups)
+        scale = torch.rand(shape) * 1e-3 + 5e-4
+        zero = torch.randint(-9, 9, shape, dtype=torch.int8) if not symmetric else torch.zeros(shape, dtype=torch.int8)
+        wide = [t.float().expand(rows, 1) if strategy == "tensor" else t.float() for t in (scale, zero)]
+        spread, shift = (t.repeat_interleave(columns // groups, 1) for t in wide)
+        tensors = {"weight": q, "weight_scale": scale} | ({} if symmetric else {"weight_zero_point": zero})
+        return tensors | ({"input_scale": torch.full((1,), 0.03)} if static else {}), (q - shift) * spread
+
+    return pack
+
+
+def fp8(scale: str, rows: int, columns: int, **more: tuple[str, tuple[int, ...]]) -> Pack:
+    """FP8 weights with a scale, of this name, for so many rows and columns (-1: all); `more` tensors by kind."""
+
+    def pack(name: str, linear: nn.Linear) -> Layer:
+        q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
+        spans = [size if span == -1 else span for span, size in zip((rows, columns), q.shape, strict=True)]
+        count = [-(-size // span) for size, span in zip(q.shape, spans, strict=True)]
+        values = torch.rand(*count) * 0.05 + 0.05
+        spread = values.repeat_interleave(spans[0], 0).repeat_interleave(spans[1], 1)[: q.shape[0], : q.shape[1]]
+        shape = more.get("shape", ("", tuple(count)))[1]
+        found = {"weight": q, scale: values.reshape(shape)}
+        if "inputs" in more:
+            found[more["inputs"][0]] = torch.full(more["inputs"][1], 0.01)
+        return found, q.float() * spread
+
+    return pack
+
+
+def by_name(*choices: tuple[str, Pack | None]) -> Pack:
+    """The first of some functions whose text is in a layer's name."""
+
+    def pack(name: str, linear: nn.Linear) -> Layer | None:
+        chosen = next(pack for text, pack in choices if text in name)
+        return None if chosen is None else chosen(name, linear)
+
+    return pack
+
+
+def ct_group(targets: list[str], weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> Any:
+    return {"targets": targets, "weights": weights, "input_activations": inputs, "output_activations": None, **more}
+
+
+def ct(layout: str, *groups: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "version": "0.12.2",
+        "format": layout,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ["re:.*lm_head"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        **more,
+    }
+
+
+def args(bits: int = 8, strategy: str = "channel", kind: str = "int", symmetric: bool = True, **more: Any) -> Any:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": False, **more}
+
+
+INT4 = args(4, "group", group_size=32)
+TOKENS = args(8, "token") | {"dynamic": True}
+TENSOR = args(8, "tensor")
+FP8, FP8_TENSOR = args(kind="float"), args(strategy="tensor", kind="float")
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "data_type": "int",
+    "act_bits": 16,
+    "iters": 200,
+    "autoround_version": "0.9.2",
+    "block_name_to_quantize": "model.layers",
+    "packing_format": "auto_round:auto_gptq",
+}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    "groups by expression, name and class": (
+        by_name(
+            ("q_proj", packed(8, -1, True)),
+            ("layers.0.mlp.down_proj", packed(4, 16, True)),
+            ("layers.1.mlp.gate_proj", None),
+            ("", packed(4, 32, True)),
+        ),
+        ct(
+            "pack-quantized",
+            ct_group(["re:.*q_proj$"], args()),
+            ct_group(["model.layers.0.mlp.down_proj"], {**INT4, "group_size": 16}),
+            ct_group(["Linear"], INT4),
+            ignore=["lm_head", "model.layers.1.mlp.gate_proj"],
+        ),
+    ),
+    "layouts that differ": (
+        by_name(("mlp", integers("channel")), ("", packed(4, 32, True))),
+        ct(
+            "mixed-precision",
+            ct_group(["re:.*mlp.*"], args(), TOKENS, format="int-quantized"),
+            ct_group(["re:.*self_attn.*"], INT4, format="pack-quantized"),
+        ),
+    ),
+    "weight_g_idx": (packed(4, 32, True, order=True), ct("pack-quantized", ct_group(["Linear"], INT4))),
+    "zero points of a symmetric group": (
+        packed(4, 32, True, zeros=True),
+        ct("pack-quantized", ct_group(["Linear"], INT4)),
+    ),
+    "int8 per tensor": (integers("tensor"), ct("int-quantized", ct_group(["Linear"], TENSOR, TOKENS))),
+    "int8 per tensor, static": (
+        integers("tensor", static=True),
+        ct("int-quantized", ct_group(["Linear"], TENSOR, TENSOR)),
+    ),
+    "int8 weights alone": (
+        integers("channel"),
+        ct("int-quantized", ct_group(["Linear"], args(), format="int-quantized")),
+    ),
+    "asymmetric int8 weights alone": (
+        integers("group", symmetric=False),
+        ct("naive-quantized", ct_group(["Linear"], args(8, "group", symmetric=False, group_size=32)))
+        | {"format": "int-quantized"},
+    ),
+    "fp8 weights alone": (fp8("weight_scale", 1, -1), ct("naive-quantized", ct_group(["Linear"], FP8))),
+    "fp8 weights alone, per tensor": (
+        fp8("weight_scale", -1, -1, shape=("", (1,))),
+        ct("float-quantized", ct_group(["Linear"], FP8_TENSOR)),
+    ),
+    "gptq without g_idx": (gptq(), _GPTQ),
+    "gptq in format gptq_v2": (gptq(less=0), _GPTQ | {"format": "gptq_v2"}),
+    "gptq dynamic": (
+        by_name(("down_proj", gptq(8, 64)), ("k_proj", None), ("o_proj", gptq(symmetric=True)), ("", gptq())),
+        _GPTQ
+        | {
+            "dynamic": {
+                r"+:.*\.down_proj$": {"bits": 8, "group_size": 64},
+                r"-:.*k_proj": {},
+                r".*\.o_proj": {"sym": True},
+            }
+        },
+    ),
+    "auto-round": (
+        by_name(("down_proj", gptq(8, -1 % 2**31, symmetric=True)), ("v_proj", None), ("", gptq(symmetric=True))),
+        _ROUND
+        | {
+            "extra_config": {
+                ".*down_proj": {"bits": 8, "group_size": -1},
+                "model.layers.0.self_attn.v_proj": {"bits": 16},
+                "model.layers.1.self_attn.v_proj": {"bits": 16, "data_type": "fp"},
+            }
+        },
+    ),
+    "auto-round, awq": (awq, _ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}),
+    "fp8 blocks of 64 x 128": (fp8("weight_scale_inv", 64, 128), _FP8 | {"weight_block_size": [64, 128]}),
+    "fp8 blocks of 256 x 128": (fp8("weight_scale_inv", 256, 128), _FP8 | {"weight_block_size": [256, 128]}),
+    "fp8 blocks of 128 x 64": (fp8("weight_scale_inv", 128, 64), _FP8 | {"weight_block_size": [128, 64]}),
+    "fp8 per tensor, static": (
+        fp8("weight_scale", -1, -1, shape=("", ()), inputs=("input_scale", ())),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ),
+    "fp8 per tensor, dynamic": (
+        fp8("weight_scale_inv", -1, -1, shape=("", ())),
+        _FP8 | {"weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
+    ),
+    "fbgemm_fp8": (
+        fp8("weight_scale", 1, -1),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    ),
+}
+"""How layers are packed, and what the tool writes under ``quantization_config``."""
