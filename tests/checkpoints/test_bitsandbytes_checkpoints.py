@@ -53,6 +53,7 @@ def test_commands(seed: int, tmp_path: Path, kind: str) -> None:
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
     assert "format bitsandbytes" in words and ("int8" if kind == "int8" else "table") in words, words
+    assert ("each call dequantises the weight" in words) == (kind != "int8")
     result = run("convert", tmp_path / "model", tmp_path / "own", "--format", "epiloq")
     assert result.exit_code == 0, result.output
     again, before = models.from_directory(tmp_path / "own"), models.from_directory(tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -72,6 +73,8 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     `hint` says what can be done when the machine or the user, not a wrong request, ended it.
     """
     check_installed(command, [name for name in REQUIRED if find_spec(name) is None], "hf")
+    plain = warnings.formatwarning
+    warnings.formatwarning = _sentence
     try:
         yield
     except ValueError as error:
@@ -83,6 +86,13 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         complain(command, f"interrupted{hint}")
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        warnings.formatwarning = plain
+
+
+def _sentence(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning without the place in the code that it comes from."""
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def choices(text: str, known: Iterable[str], name: str, metavar: str, default: str = "") -> Any:

@@ -105,6 +105,8 @@ def show(facts: dict[str, Any], console: Console) -> None:
         say(f"Experts in floating point: {name}: {reason}")
     if len(rest["experts"]) > NAMED:
         say(f"Experts in floating point: {len(rest['experts']) - NAMED} more layers")
+    for note in facts["notes"]:
+        say(note)
     for name, reason in facts["formats"].items():
         say(f"  {name}: {'can say it' if reason is None else f'no: {reason}'}")
     for reason in facts.get("wrong", {}).values():

@@ -40,6 +40,7 @@ def inspect(layers: Layers) -> dict[str, Any]:
         "version": _version(checkpoint.quantization or {}),
         "scheme": _scheme(layers),
         "kinds": _rows(layers),
+        "notes": _notes(layers),
         "not_quantised": _not_quantised(layers),
         "tensors": len(checkpoint.entries),
         "files": len(set(checkpoint.files.values())),
@@ -68,6 +69,18 @@ def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[st
                 found[name] = f"{layers.checkpoint.where(name)}: holds NaN or infinity"
         advance()
     return found
+
+
+_DEQUANTISED = {
+    "TableLinear": "4-bit tables: no kernel multiplies by them; each call dequantises the weight, at any batch size",
+    "Fp8WeightOnlyLinear": "FP8 without FP8 activations: each call dequantises the weight",
+}
+
+
+def _notes(layers: Layers) -> list[str]:
+    """What a user should know of how layers run."""
+    modules = {reader.module[0] for reader in layers.readers.values() if reader.quantization is None}
+    return [_DEQUANTISED[module] for module in sorted(modules & _DEQUANTISED.keys())]
 
 
 def _rows(layers: Layers) -> list[dict[str, Any]]:
@@ -113,7 +126,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         True,
         f"fp8 in groups of {FP8_BLOCK}",
     ),
-    "Fp8WeightOnlyLinear": lambda options: ("fp8, dequantised as it runs", 8, _spans(options["block"]), True, None),
+    "Fp8WeightOnlyLinear": lambda options: ("fp8", 8, _spans(options["block"]), True, None),
     "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),
     "OnlineQuantLinear": lambda options: (
         f"int{options['bits']}",
@@ -122,7 +135,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         options["symmetric"],
         f"int8 in groups of {options['group_size']}",
     ),
-    "TableLinear": lambda options: ("4-bit table, dequantised as it runs", 4, options["block_size"], False, None),
+    "TableLinear": lambda options: ("4-bit table", 4, options["block_size"], False, None),
     "WeightOnlyLinear": lambda options: (
         f"int{options['bits']}",
         options["bits"],
