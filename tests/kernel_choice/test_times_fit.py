@@ -81,7 +81,7 @@ def test_a_fit_of_other_numbers_comes_nearer(seed: int, name: str) -> None:
 
 
 def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
-    """The decode kernel's times by 12 and 16 tokens: no others change. A climb goes on from there, in numbers as written."""
+    """The decode kernel's times at M = 12 and 16: no others change. A climb goes on from there, in written numbers."""
     subject = SUBJECTS["weight_only_mm"]
     text, model = subject.path.read_text(), model_of(subject)
     card = next(path for path in subject.sweeps if "h100" in path.name)

@@ -290,7 +290,7 @@ def test_structures_that_stay_in_floating_point(seed: int, tmp_path: Path) -> No
     assert typical_error(logits(model), logits(opened(tmp_path / "model"))) < 0.5
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+@pytest.mark.parametrize("algorithm", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
 def test_experts_that_few_tokens_reach_serve_the_others_too(algorithm: str, seed: int) -> None:
     """0.88 to 1.05 times the error of rounding over 25 seeds; 1.4 (awq) and 1.2 where two tokens decide alone."""
     text = torch.randint(0, 30, (1, 200))
@@ -306,6 +306,7 @@ def test_experts_that_few_tokens_reach_serve_the_others_too(algorithm: str, seed
     assert errors[algorithm] < 1.15 * errors["rtn"], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["gptq", "awq", "smoothquant+gptq"])
 def test_calibrated(algorithm: str, seed: int) -> None:
     """Experts that few tokens reach, or none, are rounded all the same."""
