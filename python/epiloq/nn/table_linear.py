@@ -69,9 +69,15 @@ class TableLinear(PreparedLinear):
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, table, scales = tensors
         begin, end, size = first * self.in_features, last * self.in_features, self.block_size
-        codes = weight_q[begin // 2 : -(-end // 2)]
-        places = torch.stack((codes >> 4, codes & 15), 1).reshape(-1).int()
-        values = table.index_select(0, places)[begin % 2 :][: end - begin]
+        if torch.compiler.is_compiling():
+            # inductor (torch 2.13) reads past the end of what is stacked below and cut to an odd length.
+            place = torch.arange(begin, end, device=weight_q.device)
+            byte = weight_q[place // 2].int()
+            values = table[torch.where(place % 2 == 0, byte >> 4, byte & 15)]
+        else:
+            codes = weight_q[begin // 2 : -(-end // 2)]
+            places = torch.stack((codes >> 4, codes & 15), 1).reshape(-1).int()
+            values = table.index_select(0, places)[begin % 2 :][: end - begin]
         scale = scales[begin // size : -(-end // size)]
         if begin % size == 0 and end % size == 0:
             values = values.view(-1, size) * scale[:, None]
