@@ -189,7 +189,7 @@ def test_compare_with_the_teacher(teacher: Path, quantised: Path, tmp_path: Path
     for folder, key in ((teacher, "perplexity_a"), (quantised, "perplexity_b")):
         assert run("eval", folder, *options[:-1], tmp_path / "e.json").exit_code == 0
         assert said[key] == pytest.approx(json.loads((tmp_path / "e.json").read_text())["perplexity"], rel=1e-5)
-    assert "down_proj" in result.output and "same likeliest token" in result.output
+    assert "down_proj" in result.output and "same top-1 token" in result.output
 
 
 def test_compare_finds_equal_weights(quantised: Path, tmp_path: Path) -> None:

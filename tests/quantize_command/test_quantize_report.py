@@ -132,7 +132,7 @@ def test_a_page_without_errors(made: Path) -> None:
 def test_a_page_of_the_simplest_run(made: Path, tmp_path: Path) -> None:
     options = ("--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", tmp_path / "out", "--json", tmp_path / "r")
     result = run("quantize", made / "model", *options)
-    assert result.exit_code == 0 and "its weight is off" in result.output
+    assert result.exit_code == 0 and "its weight has a relative error of" in result.output
     said = json.loads((tmp_path / "r").read_text())
     assert said["perplexity"] is None and said["input_errors"] == {} and said["error_of"] == "weight"
     assert len(Outline((tmp_path / "out" / "report.html").read_text()).pictures) == 4

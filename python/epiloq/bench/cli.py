@@ -42,7 +42,7 @@ def bench(
     suite: Annotated[list[str] | None, option(f"Suites, repeatable: {', '.join(SUITES)}. [quick]")] = None,
     op: Annotated[list[str] | None, option(f"Only these operations: {', '.join(OPERATIONS)}.")] = None,
     variant: Annotated[list[str] | None, option(f"Instead of the suites' variants: {', '.join(VARIANTS)}.")] = None,
-    m: Annotated[list[int] | None, option("Instead of the suites' numbers of rows.")] = None,
+    m: Annotated[list[int] | None, option("Numbers of rows of A (M), instead of the suites'.")] = None,
     arch: Annotated[list[str] | None, option("Force this architecture besides the default choice: sm75, ...")] = None,
     peer: Annotated[list[str] | None, option(f"Instead of the suites' peers: {', '.join(PEERS)}.")] = None,
     device: Annotated[str, option("cpu or cuda[:INDEX]; by default cuda where there is one.")] = "",
@@ -65,7 +65,7 @@ def bench(
     batch: Annotated[list[int] | None, option("With --model: sequences that are decoded together. [1]")] = None,
     context: Annotated[int, option("With --model: tokens of a prefill, and before a step of decode.")] = 512,
 ) -> None:
-    """Time the operations and their peers, check the results, and relate the times to the floor.
+    """Time the operations and their peers, check the results, and compare times with the roofline floor.
 
     With --model: prefill and decode of a whole language model, quantised and optimised, beside its 16-bit self.
 

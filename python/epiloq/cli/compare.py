@@ -1,4 +1,4 @@
-"""``epiloq compare``: two directories of one model, layer by layer and answer by answer."""
+"""``epiloq compare``: two directories of one model, by their weights and their predictions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="DIR_B", help="Another of the same model.")],
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, or a folder of it, that both are to predict.", show_default=False),
+        typer.Option(metavar="FILE", help="Text file, or a folder of them, that both predict.", show_default=False),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it at most.")] = 4096,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to evaluate at most.")] = 4096,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per window; windows are independent.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="Where the models run: cpu or cuda.")] = "cpu",
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Compare two directories of one model: weights layer by layer, sizes and, with --text, what they predict.
+    """Compare two directories of one model: weights by layer, sizes and, with --text, predictions.
 
     Weights are compared as they are de-quantised, one layer at a time. Algorithms that fold scales (awq, smoothquant)
     change weights and norms together, so that only what the models predict compares them with the original.
@@ -90,7 +90,7 @@ def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str
 
     parts = first_tokens(windows(load_tokenizer(a), read_texts(text), length), tokens)
     if tokens_in(parts) < FEW:
-        warn(f"answers to only {tokens_in(parts)} tokens; what they say of the models is inaccurate")
+        warn(f"answers to only {tokens_in(parts)} tokens; the comparison is inaccurate")
     checkpoints = [Checkpoint(folder) for folder in (a, b)]
     for checkpoint in checkpoints:
         check_positions(checkpoint, parts)
@@ -123,8 +123,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         say(
             f"Perplexity {said['perplexity_a']:.3f} and {said['perplexity_b']:.3f} "
             f"({100 * (said['perplexity_b'] / said['perplexity_a'] - 1):+.2f} %) over {said['tokens']} tokens; "
-            f"KL(A || B) {said['kl_mean']:.5f} nats a token, at most {said['kl_largest']:.3f}; "
-            f"same likeliest token {100 * said['top1_agreement']:.2f} %"
+            f"KL(A || B) {said['kl_mean']:.5f} nats per token, at most {said['kl_largest']:.3f}; "
+            f"same top-1 token {100 * said['top1_agreement']:.2f} %"
         )
 
 

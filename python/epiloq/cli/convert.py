@@ -1,4 +1,4 @@
-"""``epiloq convert``: a quantised model directory in another format, with the same weights."""
+"""``epiloq convert``: rewrite a quantised model directory losslessly in another format."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def convert(
     layout: Annotated[str, choices("The format to write", FORMATS, "--format", "FORMAT")],
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Say a quantised model in another format, weight for weight, or say why that format cannot.
+    """Rewrite a quantised model losslessly in another format, or explain why that format cannot hold it.
 
     Examples:\n
       epiloq convert model-awq model-ct --format compressed-tensors\n
       epiloq convert model-gptq model-epiloq --format epiloq --json report.json\n
 
-    Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format has no words for it; 130 interrupted.
+    Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format cannot represent it; 130 interrupted.
     Nothing is left under OUT unless it is 0.
     """
     check_target(json_file)

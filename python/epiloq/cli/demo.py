@@ -158,7 +158,7 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
 
 def demo(
     vision: Annotated[
-        bool, typer.Option("--vision", help="Convolutional networks that read drawn text, not a language model.")
+        bool, typer.Option("--vision", help="Convolutional networks for text recognition instead of a language model.")
     ] = False,
     json_file: Annotated[Path | None, json_option()] = None,
     output: Annotated[

@@ -62,9 +62,9 @@ def measure(
 
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory, quantised or not.")],
-    text: Annotated[Path, typer.Option(metavar="FILE", help="Text, or a folder of it, to predict.")],
-    tokens: Annotated[int, typer.Option(min=ALL, help="How many tokens to evaluate at most; 0 for all.")] = 16384,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a window; each is seen without the others.")] = 512,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Text file, or a folder of them.")],
+    tokens: Annotated[int, typer.Option(min=ALL, help="Tokens to evaluate at most; 0 for all.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per window; windows are independent.")] = 512,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Go on although the text is too short to tell much.")] = False,
     json_file: Annotated[Path | None, json_option()] = None,

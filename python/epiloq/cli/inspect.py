@@ -1,4 +1,4 @@
-"""``epiloq inspect``: what a model directory holds, told without running it."""
+"""``epiloq inspect``: what a model directory holds, without running the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inspect(
     ] = False,
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Show how a model directory is quantised, what it takes, and which formats could say it.
+    """Show how a model directory is quantised, its size, and which formats can represent it.
 
     Every tensor's header is compared with the model that config.json describes; values are read only with --check.
 
@@ -108,7 +108,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     for note in facts["notes"]:
         say(note)
     for name, reason in facts["formats"].items():
-        say(f"  {name}: {'can say it' if reason is None else f'no: {reason}'}")
+        say(f"  {name}: {'can represent it' if reason is None else f'no: {reason}'}")
     for reason in facts.get("wrong", {}).values():
         say(f"Wrong: {reason}")
 

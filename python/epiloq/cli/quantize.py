@@ -65,7 +65,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["calibration_windows"]:
         lines.append(f"calibrated on {report['calibration_tokens']} tokens in {report['calibration_windows']} windows")
     name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
-    lines.append(f"worst layer {name}: its {report['error_of']} is off by {100 * error:.1f} %")
+    lines.append(f"worst layer {name}: its {report['error_of']} has a relative error of {100 * error:.1f} %")
     kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
     if kept:
         lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
@@ -99,17 +99,19 @@ def quantize(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, or a folder of it; not for rtn.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Calibration text: a file or a folder; not for rtn.", show_default=False
+        ),
     ] = None,
     layout: Annotated[
         str | None,
         choices("The format to write", FORMATS, "--format", "FORMAT", "the first that can hold the layers"),
     ] = None,
     symmetric: Annotated[
-        bool, typer.Option("--symmetric", help="int4 weights without zero points: a little faster, less exact.")
+        bool, typer.Option("--symmetric", help="int4 weights without zero points: slightly faster, less accurate.")
     ] = False,
     alpha: Annotated[
-        float, typer.Option(min=0, max=1, help="SmoothQuant: how much of the range moves into weights.")
+        float, typer.Option(min=0, max=1, help="SmoothQuant: migration strength, from activations to weights.")
     ] = 0.5,
     keep_dynamic: Annotated[
         str | None,
@@ -121,8 +123,8 @@ def quantize(
         ),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 32,
-    length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Which windows of the text are taken.")] = 0,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed that chooses windows of the text.")] = 0,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,10 +138,10 @@ def quantize(
         str | None,
         typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="D", help="Where each block is worked on: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="D", help="Where blocks are quantised: cpu or cuda.")] = "cpu",
     evaluation: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Other text, to measure perplexity on before and after.", show_default=False),
+        typer.Option(metavar="FILE", help="Other text, to measure perplexity before and after.", show_default=False),
     ] = None,
     force: Annotated[
         bool,
