@@ -99,9 +99,7 @@ def quantize(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Calibration text: a file or a folder; not for rtn.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Calibration text: a file or a folder; not for rtn.", show_default=False),
     ] = None,
     layout: Annotated[
         str | None,
