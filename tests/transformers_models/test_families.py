@@ -26,6 +26,8 @@ from epiloq.schemes import SCHEMES, available
 from more_families import MORE, answer, inputs
 from tiny_teacher import save
 
+# Other tests want transformers as it is.
+integration.unregister()
 pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
 
 SCHEMES_OF_ALL = [name for name in available() if not SCHEMES[name].static]
