@@ -135,3 +135,46 @@ def test_descriptions_beside_config_json(seed: int, tmp_path: Path, beside: str)
         torch.testing.assert_close(values, exact.get_parameter(layer), rtol=1e-6, atol=0)
     convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors"))
     assert same(weights(tmp_path / "out"), weights(tmp_path / "in"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq without g_idx", {"dynamic": {"-:.*up_proj": {}}}),
+        ("gptq without g_idx", {"modules_to_not_convert": ["mlp"]}),
+        ("auto-round, awq", {"extra_config": {UP: {"bits": 16}}}),
+        ("fp8 per tensor, static", {"ignored_layers": ["lm_head", "model.layers.0.mlp"]}),
+        ("fbgemm_fp8", {"modules_to_not_convert": [UP]}),
+        ("int8 weights alone", {"ignore": [UP]}),
+        ("int8 weights alone", {"config_groups": {"a": variants.ct_group(["re:.*self_attn.*"], variants.args())}}),
+    ],
+)
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_tensors_of_layers_that_are_left_out(seed: int, tmp_path: Path, name: str, change: dict[str, Any]) -> None:
+    """Files that hold a quantised layer, and a configuration that says there is none: one of them is wrong."""
+    pack, config = variants.VARIANTS[name]
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | change)
+    for read in (opened, models.from_directory):
+        with pytest.raises(ValueError, match=r"mlp\.\w+\.\w+: .*config.json leaves .*mlp\.\w+ in floating point"):
+            read(tmp_path / "in")
+
+
+def test_an_order_that_is_missing(seed: int, tmp_path: Path) -> None:
+    pack, config = variants.VARIANTS["gptq without g_idx"]
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | {"desc_act": True})
+    with pytest.raises(ValueError, match=r"g_idx: expected a tensor beside desc_act, found none"):
+        models.from_directory(tmp_path / "in")
+
+
+def test_zero_points_of_a_symmetric_group_that_are_some(seed: int, tmp_path: Path) -> None:
+    pack, config = variants.VARIANTS["zero points of a symmetric group"]
+
+    def wrong(name: str, linear: nn.Linear) -> foreign.Layer | None:
+        packed = pack(name, linear)
+        assert packed is not None
+        packed[0]["weight_zero_point"][0, 0] = 1
+        return packed
+
+    foreign.write_as(tmp_path / "in", foreign.llama(), wrong, config)
+    with pytest.raises(ValueError, match="weight_zero_point: expected zeros of a symmetric layer"):
+        models.from_directory(tmp_path / "in")

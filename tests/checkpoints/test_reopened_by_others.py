@@ -21,10 +21,11 @@ from torch import Tensor
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 from command_line import ROUND, run
-from epiloq.formats import convert, deepseek_fp8
+from epiloq.formats import convert, deepseek_fp8, epiloq_modules
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
+from epiloq.schemes import quantize_
 from opened_models import TOKENS
 from rounded_models import SAYABLE, same, unchanged, weights, written
 from tiny_teacher import save, tiny_model
@@ -120,3 +121,21 @@ def test_equal_weights_stay_tied(seed: int, tmp_path: Path) -> None:
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     model, _ = models.load(Checkpoint(tmp_path / "in"))
     assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+
+
+def test_stacked_experts_stay_as_they_are(seed: int, tmp_path: Path) -> None:
+    """Llama-4 keeps its experts in stacks of another structure, which files hold in floating point."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Llama4TextConfig(
+        vocab_size=256, intermediate_size=96, intermediate_size_mlp=96, head_dim=16, num_local_experts=4, **sizes
+    )
+    model = transformers.Llama4ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    save(tmp_path / "model", model)
+    epiloq_modules.save(quantize_(model, "w4a16-g32"), tmp_path / "epiloq")
+    convert.perform(convert.prepare(tmp_path / "epiloq", tmp_path / "out", "compressed-tensors"))
+    expected = logits(models.load(Checkpoint(tmp_path / "epiloq"))[0])
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), expected)
+    found = logits(stock(tmp_path / "out"))
+    assert float((found - expected).norm() / expected.norm()) < 1e-5

@@ -15,6 +15,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, Written, blank
 from epiloq.formats.weights import Weight
 from epiloq.linears.conv1d import TransposedConv1D
+from epiloq.linears.sequential_experts import splitter
 from epiloq.mixtures import left_beside
 
 
@@ -99,11 +100,14 @@ def perform(
     with written_whole(conversion.output) as aside:
         writer = Writer(aside, largest_shard)
         target = Target(conversion.layout, layers.dtype, writer, checkpoint)
+        split, beside = splitter(layers.model, conversion.layout.name), set[str]()
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
         for name in (name for name in checkpoint.names() if name not in layers.unused):
             layer = by_part.get(name)
             if layer is None:
-                writer.add(checkpoint.stored_name(name), checkpoint.tensor(name))
+                for own, tensor in split(name, checkpoint.tensor(name)).items():
+                    writer.add(checkpoint.stored_name(own), tensor)
+                    beside |= {own.removesuffix(".weight")} if own != name else set()
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
                 try:
@@ -111,7 +115,7 @@ def perform(
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()
-        target.close(layers.linears.keys() | left_beside(layers.model, target.quantised))
+        target.close(layers.linears.keys() | left_beside(layers.model, target.quantised) | beside)
         carry_over(checkpoint.folder, aside)
     return {
         "input": str(checkpoint.folder),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
@@ -181,8 +181,3 @@ def of_grid(quantization: Quantization, layout: str, ordered: bool = False) -> D
         ordered=ordered,
         inputs=activations(quantization.activations),
     )
-
-
-def without_order(described: Description) -> Description:
-    """The same, whatever the order of groups."""
-    return replace(described, ordered=False)

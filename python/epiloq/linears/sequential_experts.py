@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
@@ -27,6 +27,26 @@ def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lamb
                 layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         setattr(model.get_submodule(parent), leaf, made.train(before.training))
     return list(found)
+
+
+def splitter(model: nn.Module, method: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    """A function of a tensor of files and its name that gives tensors by name in files of a method: a matrix an expert
+    of those stacks that transformers replaces there, and any other tensor as it is."""
+    names = {name for name, module in model.named_modules() if _kind(module, method)}
+
+    def split(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        parent, _, leaf = name.rpartition(".")
+        if parent not in names:
+            return {name: tensor}
+        leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+        parts = zip(leaves, tensor.mT.chunk(len(leaves), 1), strict=True)
+        return {
+            f"{parent}.{expert}.{part}.weight": matrix.contiguous()
+            for part, matrices in parts
+            for expert, matrix in enumerate(matrices)
+        }
+
+    return split
 
 
 def _kind(module: nn.Module, method: str | None) -> Any:
