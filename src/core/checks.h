@@ -9,14 +9,14 @@
 
 namespace epiloq {
 
-// [.., R, C] seen as R' rows of C elements, rows `stride` elements apart.
+// […, R, C] as R' rows of C elements, `stride` elements apart.
 struct Matrix {
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   std::int64_t stride = 0;
 };
 
-// [.., R, C] scales seen as rows x cols of them, either dense along the rows or along the columns.
+// […, R, C] scales as rows x cols, dense along either.
 struct ScaleGrid {
   std::int64_t rows = 0;
   std::int64_t cols = 0;
@@ -24,7 +24,7 @@ struct ScaleGrid {
   std::int64_t col_stride = 0;
 };
 
-// The checks of one operation; each names the argument, what was expected and what came.
+// Argument checks of one operation; messages name the argument, what was expected and what came.
 class Checker {
  public:
   Checker(char const* operation, Device device) : operation_(operation), device_(device) {}
@@ -37,7 +37,7 @@ class Checker {
     throw InvalidArgument(message.str());
   }
 
-  // Right dtype, the operation's device, at most kMaxRank dimensions, no misaligned pointer.
+  // dtype, device, at most kMaxRank dimensions, alignment of the pointer.
   void tensor(char const* argument, TensorView const& view, std::initializer_list<DType> dtypes) const;
   // Large operands are read 16 bytes at a time.
   void aligned16(char const* argument, TensorView const& view) const;
@@ -47,14 +47,14 @@ class Checker {
   // Exactly [count], contiguous.
   void vector(char const* argument, TensorView const& view, std::int64_t count) const;
   void scalar(char const* argument, TensorView const& view) const;
-  // One element, [count], [1, count] or [count, 1] (as quantisers give the scales of a weight's rows), contiguous.
+  // One element, [count], [1, count] or [count, 1] (the shape of per-row weight scales), contiguous.
   void scalar_or_columns(char const* argument, TensorView const& view, std::int64_t count) const;
-  // A value for each of the R rows of `of` [.., K]: [R], [R, 1], or the leading dimensions of `of` with or without a
+  // A value for each of the R rows of `of` […, K]: [R], [R, 1], or the leading dimensions of `of` with or without a
   // last dimension of 1; contiguous.
   void row_values(char const* argument, TensorView const& view, char const* of_argument, TensorView const& of) const;
   void scalar_or_rows(char const* argument, TensorView const& view, char const* of_argument,
                       TensorView const& of) const;
-  // [rows, cols], or `leading` dimensions of those rows and cols, in rows that are dense or in columns that are.
+  // [rows, cols], or `leading` dimensions of such matrices, dense along rows or columns.
   ScaleGrid scale_grid(char const* argument, TensorView const& view, std::int64_t rows, std::int64_t cols,
                        std::span<std::int64_t const> leading = {}) const;
   void apart(char const* argument, TensorView const& out, char const* other_argument, TensorView const& other) const;

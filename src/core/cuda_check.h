@@ -16,13 +16,13 @@ inline void cuda_check(cudaError_t status, char const* doing) {
   }
 }
 
-// Makes a device current for a scope; next to free when it is already.
+// Makes a device current for a scope; almost free if it already is.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     cuda_check(cudaGetDevice(&previous_), "asking for the current device");
-    // A new thread reports device 0 before it has a context, and TMA descriptors are made by the driver in the current
-    // context: a thread's first call sets the device even if it seems to be set.
+    // A new thread reports device 0 before it has a context, and the driver encodes TMA descriptors in the current
+    // context: a thread's first call therefore sets the device even if it seems to be set.
     thread_local bool has_context = false;
     if (device == previous_ && has_context) {
       previous_ = kNothingToRestore;
@@ -42,8 +42,8 @@ class DeviceGuard {
   int previous_ = kNothingToRestore;
 };
 
-// Runs a kernel's preparation once on each device: attributes belong to the device that is current. Running it twice
-// from two threads is harmless, so a flag is enough.
+// Runs a kernel's preparation once per device, as attributes belong to the current device. Two threads may both run it,
+// which is harmless.
 class PerDevice {
  public:
   template <class Prepare>

@@ -26,7 +26,7 @@ DeviceProperties query(int device) {
   properties.sm_count = attribute(cudaDevAttrMultiProcessorCount);
   properties.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   properties.l2_bytes = attribute(cudaDevAttrL2CacheSize);
-  // Two transfers a clock, of kHz.
+  // Two transfers per clock, in kHz.
   properties.memory_gb_s = static_cast<int>(std::int64_t{2} * attribute(cudaDevAttrMemoryClockRate) *
                                             attribute(cudaDevAttrGlobalMemoryBusWidth) / 8 / 1'000'000);
   return properties;

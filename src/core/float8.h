@@ -1,6 +1,6 @@
 #pragma once
 
-// 8-bit formats and their scales, the same on the host and on a device.
+// 8-bit floating-point formats and their scales, identical on host and device.
 
 #include <bit>
 #include <cmath>
@@ -25,13 +25,13 @@ struct E5M2 {
 
 constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 
-// Clamped to the finite values and rounded, ties to even; NaN becomes 0x7f, as conversions on the GPU make it.
+// Clamps to the finite values and rounds, ties to even; NaN becomes 0x7f, as in the GPU's conversions.
 template <class Format>
 EPILOQ_HOST_DEVICE std::uint8_t encode(float x) {
   constexpr int kDropped = 23 - Format::kMantissaBits;
   constexpr std::uint32_t kLargest = std::bit_cast<std::uint32_t>(Format::kMax);
   constexpr std::uint32_t kSmallestNormal = (128u - Format::kBias) << 23;
-  // Floats of this size are as far apart as the format's subnormals.
+  // Floats of this size have the spacing of the format's subnormals.
   constexpr std::uint32_t kShift = (128u + kDropped - Format::kBias) << 23;
   std::uint32_t const bits = std::bit_cast<std::uint32_t>(x), magnitude = bits & 0x7fffffffu;
   std::uint32_t const clamped = magnitude < kLargest ? magnitude : kLargest;
@@ -62,22 +62,22 @@ EPILOQ_HOST_DEVICE float scale_of(float amax, float largest, ScaleRule const& ru
   return std::bit_cast<float>((std::bit_cast<std::uint32_t>(scale) + 0x7fffffu) & kInfinityBits);
 }
 
-// A scale, and what dividing by it without divisions takes.
+// A scale, and what dividing by it without a division needs.
 struct Divisor {
   float scale, inverse;
-  bool in_range;  // so that nothing below over- or underflows for quotients that matter
+  bool in_range;  // nothing below over- or underflows for quotients that matter
 };
 
 EPILOQ_HOST_DEVICE Divisor divide_by(float scale) {
   return {scale, 1.f / scale, scale >= 0x1p-80f && scale <= 0x1p100f};
 }
 
-// x / scale, where that is in_range: correctly rounded between 2^-18 and 2^20 in magnitude, on the right side of these
-// otherwise, with the right sign. x * inverse is off by one unit in the last place at most; each step adds the
-// remainder's share (Markstein). One step was compared with division for every significand of 8 and of 11 bits by every
-// one of 24 bits: no difference. For x of 24 bits the first step leaves a faithful quotient, of which the second is
-// proved to make the correctly rounded one. The remainder is taken negative so that -0 stays -0. Quotients that are
-// known to be small, by a scale measured on the same values, need no look at their size.
+// x / scale if in_range: correctly rounded for magnitudes between 2^-18 and 2^20, otherwise on the right side of these
+// bounds with the right sign. x * inverse is off by at most one ulp; each step adds the remainder's share (Markstein).
+// For significands of 8 and 11 bits one step was compared with division exhaustively; for 24 bits the first step leaves
+// a faithful quotient, from which the second is proved to give the correctly rounded one. The remainder is taken
+// negative so that -0 stays -0. Quotients known to be small, by a scale measured on the same values, need no check of
+// their size.
 template <int kSteps, bool kSmall = false>
 EPILOQ_HOST_DEVICE float quotient(float x, Divisor const& d) {
   float const first = x * d.inverse;
@@ -86,7 +86,7 @@ EPILOQ_HOST_DEVICE float quotient(float x, Divisor const& d) {
     float const excess = fmaf(result, d.scale, -x);
     result = fmaf(-excess, d.inverse, result);
   }
-  return kSmall || fabsf(first) < 0x1p20f ? result : first;  // past that the steps may make NaN of an infinity
+  return kSmall || fabsf(first) < 0x1p20f ? result : first;  // beyond that the steps may turn an infinity into NaN
 }
 
 }  // namespace epiloq

@@ -1,6 +1,6 @@
 #pragma once
 
-// 16-bit floats on the host, by bits: the compiler's own _Float16 would tie the library to a new libgcc.
+// 16-bit floats on the host, by bits: the compiler's own _Float16 would require a new libgcc.
 
 #include <bit>
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace epiloq {
 
 inline float float_of_bfloat16(std::uint16_t x) { return std::bit_cast<float>(static_cast<std::uint32_t>(x) << 16); }
 
-// The multiplication moves the exponent's bias and normalises subnormals.
+// The multiplication adjusts the exponent's bias and normalises subnormals.
 inline float float_of_float16(std::uint16_t x) {
   std::uint32_t const magnitude = (x & 0x7fffu) << 13;
   std::uint32_t const moved = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
@@ -17,7 +17,7 @@ inline float float_of_float16(std::uint16_t x) {
   return std::bit_cast<float>(bits | (x & 0x8000u) << 16);
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline std::uint16_t bfloat16_of_float(float x) {
   std::uint32_t const bits = std::bit_cast<std::uint32_t>(x);
   if (x != x) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
@@ -30,7 +30,7 @@ inline std::uint16_t float16_of_float(float x) {
   std::uint32_t const sign = std::bit_cast<std::uint32_t>(x) >> 16 & 0x8000u;
   std::uint32_t const magnitude = std::bit_cast<std::uint32_t>(x) & 0x7fffffffu;
   std::uint32_t half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
-  // Next to 0.5 a float's last place is 2^-24, a subnormal's.
+  // Near 0.5 a float's ulp is 2^-24, a subnormal half's.
   if (magnitude < kNormal) half = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   if (magnitude >= kOverflow) half = 0x7c00u;
   if (x != x) half = 0x7e00u;

@@ -7,7 +7,7 @@ namespace epiloq::bindings {
 void register_conv2d_int8(py::module_& module) {
   using Optional = std::optional<TensorArg>;
   using Kernel = std::optional<std::pair<int, int>>;
-  // `last`: the last argument and what it is by default; `action` gets it as it is.
+  // `last`: the last argument's name and default; `action` receives its value.
   auto const define = [&module]<class Last>(char const* name, char const* last, Last none, auto action) {
     module.def(
         name,

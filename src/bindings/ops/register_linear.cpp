@@ -1,9 +1,9 @@
-// Linear layers in one call: a quantiser, and the product behind it. Eager torch otherwise allocates and passes what is
-// between them by way of Python, which takes longer than a small layer's kernels.
+// Linear layers in one call: a quantiser and the product that follows. In eager torch, allocating and passing the
+// intermediate tensors through Python would take longer than a small layer's kernels.
 //
-// A product behind a quantiser has a constant B whoever wrote the weight: quantisers wait for all that was launched
-// before them, and only then let the product start (quantizing.cuh). Compiled layers are two operations, which say the
-// same; there it holds as the weight is a buffer, written by torch.
+// A product behind a quantiser may use constant_b whoever wrote the weight: quantisers call pdl_wait before they
+// trigger (kernels/quantize/quantize.cuh). Compiled layers are two operations with the same flag, which holds there
+// because the weight is a buffer written by torch.
 
 #include "bindings/register.h"
 #include "bindings/scratch.h"
@@ -33,14 +33,14 @@ TensorView rows_of(TensorArg const& argument, char const* name) {
   return {view.data, view.dtype, view.device, {columns > 0 ? count / columns : 0, columns}};
 }
 
-// A matrix as the operand of a product.
+// A matrix as an operand of a product.
 TensorView operand_of(TensorArg const& argument, char const* name) {
   if (argument.view.rank == 2) return transposed(argument.view);
   throw InvalidArgument("epiloq: " + std::string(name) + ": expected a matrix in memory, got " +
                         describe(argument.view));
 }
 
-// quantise(stream), then multiply(stream), or without one on the CPU.
+// quantise(stream), then multiply(stream); without a stream on the CPU.
 template <class Quantise, class Multiply>
 void run(TensorArg const& x, Quantise const& quantise, Multiply const& multiply) {
   Stream const stream = current_stream(x);
@@ -92,7 +92,7 @@ void fp8_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weigh
       [&](auto... stream) { scaled_mm(product, stream...); });
 }
 
-// The scales of tokens lie in columns, for TMA.
+// Token scales are stored by columns, for TMA.
 void fp8_block_linear(TensorArg const& out, TensorArg const& x, TensorArg const& weight, Optional const& bias,
                       TensorArg const& weight_scale_inv, int threads) {
   constexpr int kGroup = 128, kPitch = 4;

@@ -44,7 +44,7 @@ void register_online_quant_mm(py::module_& module) {
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
          Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
          bool staged, Optional const& products, Optional const& sums, KernelArg const& kernel) {
-        bool const has_rows = in_features > 0 && x.view.rank <= TensorView::kMaxRank;  // else refused below
+        bool const has_rows = in_features > 0 && x.view.rank <= TensorView::kMaxRank;  // otherwise refused below
         std::int64_t const m = has_rows ? x.view.numel() / in_features : 0, padded_m = (m + 3) / 4 * 4;
         std::int64_t const padded_k = values.view.shape[1] * (bits == 4 ? 2 : 1), blocks = parameters.view.shape[0];
         Scratch const scratch(x, {{DType::kInt8, m, padded_k}, {DType::kFloat32, 3 * blocks, 4 * padded_m}});

@@ -50,7 +50,7 @@ void register_scaled_mm(py::module_& module) {
       [](std::int64_t m, std::int64_t n, std::int64_t k, bool aligned, std::string const& dtype, bool fast_accum,
          std::int64_t batches, bool int8_out, std::string const& arch, int sm_count) {
         DType const operand = parse_dtype(dtype);
-        bool const whole = aligned && k % 16 == 0 && n % 8 == 0;  // as rows of operands without gaps would be
+        bool const whole = aligned && k % 16 == 0 && n % 8 == 0;  // as rows of contiguous operands would be
         return explain_scaled_mm({m, n, k, whole, operand, operand, fast_accum, batches, int8_out}, parse_arch(arch),
                                  sm_count);
       },

@@ -74,7 +74,7 @@ void run_on_host(Problem const& p, DType x, DType q) {
         quantize_e5m2(values, count, scale, target);
       }
     });
-    for (int row = band.first; row < last; ++row) {
+    for (int row = band.first; row < last && p.padded_cols > p.cols; ++row) {
       std::memset(p.q + row * p.stride_q + p.cols, 0, p.padded_cols - p.cols);
     }
   }

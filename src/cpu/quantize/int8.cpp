@@ -63,7 +63,7 @@ void run_on_host(Problem const& p, DType x) {
     std::int8_t* const q = p.q + row * p.stride_q;
     Parameters const parameters = parameters_of(p, row, values);
     quantize_row(values, p.cols, parameters.scale, parameters.azp, q);
-    std::memset(q + p.cols, 0, p.padded_cols - p.cols);
+    if (p.padded_cols > p.cols) std::memset(q + p.cols, 0, p.padded_cols - p.cols);
   }
 }
 
