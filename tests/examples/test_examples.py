@@ -17,6 +17,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the example's `main` returns."""
     path = EXAMPLES / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as when Python runs a file there
     return runpy.run_path(str(path))["main"]()
 
 
@@ -39,3 +40,14 @@ def test_gptq_language_model(monkeypatch: pytest.MonkeyPatch, epiloq_in_transfor
     plain, nearest, gptq = found.values()
     assert plain < 2  # a model that knows nothing has 256
     assert plain < nearest and gptq - plain < 0.5 * (nearest - plain)
+
+
+@pytest.mark.slow
+def test_lora_on_4bit(monkeypatch: pytest.MonkeyPatch, epiloq_in_transformers: None) -> None:
+    for package in ("peft", "transformers"):
+        pytest.importorskip(package)
+    found = run("lora_on_4bit", monkeypatch)
+    before, quantized_before, exact, quantized, again = found.values()
+    assert exact < 0.6 * before and again == quantized
+    # What the adapter gains on 4 bits is what it gains on floats, within a tenth.
+    assert abs((quantized_before - quantized) - (before - exact)) < 0.1 * (before - exact)
