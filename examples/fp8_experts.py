@@ -70,7 +70,7 @@ def main() -> float:
     print(f"relative error {error:.3f}")
 
     # The product underneath, with the tensors in hand: scales as `quantize_fp8` gives them, transposed as weights are.
-    weight = quantized.gate_up.weight_q  # float8 [E, N, K]
+    weight = quantized.gate_up.weight_q.view(torch.float8_e4m3fn)  # float8 [E, N, K]
     scale = quantized.gate_up.weight_scale_inv  # float32 [E, N / 128, K / 128]
     a, scale_a = epiloq.quantize_fp8(x, granularity="group")  # [M, K], [M, K / 128]
     ends = torch.tensor([7, 7, 20, 20, 31, 40, 49, 50], dtype=torch.int32)  # experts 1 and 3 have no rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -22,10 +21,4 @@ class FrozenParameter(nn.Parameter):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The pickle module, unlike torch.save, has no way for float8 (torch 2.13): its bytes go instead.
-        data = self.detach()
-        return _restored, (data.view(torch.uint8) if data.dtype.itemsize == 1 else data, data.dtype)
-
-
-def _restored(data: Tensor, dtype: torch.dtype) -> FrozenParameter:
-    return FrozenParameter(data.view(dtype))
+        return FrozenParameter, (self.detach(),)

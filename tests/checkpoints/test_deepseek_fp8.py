@@ -55,7 +55,9 @@ def dequantised(quantised: Any, original: Any) -> Any:
     for name, layer in layers(quantised).items():
         n, k = layer.out_features, layer.in_features
         scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
-        model.get_submodule(name).weight.data = (layer.weight_q.float() * scale).to(original.dtype)
+        model.get_submodule(name).weight.data = (layer.weight_q.view(torch.float8_e4m3fn).float() * scale).to(
+            original.dtype
+        )
     return model
 
 

@@ -83,8 +83,8 @@ def rounded(x: Tensor, grid: tuple[float, int]) -> Tensor:
 
 def weight_of(layer: Any) -> Tensor:
     """The weight of a quantised layer, float64."""
-    state = layer.state_dict()
-    weight = state["weight_q"].double()
+    state = layer.file_state()
+    weight = state["weight"].double()
     if "weight_scale" in state:
         return weight * state["weight_scale"].double().view(-1, 1)
     wide = state["weight_scale_inv"].double().repeat_interleave(128, 0).repeat_interleave(128, 1)

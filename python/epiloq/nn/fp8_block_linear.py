@@ -32,12 +32,12 @@ class Fp8BlockLinear(PreparedLinear):
         How many rows of W share a scale with 128 columns: 128, or 1.
 
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
-        weight_q          float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
+        weight_q          uint8 [N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest, ties to even
         weight_scale_inv  float32 [ceil(N / rows), ceil(K / 128)], the scale, max|W| / 448 of the block, at least 2^-126
         bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    Files, such as DeepSeek-V3's checkpoints, have `weight_q` under "weight". `weight` is the float weight
-    that these stand for, computed when it is read. Kernels read N rounded up to 8 and K to 16, with zeros: of other
-    sizes they get padded copies, and an out_features that is not a multiple of 8 costs one copy of `y`.
+    Files, such as DeepSeek-V3's checkpoints, have `weight_q` under "weight", as float8_e4m3fn. `weight` is the
+    float weight that these stand for, computed when it is read. Kernels read N rounded up to 8 and K to 16, with zeros:
+    of other sizes they get padded copies, and an out_features that is not a multiple of 8 costs one copy of `y`.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn

@@ -44,7 +44,7 @@ class Fp8Linear(PreparedLinear):
         What is larger in magnitude is taken for this much before scales are measured; None for no limit.
 
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
-        weight_q      float8_e4m3fn [N, K], W / scale rounded to nearest, ties to even
+        weight_q      uint8 [N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest, ties to even
         weight_scale  float32 [N], or [1] for "tensor": max|W| / 448, at least 2^-126
         bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
         input_scale   float32 [1], static only

@@ -23,7 +23,7 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         Rows and columns of W that share a scale, -1 for all: (-1, -1) for the tensor, (1, -1) for channels.
 
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
-        weight_q      float8_e4m3fn [N, K]
+        weight_q      uint8 [N, K], the bytes of float8_e4m3fn values
         weight_scale  float32 [ceil(N / rows), ceil(K / columns)]
         bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
     Files have `weight_q` under "weight". `weight` is the float weight that these stand for, computed when it is read.

@@ -71,6 +71,11 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return filled.view(tensor.dtype)
 
 
+def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of a byte each as the bytes that a layer stores; others as they are."""
+    return values.view(dtype) if values.dtype != dtype and values.dtype.itemsize == dtype.itemsize == 1 else values
+
+
 class PreparedLinear(FrozenLinear):
     """A linear layer for inference, of tensors that kernels read padded with zeros.
 
@@ -81,6 +86,7 @@ class PreparedLinear(FrozenLinear):
 
     RENAMED = FILES_SAY_WEIGHT
     WEIGHT_DTYPE: ClassVar[torch.dtype]
+    """Of the quantised values; float8 ones are stored as bytes, which torch can broadcast, gather and pickle."""
     PARTS: ClassVar[tuple[str, ...]]
     """What kernels take, in their order, the weight first, then the bias."""
 
@@ -113,6 +119,8 @@ class PreparedLinear(FrozenLinear):
         wanted: bool = True,
     ) -> None:
         """Store a tensor of `shape`, which kernels read padded to `multiples`; None unless `wanted`."""
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize == 1:
+            dtype = torch.uint8
         padding = zip(shape, multiples, strict=True)
         self._padded_shapes[name] = tuple(-(-size // multiple) * multiple for size, multiple in padding)
         self._store(name, torch.zeros(shape, dtype=dtype, device=device) if wanted else None)
@@ -123,14 +131,24 @@ class PreparedLinear(FrozenLinear):
         for name, tensor in tensors.items():
             held = self._parameters[name]
             if held is not None and tensor is not None:
-                held.copy_(tensor[tuple(map(slice, held.shape))])
+                held.copy_(as_stored(tensor, held.dtype)[tuple(map(slice, held.shape))])
         self._settle()
 
     def _make(self) -> Any:
         return tuple(self._padded(name) for name in self.PARTS)
 
+    @property
+    def _values(self) -> Tensor:
+        """`weight_q` in the type that it means."""
+        stored = self._stored("weight_q")
+        assert stored is not None
+        return stored if stored.dtype == self.WEIGHT_DTYPE else stored.view(self.WEIGHT_DTYPE)
+
+    def file_state(self) -> dict[str, Tensor]:
+        return super().file_state() | {"weight": self._values.detach()}
+
     def _padded(self, name: str) -> Tensor | None:
-        stored = self._stored(name)
+        stored = self._values if name == "weight_q" else self._stored(name)
         return None if stored is None else padded(stored, self._padded_shapes[name])
 
     def _check_width(self, x: Tensor) -> None:
@@ -171,13 +189,18 @@ class PreparedLinear(FrozenLinear):
         not_weight = ("bias", "input_scale", "input_zero_point")
         tensors = [t for name, t in self._parameters.items() if name not in not_weight]
         tensors += [t for name, t in zip(self.PARTS, self._made, strict=True) if name not in not_weight]
-        return sum(t.nbytes for t in {id(t): t for t in tensors if t is not None}.values())
+        memory = {t.untyped_storage()._cdata: t.nbytes for t in tensors if t is not None}
+        return sum(memory.values())
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
         if name in _STATIC_RANGES and type(given) in PLAIN and not given.is_meta and given.shape == held.shape:
             low, high = _STATIC_RANGES[name]
             if not low <= (value := given.item()) <= high:
                 return f"expected {low:g} to {high:g}, got {value}"
+        if name == "weight_q" and given.shape == held.shape:
+            given = as_stored(given, held.dtype) if given.dtype == self.WEIGHT_DTYPE else given
+            if given.dtype != held.dtype:
+                return f"expected {self.WEIGHT_DTYPE} {list(held.shape)}, got {given.dtype} {list(given.shape)}"
         return super()._fitting(name, given, held)
 
 

@@ -25,6 +25,8 @@ class _Made(NamedTuple):
 
     sources: tuple[tuple[str, Tensor | None, int | None], ...]
     value: Any
+    own: frozenset[int]
+    """Tensors of `value`, by id, that share no memory with stored ones."""
 
 
 class StoredTensors(nn.Module):
@@ -97,16 +99,18 @@ class StoredTensors(nn.Module):
             value = self._make()
             if not all(type(tensor) in PLAIN for tensor in present.values()):
                 return value
-            stored = {id(tensor) for tensor in present.values()}
-            if self._held is not None:
-                value = _in_place(self._held.value, value, stored)
-        # What is stored itself follows what is written to it.
-        follows = isinstance(value, tuple) and all(part is None or id(part) in stored for part in value)
+            stored = {tensor.untyped_storage()._cdata for tensor in present.values()}
+            own = _apart_from(stored, value)
+            if self._held is not None and own:
+                value = _in_place(self._held, value, own)
+                own = _apart_from(stored, value)
+        # What shares memory with a stored tensor follows what is written to it.
+        follows = isinstance(value, tuple) and not own and all(part is None or _is_tensor(part) for part in value)
         versions = tuple(
             (name, tensor, None if tensor is None or follows or tensor.is_inference() else tensor._version)
             for name, tensor in sources
         )
-        self._held = _Made(versions, value)
+        self._held = _Made(versions, value, own)
         return value
 
     def _settle(self) -> str | None:
@@ -254,13 +258,24 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _in_place(old: Any, new: Any, stored: set[int]) -> Any:
-    """`new` in the memory of `old` where it fits, for captured CUDA graphs keep its address."""
-    if isinstance(new, tuple) and isinstance(old, tuple) and len(old) == len(new):
-        return tuple(_in_place(a, b, stored) for a, b in zip(old, new, strict=True))
-    if not isinstance(new, Tensor) or not isinstance(old, Tensor) or old is new or id(new) in stored:
+def _is_tensor(part: Any) -> bool:
+    return isinstance(part, Tensor)
+
+
+def _apart_from(stored: set[int], value: Any) -> frozenset[int]:
+    parts = value if isinstance(value, tuple) else (value,)
+    return frozenset(id(p) for p in parts if _is_tensor(p) and p.untyped_storage()._cdata not in stored)
+
+
+def _in_place(held: _Made, new: Any, own: frozenset[int]) -> Any:
+    """`new` in the memory of what was made before, where it fits, for captured CUDA graphs keep its address."""
+    if not isinstance(new, tuple) or len(new) != len(held.value):
         return new
-    alike = (old.shape, old.dtype, old.device, old.stride()) == (new.shape, new.dtype, new.device, new.stride())
-    if isinstance(old, nn.Parameter) or old.is_inference() or not alike:
-        return new
-    return old.copy_(new)
+    return tuple(
+        a.copy_(b) if id(a) in held.own and id(b) in own and not a.is_inference() and _alike(a, b) else b
+        for a, b in zip(held.value, new, strict=True)
+    )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())

@@ -56,14 +56,14 @@ def _table(k: int, n: int) -> nn.Module:
 
 
 def _filled(layer: Any) -> nn.Module:
-    """Random weights, scales and biases in a layer that only files fill."""
-    state = layer.state_dict()
-    found = {
-        name: torch.randn(t.shape).to(t.dtype) if name in ("weight_q", "bias") else torch.rand(t.shape) * 0.1 + 0.01
-        for name, t in state.items()
+    """A float8 layer with drawn tensors, as files have them."""
+    drawn = {
+        name: torch.rand(tensor.shape) / 16 if "scale" in name else torch.randn(tensor.shape).to(tensor.dtype)
+        for name, tensor in layer.file_state().items()
     }
-    layer.load_state_dict(found)
-    return layer  # type: ignore[no-any-return]
+    layer.load_state_dict(drawn)
+    found: nn.Module = layer
+    return found
 
 
 LAYERS: dict[str, Make] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 import epiloq
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.fp8_block_linear import rows_of_blocks
-from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE
+from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, as_stored
 
 
 class Fp8BlockExperts(Experts):
@@ -20,7 +20,7 @@ class Fp8BlockExperts(Experts):
     token, measured at run time, as `Fp8BlockLinear` has them.
 
     Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
-        weight_q          float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
+        weight_q          uint8 [E, N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest
         weight_scale_inv  float32 [E, ceil(N / 128), ceil(K / 128)], max|W| / 448 of the block, at least 2^-126
     Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
     """
@@ -38,7 +38,7 @@ class Fp8BlockExperts(Experts):
 
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = epiloq.quantize_fp8(values, granularity="block", pad_to=K_MULTIPLE)
-        self.weight_q[expert] = q[:, : self.in_features]
+        self.weight_q[expert] = as_stored(q[:, : self.in_features], self.weight_q.dtype)
         self.weight_scale_inv[expert] = scale
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:

@@ -19,7 +19,7 @@ from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.frozen import wants_gradient
 from epiloq.nn.int8_linear import Int8Linear
-from epiloq.nn.prepared_linear import K_MULTIPLE
+from epiloq.nn.prepared_linear import K_MULTIPLE, as_stored
 from epiloq.nn.quantized_layer import convert_input
 
 
@@ -131,7 +131,9 @@ class GatedExperts(nn.Module):
         """The tensors of each expert's layers by their names in files; views of the parameters, without copies."""
         names = {name: given for given, name in self.kind.linear.RENAMED.items()}
         return {
-            f"{expert}.{projection}.{names.get(part, part)}": tensor.detach()
+            f"{expert}.{projection}.{names.get(part, part)}": (
+                tensor.detach().view(self.down.WEIGHT_DTYPE) if part == "weight_q" else tensor.detach()
+            )
             for expert in range(self.experts)
             for projection in self.projections
             for part, tensor in self._tensors(expert, projection).items()
@@ -180,7 +182,7 @@ class GatedExperts(nn.Module):
         shared = self.gate_up.ROWS_PER_SCALE
         for begin in (0, self.up_begins):
             padding = slice(begin + self.intermediate, begin + self.up_begins)
-            self.gate_up.weight_q.view(torch.uint8)[:, padding].zero_()
+            self.gate_up.weight_q[:, padding] = 0
             scales = slice(-(-padding.start // shared), padding.stop // shared)
             self.gate_up.get_parameter(self.gate_up.SCALE)[:, scales] = 0
 
@@ -251,15 +253,18 @@ def _take(
             for part, place in places.items():
                 key = f"{prefix}{expert}.{projection}.{part}"
                 given = state.pop(key if key in state else key.removesuffix("_q"), None)  # As files have it.
+                kind = module.down.WEIGHT_DTYPE if part == "weight_q" else place.dtype
                 if given is None:
                     missing.append(key)
-                elif given.shape != wanted[part].shape or (part == "weight_q" and given.dtype != place.dtype):
+                elif given.shape != wanted[part].shape or (
+                    part == "weight_q" and given.dtype not in (kind, place.dtype)
+                ):
                     errors.append(
-                        f"GatedExperts: {key}: expected {place.dtype} {list(wanted[part].shape)}, "
+                        f"GatedExperts: {key}: expected {kind} {list(wanted[part].shape)}, "
                         f"got {given.dtype} {list(given.shape)}"
                     )
                 else:
-                    place.copy_(given)
+                    place.copy_(as_stored(given, place.dtype))
     for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
         for part in ("weight_q", experts.SCALE):
             state.setdefault(f"{prefix}{name}.{part}", experts.get_parameter(part).detach())

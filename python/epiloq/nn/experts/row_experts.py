@@ -11,7 +11,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear
+from epiloq.nn.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear, as_stored
 from epiloq.nn.quantized_layer import convert_input
 
 _Layer = TypeVar("_Layer", bound="Experts")
@@ -167,7 +167,7 @@ class RowExperts(Experts):
 
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = self.quantise(values)
-        self.weight_q[expert] = q[:, : self.in_features]
+        self.weight_q[expert] = as_stored(q[:, : self.in_features], self.weight_q.dtype)
         self.weight_scale[expert] = scale.flatten()
 
     def multiply(
@@ -217,7 +217,7 @@ class Fp8Experts(RowExperts):
     time, as `Fp8Linear` has them.
 
     Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
-        weight_q      float8_e4m3fn [E, N, K], W / scale rounded to nearest, ties to even
+        weight_q      uint8 [E, N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest
         weight_scale  float32 [E, N], max|W| / 448 of the channel, at least 2^-126
     Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
     """
