@@ -16,6 +16,7 @@ from epiloq.nn.frozen import FrozenLinear
 from epiloq.nn.prepared_linear import check_linear
 from epiloq.nn.quantized_layer import convert_input
 from epiloq.ops.online_quant_mm import run
+from epiloq.ops.online_quant_weight import MAX_GROUP
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs
 
 _NAME = "OnlineQuantLinear"
@@ -87,6 +88,8 @@ class OnlineQuantLinear(FrozenLinear):
         for name, value in (("in_features", in_features), ("out_features", out_features), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{_NAME}: {name}: expected at least 1, got {value}")
+        if group_size > MAX_GROUP:
+            raise ValueError(f"{_NAME}: group_size: expected at most {MAX_GROUP}, got {group_size}")
         if bits not in RANGES:
             raise ValueError(f"{_NAME}: bits: expected 4 or 8, got {bits}")
         self.in_features, self.out_features = in_features, out_features

@@ -9,7 +9,7 @@ from epiloq._library import expect_tensors
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
 
 # int32 holds the sum of as many products of at most 2^14.
-_MAX_GROUP = 2**17 - 1
+MAX_GROUP = 2**17 - 1
 
 
 def online_quant_weight(
@@ -35,8 +35,8 @@ def online_quant_weight(
     expect_tensors("online_quant_weight", {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
     if bits not in RANGES:
         raise ValueError(f"epiloq.online_quant_weight: bits: expected 4 or 8, got {bits}")
-    if not 1 <= group_size <= _MAX_GROUP:
-        raise ValueError(f"epiloq.online_quant_weight: group_size: expected 1 to {_MAX_GROUP}, got {group_size}")
+    if not 1 <= group_size <= MAX_GROUP:
+        raise ValueError(f"epiloq.online_quant_weight: group_size: expected 1 to {MAX_GROUP}, got {group_size}")
     if w_q.dtype != torch.int8 or w_q.ndim != 2:
         raise ValueError(
             f"epiloq.online_quant_weight: w_q: expected int8 with 2 dimensions, got {w_q.dtype} {list(w_q.shape)}"
