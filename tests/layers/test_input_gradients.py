@@ -90,7 +90,8 @@ def weight_of(layer: Any) -> Tensor:
         q, scale, offset = layer.prepared.unpack()
         group = torch.arange(k, device=q.device) // layer.group_size
         return q.double() * scale.double()[:, group] + (0 if offset is None else offset.double()[:, group])
-    weight = layer.weight_q.to(torch.float32).double()
+    q = layer.weight_q
+    weight = (q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q).float().double()
     if isinstance(layer, Fp8BlockLinear):
         rows, columns = (torch.arange(size, device=weight.device) // 128 for size in (n, k))
         return weight * layer.weight_scale_inv.double()[rows[:, None], columns]

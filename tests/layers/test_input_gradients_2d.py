@@ -134,7 +134,8 @@ EXPERTS = [Int8Experts, Fp8Experts, Fp8BlockExperts]
 
 def dense(experts: Any, expert: int) -> Tensor:
     state = experts.state_dict()
-    weight, scale = state["weight_q"][expert].to(torch.float32).double(), state[experts.SCALE][expert].double()
+    q, scale = state["weight_q"][expert], state[experts.SCALE][expert].double()
+    weight = (q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q).float().double()
     if isinstance(experts, Fp8BlockExperts):
         rows, columns = (torch.arange(size, device=scale.device) // 128 for size in weight.shape)
         return weight * scale[rows[:, None], columns]

@@ -82,12 +82,12 @@ def _sampled(case: Case, x: Tensor, weight: Tensor, bias: Tensor | None, n: Tens
 def _int8_error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
     """Half a step around the exact value, and float32's rounding of the scale."""
     layer = _layer(case)
-    if result.shape != (case.m, *layer.output_image, case.n) or result.dtype != torch.int8:
+    if result.shape != (case.m, case.n, *layer.output_image) or result.dtype != torch.int8:
         return float("inf")
     n = sample(case.n, 14, generator)
     exact = _sampled(case, *_real(inputs), inputs["bias"], n).clamp_(min=0) / OUTPUT[0]
     expected = (exact + OUTPUT[1]).clamp_(-128, 127)
-    return worst((result[0][..., n].double() - expected).abs(), torch.full_like(expected, 0.5 + 1e-3))
+    return worst((result[0, n].permute(1, 2, 0).double() - expected).abs(), torch.full_like(expected, 0.5 + 1e-3))
 
 
 def _packed(case: Case, inputs: Inputs) -> PackedConv2dWeight:
