@@ -49,9 +49,11 @@ struct WeightOnlyMm {
   int threads = 1;                             // on the CPU, at most: of those that use_openmp (threads.h) lends
 };
 
-// out = W: the products and the sums of the definition above each rounded to fp32, then to out's dtype.
+// out = W: the products and the sums of the definition above each rounded to fp32, then to out's dtype. Of an 8-bit
+// type: the integers q - zero without their scales, exactly, as the operand of an 8-bit product.
 struct DequantizeWeight {
-  TensorView out;  // [N, K] float16, bfloat16 or float32, contiguous
+  TensorView out;  // [N, K], contiguous: float16, bfloat16 or float32; or, without offsets, float8 E4M3 (at most 4
+                   // bits) or int8 (8 bits only without zero points)
   PackedWeight weight;
 };
 

@@ -50,8 +50,13 @@ wo::Problem checked(WeightOnlyMm const& call) {
 
 wo::DequantizeProblem checked(DequantizeWeight const& call) {
   Checker const check("dequantize_weight", call.out.device);
-  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kInt8});
   wo::Weight const weight = wo::checked_weight(check, call.weight);
+  if (size_of(call.out.dtype) == 1) {
+    bool const fits = weight.bits <= 4 || (call.out.dtype == DType::kInt8 && weight.zero == nullptr);
+    if (weight.offset != nullptr) check.fail("out", "expected a floating-point type for a weight with offsets");
+    if (!fits) check.fail("out", "cannot hold the integers of this weight of ", weight.bits, " bits exactly");
+  }
   wo::expect_shape(check, "out", call.out, {weight.n, weight.k});
   if (call.out.device.type == Device::Type::kCuda) check.aligned16("out", call.out);
   wo::check_apart(check, call.out, call.weight);

@@ -184,6 +184,18 @@ class PackedWeight:
         out = dequantize_weight(self.q, self.scale, self.zero, self.offset, *numbers, dtype)
         return out if self.perm is None else torch.empty_like(out).index_copy_(1, self.perm, out)
 
+    def integers(self, dtype: torch.dtype = torch.int8) -> Tensor:
+        """The differences ``q - zero`` ``[N, K]`` without their scales, exactly, as the operand of an 8-bit product.
+
+        ``dtype`` is int8, or float8_e4m3fn for at most 4 bits. Columns are in the packed order, as ``perm`` has it.
+        Raises ValueError for a weight with offsets, and where the type cannot hold the integers: float8 for 8 bits,
+        int8 for 8 bits with zero points.
+        """
+        if dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise ValueError(f"PackedWeight.integers: dtype: expected torch.int8 or torch.float8_e4m3fn, got {dtype}")
+        numbers = (self.bits, self.n, self.k, self.group_size)
+        return dequantize_weight(self.q, self.scale, self.zero, self.offset, *numbers, dtype)
+
     def row_slice(self, first: int, last: int) -> PackedWeight:
         """Rows `first` (a multiple of 16) to `last` of the weight, which share its memory."""
         slabs = slice(first // SLAB, -(-last // SLAB))

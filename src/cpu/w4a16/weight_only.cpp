@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/float8.h"
 #include "cpu/common/rows.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -65,6 +66,15 @@ EPILOQ_CLONES void restore(std::uint8_t const* q, int count, float scale, float 
   for (int i = 0; i < count; ++i) out[i] = scale * (static_cast<float>(q[i]) - zero) + offset;
 }
 
+// q - zero without a scale, in an 8-bit type.
+void write_integers(std::uint8_t const* q, int count, float zero, DType dtype, std::uint8_t* out) {
+  for (int i = 0; i < count; ++i) {
+    float const difference = static_cast<float>(q[i]) - zero;
+    out[i] = dtype == DType::kInt8 ? static_cast<std::uint8_t>(static_cast<std::int8_t>(difference))
+                                   : encode<E4M3>(difference);
+  }
+}
+
 // The integers of a panel as rows [16, padded_k], from 0.
 void unpack_panel(Weight const& w, int panel, std::uint8_t* values) {
   std::uint8_t const* q = w.q + panel * panel_bytes(w);
@@ -85,15 +95,22 @@ void dequantize_on_host(DequantizeProblem const& problem) {
   PanelParameters parameters(w);
   std::vector<std::uint8_t> values(static_cast<std::size_t>(kPanelRows) * w.padded_k);
   std::vector<float> row(w.k);
+  bool const scaled = size_of(problem.out_dtype) > 1;
   for (int n = 0; n < w.n; ++n) {
     int const panel = n / kPanelRows, in_panel = n % kPanelRows;
     if (in_panel == 0) unpack_panel(w, panel, values.data()), parameters.read(w, panel);
     std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_panel) * w.padded_k;
+    std::int64_t const first = static_cast<std::int64_t>(n) * w.k;
     for (int k = 0, at = parameter_of(in_panel); k < w.k; k += w.group, at += kPanelRows) {
-      restore(q + k, std::min(w.group, w.k - k), parameters.scale[at], parameters.zero[at], parameters.offset[at],
-              row.data() + k);
+      int const count = std::min(w.group, w.k - k);
+      if (scaled) {
+        restore(q + k, count, parameters.scale[at], parameters.zero[at], parameters.offset[at], row.data() + k);
+      } else {
+        write_integers(q + k, count, parameters.zero[at], problem.out_dtype,
+                       static_cast<std::uint8_t*>(problem.out) + first + k);
+      }
     }
-    write_row(row.data(), w.k, problem.out_dtype, problem.out, static_cast<std::int64_t>(n) * w.k);
+    if (scaled) write_row(row.data(), w.k, problem.out_dtype, problem.out, first);
   }
 }
 

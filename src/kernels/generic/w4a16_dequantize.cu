@@ -1,6 +1,8 @@
-// Dequantises a packed weight to rows in memory: one thread per lane of a tile, in runs of 8 columns.
+// Dequantises a packed weight to rows in memory: one thread per lane of a tile, in runs of 8 columns. Types of 8 bits
+// receive the integers q - zero, for products that apply scales later.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -24,10 +26,13 @@ struct Affine {
   float scale, zero, offset;
 };
 
-template <int kBits>
+template <class T>
+constexpr bool kScaled = sizeof(T) > 1;
+
+template <int kBits, class T>
 __device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t panel, int row, int k) {
   std::int64_t const i = (panel * w.groups + k / w.group) * kPanelRows + parameter_of(row);
-  float const scale = read(w.scale, w.scale_dtype, i);
+  float const scale = kScaled<T> ? read(w.scale, w.scale_dtype, i) : 1.f;
   if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
   return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
 }
@@ -72,18 +77,19 @@ __device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t 
   std::int64_t const n = panel * kPanelRows + row;
   if (n >= w.n || k >= w.k) return;
   alignas(16) T values[kRun];
-  Affine a = affine_at<kBits>(w, panel, row, k);
+  Affine a = affine_at<kBits, T>(w, panel, row, k);
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
-    if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits>(w, panel, row, k + i);
+    if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits, T>(w, panel, row, k + i);
     float const difference = static_cast<float>(value_at(lane, kBits, index[i])) - a.zero;
-    values[i] = static_cast<T>(__fadd_rn(__fmul_rn(a.scale, difference), a.offset));
+    values[i] = static_cast<T>(kScaled<T> ? __fadd_rn(__fmul_rn(a.scale, difference), a.offset) : difference);
   }
   T* const to = out + n * w.k + k;
+  using Vector = std::conditional_t<kScaled<T>, uint4, uint2>;
   if (w.k % kRun == 0) {  // and the tensor starts on 16 bytes
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(values) / 16); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<uint4 const*>(values)[i];
+    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(Vector)); ++i) {
+      reinterpret_cast<Vector*>(to)[i] = reinterpret_cast<Vector const*>(values)[i];
     }
   } else {
 #pragma unroll
@@ -165,6 +171,10 @@ void launch_dequantize(DequantizeProblem const& problem, int device, Stream stre
       return launch_typed<__half>(problem, device, stream);
     case DType::kBFloat16:
       return launch_typed<__nv_bfloat16>(problem, device, stream);
+    case DType::kFloat8E4M3:
+      return launch_typed<__nv_fp8_e4m3>(problem, device, stream);
+    case DType::kInt8:
+      return launch_typed<std::int8_t>(problem, device, stream);
     default:
       return launch_typed<float>(problem, device, stream);
   }
