@@ -41,6 +41,7 @@ if find_spec("torch") is not None:
         scaled_mm,
         scaled_mm_azp,
         silu_and_mul_quant,
+        table_mm,
         weight_only_mm,
     )
     from epiloq.weights.block_quant_weight import BlockQuantWeight
@@ -84,6 +85,7 @@ __all__ = [
     "schemes",
     "silu_and_mul_quant",
     "supports",
+    "table_mm",
     "weight_only_mm",
 ]
 

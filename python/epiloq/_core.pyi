@@ -100,6 +100,17 @@ def check_scaled_mm(
 def check_silu_and_mul_quant(
     q: Tensor, x: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool
 ) -> None: ...
+def check_table_mm(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    block_size: int,
+) -> None: ...
 def check_weight_only_mm(
     out: Tensor,
     x: Tensor,
@@ -175,6 +186,9 @@ def conv2d_weight_only(
     threads: int = 1,
     forced: tuple[str, int, int] | None = None,
 ) -> bool: ...
+def dequantize_table(
+    out: Tensor, codes: Tensor, table: Tensor, scale: Tensor, n: int, k: int, block_size: int
+) -> None: ...
 def dequantize_weight(
     out: Tensor,
     q: Tensor,
@@ -347,6 +361,17 @@ def explain_scaled_mm_problem(
 ) -> str: ...
 def explain_silu_and_mul_quant(
     q: Tensor, x: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool
+) -> str: ...
+def explain_table_mm(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    block_size: int,
 ) -> str: ...
 def explain_weight_only_mm(
     out: Tensor,
@@ -550,6 +575,17 @@ def scaled_mm_on_host(
     threads: int,
 ) -> None: ...
 def silu_and_mul_quant(q: Tensor, x: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None: ...
+def table_mm(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    block_size: int,
+) -> bool: ...
 def use_openmp(parallel: int) -> None: ...
 def weight_only_mm(
     out: Tensor,

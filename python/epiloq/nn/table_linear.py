@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import epiloq
+from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, PreparedLinear
 from epiloq.nn.quantized_layer import convert_input
+from epiloq.ops.table_mm import dequantized
 
 ENTRIES = 16
-# Weights that are dequantised at once on a CPU: 4 MiB of float32, which caches hold.
-_AT_ONCE = 1 << 20
 
 
 class TableLinear(PreparedLinear):
     """``y = x W^T + bias`` with ``W = table[code] * scale``, as in the NF4 and FP4 of bitsandbytes.
 
-    For inference. W is dequantised in each call: a product in float32, rounded once to the dtype of `x`, some rows at a
-    time on a CPU and whole on a GPU, where no kernel has a table yet, so that a call is slower than in floating point
-    and takes its memory. `x` is ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]``
-    in the dtype of `x`.
+    For inference, by `epiloq.table_mm`: on a GPU a kernel reads the codes for up to 32 tokens; otherwise W is
+    dequantised in each call, rounded once to the dtype of `x`, some rows at a time on a CPU and whole on a GPU. `x` is
+    ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the dtype of `x`.
 
     block_size
         Weights in a row that share a scale, counted through the rows of the whole weight: a block may go on in the next
@@ -67,32 +66,8 @@ class TableLinear(PreparedLinear):
         return self.dequantized_weight().to(dtype)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
-        weight_q, _, table, scales = tensors
-        begin, end, size = first * self.in_features, last * self.in_features, self.block_size
-        if torch.compiler.is_compiling():
-            # inductor (torch 2.13) reads past the end of what is stacked below and cut to an odd length.
-            place = torch.arange(begin, end, device=weight_q.device)
-            byte = weight_q[place // 2].int()
-            values = table[torch.where(place % 2 == 0, byte >> 4, byte & 15)]
-        else:
-            codes = weight_q[begin // 2 : -(-end // 2)]
-            places = torch.stack((codes >> 4, codes & 15), 1).reshape(-1).int()
-            values = table.index_select(0, places)[begin % 2 :][: end - begin]
-        scale = scales[begin // size : -(-end // size)]
-        if begin % size == 0 and end % size == 0:
-            values = values.view(-1, size) * scale[:, None]
-        else:
-            values = values * scale.repeat_interleave(size)[begin % size :][: end - begin]
-        rows: Tensor = values.view(last - first, self.in_features)
-        return rows
-
-    def _together(self, x: Tensor) -> Iterator[tuple[int, int]]:
-        """The rows that are dequantised together."""
-        at_once = self.out_features
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            at_once = max(1, _AT_ONCE // self.in_features)
-        for first in range(0, self.out_features, at_once):
-            yield first, min(first + at_once, self.out_features)
+        weight_q, _, table, scale = tensors
+        return dequantized(weight_q, table, scale, self.in_features, self.block_size, range(first, last))
 
     def forward(self, x: Tensor) -> Tensor:
         x = convert_input(self, x)
@@ -102,11 +77,13 @@ class TableLinear(PreparedLinear):
         return self._call(x, self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
-        parts = [
-            nn.functional.linear(x, self._rows(first, last, *tensors).to(x.dtype)) for first, last in self._together(x)
-        ]
-        y, bias = parts[0] if len(parts) == 1 else torch.cat(parts, -1), tensors[1]
-        return y if bias is None else y + bias.to(x.dtype)
+        weight_q, bias, table, scale = tensors
+        bias = None if bias is None else bias.to(x.dtype)
+        rows = dense_rows(x.reshape(-1, self.in_features))
+        y = epiloq.table_mm(
+            rows, weight_q, table, scale, bias, out_features=self.out_features, block_size=self.block_size
+        )
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return (

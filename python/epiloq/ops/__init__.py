@@ -15,6 +15,7 @@ from epiloq.ops.quantizers.rms_norm_quant import rms_norm_quant
 from epiloq.ops.quantizers.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.scaled_bmm import scaled_bmm
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
+from epiloq.ops.table_mm import table_mm
 from epiloq.ops.weight_only_mm import weight_only_mm
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "scaled_mm",
     "scaled_mm_azp",
     "silu_and_mul_quant",
+    "table_mm",
     "weight_only_mm",
 ]
 

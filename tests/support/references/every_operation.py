@@ -127,6 +127,19 @@ def _few_bits_of(x: Tensor, weight: Any, bias: Tensor, out: Tensor, **parts: Ten
     return epiloq.weight_only_mm(x, whole, bias, out=out)
 
 
+def _of_a_table() -> Arguments:
+    return {
+        "x": torch.randn(SIZE, SIZE),
+        "codes": torch.randint(0, 256, (SIZE * SIZE // 2,), dtype=torch.uint8),
+        "table": torch.randn(16),
+        "scale": positive(SIZE),
+        "bias": torch.randn(SIZE),
+        "out_features": SIZE,
+        "block_size": SIZE,
+        "out": torch.full((SIZE, SIZE), 7.0),
+    }
+
+
 def _in_blocks() -> Arguments:
     weight = epiloq.online_quant_weight(ints(SIZE, SIZE), positive(SIZE, 2), positive(SIZE, 2), group_size=SIZE // 2)
     out = torch.full((SIZE, SIZE), 7.0)
@@ -239,6 +252,7 @@ OPERATIONS = (
         lambda: _few_bits() | {name: _few_bits()["weight"].state_dict()[name] for name in ("scale", "zero", "perm")},
         {"scale": ((1, 1, 16),), "zero": ((1, 1, 16),), "perm": _VECTOR},
     ),
+    Operation("table_mm", epiloq.table_mm, _of_a_table, {"table": _VECTOR, "scale": _VECTOR, "bias": _VECTOR}),
     Operation("online_quant_mm", epiloq.online_quant_mm, _in_blocks, {"bias": _VECTOR}),
     Operation(
         "online_quant_weight",

@@ -29,6 +29,12 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
     yield from weight_only_products(x.half(), n, out)
     yield from convolutions(m, n, device)
+    codes = torch.zeros(-(-n * k // 2), dtype=torch.uint8, device=device)
+    numbers, scale = torch.randn(16, device=device), torch.rand(-(-n * k // 24), device=device)
+    x = torch.randn(m, k, device=device)
+    for bias in (None, torch.randn(n, device=device)):
+        yield OPS.table_mm, (x, codes, numbers, scale, bias, n, 24), {}
+        yield OPS.table_mm_out, (x, codes, numbers, scale, bias, n, 24), {"out": torch.zeros(m, n, device=device)}
     q, table = torch.zeros(m, k, dtype=torch.int8, device=device), torch.zeros(256, dtype=torch.int8, device=device)
     yield OPS.lookup_int8, (q, table), {}
     yield OPS.lookup_int8_out, (q, table), {"out": torch.zeros_like(q)}

@@ -1,0 +1,181 @@
+"""Products with weights of 4-bit codes in a table of 16 numbers: NF4 and FP4 as bitsandbytes stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product, without_autocast
+
+_NAME = "table_mm"
+# Weights that a CPU dequantises at once: 4 MiB of float32, which caches hold.
+_AT_ONCE = 1 << 20
+
+
+def table_mm(
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_features: int,
+    block_size: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with ``W[row, column] = table[code i] * scale[i // block_size]``, ``i = row * K + column``.
+
+    On CUDA for at most 32 rows of a 16-bit x, K a multiple of block_size and that one of 64, a kernel reads the codes
+    once: it rounds the table to x's dtype and multiplies sums of 64 by the scale in fp32. Otherwise, and on the CPU, W
+    is dequantised, rounded once to x's dtype, and multiplied by torch; on the CPU some rows at a time.
+
+    Args:
+        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
+        codes: uint8 ``[ceil(N K / 2)]``: code ``2 i`` in the high half of byte ``i``, code ``2 i + 1`` in the low half.
+        table: float32 ``[16]``.
+        scale: float32 ``[ceil(N K / block_size)]``.
+        bias: ``[N]`` of x's dtype.
+        out_features: N, the rows of W.
+        block_size: weights in a row that share a scale, counted through the rows of W.
+        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+
+    Returns:
+        ``[…, M, N]`` of x's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+    """
+    if direct((x, codes, table, scale), (bias, out)):
+        return run(x, codes, table, scale, bias, out_features, block_size, out=out)
+    tensors = {"x": x, "codes": codes, "table": table, "scale": scale}
+    expect_tensors(_NAME, tensors, {"bias": bias, "out": out}, writes=out is not None)
+    arguments = (x, codes, table, scale, bias, out_features, block_size)
+    if out is None:
+        return refuse_backward(_NAME, torch.ops.epiloq.table_mm(*arguments))
+    torch.ops.epiloq.table_mm_out(*arguments, out=out)
+    return out
+
+
+def run(
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    n: int,
+    block_size: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`table_mm` for plain tensors."""
+    result = _empty(x, n) if out is None else out
+    k = x.shape[-1]
+    weight = (codes, table, scale)
+    if not x.is_cuda:
+        _core.check_table_mm(result, x, *weight, bias, n, k, block_size)
+        _in_pieces(result, x, weight, bias, n, block_size)
+    elif not _core.table_mm(result, x, *weight, bias, n, k, block_size):
+        _dense_product(result, x, weight, bias, n, block_size)
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+_Weight = tuple[Tensor, Tensor, Tensor]
+
+
+def _empty(x: Tensor, n: int) -> Tensor:
+    if n < 0:
+        raise ValueError(f"epiloq.{_NAME}: out_features: expected at least 0, got {n}")
+    if x.ndim == 0:
+        raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def dequantized(
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    k: int,
+    block_size: int,
+    rows: range,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Some rows ``[len(rows), k]`` of the weight: products in float32, rounded once to ``dtype``."""
+    begin, end = rows.start * k, rows.stop * k
+    if torch.compiler.is_compiling():
+        # inductor (torch 2.13) reads past the end of what is stacked below and cut to an odd length.
+        place = torch.arange(begin, end, device=codes.device)
+        byte = codes[place // 2].int()
+        values = table[torch.where(place % 2 == 0, byte >> 4, byte & 15)]
+    else:
+        some = codes[begin // 2 : -(-end // 2)]
+        places = torch.stack((some >> 4, some & 15), 1).reshape(-1).int()
+        values = table.index_select(0, places)[begin % 2 :][: end - begin]
+    of_blocks = scale[begin // block_size : -(-end // block_size)]
+    if begin % block_size == 0 and end % block_size == 0:
+        values = values.view(-1, block_size) * of_blocks[:, None]
+    else:
+        values = values * of_blocks.repeat_interleave(block_size)[begin % block_size :][: end - begin]
+    return values.view(len(rows), k).to(dtype)
+
+
+def _pieces(n: int, k: int) -> Iterator[range]:
+    """The rows that a CPU dequantises together."""
+    at_once = max(1, _AT_ONCE // max(k, 1))
+    for first in range(0, n, at_once):
+        yield range(first, min(first + at_once, n))
+
+
+def _in_pieces(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
+    k = x.shape[-1]
+    with without_autocast(x.device.type):
+        for rows in _pieces(n, k):
+            part = dequantized(*weight, k, block_size, rows, x.dtype)
+            of_bias = None if bias is None else bias[rows.start : rows.stop]
+            out[..., rows.start : rows.stop] = torch.nn.functional.linear(x, part, of_bias)
+
+
+def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
+    """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
+    k = x.shape[-1]
+    dense = x.new_empty((n, k))
+    _core.dequantize_table(dense, *weight, n, k, block_size)
+    rows, product = x.reshape(-1, k), out.view(-1, n)
+    with without_autocast(x.device.type):
+        if bias is None:
+            torch.mm(rows, dense.t(), out=product)
+        else:
+            torch.addmm(bias, rows, dense.t(), out=product)
+
+
+def explain(
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_features: int,
+    block_size: int,
+    out: Tensor | None = None,
+) -> str:
+    """`epiloq.explain` for `table_mm` by its own arguments."""
+    result = _empty(x, out_features) if out is None else out
+    return _core.explain_table_mm(result, x, codes, table, scale, bias, out_features, x.shape[-1], block_size)
+
+
+def _fake(
+    x: Tensor, codes: Tensor, table: Tensor, scale: Tensor, bias: Tensor | None, n: int, block_size: int
+) -> Tensor:
+    return _empty(x, n)
+
+
+register_product(
+    _NAME, "Tensor x, Tensor codes, Tensor table, Tensor scale, Tensor? bias, int n, int block_size", run, _fake
+)

@@ -1,0 +1,141 @@
+#include "epiloq/table_mm.h"
+
+#include <algorithm>
+
+#include "core/checks.h"
+#include "dispatch/arch.h"
+#include "epiloq/device.h"
+#include "problems/table_mm.h"
+
+namespace epiloq {
+namespace {
+
+using ops::table_mm::kDepth;
+using ops::table_mm::kMostTokens;
+using ops::table_mm::Problem;
+using ops::table_mm::Weight;
+
+constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
+constexpr int kEntries = 16;
+
+Weight checked(Checker const& check, TableWeight const& w) {
+  if (w.n < 0 || w.n >= kMostRows) check.fail("n", "expected 0 to 2^31 - 1, got ", w.n);
+  if (w.k < 0 || w.k >= kMostRows) check.fail("k", "expected 0 to 2^31 - 1, got ", w.k);
+  if (w.block_size < 1) check.fail("block_size", "expected at least 1, got ", w.block_size);
+  check.tensor("weight.codes", w.codes, {DType::kUInt8});
+  check.tensor("weight.table", w.table, {DType::kFloat32});
+  check.tensor("weight.scale", w.scale, {DType::kFloat32});
+  check.vector("weight.codes", w.codes, ceil_div(w.n * w.k, 2));
+  check.vector("weight.table", w.table, kEntries);
+  check.vector("weight.scale", w.scale, ceil_div(w.n * w.k, w.block_size));
+  return {w.n,
+          w.k,
+          w.block_size,
+          w.codes.as<std::uint8_t>(),
+          static_cast<float const*>(w.table.data),
+          static_cast<float const*>(w.scale.data)};
+}
+
+void check_apart(Checker const& check, TensorView const& out, TableWeight const& w) {
+  check.apart("out", out, "weight.codes", w.codes);
+  check.apart("out", out, "weight.table", w.table);
+  check.apart("out", out, "weight.scale", w.scale);
+}
+
+Problem checked(TableMm const& call) {
+  Checker const check("table_mm", call.x.device);
+  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  Weight const weight = checked(check, call.weight);
+  Matrix const x = check.rows("x", call.x);
+  if (x.cols != weight.k) check.fail("x", "expected ", weight.k, " columns, got ", describe(call.x));
+  check.tensor("out", call.out, {call.x.dtype});
+  Matrix const out = check.rows("out", call.out);
+  bool const same_rows =
+      call.out.rank == call.x.rank &&
+      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
+  if (!same_rows || out.cols != weight.n) {
+    check.fail("out", "expected x's leading dimensions and ", weight.n, " columns, got ", describe(call.out));
+  }
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.x.dtype});
+    check.vector("bias", *call.bias, weight.n);
+    check.apart("out", call.out, "bias", *call.bias);
+  }
+  check.apart("out", call.out, "x", call.x);
+  check_apart(check, call.out, call.weight);
+  return {weight, x.rows, call.x.data, call.out.data, call.bias ? call.bias->data : nullptr, x.stride, out.stride};
+}
+
+Weight checked(DequantizeTable const& call) {
+  Checker const check("dequantize_table", call.out.device);
+  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  Weight const weight = checked(check, call.weight);
+  check.contiguous("out", call.out);
+  if (call.out.rank != 2 || call.out.shape[0] != weight.n || call.out.shape[1] != weight.k) {
+    check.fail("out", "expected [", weight.n, ", ", weight.k, "], got ", describe(call.out));
+  }
+  check_apart(check, call.out, call.weight);
+  return weight;
+}
+
+void expect_cuda(char const* operation, TensorView const& tensor) {
+  if (tensor.device.type == Device::Type::kCuda) return;
+  throw Unsupported(std::string("epiloq.") + operation + ": expected tensors on a CUDA device, got " +
+                    describe(tensor));
+}
+
+// Why the decode kernel does not take a problem; null if it does.
+char const* obstacle(Problem const& p, DType x, Arch arch) {
+  Weight const& w = p.weight;
+  auto const aligned = [](void const* pointer, int bytes) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+  };
+  if (p.m > kMostTokens) return "more than 32 rows";
+  if (x == DType::kFloat32) return "float32";
+  if (x == DType::kBFloat16 && arch == Arch::kSm75) return "bfloat16 on sm75";
+  if (w.block_size % kDepth != 0 || w.k % w.block_size != 0) return "blocks that do not fill steps of 64 columns";
+  if (!aligned(p.x, 16) || (p.m > 1 && p.stride_x % 8 != 0)) return "rows of x that are not 16-byte aligned";
+  if (!aligned(w.codes, 8)) return "codes that are not 8-byte aligned";
+  return nullptr;
+}
+
+char const* obstacle(Problem const& p, TableMm const& call) {
+  return obstacle(p, call.x.dtype, target_of("table_mm", KernelSet::kWeightOnly, call.x.device).arch);
+}
+
+}  // namespace
+
+void check(TableMm const& call) { checked(call); }
+void check(DequantizeTable const& call) { checked(call); }
+
+bool table_mm(TableMm const& call, Stream stream) {
+  Problem const problem = checked(call);
+  expect_cuda("table_mm", call.x);
+  if (problem.m == 0 || problem.weight.n == 0) return true;
+  if (problem.weight.k == 0 || obstacle(problem, call) != nullptr) return false;
+  ops::table_mm::launch(problem, call.x.dtype, call.x.device.index, stream);
+  return true;
+}
+
+void dequantize_table(DequantizeTable const& call, Stream stream) {
+  Weight const weight = checked(call);
+  expect_cuda("dequantize_table", call.out);
+  if (weight.n == 0 || weight.k == 0) return;
+  ops::table_mm::launch_dequantize(weight, call.out.data, call.out.dtype, call.out.device.index, stream);
+}
+
+std::string explain(TableMm const& call) {
+  Problem const problem = checked(call);
+  if (problem.m == 0 || problem.weight.n == 0) return "nothing to launch: the output is empty";
+  if (call.x.device.type == Device::Type::kCpu) return "cpu, torch: dequantised some rows at a time";
+  char const* const why = obstacle(problem, call);
+  if (why == nullptr) return "table decode kernel, mma.sync";
+  return std::string("dequantised into memory, then a dense product (") + why + ")";
+}
+
+#if !EPILOQ_HAS_CUDA
+void ops::table_mm::launch(Problem const&, DType, int device, Stream) { device_properties(device); }
+void ops::table_mm::launch_dequantize(Weight const&, void*, DType, int device, Stream) { device_properties(device); }
+#endif
+
+}  // namespace epiloq

@@ -1,0 +1,116 @@
+"""`table_mm` against float64: the CPU's path, the decode kernel and the dense product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# M, N, K, block size. The kernel takes those of K % block == 0, block % 64 == 0 and M <= 32.
+SIZES = [
+    (1, 1, 64, 64),
+    (1, 300, 1024, 64),
+    (3, 17, 192, 64),
+    (8, 33, 4096, 128),
+    (9, 130, 576, 192),
+    (16, 65, 2048, 2048),
+    (17, 48, 640, 64),
+    (32, 100, 1280, 256),
+    (33, 40, 128, 64),
+    (5, 24, 96, 64),
+    (4, 7, 33, 24),
+    (2, 3, 5, 1),
+    (0, 8, 64, 64),
+    (2, 0, 64, 64),
+    (2, 4, 0, 64),
+]
+
+
+def problem(m: int, n: int, k: int, block: int, dtype: torch.dtype, device: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Arguments, and W in float64."""
+    codes = torch.randint(0, 256, (-(-n * k // 2),), dtype=torch.uint8, device=device)
+    table, scale = torch.randn(16, device=device), torch.rand(-(-n * k // block), device=device) + 0.1
+    flat = torch.stack((codes >> 4, codes & 15), 1).flatten()[: n * k].long()
+    weight = table.double()[flat] * scale.double().repeat_interleave(block)[: n * k]
+    x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    return {"x": x, "codes": codes, "table": table, "scale": scale, "bias": bias}, weight.view(n, k)
+
+
+def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Within the roundings of the weights to x's dtype, of sums in fp32 and of the result."""
+    of_bias = 0 if bias is None else bias.double()
+    exact, size = x.double() @ weight.t() + of_bias, x.double().abs() @ weight.abs().t()
+    eps = torch.finfo(x.dtype).eps
+    bound = size * (eps / 2 + 2.0**-16) + (exact.abs() + size * eps) * eps / 2 + torch.finfo(x.dtype).tiny
+    assert found.shape == exact.shape and found.dtype == x.dtype
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k", "block"), SIZES)
+def test_products(m: int, n: int, k: int, block: int, dtype: torch.dtype, device: str, seed: int) -> None:
+    arguments, weight = problem(m, n, k, block, dtype, device)
+    for bias in (None, arguments["bias"]):
+        given = arguments | {"bias": bias}
+        found = epiloq.table_mm(**given, out_features=n, block_size=block)
+        assert_product(found, given["x"], weight, bias)
+        out = torch.full((m, n + 3), float("nan"), dtype=dtype, device=device)[:, :n]
+        assert epiloq.table_mm(**given, out_features=n, block_size=block, out=out) is out
+        assert torch.equal(out, found)
+    assert epiloq.explain("table_mm", **arguments, out_features=n, block_size=block)
+
+
+def test_rows_of_any_stride(device: str, seed: int) -> None:
+    arguments, weight = problem(6, 40, 128, 64, torch.bfloat16, device)
+    wide = torch.randn(6, 200, device=device, dtype=torch.bfloat16)
+    for first in (0, 1, 8):  # 16-byte aligned or not
+        x = wide[:, first : first + 128]
+        assert_product(
+            epiloq.table_mm(**arguments | {"x": x}, out_features=40, block_size=64), x, weight, arguments["bias"]
+        )
+    x = wide[:, :128].reshape(2, 3, 128)
+    found = epiloq.table_mm(**arguments | {"x": x}, out_features=40, block_size=64)
+    assert found.shape == (2, 3, 40)
+    assert_product(found.flatten(0, 1), x.flatten(0, 1), weight, arguments["bias"])
+
+
+def test_not_a_number_stays_in_its_row(device: str, seed: int) -> None:
+    arguments, _ = problem(4, 32, 128, 64, torch.float16, device)
+    arguments["x"][1, 5] = float("nan")
+    found = epiloq.table_mm(**arguments, out_features=32, block_size=64)
+    assert found[1].isnan().all() and not found[[0, 2, 3]].isnan().any()
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_taken(seed: int) -> None:
+    for m, k, block, dtype, kernel in (
+        (32, 256, 64, torch.bfloat16, True),
+        (33, 256, 64, torch.bfloat16, False),
+        (1, 256, 32, torch.bfloat16, False),
+        (1, 320, 128, torch.float16, False),
+        (1, 256, 64, torch.float32, False),
+    ):
+        arguments, _ = problem(m, 64, k, block, dtype, "cuda")
+        assert ("decode kernel" in epiloq.explain("table_mm", **arguments, out_features=64, block_size=block)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", torch.zeros(2, 65), r"x: expected rows|weight.codes|columns"),
+        ("codes", torch.zeros(31, dtype=torch.uint8), r"weight.codes"),
+        ("codes", torch.zeros(128, dtype=torch.int8), r"weight.codes"),
+        ("table", torch.zeros(15), r"weight.table"),
+        ("scale", torch.zeros(3), r"weight.scale"),
+        ("bias", torch.zeros(5), r"bias"),
+        ("out_features", -1, r"out_features: expected at least 0, got -1"),
+        ("block_size", 0, r"block_size: expected at least 1, got 0"),
+    ],
+)
+def test_refused(name: str, value: object, message: str) -> None:
+    arguments, _ = problem(2, 4, 64, 64, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=rf"epiloq\.table_mm: .*({message})"):
+        epiloq.table_mm(**{**arguments, "out_features": 4, "block_size": 64, name: value})
