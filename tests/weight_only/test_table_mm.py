@@ -59,7 +59,7 @@ def test_products(m: int, n: int, k: int, block: int, dtype: torch.dtype, device
         assert_product(found, given["x"], weight, bias)
         out = torch.full((m, n + 3), float("nan"), dtype=dtype, device=device)[:, :n]
         assert epiloq.table_mm(**given, out_features=n, block_size=block, out=out) is out
-        assert torch.equal(out, found)
+        torch.testing.assert_close(out, found, rtol=2.0**-16, atol=1e-3)  # torch's product may be another one
     assert epiloq.explain("table_mm", **arguments, out_features=n, block_size=block)
 
 

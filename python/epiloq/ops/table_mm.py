@@ -143,10 +143,10 @@ def _in_pieces(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
     """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
-    k = x.shape[-1]
+    k, m = x.shape[-1], out.numel() // n
     dense = x.new_empty((n, k))
     _core.dequantize_table(dense, *weight, n, k, block_size)
-    rows, product = x.reshape(-1, k), out.view(-1, n)
+    rows, product = x.reshape(m, k), out.view(m, n)
     with without_autocast(x.device.type):
         if bias is None:
             torch.mm(rows, dense.t(), out=product)
