@@ -74,37 +74,42 @@ __device__ __forceinline__ uint2 load_codes(std::uint8_t const* from) {
   return words;
 }
 
-// A lane's codes and scales of one K step: rows g and g + 8 of each panel.
-template <int kPanels>
+// A lane's codes and scales of one K step: rows g and g + 8.
 struct Step {
-  uint2 codes[kPanels][2];
-  float scale[kPanels][2];
+  uint2 codes[2];
+  float scale[2];
 };
 
-template <class T, int kPanels, int kTiles>
+template <class T, int kTiles>
 struct Decode {
-  static constexpr int kRows = kPanelRows * kPanels, kTokens = kTileTokens * kTiles;
-  using Sums = float[kPanels][kTiles][4];
+  static constexpr int kTokens = kTileTokens * kTiles;
+  static constexpr int kStepsAtOnce = 8 / kTiles;  // whose codes a warp loads together, as registers allow
+  using Sums = float[kTiles][4];
 
   Problem const& p;
   int g, t;
-  std::int64_t row_bytes, row_scales;
+  std::uint8_t const* codes[2];  // this lane's, of rows g and g + 8; rows past the last one read it again
+  float const* scale[2];
   int steps_of_block;
 
-  __device__ Decode(Problem const& p_)
+  __device__ Decode(Problem const& p_, std::int64_t first_row)
       : p(p_),
         g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4),
-        row_bytes(p_.weight.k / 2),
-        row_scales(p_.weight.k / p_.weight.block_size),
-        steps_of_block(static_cast<int>(p_.weight.block_size / kDepth)) {}
-
-  __device__ __forceinline__ void load(Step<kPanels>& step, std::int64_t const (&rows)[kPanels][2], int at) const {
+        steps_of_block(static_cast<int>(p_.weight.block_size / kDepth)) {
 #pragma unroll
-    for (int i = 0; i < 2 * kPanels; ++i) {
-      std::int64_t const row = rows[i / 2][i % 2];
-      step.codes[i / 2][i % 2] = load_codes(p.weight.codes + row * row_bytes + at * kStepBytes + t * kLaneBytes);
-      step.scale[i / 2][i % 2] = __ldg(p.weight.scale + row * row_scales + at / steps_of_block);
+    for (int i = 0; i < 2; ++i) {
+      std::int64_t const row = min(first_row + g + 8 * i, p.weight.n - 1);
+      codes[i] = p.weight.codes + row * (p.weight.k / 2) + t * kLaneBytes;
+      scale[i] = p.weight.scale + row * (p.weight.k / p.weight.block_size);
+    }
+  }
+
+  __device__ __forceinline__ void load(Step& step, int at) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      step.codes[i] = load_codes(codes[i] + at * kStepBytes);
+      step.scale[i] = __ldg(scale[i] + at / steps_of_block);
     }
   }
 
@@ -120,78 +125,76 @@ struct Decode {
     }
   }
 
-  __device__ __forceinline__ void multiply(Sums& sums, Step<kPanels> const& step, uint4 const (&x)[kTiles][2],
+  __device__ __forceinline__ void multiply(Sums& sums, Step const& step, uint4 const (&x)[kTiles][2],
                                            Table const& table) const {
+    float products[kTiles][4] = {};
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      float products[kTiles][4] = {};
+    for (int word = 0; word < 2; ++word) {
+      Word upper[4], lower[4];  // rows g and g + 8
+      look_up(upper, word == 0 ? step.codes[0].x : step.codes[0].y, table);
+      look_up(lower, word == 0 ? step.codes[1].x : step.codes[1].y, table);
 #pragma unroll
-      for (int word = 0; word < 2; ++word) {
-        auto const codes_of = [&](int row) { return word == 0 ? step.codes[panel][row].x : step.codes[panel][row].y; };
-        Word upper[4], lower[4];  // rows g and g + 8
-        look_up(upper, codes_of(0), table);
-        look_up(lower, codes_of(1), table);
+      for (int half = 0; half < 2; ++half) {
+        Word const a[4] = {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Word const a[4] = {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]};
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            uint4 const& of = x[tile][word];
-            Word const b[2] = {half == 0 ? of.x : of.z, half == 0 ? of.y : of.w};
-            if constexpr (kHasMma<T>) weight_only_mm::mma<T>(products[tile], a, b[0], b[1], products[tile]);
-          }
+        for (int tile = 0; tile < kTiles; ++tile) {
+          uint4 const& of = x[tile][word];
+          Word const b[2] = {half == 0 ? of.x : of.z, half == 0 ? of.y : of.w};
+          if constexpr (kHasMma<T>) weight_only_mm::mma<T>(products[tile], a, b[0], b[1], products[tile]);
         }
       }
+    }
 #pragma unroll
-      for (int i = 0; i < 4 * kTiles; ++i) {
-        sums[panel][i / 4][i % 4] =
-            fmaf(step.scale[panel][i % 4 / 2], products[i / 4][i % 4], sums[panel][i / 4][i % 4]);
-      }
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      sums[i / 4][i % 4] = fmaf(step.scale[i % 4 / 2], products[i / 4][i % 4], sums[i / 4][i % 4]);
     }
   }
 
   // Sums of this warp to [token][row].
   __device__ __forceinline__ void put(float* to, Sums const& sums) const {
 #pragma unroll
-    for (int i = 0; i < 4 * kPanels * kTiles; ++i) {
-      int const panel = i / (4 * kTiles), tile = i / 4 % kTiles, row = panel * kPanelRows + i % 4 / 2 * 8 + g;
-      to[(tile * kTileTokens + 2 * t + i % 2) * kRows + row] = sums[panel][tile][i % 4];
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      int const row = i % 4 / 2 * 8 + g, token = i / 4 * kTileTokens + 2 * t + i % 2;
+      to[token * kPanelRows + row] = sums[i / 4][i % 4];
     }
   }
 };
 
-template <class T, int kPanels, int kTiles>
-__global__ __launch_bounds__(kThreads) void decode_table_kernel(__grid_constant__ Problem const p) {
-  using D = Decode<T, kPanels, kTiles>;
-  __shared__ float partial[kWarps][D::kTokens * D::kRows];
+// A CTA multiplies 16 rows. Its warps load several K steps before they multiply, to keep enough bytes in flight.
+template <class T, int kTiles>
+__global__ __launch_bounds__(kThreads, 2) void decode_table_kernel(__grid_constant__ Problem const p) {
+  using D = Decode<T, kTiles>;
+  __shared__ float partial[kWarps][D::kTokens * kPanelRows];
   pdl_trigger();
   pdl_wait();
-  D const decode(p);
-  std::int64_t const first_row = std::int64_t{blockIdx.x} * D::kRows;
+  std::int64_t const first_row = std::int64_t{blockIdx.x} * kPanelRows;
   int const first_token = blockIdx.y * D::kTokens, warp = threadIdx.x / 32;
+  D const decode(p, first_row);
   Table const table = table_of<T>(p.weight.table);
-  std::int64_t rows[kPanels][2];  // those past the last row read it again
-#pragma unroll
-  for (int i = 0; i < 2 * kPanels; ++i) rows[i / 2][i % 2] = min(first_row + i * 8 + decode.g, p.weight.n - 1);
 
   // Neighbouring steps, so that a warp reads whole lines.
   int const steps = static_cast<int>(p.weight.k / kDepth), share = (steps + kWarps - 1) / kWarps;
   int const end = min(steps, (warp + 1) * share);
   typename D::Sums sums = {};
-  Step<kPanels> next{};
-  if (warp * share < end) decode.load(next, rows, warp * share);
-#pragma unroll 2
-  for (int at = warp * share; at < end; ++at) {
-    Step<kPanels> const step = next;
-    uint4 x[kTiles][2];
-    decode.load_tokens(x, first_token, at);
-    if (at + 1 < end) decode.load(next, rows, at + 1);
-    decode.multiply(sums, step, x, table);
+#pragma unroll 1
+  for (int at = warp * share; at < end; at += D::kStepsAtOnce) {
+    Step some[D::kStepsAtOnce];
+#pragma unroll
+    for (int i = 0; i < D::kStepsAtOnce; ++i) {
+      if (at + i < end) decode.load(some[i], at + i);
+    }
+#pragma unroll
+    for (int i = 0; i < D::kStepsAtOnce; ++i) {
+      if (at + i >= end) break;
+      uint4 x[kTiles][2];
+      decode.load_tokens(x, first_token, at + i);
+      decode.multiply(sums, some[i], x, table);
+    }
   }
   decode.put(partial[warp], sums);
   __syncthreads();
-  for (int i = threadIdx.x; i < D::kTokens * D::kRows; i += kThreads) {
-    std::int64_t const token = first_token + i / D::kRows, row = first_row + i % D::kRows;
+  for (int i = threadIdx.x; i < D::kTokens * kPanelRows; i += kThreads) {
+    std::int64_t const token = first_token + i / kPanelRows, row = first_row + i % kPanelRows;
     if (token >= p.m || row >= p.weight.n) continue;
     float sum = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
 #pragma unroll
@@ -200,21 +203,19 @@ __global__ __launch_bounds__(kThreads) void decode_table_kernel(__grid_constant_
   }
 }
 
-template <class T, int kPanels, int kTiles>
+template <class T, int kTiles>
 void launch_decode(Problem const& p, Stream stream) {
-  using D = Decode<T, kPanels, kTiles>;
-  dim3 const grid(static_cast<unsigned>((p.weight.n + D::kRows - 1) / D::kRows),
+  using D = Decode<T, kTiles>;
+  dim3 const grid(static_cast<unsigned>((p.weight.n + kPanelRows - 1) / kPanelRows),
                   static_cast<unsigned>((p.m + D::kTokens - 1) / D::kTokens));
-  cuda_check(launch_pdl(&decode_table_kernel<T, kPanels, kTiles>, grid, kThreads, 0, stream, p),
-             "launching epiloq.table_mm");
+  cuda_check(launch_pdl(&decode_table_kernel<T, kTiles>, grid, kThreads, 0, stream, p), "launching epiloq.table_mm");
 }
 
-// More rows for few tokens, whose loads they share.
 template <class T>
 void launch_typed(Problem const& p, Stream stream) {
-  if (p.m <= kTileTokens) return launch_decode<T, 2, 1>(p, stream);
-  if (p.m <= 2 * kTileTokens) return launch_decode<T, 2, 2>(p, stream);
-  launch_decode<T, 1, 4>(p, stream);
+  if (p.m <= kTileTokens) return launch_decode<T, 1>(p, stream);
+  if (p.m <= 2 * kTileTokens) return launch_decode<T, 2>(p, stream);
+  launch_decode<T, 4>(p, stream);
 }
 
 constexpr int kRun = 8;  // codes per thread: a word
