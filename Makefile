@@ -66,8 +66,8 @@ stubs: $(INSTALLED)  ## python/epiloq/_core.pyi from the built module
 	$(BIN)/python tools/stubs.py
 
 sanitize:  ## the CPU library and the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	cmake --preset sanitize
-	cmake --build --preset sanitize
+	cmake --preset sanitize $(if $(shell command -v ninja),,-G 'Unix Makefiles')
+	cmake --build --preset sanitize --parallel $(shell nproc)
 	ctest --preset sanitize
 
 wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, into dist/

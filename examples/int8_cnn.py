@@ -3,7 +3,7 @@
     python examples/int8_cnn.py
 
 The network tells stripes of four directions apart in noise. The quantised one is compared with the float one: how
-often both say the same, how many are right, the bytes of the weights, and the time on this machine's CPU.
+often both choose the same class, how many are right, the bytes of the weights, and the time on this machine's CPU.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def compare(float_model: nn.Module, int8_model: nn.Module) -> dict[str, float]:
     return {
         "float: right": (expected == labels).float().mean().item(),
         "int8: right": (found == labels).float().mean().item(),
-        "both the same": (found == expected).float().mean().item(),
+        "same class": (found == expected).float().mean().item(),
         "float: MB": megabytes(float_model),
         "int8: MB": megabytes(int8_model),
         "float: ms per image": seconds(float_model, images) / len(images) * 1e3,

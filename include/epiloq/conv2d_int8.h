@@ -11,7 +11,7 @@
 namespace epiloq {
 
 // A kernel by name, for tests and for finding out which is best: a row of the table in
-// src/dispatch/conv2d_int8/tables.h, and how many blocks of a cluster share K.
+// src/dispatch/conv2d_int8/tables.h, and into how many slices K is split (one CTA of a cluster each).
 struct Conv2dInt8Kernel {
   int row = 0;
   int split = 1;

@@ -34,7 +34,7 @@ struct PackedConv2dWeight {
 enum class Conv2dWeightOnlyFamily { kDense, kPatches, kWgmma, kDepthwise };
 
 // A kernel by name, for tests and for finding out which is best: a row of the table of kPatches or kWgmma in
-// src/dispatch/conv2d_weight_only/tables.h, and how many blocks of a cluster share K.
+// src/dispatch/conv2d_weight_only/tables.h, and into how many slices K is split (one CTA of a cluster each).
 struct Conv2dWeightOnlyKernel {
   Conv2dWeightOnlyFamily family = Conv2dWeightOnlyFamily::kPatches;
   int row = 0;

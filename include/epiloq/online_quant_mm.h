@@ -14,8 +14,8 @@ namespace epiloq {
 enum class OnlineQuantFamily { kStaged, kSm75, kSm80, kSm90 };
 
 // A kernel by name, for tests and for finding out which is best: a row of a family's table in
-// src/dispatch/online_quant_mm/tables.h; on SM90 how many blocks of a cluster share K, and whether that of the last
-// wave alone, which pairs of blocks do.
+// src/dispatch/online_quant_mm/tables.h; on SM90 into how many slices K is split (one CTA of a cluster each), and
+// whether that is so in the last wave alone, with two slices.
 struct OnlineQuantKernel {
   OnlineQuantFamily family = OnlineQuantFamily::kSm80;
   int row = 0;

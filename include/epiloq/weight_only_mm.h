@@ -31,7 +31,7 @@ struct PackedWeight {
 enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kRing, kWgmma };
 
 // A kernel by name, for tests and for finding out which is best: a row of a family's table in
-// src/dispatch/weight_only_mm/tables.h, and how many blocks of a cluster share K.
+// src/dispatch/weight_only_mm/tables.h, and into how many slices K is split (one CTA of a cluster each).
 struct WeightOnlyMmKernel {
   WeightOnlyMmFamily family = WeightOnlyMmFamily::kStream;
   int row = 0;

@@ -10,7 +10,7 @@ namespace epiloq {
 namespace {
 
 constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1;
-// q| <= 128: int32 sums hold a block of 2^24 values.
+// |q| <= 128: int32 sums hold a block of 2^24 values.
 constexpr std::int64_t kMaxGroup = (std::int64_t{1} << 24) - 1;
 
 struct Sizes {

@@ -21,7 +21,7 @@ def targets() -> dict[str, str]:
 
 def test_continuous_integration_lints_and_runs_every_test() -> None:
     phases = re.findall(r"^phase (.*)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
-    assert phases[:2] == ["make lint", "make test-all"]
+    assert phases[:3] == ["make lint", "make test-all", "make sanitize"]
     assert "-m 'not slow'" in targets()["test"] and "slow" not in targets()["test-all"]
 
 

@@ -1,4 +1,4 @@
-"""`epiloq convert`: the same weights in another format, and the reason where a format has no words for them."""
+"""`epiloq convert`: the same weights in another format, and the reason where a format cannot represent them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_int8_cnn(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("int8_cnn", monkeypatch)
-    assert found["float: right"] > 0.9 and found["both the same"] > 0.97
+    assert found["float: right"] > 0.9 and found["same class"] > 0.97
     assert found["int8: MB"] < 0.35 * found["float: MB"]
 
 

@@ -88,6 +88,7 @@ def _rank(rank: int, names: list[str], folder: str) -> None:
             given = arguments(name, SIZE[0])
             _broadcast(name, model, given, rank)
             _shards(name, model, given, Path(folder) / name)
+            (Path(folder) / f"{name}.{rank}").touch()
     finally:
         dist.destroy_process_group()
 
@@ -95,4 +96,6 @@ def _rank(rank: int, names: list[str], folder: str) -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """Of every class of layers, in one pair of processes, for starting one costs more than what it does."""
-    multiprocessing.spawn(_rank, (list(LAYERS), str(tmp_path)), WORLD)
+    multiprocessing.spawn(_rank, (list(LAYERS), str(tmp_path)), WORLD)  # raises what a process raised
+    finished = {path.name for path in tmp_path.glob("*.[0-9]")}
+    assert finished == {f"{name}.{rank}" for name in LAYERS for rank in range(WORLD)}

@@ -47,8 +47,8 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "a scheme that there is not": (("--scheme", "w3a16"), "w4a16-g64"),
     "an algorithm that there is not": ((*W4, "--algorithm", "magic"), "smoothquant"),
     "a format that there is not": ((*W4, "--format", "gguf"), "compressed-tensors"),
-    "a format without words for activations": (("--scheme", "w8a8-int8", "--format", "gptq"), "activations"),
-    "a format without words for float8": (("--scheme", "fp8-token", "--format", "awq"), "can be written as"),
+    "a format that cannot represent activations": (("--scheme", "w8a8-int8", "--format", "gptq"), "activations"),
+    "a format that cannot represent float8": (("--scheme", "fp8-token", "--format", "awq"), "can be written as"),
     "sizes that the format cannot hold": (
         ("--scheme", "w4a16-g128", "--format", "compressed-tensors"),
         "in_features: expected a multiple of 128, got 64; type --format gptq or --format epiloq or "

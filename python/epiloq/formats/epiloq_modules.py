@@ -52,7 +52,7 @@ class Kind:
     weight
         What a module's weight is, given also its options.
     described
-        How layers with such options are quantised, where a format of integers has words for it.
+        How layers with such options are quantised, where a format of integers can represent it.
     """
 
     module: type[Any]

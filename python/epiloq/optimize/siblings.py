@@ -20,14 +20,14 @@ from epiloq._parameters import FrozenParameter
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK, N_MULTIPLE
 from epiloq.optimize.tokens import Quantized, multiply
-from epiloq.weights.packed_layout import SLAB
+from epiloq.weights.packed_layout import PANEL_ROWS
 
 # Rows that one piece of a layer's stored tensors stands for: every layer but the last has a multiple of it.
 ROWS: dict[type[nn.Module], int] = {
     Int8Linear: N_MULTIPLE,
     Fp8Linear: N_MULTIPLE,
     Fp8BlockLinear: FP8_BLOCK,
-    WeightOnlyLinear: SLAB,
+    WeightOnlyLinear: PANEL_ROWS,
     OnlineQuantLinear: 4,
 }
 # Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.

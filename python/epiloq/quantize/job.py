@@ -86,7 +86,7 @@ class Job:
     texts
         Windows of tokens to calibrate and to evaluate on.
     quantization
-        What formats of integers have words for; None for another grid.
+        What formats of integers can represent; None for another grid.
     plan
         What becomes of the layers.
     identity

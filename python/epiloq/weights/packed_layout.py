@@ -1,6 +1,6 @@
 """The order of a packed weight's values in memory: that of src/problems/packed_layout.h, which says why it is so.
 
-A row is ``8 r + g`` of its slab; a column of a tile is ``16 i + 8 p + 2 t + e``, of 2 and 3 bits ``32 b + 8 t + c``.
+A row is ``8 r + g`` of its panel; a column of a tile is ``16 i + 8 p + 2 t + e``, of 2 and 3 bits ``32 b + 8 t + c``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rows of a slab; K is padded to a multiple of PADDING.
-SLAB, PADDING = 16, 128
+# Rows of a panel; K is padded to a multiple of PADDING.
+PANEL_ROWS, PADDING = 16, 128
 
 
 def groups_of(k: int, group_size: int) -> int:
@@ -19,29 +19,29 @@ def groups_of(k: int, group_size: int) -> int:
 
 def shapes_of(bits: int, n: int, k: int, group_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the packed tensors."""
-    slabs, padded = -(-n // SLAB), -(-k // PADDING) * PADDING
+    panels, padded = -(-n // PANEL_ROWS), -(-k // PADDING) * PADDING
     depth, lane_bytes = (32, 16) if bits == 8 else (64, 4 * bits)
-    parameters = (slabs, groups_of(padded, min(group_size, max(padded, 1))), SLAB)
+    parameters = (panels, groups_of(padded, min(group_size, max(padded, 1))), PANEL_ROWS)
     names = dict.fromkeys(("scale", "zero", "offset"), parameters)
-    return {"q": (slabs, padded // depth, 32, lane_bytes), **names, "perm": (k,)}
+    return {"q": (panels, padded // depth, 32, lane_bytes), **names, "perm": (k,)}
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
     """``[N, K]`` uint8 in the kernels' order, padded."""
     n, k = codes.shape
-    padded_n, padded_k = -(-n // SLAB) * SLAB, -(-k // PADDING) * PADDING
+    padded_n, padded_k = -(-n // PANEL_ROWS) * PANEL_ROWS, -(-k // PADDING) * PADDING
     if (n, k) != (padded_n, padded_k):
         codes = torch.nn.functional.pad(codes, (0, padded_k - k, 0, padded_n - n))
     shape = shapes_of(bits, n, k, -1)["q"]
-    slabs, tiles = shape[:2]
+    panels, tiles = shape[:2]
     if bits == 8:
-        in_order = codes.view(slabs, 2, 8, tiles, 2, 2, 4, 2).permute(0, 3, 2, 6, 4, 5, 1, 7)  # s tile g t i p r e
+        in_order = codes.view(panels, 2, 8, tiles, 2, 2, 4, 2).permute(0, 3, 2, 6, 4, 5, 1, 7)  # s tile g t i p r e
         return in_order.reshape(shape)
-    rows = codes.view(slabs, 2, 8, padded_k)
+    rows = codes.view(panels, 2, 8, padded_k)
     if bits == 4:
         pairs = rows[:, 0] | rows[:, 1] << 4
-        return pairs.view(slabs, 8, tiles, 4, 2, 4, 2).permute(0, 2, 1, 5, 3, 6, 4).reshape(shape)  # s tile g t i e p
-    values = rows.view(slabs, 2, 8, tiles, 2, 4, 8).permute(0, 3, 2, 5, 1, 4, 6)  # s tile g t r b c
+        return pairs.view(panels, 8, tiles, 4, 2, 4, 2).permute(0, 2, 1, 5, 3, 6, 4).reshape(shape)  # s tile g t i e p
+    values = rows.view(panels, 2, 8, tiles, 2, 4, 8).permute(0, 3, 2, 5, 1, 4, 6)  # s tile g t r b c
     places = torch.arange(8, dtype=torch.uint8, device=codes.device)
     planes = [((values >> plane & 1) << places).sum(-1, dtype=torch.uint8) for plane in range(bits)]
     return torch.stack([plane.flatten(-2) for plane in planes], dim=-2).reshape(shape)
@@ -49,29 +49,29 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
 
 def codes_of(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `packed_codes`, with its padding."""
-    slabs, tiles = packed.shape[:2]
-    rows, columns = slabs * SLAB, tiles * (32 if bits == 8 else 64)
+    panels, tiles = packed.shape[:2]
+    rows, columns = panels * PANEL_ROWS, tiles * (32 if bits == 8 else 64)
     if bits == 8:
-        in_order = packed.view(slabs, tiles, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 4, 5, 3, 7)
+        in_order = packed.view(panels, tiles, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 4, 5, 3, 7)
         return in_order.reshape(rows, columns)
     if bits == 4:
-        pairs = packed.view(slabs, tiles, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5).reshape(slabs, 8, columns)
+        pairs = packed.view(panels, tiles, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5).reshape(panels, 8, columns)
         return torch.stack((pairs & 15, pairs >> 4), dim=1).view(rows, columns)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    planes = packed.view(slabs, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b c
+    planes = packed.view(panels, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b c
     values = sum((planes.select(4, plane) << plane for plane in range(1, bits)), planes.select(4, 0))
     return values.permute(0, 4, 2, 1, 5, 3, 6).reshape(rows, columns)
 
 
 def packed_parameters(values: Tensor, groups: int) -> Tensor:
-    """``[N, given]`` as ``[slabs, groups, 16]``, zeros where there is none."""
+    """``[N, given]`` as ``[panels, groups, 16]``, zeros where there is none."""
     n, given = values.shape
-    slabs = -(-n // SLAB)
-    padded = torch.nn.functional.pad(values, (0, groups - given, 0, slabs * SLAB - n))
-    return padded.view(slabs, 2, 8, groups).permute(0, 3, 2, 1).reshape(slabs, groups, SLAB)
+    panels = -(-n // PANEL_ROWS)
+    padded = torch.nn.functional.pad(values, (0, groups - given, 0, panels * PANEL_ROWS - n))
+    return padded.view(panels, 2, 8, groups).permute(0, 3, 2, 1).reshape(panels, groups, PANEL_ROWS)
 
 
 def parameters_of(packed: Tensor) -> Tensor:
     """The inverse of `packed_parameters`, with its padding."""
-    slabs, groups, _ = packed.shape
-    return packed.view(slabs, groups, 8, 2).permute(0, 3, 2, 1).reshape(slabs * SLAB, groups)
+    panels, groups, _ = packed.shape
+    return packed.view(panels, groups, 8, 2).permute(0, 3, 2, 1).reshape(panels * PANEL_ROWS, groups)

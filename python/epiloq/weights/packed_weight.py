@@ -12,7 +12,7 @@ from torch import Tensor
 from epiloq._library import expect_tensors
 from epiloq.weights.dequantize import dequantize_weight
 from epiloq.weights.packed_layout import (
-    SLAB,
+    PANEL_ROWS,
     codes_of,
     groups_of,
     packed_codes,
@@ -40,9 +40,9 @@ class PackedWeight:
     let the next one start early, by programmatic dependent launch, as epiloq's do and compiled code may, only if the
     stream is synchronised in between.) They are the state dict, and with ``metadata`` what a file needs:
 
-    - ``q``: uint8 ``[slabs, K / depth, 32, bytes]``, slabs of 16 rows, in the order of the kernels (4 and 8 bits;
+    - ``q``: uint8 ``[blocks, K / depth, 32, bytes]``, blocks of 16 rows, in the order of the kernels (4 and 8 bits;
       with K padded to a multiple of 128), or in planes of bits (2 and 3);
-    - ``scale``: ``[slabs, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) alike, or None: symmetric;
+    - ``scale``: ``[blocks, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) alike, or None: symmetric;
     - ``perm``: int64 ``[K]`` or None: column ``j`` of ``q`` is column ``perm[j]`` of the weight (activation order).
     """
 
@@ -198,8 +198,8 @@ class PackedWeight:
 
     def row_slice(self, first: int, last: int) -> PackedWeight:
         """Rows `first` (a multiple of 16) to `last` of the weight, which share its memory."""
-        slabs = slice(first // SLAB, -(-last // SLAB))
-        parts = {name: t if name == "perm" else t[slabs] for name, t in self.state_dict().items()}
+        panels = slice(first // PANEL_ROWS, -(-last // PANEL_ROWS))
+        parts = {name: t if name == "perm" else t[panels] for name, t in self.state_dict().items()}
         return replace(self, n=last - first, **parts)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:

@@ -25,7 +25,7 @@ _NAME = "compressed-tensors"
 def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
     """A layer's tensors by the last part of their names; scales in `dtype`, or float32 beside int8 activations.
 
-    Raises FormatError for what it has no words for: a last group that is shorter, scales of channels that differ where
+    Raises FormatError for what it cannot represent: a last group that is shorter, scales of channels that differ where
     it has one for the tensor.
     """
     columns = weight.q.shape[1]
