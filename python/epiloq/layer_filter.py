@@ -28,7 +28,7 @@ def default_filter(model: nn.Module) -> Filter:
 def reasons(model: nn.Module) -> Reason:
     """Why a linear layer of a model stays in floating point unless it is asked for; None of one that does not."""
     modules = list(model.modules())
-    embedded = {_identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    embedded = {identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     left_out = {id(router): "a router of experts" for router in routers(model).values()}
     for name, parent in read_by_parents(model).items():
         left_out[id(model.get_submodule(name))] = f"{parent}{READS}"
@@ -46,7 +46,7 @@ def reasons(model: nn.Module) -> Reason:
             return f"{type(module).__name__} is no plain linear layer"
         if kept(f"{name}.weight"):
             return "the model keeps it in float32"
-        if _identity(module.weight) in embedded:  # type: ignore[arg-type]
+        if identity(module.weight) in embedded:  # type: ignore[arg-type]
             return "it shares its weight with an embedding"
         return None
 
@@ -91,7 +91,7 @@ def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def _identity(weight: Tensor) -> tuple[object, int]:
+def identity(weight: Tensor) -> tuple[object, int]:
     """Equal for weights that are one parameter or start at one address (tied through ``.data``, say)."""
     if weight.is_meta or weight.numel() == 0 or isinstance(weight, nn.parameter.UninitializedParameter):
         return "object", id(weight)

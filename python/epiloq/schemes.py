@@ -24,6 +24,7 @@ from epiloq.nn import (
     WeightOnlyLinear,
 )
 from epiloq.observers import OBSERVERS, Observer, evaluating, input_quantizers
+from epiloq.vocabulary import planned, quantize_ends_
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
@@ -158,9 +159,11 @@ def available(layer: type[nn.Module] = nn.Linear) -> tuple[str, ...]:
 
 def quantize_(
     model: nn.Module,
-    scheme: str,
+    scheme: str | None,
     filter_fn: Filter | None = None,
     *,
+    head: str | None = None,
+    embedding: str | None = None,
     ignore: str | Sequence[str] = (),
     calibrate: Callable[[nn.Module], object] | None = None,
     observer: str = "min-max",
@@ -168,7 +171,8 @@ def quantize_(
     """Replace linear layers of `model`, or convolutions, by quantised ones, in place, and return `model`.
 
     scheme
-        One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``.
+        One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``. None leaves them as
+        they are, for `head` and `embedding` alone.
     filter_fn
         ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear`` (``torch.nn.Conv2d``), subclasses
         included, and of linear layers also about GPT-2's ``Conv1D``, as a transposed ``torch.nn.Linear``. Without it
@@ -177,6 +181,11 @@ def quantize_(
         experts, layers that a model of transformers keeps in float32, and layers whose weight the code of a module
         around them reads (for the feed-forward layers of ``torch.nn.TransformerEncoderLayer``, call
         ``torch.backends.mha.set_fastpath_enabled(False)`` if you choose them).
+    head, embedding
+        Schemes for the output head (as ``epiloq.vocabulary.find`` has it) and the input embedding; None leaves them in
+        floating point. The head takes every scheme without calibration, the embedding the weight-only ones: it becomes
+        a ``nn.QuantizedEmbedding``. A model that ties them has one weight for both: naming either quantises both, to
+        one stored tensor, by a weight-only scheme.
     ignore
         Layers to leave in floating point, whatever `filter_fn` says: names of layers or of modules that hold them, with
         ``*`` and ``?`` as a shell matches file names, or regular expressions after "re:".
@@ -207,16 +216,40 @@ def quantize_(
     chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
     ``from_linear``); a pattern to ignore that matches nothing; a layer chosen by `filter_fn` that cannot be converted,
     or no layer that can; a chosen layer that calibration never reached, or reached with
-    NaN or infinite inputs.
+    NaN or infinite inputs; a `head` or `embedding` of a scheme that it cannot have, of a model that has none, or also
+    chosen by `filter_fn`.
     """
-    if scheme not in SCHEMES:
+    if scheme is None and head is None and embedding is None:
+        raise ValueError("quantize_: scheme: expected one, or a head or an embedding to quantise, got None")
+    if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
     if observer not in OBSERVERS:
         raise ValueError(f"quantize_: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
-    chosen = SCHEMES[scheme]
+    ends = planned(model, head, embedding, SCHEMES)
+    left: dict[str, str] = {}
+    if scheme is not None:
+        left = _quantize_layers(model, SCHEMES[scheme], filter_fn, ignore, calibrate, OBSERVERS[observer], ends.names)
+    if ends.names:
+        quantize_ends_(model, ends)
+    if left:
+        said = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+        warnings.warn(f"quantize_: left in floating point: {said}", stacklevel=2)
+    return model
+
+
+def _quantize_layers(
+    model: nn.Module,
+    chosen: Scheme,
+    filter_fn: Filter | None,
+    ignore: str | Sequence[str],
+    calibrate: Callable[[nn.Module], object] | None,
+    observer: Callable[[], Observer],
+    ends: Sequence[str],
+) -> dict[str, str]:
+    """`quantize_` but for the embedding and the head, whose names are given; the layers that were left, and why."""
     if chosen.static and calibrate is None:
         raise ValueError(
-            f"quantize_: calibrate: scheme {scheme!r} needs a function that runs the model on sample inputs, "
+            f"quantize_: calibrate: scheme {chosen.name!r} needs a function that runs the model on sample inputs, "
             "as in calibrate=lambda model: model(inputs); got None"
         )
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -225,13 +258,13 @@ def quantize_(
             stack.enter_context(transposed(model))
             stack.enter_context(apart(model))
         groups, left = choose(model, chosen.layer, filter_fn, patterns, chosen.check_convertible)
-        _convert(model, groups, chosen, calibrate, OBSERVERS[observer])
+        twice = {name for names in groups for name in names} & set(ends)
+        if twice:
+            raise ValueError(f"quantize_: head: {min(twice)} is chosen by filter_fn, too: expected one of both")
+        _convert(model, groups, chosen, calibrate, observer)
     if chosen.layer is nn.Linear and filter_fn is None:
         left |= {f"the experts of {name}": reason for name, reason in left_stacked(model).items()}
-    if left:
-        said = "; ".join(f"{name} ({reason})" for name, reason in left.items())
-        warnings.warn(f"quantize_: left in floating point: {said}", stacklevel=2)
-    return model
+    return left
 
 
 def _convert(

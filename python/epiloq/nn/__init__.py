@@ -13,6 +13,7 @@ from epiloq.nn.int8_conv2d import Int8Conv2d
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.int8_table import Int8Quantize, Int8Table
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
+from epiloq.nn.quantized_embedding import QuantizedEmbedding
 from epiloq.nn.table_linear import TableLinear
 from epiloq.nn.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
@@ -31,6 +32,7 @@ __all__ = [
     "Int8Quantize",
     "Int8Table",
     "OnlineQuantLinear",
+    "QuantizedEmbedding",
     "TableLinear",
     "WeightOnlyConv2d",
     "WeightOnlyLinear",

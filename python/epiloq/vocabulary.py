@@ -1,0 +1,227 @@
+"""The embedding and the output head of a language model: the layers with a row for each token of its vocabulary.
+
+Where a model ties them, they are one tensor: quantised together, by one scheme, and held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from epiloq.layer_filter import identity
+from epiloq.linears.subclasses import is_plain
+from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
+from epiloq.nn.quantized_embedding import factor_of
+
+if TYPE_CHECKING:
+    from epiloq.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Names of the layers with a row for each token.
+
+    embeddings
+        Of the input embedding, and of all embeddings that share its weight.
+    heads
+        Of the output head, and of all linear layers that share its weight.
+    tied
+        Whether all of them share one weight.
+    """
+
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is to become of a model's embedding and head; None leaves them in floating point."""
+
+    found: Vocabulary
+    head: Scheme | None
+    embedding: Scheme | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers to quantise."""
+        embeddings = self.found.embeddings if self.embedding is not None else ()
+        return (*embeddings, *(self.found.heads if self.head is not None else ()))
+
+
+def find(model: nn.Module) -> Vocabulary:
+    """The embedding and the head of a model: as transformers names them, or else by their classes and names.
+
+    The head is what ``get_output_embeddings()`` gives, or else a linear layer called "lm_head" or sharing its weight
+    with an embedding; the embedding is what ``get_input_embeddings()`` gives, or else one that shares the head's
+    weight, or the only one there is.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    tables = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    given = _asked(model, "get_output_embeddings")
+    if given is not None:
+        heads = [module for module in linears.values() if module is given]
+    else:
+        heads = [module for name, module in linears.items() if name.rpartition(".")[2] == "lm_head"]
+        heads += [module for module in linears.values() if any(_same(module, table) for table in tables.values())]
+    head = heads[0] if heads else None
+    given = _asked(model, "get_input_embeddings")
+    table = next((module for module in tables.values() if module is given), None)
+    if table is None and head is not None:
+        table = next((module for module in tables.values() if _same(module, head)), None)
+    if table is None and len({id(module) for module in tables.values()}) == 1:
+        table = next(iter(tables.values()))
+    tied = table is not None and head is not None and _same(table, head)
+    return Vocabulary(
+        tuple(name for name, module in tables.items() if table is not None and _same(module, table)),
+        tuple(name for name, module in linears.items() if head is not None and _same(module, head)),
+        tied,
+    )
+
+
+def planned(
+    model: nn.Module, head: str | None, embedding: str | None, schemes: Mapping[str, Scheme], where: str = "quantize_"
+) -> Ends:
+    """What is to become of a model's ends, whose schemes are given by name.
+
+    Raises ValueError, which names the argument: a scheme that is unknown, static or of convolutions, or of an
+    embedding not weight-only; nothing to quantise; tied layers of two schemes, or of one that is not weight-only; a
+    layer that cannot be converted.
+    """
+    found = find(model)
+    chosen = {
+        name: _scheme(name, scheme, schemes, where) for name, scheme in (("head", head), ("embedding", embedding))
+    }
+    for name, layers in (("head", found.heads), ("embedding", found.embeddings)):
+        if chosen[name] is not None and not layers:
+            raise ValueError(f"{where}: {name}: expected a model with one, found none in {type(model).__name__}")
+    if found.tied and (head or embedding):
+        for name, scheme in chosen.items():
+            if scheme is not None and scheme.module is not WeightOnlyLinear:
+                raise ValueError(
+                    f"{where}: {name}: {type(model).__name__} ties {found.heads[0]} to {found.embeddings[0]}, which "
+                    f"share one weight: expected one of {_listed(schemes)}, got {scheme.name!r}"
+                )
+        if head and embedding and head != embedding:
+            raise ValueError(
+                f"{where}: embedding: {type(model).__name__} ties {found.heads[0]} to {found.embeddings[0]}, which "
+                f"share one weight: expected {head!r} as for the head, got {embedding!r}"
+            )
+        chosen = dict.fromkeys(chosen, chosen["head"] or chosen["embedding"])
+    ends = Ends(found, chosen["head"], chosen["embedding"])
+    _check(model, ends, where)
+    return ends
+
+
+def quantize_ends_(model: nn.Module, ends: Ends) -> None:
+    """Put quantised layers in the place of a model's embedding and head. Tied ones share their parameters."""
+    found = ends.found
+    shared: QuantizedEmbedding | None = None
+    if ends.embedding is not None:
+        options = ends.embedding.options
+        for names in _by_module(model, found.embeddings):
+            table = cast(nn.Embedding, model.get_submodule(names[0]))
+            if shared is None:
+                layer = shared = QuantizedEmbedding.from_embedding(table, **options)
+            else:
+                layer = like(shared, table)
+            _put(model, names, layer)
+    if ends.head is not None:
+        for names in _by_module(model, found.heads):
+            linear = cast(nn.Linear, model.get_submodule(names[0]))
+            tied = shared is not None and found.tied
+            _put(model, names, tied_head(shared, linear) if tied and shared else ends.head.convert(linear))
+    forget_ties(model, ends.names)
+
+
+def like(shared: QuantizedEmbedding, table: nn.Embedding) -> QuantizedEmbedding:
+    """The quantised layer of an embedding that shares its weight with one that is quantised already."""
+    factor, rounded = factor_of(table)
+    scale: dict[str, Any] = {"embed_scale": factor, "embed_scale_rounded": rounded}
+    layer = QuantizedEmbedding.from_packed(shared.packed, table.padding_idx, **scale, dtype=shared.dtype)
+    layer.share_(shared)
+    return layer.train(table.training)
+
+
+def tied_head(shared: QuantizedEmbedding, linear: nn.Linear) -> WeightOnlyLinear:
+    """The head, with its own bias, on the weight of a quantised embedding."""
+    return shared.tied_linear(linear.bias).train(linear.training)
+
+
+def forget_ties(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Tell a model of transformers no longer to tie the float weights of these layers, which it has no more."""
+    gone = {f"{name}.weight" for name in names}
+    for prefix, module in model.named_modules():
+        at = f"{prefix}." if prefix else ""
+        for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+            known = getattr(module, attribute, None)
+            if isinstance(known, dict) and any(f"{at}{key}" in gone for key in known):
+                setattr(module, attribute, {key: value for key, value in known.items() if f"{at}{key}" not in gone})
+
+
+def _check(model: nn.Module, ends: Ends, where: str) -> None:
+    for name in ends.names:
+        layer = model.get_submodule(name)
+        try:
+            if isinstance(layer, nn.Embedding):
+                QuantizedEmbedding.check_convertible(layer)
+            else:
+                assert ends.head is not None
+                ends.head.check_convertible(layer)
+                if not is_plain(layer):
+                    raise ValueError(f"{type(layer).__name__} is no plain linear layer")
+        except ValueError as error:
+            raise ValueError(f"{where}: layer {name!r}: {error}") from error
+    weights = {identity(cast(Any, model.get_submodule(name)).weight) for name in ends.names}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer_name = name.removesuffix(".weight")
+        if identity(parameter) in weights and layer_name not in ends.names:
+            raise ValueError(
+                f"{where}: {ends.names[0]}: expected a weight of embeddings and heads alone, but {name} shares it"
+            )
+
+
+def _scheme(argument: str, name: str | None, schemes: Mapping[str, Scheme], where: str) -> Scheme | None:
+    if name is None:
+        return None
+    scheme = schemes.get(name)
+    fits = scheme is not None and scheme.layer is nn.Linear and not scheme.static
+    if scheme is None or not fits or (argument == "embedding" and scheme.module is not WeightOnlyLinear):
+        ready = [s.name for s in schemes.values() if s.layer is nn.Linear and not s.static]
+        expected = _listed(schemes) if argument == "embedding" else ", ".join(ready)
+        raise ValueError(f"{where}: {argument}: expected one of {expected}, got {name!r}")
+    return scheme
+
+
+def _listed(schemes: Mapping[str, Scheme]) -> str:
+    return ", ".join(name for name, scheme in schemes.items() if scheme.module is WeightOnlyLinear)
+
+
+def _asked(model: Any, method: str) -> Any:
+    """What a method of a model of transformers gives; None where it has none."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    return identity(one.weight) == identity(other.weight)
+
+
+def _by_module(model: nn.Module, names: tuple[str, ...]) -> Iterator[list[str]]:
+    """The names of each module together."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        found.setdefault(id(model.get_submodule(name)), []).append(name)
+    yield from list(found.values())
+
+
+def _put(model: nn.Module, names: list[str], layer: nn.Module) -> None:
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer)

@@ -1,0 +1,73 @@
+"""Rows of a packed weight in floating point, looked up one by one as an embedding does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq.weights.packed_layout import SLAB
+from epiloq.weights.packed_weight import PackedWeight
+
+# Columns of a tile of 8 bits, and of the others.
+_NARROW, _WIDE = 32, 64
+
+
+def rows_of(packed: PackedWeight, rows: Tensor) -> Tensor:
+    """Rows of a weight without activation order: int64 ``[T]`` gives float32 ``[T, K]``.
+
+    The bits of ``packed.dequantize()[rows]``. A row outside of 0 to N - 1 is an index out of bounds: IndexError on a
+    CPU, an assertion of the kernel on a GPU.
+    """
+    # Of the padding, and from the end, no row is looked up.
+    rows = torch.where((rows >= 0) & (rows < packed.n), rows, packed.q.shape[0] * SLAB)
+    slab, place = rows // SLAB, rows % SLAB
+    values = _codes(packed.q, packed.bits, slab, place)[:, : packed.k].to(torch.float32)
+    scale, zero, offset = (
+        None if t is None else _spread(_parameters(t, slab, place).to(torch.float32), packed)
+        for t in (packed.scale, packed.zero, packed.offset)
+    )
+    if zero is not None:
+        values = values - zero
+    elif offset is None:
+        values = values - (1 << (packed.bits - 1))
+    assert scale is not None
+    values = values * scale
+    return values if offset is None else values + offset
+
+
+def _codes(q: Tensor, bits: int, slab: Tensor, place: Tensor) -> Tensor:
+    """The unsigned integers of rows ``place`` of their slabs; `packed_layout.packed_codes` has the order."""
+    half, row = place // 8, place % 8
+    slabs, tiles = q.shape[:2]
+    if bits == 8:
+        # Given: slab tile row t i p half e.
+        found = q.view(slabs, tiles, 8, 4, 2, 2, 2, 2)[slab, :, row, :, :, :, half]
+        return found.permute(0, 1, 3, 4, 2, 5).reshape(len(slab), tiles * _NARROW)
+    if bits == 4:
+        # Given: slab tile row t i e p.
+        pairs = q.view(slabs, tiles, 8, 4, 4, 2, 2)[slab, :, row]
+        shift = (half * 4).to(torch.uint8).view(-1, 1, 1, 1, 1, 1)
+        return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(slab), tiles * _WIDE)
+    # Given: slab tile row t plane half b, a byte for 8 columns.
+    planes = q.view(slabs, tiles, 8, 4, bits, 2, 2)[slab, :, row, :, :, half].unsqueeze(-1)
+    places = torch.arange(8, dtype=torch.uint8, device=q.device)
+    digits = planes >> places & 1
+    values = digits.select(3, 0)
+    for plane in range(1, bits):
+        values = values | digits.select(3, plane) << plane
+    return values.permute(0, 1, 3, 2, 4).reshape(len(slab), tiles * _WIDE)
+
+
+def _parameters(values: Tensor, slab: Tensor, place: Tensor) -> Tensor:
+    """Scales or zero points of rows, ``[T, groups]``."""
+    slabs, groups, _ = values.shape
+    return values.view(slabs, groups, 8, 2)[slab, :, place % 8, place // 8]
+
+
+def _spread(values: Tensor, packed: PackedWeight) -> Tensor:
+    """For each column that of its group, or one for all."""
+    count, groups = values.shape
+    if groups == 1:
+        return values
+    columns = values.unsqueeze(-1).expand(count, groups, packed.group_size).reshape(count, groups * packed.group_size)
+    return columns[:, : packed.k]
