@@ -42,6 +42,7 @@ if find_spec("torch") is not None:
         scaled_mm_azp,
         silu_and_mul_quant,
         table_mm,
+        w4a8_mm,
         weight_only_mm,
     )
     from epiloq.weights.block_quant_weight import BlockQuantWeight
@@ -86,6 +87,7 @@ __all__ = [
     "silu_and_mul_quant",
     "supports",
     "table_mm",
+    "w4a8_mm",
     "weight_only_mm",
 ]
 

@@ -25,6 +25,7 @@ from epiloq.ops.scaled_bmm import explain as explain_scaled_bmm
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import explain as explain_table_mm
+from epiloq.ops.w4a8_mm import explain as explain_w4a8_mm
 from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
@@ -44,6 +45,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
     "silu_and_mul_quant": explain_silu_and_mul_quant,
     "table_mm": explain_table_mm,
+    "w4a8_mm": explain_w4a8_mm,
     "weight_only_mm": explain_weight_only_mm,
 }
 

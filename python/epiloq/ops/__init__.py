@@ -16,6 +16,7 @@ from epiloq.ops.quantizers.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.scaled_bmm import scaled_bmm
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import table_mm
+from epiloq.ops.w4a8_mm import w4a8_mm
 from epiloq.ops.weight_only_mm import weight_only_mm
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "scaled_mm_azp",
     "silu_and_mul_quant",
     "table_mm",
+    "w4a8_mm",
     "weight_only_mm",
 ]
 

@@ -140,6 +140,18 @@ def _of_a_table() -> Arguments:
     }
 
 
+def _w4a8() -> Arguments:
+    few, out = _few_bits(), torch.full((SIZE, SIZE), 7.0)
+    scale_a = positive(SIZE, 1)
+    return {"x_q": fp8(SIZE, SIZE), "weight": few["weight"], "scale_a": scale_a, "bias": few["bias"], "out": out}
+
+
+def _w4a8_of(x_q: Tensor, weight: Any, scale_a: Tensor, bias: Tensor, out: Tensor, **parts: Tensor) -> Tensor:
+    numbers = {name: getattr(weight, name) for name in ("bits", "n", "k", "group_size")}
+    whole = epiloq.PackedWeight(**{"offset": None} | weight.state_dict() | parts, **numbers)
+    return epiloq.w4a8_mm(x_q, whole, scale_a, bias, out=out)
+
+
 def _in_blocks() -> Arguments:
     weight = epiloq.online_quant_weight(ints(SIZE, SIZE), positive(SIZE, 2), positive(SIZE, 2), group_size=SIZE // 2)
     out = torch.full((SIZE, SIZE), 7.0)
@@ -253,6 +265,13 @@ OPERATIONS = (
         {"scale": ((1, 1, 16),), "zero": ((1, 1, 16),), "perm": _VECTOR},
     ),
     Operation("table_mm", epiloq.table_mm, _of_a_table, {"table": _VECTOR, "scale": _VECTOR, "bias": _VECTOR}),
+    Operation("w4a8_mm", epiloq.w4a8_mm, _w4a8, {"scale_a": _ROWS, "bias": _VECTOR}),
+    Operation(
+        "w4a8_mm",
+        _w4a8_of,
+        lambda: _w4a8() | {name: _w4a8()["weight"].state_dict()[name] for name in ("scale", "zero", "perm")},
+        {"scale": ((1, 1, 16),), "zero": ((1, 1, 16),), "perm": _VECTOR},
+    ),
     Operation("online_quant_mm", epiloq.online_quant_mm, _in_blocks, {"bias": _VECTOR}),
     Operation(
         "online_quant_weight",

@@ -28,6 +28,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from blockwise_products(x.half(), n, out)
     yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
     yield from weight_only_products(x.half(), n, out)
+    yield from w4a8_products(x, n, out)
     yield from convolutions(m, n, device)
     codes = torch.zeros(-(-n * k // 2), dtype=torch.uint8, device=device)
     numbers, scale = torch.randn(16, device=device), torch.rand(-(-n * k // 24), device=device)
@@ -141,6 +142,16 @@ def weight_only_products(x: Tensor, n: int, out: Tensor) -> Calls:
         yield OPS.weight_only_mm, (*tensors, 4, n, k, 32, 0.0, 6.0), {}
         yield OPS.weight_only_mm_out, (*tensors, 4, n, k, 32, None, None), {"out": out}
         yield OPS.dequantize_weight, (w.q, w.scale, w.zero, w.offset, 4, n, k, 32, torch.bfloat16), {}
+
+
+def w4a8_products(x: Tensor, n: int, out: Tensor) -> Calls:
+    (m, k), device = x.shape, str(x.device)
+    scale = torch.ones(m, 1, device=device)
+    for kind, dtype, bias in (("symmetric", torch.float8_e4m3fn, None), ("zero", torch.int8, out.new_zeros(n))):
+        w = weight_reference.make_weight(n, k, 4, 32, kind, act_order=bias is not None, device=device).packed
+        tensors = ((10 * x).clamp(-100, 100).to(dtype), w.q, w.scale, w.zero, w.perm, scale, bias)
+        yield OPS.w4a8_mm, (*tensors, n, k, 32), {"out_dtype": torch.bfloat16 if bias is None else torch.float16}
+        yield OPS.w4a8_mm_out, (*tensors, n, k, 32), {"out": out}
 
 
 def convolutions(batch: int, n: int, device: str) -> Calls:

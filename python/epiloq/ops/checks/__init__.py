@@ -1,0 +1,1 @@
+"""Checks of arguments of operations that have no C++ of their own yet."""

@@ -1,0 +1,236 @@
+"""Products of 8-bit activations with 4-bit weights in scale groups."""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._threads import threads_for
+from epiloq.ops import weight_only_mm
+from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, check, check_out_dtype, check_weight
+from epiloq.weights.packed_layout import parameters_of
+from epiloq.weights.packed_weight import PackedWeight
+
+# Elements of activations, or of a result, that are in fp32 at a time.
+_AT_ONCE = 1 << 24
+# int8 products of groups on the CPU: more tokens than these, for which they are the faster ones; how few and how many
+# columns a group may have; rows of the weight and tokens at a time, whose sums, one for each group, stay in the cache.
+_FEW_TOKENS, _FEW_COLUMNS, _MOST_COLUMNS, _ROWS, _TOKENS = 16, 16, 131071, 256, 64
+
+
+def w4a8_mm(
+    x_q: Tensor,
+    weight: PackedWeight,
+    scale_a: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``scale_a * sum over groups g of scale[n, g] * (x_q @ (q - zero).T)_g + bias``: 8-bit by 4-bit products.
+
+    ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`. Every ``x_q`` and ``q - zero`` is
+    multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA the activations
+    become bfloat16, which holds them exactly, for `weight_only_mm`, whose result is rounded to bfloat16 before
+    ``scale_a`` multiplies it. docs/numerics.md has the bounds.
+
+    Args:
+        x_q: float8_e4m3fn or int8 ``[…, M, K]``, as `quantize_fp8` per token or a symmetric `quantize_int8` gives it;
+            rows dense; leading dimensions must collapse into one.
+        weight: ``[N, K]`` of 4 bits, symmetric or with integer zero points; any group size and scale type, and scales
+            per channel as groups of whole rows. Its activation order, if any, permutes ``x_q`` once.
+        scale_a: float32, one element or one per token: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
+        bias: ``[N]`` in the output's dtype, added in fp32.
+        out_dtype: float16 or bfloat16, on the CPU also float32; ``out``'s dtype if ``out`` is given.
+        out: ``[…, M, N]``, rows dense, sharing no memory with inputs; written and returned.
+
+    Returns:
+        ``[…, M, N]``. NaN in a token or its scale reaches that token's outputs only, one in a weight's scale that
+        column's only.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it. Weights of other bits and with real offsets are
+            refused.
+        TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+    """
+    w = _expect(weight)
+    numbers = (w.n, w.k, w.group_size)
+    if not direct((x_q, w.q, w.scale, scale_a), (w.zero, w.perm, bias, out)):
+        optional = {"bias": bias, "out": out}
+        expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, optional, writes=out is not None)
+        arguments = (x_q, w.q, w.scale, w.zero, w.perm, scale_a, bias, *numbers)
+        if out is None:
+            return refuse_backward(NAME, torch.ops.epiloq.w4a8_mm(*arguments, out_dtype=out_dtype))
+        torch.ops.epiloq.w4a8_mm_out(*arguments, out=out)
+        return out
+    return run(x_q, w.q, w.scale, w.zero, w.perm, scale_a, bias, *numbers, out_dtype=out_dtype, out=out)
+
+
+def _expect(weight: object) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"epiloq.{NAME}: weight: expected a PackedWeight, got {type(weight).__name__}")
+    check_weight(weight)
+    return weight
+
+
+@torch.no_grad()
+def run(
+    x_q: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    perm: Tensor | None,
+    scale_a: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`w4a8_mm` for plain tensors, its arguments taken apart."""
+    result = _empty(x_q, n, out_dtype) if out is None else out
+    weight = PackedWeight(q, scale, zero, None, perm, 4, n, k, group_size)
+    call = Call(result, x_q, weight, scale_a, bias)
+    check(call, out is not None)
+    if result.numel() > 0:
+        _multiply(call)
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _empty(x_q: Tensor, n: int, out_dtype: torch.dtype) -> Tensor:
+    if x_q.ndim == 0:
+        raise ValueError(f"epiloq.{NAME}: x_q: expected at least one dimension, got a scalar")
+    check_out_dtype(x_q, out_dtype)
+    return x_q.new_empty((*x_q.shape[:-1], n), dtype=out_dtype)
+
+
+def _multiply(call: Call) -> None:
+    weight, m = call.weight, prod(call.x_q.shape[:-1])
+    x_q, out = call.x_q.view(m, weight.k), call.out.view(m, weight.n)
+    if weight.perm is not None:
+        # As bytes, for not every backend gathers float8.
+        x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
+    scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
+    step = max(_AT_ONCE // max(weight.n, weight.k), _TOKENS)
+    for first in range(0, m, step):
+        rows = slice(first, first + step)
+        _product(out[rows], x_q[rows], weight, scale_a[rows], call.bias)
+
+
+def _product(out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None) -> None:
+    """Some tokens, in the packed order of columns."""
+    if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(len(x_q), weight):
+        _finish(out, _sums_of_groups(x_q, weight), scale_a, bias)
+    else:
+        _by_weight_only(out, x_q, weight, scale_a, bias, _floating(x_q))
+
+
+def _finish(out: Tensor, sums: Tensor, scale_a: Tensor, bias: Tensor | None) -> None:
+    """The epilogue, in place of fp32 sums."""
+    sums.mul_(scale_a)
+    out.copy_(sums if bias is None else sums.add_(bias.float()))
+
+
+def _floating(x_q: Tensor) -> torch.dtype:
+    """The type that holds activations exactly, and in which no sum of theirs overflows."""
+    return torch.bfloat16 if x_q.is_cuda else torch.float32
+
+
+def _by_weight_only(
+    out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    """By `weight_only_mm` of the activations in a floating-point type, to which it rounds their sums."""
+    x = x_q.to(dtype)
+    packed = (weight.q, weight.scale, weight.zero, None, None, None)
+    numbers = (weight.bits, weight.n, weight.k, weight.group_size)
+    _finish(out, weight_only_mm.run(x, *packed, *numbers, -inf, inf).float(), scale_a, bias)
+
+
+def _summed_by_group(m: int, weight: PackedWeight) -> bool:
+    return m > _FEW_TOKENS and _FEW_COLUMNS <= _length(weight) <= _MOST_COLUMNS
+
+
+def _length(weight: PackedWeight) -> int:
+    return weight.k if weight.group_size == -1 else min(weight.group_size, weight.k)
+
+
+def _sums_of_groups(x_q: Tensor, weight: PackedWeight) -> Tensor:
+    """The sums ``[M, N]`` of int8 activations, in fp32: each group's is an exact int32 before its scale."""
+    sums = x_q.new_empty((len(x_q), weight.n), dtype=torch.float32)
+    x_q = _on_16_bytes(x_q)
+    for first in range(0, weight.n, _ROWS):
+        part = weight.row_slice(first, min(first + _ROWS, weight.n))
+        integers, scale = part.integers(), parameters_of(part.scale)[: part.n].t().float()
+        for begin in range(0, len(x_q), _TOKENS):
+            rows = slice(begin, begin + _TOKENS)
+            _add_groups(sums[rows, first : first + _ROWS], x_q[rows], integers, scale, _length(weight))
+    return sums
+
+
+def _add_groups(out: Tensor, x_q: Tensor, integers: Tensor, scale: Tensor, length: int) -> None:
+    """Some tokens by some rows: whole groups in one batch of products, then a short last one."""
+    k = integers.shape[1]
+    whole = k // length
+    one, threads = scale.new_ones(1), threads_for(x_q)
+    groups = scale.new_empty((whole, *out.shape))
+    a = x_q[:, : whole * length].unflatten(1, (whole, length)).transpose(0, 1)
+    b = integers[:, : whole * length].unflatten(1, (whole, length)).permute(1, 2, 0)
+    _core.scaled_bmm_on_host(groups, a, b, one, scale[:whole].unsqueeze(1).contiguous(), None, threads)
+    torch.sum(groups, 0, out=out)
+    if k % length:
+        rest = scale.new_empty(out.shape)
+        a, b = (_on_16_bytes(rows[:, whole * length :]) for rows in (x_q, integers))
+        _core.scaled_mm_on_host(rest, a, b.t(), one, scale[whole].contiguous(), None, None, None, threads)
+        out.add_(rest)
+
+
+def _on_16_bytes(rows: Tensor) -> Tensor:
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def explain(
+    x_q: Tensor,
+    weight: PackedWeight,
+    scale_a: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> str:
+    """`epiloq.explain` for `w4a8_mm` by its own arguments."""
+    w = _expect(weight)
+    expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, {"bias": bias, "out": out}, writes=False)
+    result = _empty(x_q, w.n, out_dtype) if out is None else out
+    check(Call(result, x_q, w, scale_a, bias), out is not None)
+    m = prod(x_q.shape[:-1])
+    if result.numel() == 0:
+        return "nothing to launch: the output is empty"
+    if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(m, w):
+        return "CPU: int8 products of each group, summed in fp32"
+    dtype = _floating(x_q)
+    said = weight_only_mm.explain(x_q.new_empty((m, w.k), dtype=dtype), w)
+    return f"activations as {str(dtype).removeprefix('torch.')}: {said}"
+
+
+def _fake(x_q: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
+    n, k = rest[6], rest[7]
+    if x_q.dtype not in ACTIVATIONS:
+        raise ValueError(f"epiloq.{NAME}: x_q: expected int8 or float8_e4m3fn, got {x_q.dtype}")
+    if x_q.ndim < 1:
+        raise ValueError(f"epiloq.{NAME}: x_q: expected [.., {k}], got a scalar")
+    torch._check_value(x_q.shape[-1] == k, lambda: f"epiloq.{NAME}: x_q: expected {k} columns, got {list(x_q.shape)}")
+    return _empty(x_q, n, out_dtype)
+
+
+_TENSORS = "Tensor x_q, Tensor q, Tensor scale, Tensor? zero, Tensor? perm, Tensor scale_a, Tensor? bias"
+register_product(NAME, f"{_TENSORS}, int n, int k, int group_size", run, _fake, "ScalarType out_dtype")
