@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epiloq.weights.packed_layout import SLAB
+from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
 
 # Columns of a tile of 8 bits, and of the others.
@@ -19,11 +19,11 @@ def rows_of(packed: PackedWeight, rows: Tensor) -> Tensor:
     CPU, an assertion of the kernel on a GPU.
     """
     # Of the padding, and from the end, no row is looked up.
-    rows = torch.where((rows >= 0) & (rows < packed.n), rows, packed.q.shape[0] * SLAB)
-    slab, place = rows // SLAB, rows % SLAB
-    values = _codes(packed.q, packed.bits, slab, place)[:, : packed.k].to(torch.float32)
+    rows = torch.where((rows >= 0) & (rows < packed.n), rows, packed.q.shape[0] * PANEL_ROWS)
+    panel, place = rows // PANEL_ROWS, rows % PANEL_ROWS
+    values = _codes(packed.q, packed.bits, panel, place)[:, : packed.k].to(torch.float32)
     scale, zero, offset = (
-        None if t is None else _spread(_parameters(t, slab, place).to(torch.float32), packed)
+        None if t is None else _spread(_parameters(t, panel, place).to(torch.float32), packed)
         for t in (packed.scale, packed.zero, packed.offset)
     )
     if zero is not None:
@@ -35,33 +35,33 @@ def rows_of(packed: PackedWeight, rows: Tensor) -> Tensor:
     return values if offset is None else values + offset
 
 
-def _codes(q: Tensor, bits: int, slab: Tensor, place: Tensor) -> Tensor:
-    """The unsigned integers of rows ``place`` of their slabs; `packed_layout.packed_codes` has the order."""
+def _codes(q: Tensor, bits: int, panel: Tensor, place: Tensor) -> Tensor:
+    """The unsigned integers of rows ``place`` of their panels; `packed_layout.packed_codes` has the order."""
     half, row = place // 8, place % 8
-    slabs, tiles = q.shape[:2]
+    panels, tiles = q.shape[:2]
     if bits == 8:
-        # Given: slab tile row t i p half e.
-        found = q.view(slabs, tiles, 8, 4, 2, 2, 2, 2)[slab, :, row, :, :, :, half]
-        return found.permute(0, 1, 3, 4, 2, 5).reshape(len(slab), tiles * _NARROW)
+        # Given: panel tile row t i p half e.
+        found = q.view(panels, tiles, 8, 4, 2, 2, 2, 2)[panel, :, row, :, :, :, half]
+        return found.permute(0, 1, 3, 4, 2, 5).reshape(len(panel), tiles * _NARROW)
     if bits == 4:
-        # Given: slab tile row t i e p.
-        pairs = q.view(slabs, tiles, 8, 4, 4, 2, 2)[slab, :, row]
+        # Given: panel tile row t i e p.
+        pairs = q.view(panels, tiles, 8, 4, 4, 2, 2)[panel, :, row]
         shift = (half * 4).to(torch.uint8).view(-1, 1, 1, 1, 1, 1)
-        return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(slab), tiles * _WIDE)
-    # Given: slab tile row t plane half b, a byte for 8 columns.
-    planes = q.view(slabs, tiles, 8, 4, bits, 2, 2)[slab, :, row, :, :, half].unsqueeze(-1)
+        return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(panel), tiles * _WIDE)
+    # Given: panel tile row t plane half b, a byte for 8 columns.
+    planes = q.view(panels, tiles, 8, 4, bits, 2, 2)[panel, :, row, :, :, half].unsqueeze(-1)
     places = torch.arange(8, dtype=torch.uint8, device=q.device)
     digits = planes >> places & 1
     values = digits.select(3, 0)
     for plane in range(1, bits):
         values = values | digits.select(3, plane) << plane
-    return values.permute(0, 1, 3, 2, 4).reshape(len(slab), tiles * _WIDE)
+    return values.permute(0, 1, 3, 2, 4).reshape(len(panel), tiles * _WIDE)
 
 
-def _parameters(values: Tensor, slab: Tensor, place: Tensor) -> Tensor:
+def _parameters(values: Tensor, panel: Tensor, place: Tensor) -> Tensor:
     """Scales or zero points of rows, ``[T, groups]``."""
-    slabs, groups, _ = values.shape
-    return values.view(slabs, groups, 8, 2)[slab, :, place % 8, place // 8]
+    panels, groups, _ = values.shape
+    return values.view(panels, groups, 8, 2)[panel, :, place % 8, place // 8]
 
 
 def _spread(values: Tensor, packed: PackedWeight) -> Tensor:
