@@ -15,8 +15,9 @@ from epiloq.layer_filter import default_filter
 from epiloq.quantize import Float8Grid, Grid, InputStatistics, OffsetGrid, rtn
 from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
 from epiloq.quantize.calibration.blocks import find_blocks, record
-from epiloq.quantize.calibration.calibrate import Block, calibrate
+from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.inputs import input_groups
+from epiloq.quantize.calibration.work import Block
 from model_families import FAMILIES, SHARED, VOCABULARY, llama, outlying
 
 
@@ -70,13 +71,13 @@ def test_shared_inputs_are_found_and_measured(seed: int, family: str) -> None:
     for handle in handles:
         handle.remove()
     pairs = zip(recorded.calls[0], recorded.hidden, strict=True)
-    groups = input_groups(layers, [lambda c=c, h=h: c.run(block, h) for c, h in pairs])
-    found = [sorted(names) for names, _ in groups]
+    groups = input_groups(layers, [[lambda c=c, h=h: c.run(block, h)] for c, h in pairs])
+    found = [sorted(group.names) for group in groups]
     expected = [sorted(n for n in layers if n.endswith(tuple(leaves))) for leaves in SHARED[family]]
     assert sorted(found) == sorted(expected)
-    for names, statistics in groups:
-        assert statistics.tokens == 72
-        torch.testing.assert_close(statistics.hessian, seen[names[0]].hessian)
+    for group in groups:
+        assert group.statistics.tokens == 72
+        torch.testing.assert_close(group.statistics.hessian, seen[group.names[0]].hessian)
 
 
 INT8, OTHER_GRIDS = Grid(8, -1, True), (Float8Grid(128, 128), Float8Grid(rows=-1), OffsetGrid(8, 16))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from epiloq.quantize import Grid, rtn, search_smooth_scale, smooth_scale
 from epiloq.quantize.algorithms.table import ALGORITHMS
-from epiloq.quantize.calibration.calibrate import Block, calibrate
+from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.static import (
     AUTO,
     LARGEST_ERROR,
@@ -22,6 +22,7 @@ from epiloq.quantize.calibration.static import (
     static_int8,
     token_error,
 )
+from epiloq.quantize.calibration.work import Block
 from toy_language_model import IN_BLOCKS, LanguageModel
 
 INT8 = Grid(8, symmetric=True)

@@ -25,6 +25,7 @@ from epiloq.cli import app
 from epiloq.formats.io import model as models
 from epiloq.quantize import job as jobs
 from epiloq.quantize.calibration import calibrate as walking
+from epiloq.quantize.calibration import work
 from tiny_teacher import save, tiny_model
 
 OPTIONS = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant+gptq", "--windows", "8", "--length", "32")
@@ -74,9 +75,9 @@ POINTS: dict[str, tuple[Any, str]] = {
     "opening the store": (jobs, "Store"),
     "measuring": (jobs, "perplexity"),
     "recording": (walking, "record"),
-    "folding": (walking, "foldings"),
-    "rounding": (walking, "gptq"),
-    "fixing scales": (walking.InputWatch, "freeze"),
+    "folding": (work, "foldings"),
+    "rounding": (work, "gptq"),
+    "fixing scales": (work.InputWatch, "freeze"),
     "keeping a block": (jobs.Store, "write"),
     "reading blocks again": (jobs, "save"),
     "writing": (models.Writer, "close"),

@@ -19,8 +19,8 @@ for needed in ("typer", "rich", "safetensors", "transformers", "matplotlib", "ji
 
 from command_line import ROUND, run
 from epiloq.quantize import Grid, QuantizedWeight, figures, report
-from epiloq.quantize.calibration.calibrate import Block
 from epiloq.quantize.calibration.tally import HIGHEST, LOWEST, Tally
+from epiloq.quantize.calibration.work import Block
 from tiny_teacher import save, tiny_model
 
 

@@ -28,10 +28,11 @@ from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
-from epiloq.quantize.calibration.calibrate import Block, calibrate
+from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
+from epiloq.quantize.calibration.work import Block
 from epiloq.quantize.checks import check_finite_weights, check_model, check_request, said_who_holds
 from epiloq.quantize.measures import environment, peak_memory, weight_bytes
 from epiloq.quantize.plan import Plan, take_experts_apart_

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epiloq.observers import evaluating, watched
+from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.statistics import InputStatistics
 
 Calibrate = Callable[[nn.Module], object]
@@ -125,21 +126,77 @@ def last_inputs(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> d
     return found
 
 
+@dataclass
+class InputGroup:
+    """Layers that share an input.
+
+    owner
+        The rank that quantises them.
+    statistics
+        Of their input in all windows; None on ranks that do not own them.
+    """
+
+    names: list[str]
+    owner: int
+    statistics: InputStatistics | None
+
+
 @torch.no_grad()
 def input_groups(
-    layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
-) -> list[tuple[list[str], InputStatistics]]:
-    """Layers by the input that they share, as the first of the runs shows, each with the statistics of all runs."""
-    groups = shared(layers, runs[0])
-    found = [
-        (names, InputStatistics(layers[names[0]].in_features, device=layers[names[0]].weight.device))
-        for names in groups
+    layers: Mapping[str, nn.Linear], strands: Sequence[Sequence[Callable[[], object]]], ranks: Ranks | None = None
+) -> list[InputGroup]:
+    """Layers by the input that they share, as the first run shows, each with the statistics of all runs of all ranks.
+
+    Args:
+        strands: this rank's runs. Sums are taken within each strand first, and then of those, in order.
+    """
+    ranks = ranks or Ranks()
+    names = ranks.share(shared(layers, strands[0][0]) if ranks.rank == 0 else None)
+    sizes = [(layers[group[0]].in_features, sum(layers[name].out_features for name in group)) for group in names]
+    owners = balanced([k * k * (k + n) for k, n in sizes], ranks.world)
+    sums: list[list[InputStatistics]] = [[] for _ in names]
+    for strand in strands:
+        found = [InputStatistics(layers[g[0]].in_features, device=layers[g[0]].weight.device) for g in names]
+        _fill({group[0]: statistics for group, statistics in zip(names, found, strict=True)}, layers, strand)
+        for own, statistics in zip(sums, found, strict=True):
+            # The first rank's are the first of all, so they need not be kept apart.
+            if own and ranks.rank == 0:
+                own[0].merge(statistics)
+            else:
+                own.append(statistics)
+    counts = ranks.gather([[statistics.tokens for statistics in own] for own in sums])
+    return [
+        InputGroup(group, owner, _collected(sums, index, owner, counts, ranks))
+        for index, (group, owner) in enumerate(zip(names, owners, strict=True))
     ]
-    of_first = {names[0]: statistics for names, statistics in found}
-    with watched({name: layers[name] for name in of_first}, lambda name, x: of_first[name].add(x)):
+
+
+def _fill(
+    found: Mapping[str, InputStatistics], layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
+) -> None:
+    with watched({name: layers[name] for name in found}, lambda name, x: found[name].add(x)):
         for run in runs:
             run()
-    return found
+
+
+def _collected(
+    sums: list[list[InputStatistics]], index: int, owner: int, counts: Sequence[list[list[int]]], ranks: Ranks
+) -> InputStatistics | None:
+    """On the owner, the sum of one input's statistics of all ranks, in order; what is sent is forgotten."""
+    own, sums[index] = sums[index], []
+    total: InputStatistics | None = None
+    for source, of_rank in enumerate(counts):
+        for number, tokens in enumerate(of_rank[index]):
+            part = own[number] if source == ranks.rank else None
+            if total is not None and not tokens:
+                continue
+            part = ranks.move(part, source, owner)
+            if ranks.rank == owner and part is not None:
+                if total is None:
+                    total = part
+                else:
+                    total.merge(part)
+    return total
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.observers import quantizer, watched
+from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import InputGrid
 from epiloq.weights.rounding import check_finite
@@ -109,11 +110,34 @@ class InputWatch:
     def _note(self, name: str, x: Tensor) -> None:
         if not x.numel():
             return
-        low, high = x.detach().aminmax()
-        before = self.ends.get(name, (low, high))
-        self.ends[name] = torch.minimum(low, before[0]), torch.maximum(high, before[1])
+        self._widen(name, *x.detach().aminmax())
         if len(self.samples[name]) < SAMPLED_WINDOWS:
             self.samples[name].append(x.detach().reshape(-1, x.shape[-1]).float())
+
+    def _widen(self, name: str, low: Tensor, high: Tensor) -> None:
+        before = self.ends.get(name, (low, high))
+        self.ends[name] = torch.minimum(low.to(before[0]), before[0]), torch.maximum(high.to(before[1]), before[1])
+
+    def collect(self, ranks: Ranks) -> None:
+        """Let the first rank have what all have seen: all ranges, and of the first windows the inputs."""
+        seen = ranks.gather(({n: (low.cpu(), high.cpu()) for n, (low, high) in self.ends.items()}, self._counts()))
+        for source, (ends, counts) in enumerate(seen[1:], 1):
+            for name, (low, high) in ends.items():
+                before = self.ends.get(name, (low, high))
+                self.ends[name] = (
+                    torch.minimum(low.to(before[0]), before[0]),
+                    torch.maximum(high.to(before[1]), before[1]),
+                )
+            for name, count in counts.items():
+                lacking = SAMPLED_WINDOWS - sum(of_rank[name] for _, of_rank in seen[:source])
+                for number in range(min(lacking, count)):
+                    own = self.samples[name][number] if source == ranks.rank else None
+                    sample = ranks.move(own, source, 0)
+                    if ranks.rank == 0 and sample is not None:
+                        self.samples[name].append(sample)
+
+    def _counts(self) -> dict[str, int]:
+        return {name: len(samples) for name, samples in self.samples.items()}
 
     def freeze(
         self, weights: Mapping[str, Calibrated], wish: Static

@@ -36,6 +36,15 @@ class InputStatistics:
         self.tokens += x.shape[0]
 
     @torch.no_grad()
+    def merge(self, other: InputStatistics) -> None:
+        """Count in what was gathered elsewhere from further batches, if any."""
+        if other.tokens:
+            self._products += other._products
+            self._magnitudes += other._magnitudes
+            self._amax = torch.maximum(self._amax, other._amax)
+            self.tokens += other.tokens
+
+    @torch.no_grad()
     def divide(self, scale: Tensor) -> None:
         """Account for a division of the inputs' channels by ``scale`` [K]."""
         self._products /= torch.outer(scale, scale)

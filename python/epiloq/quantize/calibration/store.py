@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from epiloq.files import write_text
-from epiloq.quantize.calibration.calibrate import Block
 from epiloq.quantize.calibration.static import InputErrors
+from epiloq.quantize.calibration.work import Block
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import InputGrid, QuantizedWeight
 from epiloq.weights.rounding import Codebook, Parameters
@@ -40,11 +40,8 @@ class Store:
         """Keep a finished block."""
         from safetensors.torch import save_file
 
-        tensors: dict[str, Tensor] = {f"state/{name}": value for name, value in block.state.items()}
-        for name, weight in block.weights.items():
-            tensors |= {f"{part}/{name}": value for part, value in _parts(weight).items() if value is not None}
         aside = self._file(block.name).with_suffix(".part")
-        whole = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        whole = {name: value.cpu().contiguous() for name, value in tensors_of(block).items()}
         input_errors = {name: asdict(errors) for name, errors in block.input_errors.items()}
         metadata = {"errors": json.dumps(block.errors), "input_errors": json.dumps(input_errors)}
         save_file(whole, aside, metadata=metadata)
@@ -95,6 +92,14 @@ def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{folder} holds a run that was interrupted, with other settings ({', '.join(differing)}): finish it with "
             "those, or delete it"
         )
+
+
+def tensors_of(block: Block) -> dict[str, Tensor]:
+    """A block's tensors by kind and name."""
+    tensors: dict[str, Tensor] = {f"state/{name}": value for name, value in block.state.items()}
+    for name, weight in block.weights.items():
+        tensors |= {f"{part}/{name}": value for part, value in _parts(weight).items() if value is not None}
+    return tensors
 
 
 def _parts(weight: Calibrated) -> dict[str, Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from epiloq.progress import Advance, Stage, unseen
-from epiloq.quantize.calibration.calibrate import Block
+from epiloq.quantize.calibration.work import Block
 
 LOWEST, HIGHEST, PER_OCTAVE = -24, 8, 4
 """The histogram of scales: from 2^-24 to 2^8, four columns for a factor of two."""

@@ -1,0 +1,226 @@
+"""What is done to one block of a model: fold, quantise, fix scales; the ranks share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.quantize.algorithms.awq import awq_scale, output_error
+from epiloq.quantize.algorithms.gptq import gptq
+from epiloq.quantize.algorithms.smoothquant import Folding, fold_, foldings, search_smooth_scale, smooth_scale
+from epiloq.quantize.algorithms.table import Algorithm
+from epiloq.quantize.calibration.blocks import Call
+from epiloq.quantize.calibration.inputs import InputGroup, input_groups, last_inputs, observe, shared
+from epiloq.quantize.calibration.ranks import Ranks, balanced
+from epiloq.quantize.calibration.static import InputErrors, InputWatch, Static
+from epiloq.quantize.calibration.statistics import InputStatistics
+from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.grid import QuantizedWeight
+from epiloq.weights.rounding import Codebook, rtn
+
+
+@dataclass(frozen=True)
+class Block:
+    """A finished block."""
+
+    name: str
+    weights: dict[str, Calibrated]
+    """By layer, named as in the model."""
+    state: dict[str, Tensor]
+    """The block's other parameters and buffers, which folding may have changed, by their names in the block."""
+    errors: dict[str, float]
+    """Each layer's relative error: of its output on calibration inputs or, by algorithms that need none, of its
+    weight (Frobenius)."""
+    input_errors: dict[str, InputErrors] = field(default_factory=dict)
+    """What quantising each layer's input costs, where static scales were asked for."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """This rank's runs of a block, a window each."""
+
+    block: nn.Module
+    calls: Sequence[Call]
+    hidden: Sequence[Tensor]
+    strands: Sequence[range]
+
+    def run(self, window: int) -> Tensor:
+        """The block's output in one of this rank's windows, counted from 0."""
+        return self.calls[window].run(self.block, self.input(window))
+
+    def input(self, window: int) -> Tensor:
+        """The block's hidden states, where the block is."""
+        return self.hidden[window].to(next(self.block.parameters()).device)
+
+    def by_strand(self) -> list[list[Callable[[], Tensor]]]:
+        """All runs; windows of ranks are neighbours."""
+        return [[partial(self.run, window - self.strands[0][0]) for window in strand] for strand in self.strands]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done to each block."""
+
+    grid: Codebook[Calibrated]
+    inputs: Codebook[Calibrated]
+    algorithm: Algorithm
+    alpha: float
+    static: Static | None
+    ranks: Ranks
+
+    @property
+    def needs_inputs(self) -> bool:
+        return self.algorithm.needs_inputs or self.static is not None
+
+    def watch(self, layers: dict[str, nn.Linear], runs: Runs) -> InputWatch | None:
+        """What will look at the inputs of the block's layers, if scales are to be fixed by them."""
+        if self.static is None:
+            return None
+        return InputWatch(
+            self.ranks.share(shared(layers, lambda: runs.run(0)) if self.ranks.rank == 0 else None), layers
+        )
+
+    def freeze(self, done: Block, watch: InputWatch) -> Block:
+        """The block with static scales."""
+        assert self.static is not None
+        watch.collect(self.ranks)
+        found = None
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                found = watch.freeze(done.weights, self.static)
+        grids, errors = self.ranks.share(found)
+        weights: dict[str, Calibrated] = {}
+        for name, weight in done.weights.items():
+            assert isinstance(weight, QuantizedWeight)  # `calibrate` refused other grids.
+            weights[name] = replace(weight, inputs=grids.get(name))
+        return replace(done, weights=weights, input_errors=errors)
+
+    def quantise(self, name: str, block: nn.Module, layers: dict[str, nn.Linear], runs: Runs) -> Block:
+        """Fold the block's layers in place, quantise them, and say what came of it."""
+        with self.ranks.together():
+            for n, layer in layers.items():
+                if not torch.isfinite(layer.weight).all():
+                    raise ValueError(f"{n}.weight: expected finite numbers, found NaN or infinity")
+        if self.algorithm.needs_inputs:
+            groups = input_groups(layers, runs.by_strand(), self.ranks)
+            self._fold(name, layers, groups, runs)
+            with self.ranks.together():
+                own = self._compensated(layers, groups)
+        else:
+            with self.ranks.together():
+                own = self._nearest(layers)
+        weights: dict[str, Calibrated] = {}
+        errors: dict[str, float] = {}
+        for owner in range(self.ranks.world):
+            found, found_errors = self.ranks.share(own if owner == self.ranks.rank else None, owner)
+            weights |= found
+            errors |= found_errors
+        left_out = {f"{n.removeprefix(name).lstrip('.')}.weight" for n in layers}
+        state = {n: value.detach().clone() for n, value in block.state_dict().items() if n not in left_out}
+        return Block(name, {n: weights[n] for n in layers}, state, {n: errors[n] for n in layers})
+
+    def _nearest(self, layers: dict[str, nn.Linear]) -> tuple[dict[str, Calibrated], dict[str, float]]:
+        """This rank's layers by an algorithm that looks at no inputs."""
+        weights: dict[str, Calibrated] = {}
+        errors: dict[str, float] = {}
+        owners = balanced([layer.weight.numel() for layer in layers.values()], self.ranks.world)
+        for (name, layer), owner in zip(layers.items(), owners, strict=True):
+            if owner == self.ranks.rank:
+                weights[name] = rtn(layer.weight, self.grid, self._moments(None, layer.weight))
+                lost = (weights[name].dequantize() - layer.weight.float()).norm()
+                whole = layer.weight.float().norm()
+                errors[name] = float(lost / whole) if whole else 0.0
+        return weights, errors
+
+    def _compensated(
+        self, layers: dict[str, nn.Linear], groups: Sequence[InputGroup]
+    ) -> tuple[dict[str, Calibrated], dict[str, float]]:
+        """This rank's layers by what is known of their inputs."""
+        weights: dict[str, Calibrated] = {}
+        errors: dict[str, float] = {}
+        for group in groups:
+            if group.statistics is not None:
+                # Rows that share scales are those of one layer.
+                for stacked in [group.names] if self.grid.rows == 1 else [[n] for n in group.names]:
+                    part, part_errors = self._round({n: layers[n] for n in stacked}, group.statistics)
+                    weights |= part
+                    errors |= part_errors
+        return weights, errors
+
+    def _round(
+        self, layers: dict[str, nn.Linear], statistics: InputStatistics
+    ) -> tuple[dict[str, Calibrated], dict[str, float]]:
+        """Layers that read one input, stacked, for their rows do not depend on each other."""
+        try:
+            hessian, _ = statistics.steady
+        except ValueError as error:
+            raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
+        weight = torch.cat([layer.weight.float() for layer in layers.values()])
+        moments = self._moments(hessian, weight)
+        if self.algorithm.compensate:
+            value: Calibrated = gptq(weight, hessian, self.grid, moments=moments)
+        else:
+            value = rtn(weight, self.grid, moments)
+        parts: Sequence[Calibrated] = value.split([layer.out_features for layer in layers.values()])
+        errors = {}
+        seen = statistics.hessian if statistics.tokens else hessian  # Errors are those on the inputs themselves.
+        for (name, layer), part in zip(layers.items(), parts, strict=True):
+            lost = output_error(part.dequantize() - layer.weight.float(), seen)
+            whole = output_error(layer.weight.float(), seen)
+            errors[name] = (lost / whole) ** 0.5 if whole else 0.0
+        return dict(zip(layers, parts, strict=True)), errors
+
+    def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
+        if self.algorithm.clip == "mse":
+            return torch.ones(weight.shape[1], device=weight.device)
+        if self.algorithm.clip is None or hessian is None:
+            return None
+        return hessian.diagonal() if self.algorithm.clip == "weighted" else hessian
+
+    def _fold(self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs) -> None:
+        """Fold the scales of the algorithm where that is exact and all who read a producer share their input."""
+        if self.algorithm.fold is None:
+            return
+        searches = self.algorithm.fold == "smoothquant-search"
+        samples: dict[str, Tensor] = {}
+        found: list[Folding] | None = None
+        if self.ranks.rank == 0:
+            found = self._foldings(prefix, layers, runs)
+            samples = last_inputs(layers, lambda: runs.run(0)) if searches else {}
+        of_layer = {name: group for group in groups for name in group.names}
+        for producer, names, channels in self.ranks.share(found):
+            full = [f"{prefix}.{n}" for n in names]
+            group = of_layer.get(full[0])
+            if group is None or any(of_layer.get(name) is not group for name in full):
+                continue
+            weights = [layers[name].weight for name in full]
+            x = self.ranks.move(samples.get(full[0]), 0, group.owner) if searches else None
+            with self.ranks.together():
+                scale = None if group.statistics is None else self._scale(group.statistics, weights, channels, x)
+            scale = self.ranks.share(scale, group.owner)
+            fold_(runs.block.get_submodule(producer), [layers[name] for name in full], scale, channels)
+            if group.statistics is not None:
+                group.statistics.divide(scale)
+
+    def _foldings(self, prefix: str, layers: dict[str, nn.Linear], runs: Runs) -> list[Folding]:
+        """What can be folded in a block, as its first run shows."""
+        block, x = runs.block, runs.input(0)
+        seen = observe(block, lambda m: runs.calls[0].run(m, x))
+        seen.probe = runs.calls[0].filled(x)
+        return foldings(block, seen, lambda module, n: f"{prefix}.{n}" in layers)
+
+    def _scale(
+        self, statistics: InputStatistics, weights: Sequence[Tensor], channels: Tensor | None, x: Tensor | None
+    ) -> Tensor:
+        """What the inputs of layers are divided by; `x` is a sample of them, for a search."""
+        if self.algorithm.fold == "awq":
+            return awq_scale(weights, *statistics.steady, self.grid, channels=channels)
+        if self.algorithm.fold == "smoothquant":
+            return smooth_scale(statistics.amax, weights, self.alpha, channels)
+        assert x is not None
+        static = self.static is not None
+        return search_smooth_scale(x, statistics.amax, weights, static, channels, grid=self.grid, inputs=self.inputs)
