@@ -11,7 +11,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
-from epiloq.ops import weight_only_mm
+from epiloq.ops import w4a8_unpacked, weight_only_mm
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, check, check_out_dtype, check_weight
 from epiloq.weights.packed_layout import parameters_of
 from epiloq.weights.packed_weight import PackedWeight
@@ -35,9 +35,11 @@ def w4a8_mm(
     """``scale_a * sum over groups g of scale[n, g] * (x_q @ (q - zero).T)_g + bias``: 8-bit by 4-bit products.
 
     ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`. Every ``x_q`` and ``q - zero`` is
-    multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA the activations
-    become bfloat16, which holds them exactly, for `weight_only_mm`, whose result is rounded to bfloat16 before
-    ``scale_a`` multiplies it. docs/numerics.md has the bounds.
+    multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
+    multiplied by the weight's integers, unpacked to 8 bits, where `groupwise_mm` or `scaled_mm` have its scales (float8
+    with groups of 128 or whole rows, int8 with whole rows). Otherwise the activations become bfloat16, which holds them
+    exactly, for `weight_only_mm`, whose result is rounded to bfloat16 before ``scale_a`` multiplies it.
+    docs/numerics.md has the bounds.
 
     Args:
         x_q: float8_e4m3fn or int8 ``[…, M, K]``, as `quantize_fp8` per token or a symmetric `quantize_int8` gives it;
@@ -121,6 +123,8 @@ def _multiply(call: Call) -> None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
+    if w4a8_unpacked.fits(x_q, weight):
+        return w4a8_unpacked.multiply(out, x_q, weight, scale_a, call.bias)
     step = max(_AT_ONCE // max(weight.n, weight.k), _TOKENS)
     for first in range(0, m, step):
         rows = slice(first, first + step)

@@ -1,0 +1,49 @@
+"""w4a8_mm of many tokens: products of the weight's unpacked integers. The arithmetic on a CPU, the route on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import epiloq
+from epiloq.ops import w4a8_unpacked
+from reference import poisoned
+from w4a8_reference import KINDS, assert_close, make_problem, run_and_assert_close
+
+WAYS = [(-1, torch.float8_e4m3fn), (128, torch.float8_e4m3fn), (-1, torch.int8)]
+MANY = w4a8_unpacked.MANY_TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("group_size", "activations"), WAYS)
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 640), (129, 144), (64, 128), (33, 2000)])
+def test_arithmetic(seed: int, n: int, k: int, group_size: int, activations: torch.dtype, kind: str) -> None:
+    for bias in (None, torch.float16):
+        problem = make_problem(9, n, k, group_size, kind, activations, bias=bias)
+        x_q, weight, scale_a, added = problem.arguments
+        out = poisoned((9, n), torch.float16)
+        w4a8_unpacked.multiply(out, x_q, weight, scale_a, added)
+        assert_close(out, problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("group_size", "activations"), [*WAYS, (64, torch.float8_e4m3fn), (128, torch.int8)])
+def test_many_tokens(seed: int, group_size: int, activations: torch.dtype, kind: str) -> None:
+    for m, n, k in ((MANY, 70, 640), (MANY + 33, 520, 1040), (1000, 129, 16)):
+        more = {"bias": torch.bfloat16, "act_order": group_size == 128, "device": "cuda"}
+        problem = make_problem(m, n, k, group_size, kind, activations, **more)
+        run_and_assert_close(problem, torch.bfloat16)
+        by_8_bits = w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
+        assert by_8_bits == ((group_size, activations) in WAYS or k <= group_size)
+
+
+@pytest.mark.gpu
+def test_older_kernels_and_odd_sizes_go_the_other_way(seed: int) -> None:
+    problem = make_problem(MANY, 64, 256, 128, device="cuda")
+    assert w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
+    assert not w4a8_unpacked.fits(problem.x_q[1:], problem.weight.packed)
+    with epiloq.config(arch="sm80"):
+        assert not w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
+        run_and_assert_close(problem, torch.float16)
+    run_and_assert_close(make_problem(MANY, 64, 250, 128, device="cuda"), torch.float16)
