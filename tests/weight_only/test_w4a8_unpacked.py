@@ -21,7 +21,7 @@ def test_arithmetic(seed: int, n: int, k: int, group_size: int, activations: tor
     for bias in (None, torch.float16):
         problem = make_problem(9, n, k, group_size, kind, activations, bias=bias)
         x_q, weight, scale_a, added = problem.arguments
-        out = poisoned((9, n), torch.float16)
+        out = poisoned((9, n), torch.float16, "cpu")
         w4a8_unpacked.multiply(out, x_q, weight, scale_a, added)
         assert_close(out, problem)
 
