@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from epiloq.weights.computed import refresh
+
 
 class TransposedConv1D(nn.Linear):
     """The linear layer that a ``Conv1D`` of transformers is, on the same memory."""
@@ -18,6 +20,7 @@ class TransposedConv1D(nn.Linear):
     @classmethod
     def of(cls, module: Any) -> TransposedConv1D:
         """The layer of a ``Conv1D``, weight ``[K, N]``."""
+        refresh("Conv1D", module)
         inputs, outputs = module.weight.shape
         made = cls(inputs, outputs, device="meta", dtype=module.weight.dtype)
         made.weight = nn.Parameter(module.weight.data.t(), requires_grad=module.weight.requires_grad)

@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from epiloq.linears.conv1d import TransposedConv1D
 
@@ -15,8 +16,12 @@ _IN, _OUT, _ROWS = 3, 5, 2
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear``, or a subclass that computes the same of its weight and bias alone.
 
-    Of torch's own subclasses none is, for each of them exists since other code handles it differently.
+    Of torch's own subclasses none is, for each of them exists since other code handles it differently; but one whose
+    weight or bias torch.nn.utils.parametrize computes is what it was before.
     """
+    if parametrize.is_parametrized(module):
+        computed = set(module.parametrizations)  # type: ignore[arg-type]
+        return parametrize.type_before_parametrizations(module) is nn.Linear and computed <= {"weight", "bias"}
     if type(module) in (nn.Linear, TransposedConv1D):
         return True
     if not isinstance(module, nn.Linear) or type(module).__module__.startswith("torch."):

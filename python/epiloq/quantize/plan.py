@@ -21,6 +21,7 @@ from epiloq.quantize.outputs import refusals
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
 from epiloq.schemes import SCHEMES
+from epiloq.weights.computed import computed_parts
 
 if TYPE_CHECKING:
     from epiloq.quantize.job import Settings
@@ -123,6 +124,8 @@ def _layers(
         why, pattern = reason(module, name), ignored(settings.ignore, name)
         if why is None and pattern is not None:
             why = f"--ignore {pattern}"
+        if why is None and (parts := computed_parts(module)):
+            why = f"its {parts[0]} is computed from other parameters, which the files hold"
         if why is None:
             try:
                 scheme.check_convertible(module)

@@ -1,4 +1,5 @@
-"""Weights that hooks compute before each call (torch.nn.utils' older reparametrisations, pruning)."""
+"""Weights that are computed: by hooks before each call (torch.nn.utils' older reparametrisations, pruning), or by
+torch.nn.utils.parametrize when they are read. What is written into one is lost with the next call."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
+from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
 # What each kind of hook sets, and how, without an input and without a change to its own state.
 _KINDS: dict[type, Callable[[Any, nn.Module], None]] = {
@@ -18,13 +20,48 @@ _KINDS: dict[type, Callable[[Any, nn.Module], None]] = {
     BasePruningMethod: lambda hook, module: setattr(module, hook._tensor_name, hook.apply_mask(module)),
 }
 
+_PARTS = ("weight", "bias")
+# How each kind leaves what it computes as a parameter.
+_REMOVALS: dict[type, Callable[[nn.Module, str], object]] = {
+    WeightNorm: remove_weight_norm,
+    SpectralNorm: remove_spectral_norm,
+    BasePruningMethod: prune.remove,
+}
+
+
+def computed_parts(module: nn.Module) -> list[str]:
+    """Which of "weight" and "bias" are computed."""
+    return [part for part in _PARTS if part in module.__dict__ or parametrize.is_parametrized(module, part)]
+
+
+def bake_(name: str, module: nn.Module) -> None:
+    """Make parameters of a computed weight and bias, with the values they have now, so that they can be written to.
+
+    Parametrisations and hooks that computed them go. Call it in evaluation mode, in which computing them changes no
+    state. Raises ValueError, for `name`, where what computes them cannot be removed.
+    """
+    parts = computed_parts(module)
+    if not parts:
+        return
+    refresh(name, module)
+    for part in parts:
+        if parametrize.is_parametrized(module, part):
+            try:
+                parametrize.remove_parametrizations(module, part)
+            except RuntimeError as error:
+                raise ValueError(f"{name}: {part}: expected a parametrisation that can be removed: {error}") from error
+    for kind, remove in _REMOVALS.items():
+        hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kind)]
+        for hook in hooks:
+            remove(module, getattr(hook, "name", None) or hook._tensor_name)
+
 
 def refresh(name: str, module: nn.Module) -> None:
     """Compute what hooks compute before each call of `module`, which may be stale after loading.
 
     Raises ValueError, from the class `name`, where a hook of another kind computes the weight or the bias.
     """
-    computed = [part for part in ("weight", "bias") if part in module.__dict__]
+    computed = [part for part in _PARTS if part in module.__dict__]
     if not computed:
         return
     unknown = []

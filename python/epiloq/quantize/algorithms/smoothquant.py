@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from epiloq.layer_filter import default_filter
+from epiloq.observers import evaluating
 from epiloq.quantize.calibration.channels import alike, channel_map, restored, widened
 from epiloq.quantize.calibration.inputs import Calibrate, Observed, observe, outputs
 from epiloq.quantize.calibration.static import input_grid, static_int8, token_error
 from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.computed import bake_, computed_parts
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook, rtn
 
@@ -109,6 +111,12 @@ def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, ch
         spread, scale = scale, torch.ones_like(scale[: int(channels.max()) + 1]).index_copy(0, channels, scale)
     else:
         spread = scale
+    for module in (producer, *consumers):
+        if parts := computed_parts(module):
+            raise ValueError(
+                f"fold_: {type(module).__name__}.{parts[0]}: expected a parameter, but it is computed anew from "
+                "others: remove what computes it first, as torch.nn.utils.parametrize.remove_parametrizations does"
+            )
     weight, bias = producer.weight, getattr(producer, "bias", None)
     if not isinstance(weight, Tensor) or weight.shape[0] != scale.numel():
         raise ValueError(f"fold_: producer: expected a weight with {scale.numel()} rows, got {type(producer).__name__}")
@@ -131,7 +139,8 @@ def smoothquant_(
     What can be folded is found by running the model. A norm whose output is a linear layer's input, a linear layer
     before a gated product, and one whose channels attention sums over (values, those of grouped heads too) are
     candidates. A candidate is taken only if folding powers of two leaves the model's output the same bit for bit, so a
-    norm that something else reads as well (a residual, another kind of layer) is left alone.
+    norm that something else reads as well (a residual, another kind of layer) is left alone, and so is one whose weight
+    is computed. Computed weights of chosen linear layers (`torch.nn.utils.parametrize`, pruning) become parameters.
 
     Args:
         calibrate: ``calibrate(model)`` runs the model on sample inputs; its first call also serves as the probe.
@@ -142,12 +151,17 @@ def smoothquant_(
         What was folded: norms and gated products in the order of the model's run, then values.
 
     Raises:
-        ValueError: `calibrate` did not call the model, or `alpha` is out of range.
+        ValueError: `calibrate` did not call the model, `alpha` is out of range, or a chosen layer's weight is computed
+            in a way that is not known.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
-    seen = observe(model, calibrate)
     takes = default_filter(model) if filter_fn is None else filter_fn
+    with evaluating(model):
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and takes(module, name):
+                bake_(name, module)
+    seen = observe(model, calibrate)
     done = []
     for folding in foldings(model, seen, takes):
         amax = torch.stack([seen.amax[name] for name in folding.consumers]).amax(0)
@@ -211,6 +225,8 @@ def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
 def _foldable(model: nn.Module, seen: Observed, before: list[Tensor], folding: Folding) -> bool:
     """Whether folding powers of two leaves every output bit as it was, for they are exact in floating point."""
     producer, consumers = model.get_submodule(folding.producer), linears(model, folding.consumers)
+    if any(computed_parts(module) for module in (producer, *consumers)):
+        return False
     weight = consumers[0].weight
     numbers = torch.arange(weight.shape[1], device=weight.device) if folding.channels is None else folding.channels
     with restored([producer, *consumers]):

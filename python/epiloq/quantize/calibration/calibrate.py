@@ -17,6 +17,7 @@ from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.work import Block, Runs, Work
 from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.computed import bake_
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook
 
@@ -39,9 +40,10 @@ def calibrate(
     """Quantise the linear layers in `model`'s blocks, yielding each block when it is done.
 
     The model itself ends with the weights de-quantised (and folded), so it computes what the quantised one will, but
-    for the quantisation of activations. Which layers share an input, what can be folded and what the blocks are is
-    found by running the model. Beside the model this holds one block's inputs, ``[n, hidden]`` for each window, and
-    for one block two ``[K, K]`` matrices for each distinct input and a few temporaries of a layer's size.
+    for the quantisation of activations; computed weights (`torch.nn.utils.parametrize`, pruning) become parameters.
+    Which layers share an input, what can be folded and what the blocks are is found by running the model. Beside the
+    model this holds one block's inputs, ``[n, hidden]`` for each window, and for one block two ``[K, K]`` matrices for
+    each distinct input and a few temporaries of a layer's size.
 
     Several ranks share the windows and the layers. Each ends with the same model and yields the same blocks, bit for
     bit those of one process (`ranks.STRANDS` says how) if all compute on the same kind of device and number of threads.
@@ -61,12 +63,13 @@ def calibrate(
         ranks: the processes that do this together, which all call it alike; by default this one alone.
 
     Raises:
-        ValueError: no blocks found, blocks that are no chain, no windows, inputs with NaN or infinity, or static scales
-            beside weights that are not integers with zero points.
+        ValueError: no blocks found, blocks that are no chain, no windows, inputs with NaN or infinity, static scales
+            beside weights that are not integers with zero points, or a weight that is computed in a way not known.
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
-    if not any(linears_of(block, name, takes) for name, block in found.items()):
+    chosen = {n: layer for name, block in found.items() for n, layer in linears_of(block, name, takes).items()}
+    if not chosen:
         raise ValueError("calibrate: filter_fn: expected at least one linear layer in the blocks, got none")
     if not 0 <= alpha <= 1:
         raise ValueError(f"calibrate: alpha: expected 0 to 1, got {alpha}")
@@ -76,6 +79,9 @@ def calibrate(
     if work.needs_inputs and not windows:
         wish = algorithm.name if static is None else "static scales"
         raise ValueError(f"calibrate: windows: expected at least one for {wish}, got none")
+    with evaluating(model):
+        for n, layer in chosen.items():
+            bake_(n, layer)
     return _walk(model, found, windows, takes, work, finished, device)
 
 

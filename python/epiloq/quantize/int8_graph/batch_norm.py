@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.fx import Node, symbolic_trace
 
+from epiloq.weights.computed import computed_parts
+
 
 @torch.no_grad()
 def fold_batch_norm_(model: nn.Module) -> list[str]:
@@ -15,7 +17,8 @@ def fold_batch_norm_(model: nn.Module) -> list[str]:
 
     An ``nn.PixelShuffle`` may lie between them. In place, computed in float64. Which norm reads which convolution is
     what ``torch.fx.symbolic_trace`` finds. Left as they are: norms without running statistics, layers that are called
-    twice, and convolutions whose weight or output something else uses as well.
+    twice, and convolutions whose weight is computed (`torch.nn.utils.parametrize`), or whose weight or output something
+    else uses as well.
 
     Returns the names of the norms that were folded.
 
@@ -38,6 +41,8 @@ def fold_batch_norm_(model: nn.Module) -> list[str]:
             continue
         norm, conv = _module(model, node), _module(model, source)
         if type(norm) is not nn.BatchNorm2d or type(conv) is not nn.Conv2d or norm.running_mean is None:
+            continue
+        if computed_parts(conv):
             continue
         if calls[id(norm)] == 1 and calls[id(conv)] == 1 and holders[id(conv.weight)] == 1:
             _fold(conv, norm, places)
