@@ -35,7 +35,7 @@ EPILOQ_API void check(TableMm const& call);
 EPILOQ_API void check(DequantizeTable const& call);
 
 // Launches and returns true; or does nothing and returns false where it is better, or the only way, to dequantise the
-// weight and multiply with a dense product: more than 32 rows of x, float32, blocks that are no multiple of 64 columns
+// weight and multiply with a dense product: more than 64 rows of x, float32, blocks that are no multiple of 64 columns
 // or end inside a row, rows of x that are not 16-byte aligned.
 EPILOQ_API bool table_mm(TableMm const& call, Stream stream);
 EPILOQ_API void dequantize_table(DequantizeTable const& call, Stream stream);

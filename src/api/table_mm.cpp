@@ -90,7 +90,7 @@ char const* obstacle(Problem const& p, DType x, Arch arch) {
   auto const aligned = [](void const* pointer, int bytes) {
     return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
   };
-  if (p.m > kMostTokens) return "more than 32 rows";
+  if (p.m > kMostTokens) return "more than 64 rows";
   if (x == DType::kFloat32) return "float32";
   if (x == DType::kBFloat16 && arch == Arch::kSm75) return "bfloat16 on sm75";
   if (w.block_size % kDepth != 0 || w.k % w.block_size != 0) return "blocks that do not fill steps of 64 columns";

@@ -22,7 +22,7 @@ struct Problem {
 };
 
 // The decode kernel's limits: rows of x; and its K step, of whose multiple blocks and K must be.
-inline constexpr int kMostTokens = 32, kDepth = 64;
+inline constexpr int kMostTokens = 64, kDepth = 64;
 
 void launch(Problem const& problem, DType x, int device, Stream stream);
 void launch_dequantize(Weight const& weight, void* out, DType dtype, int device, Stream stream);

@@ -62,7 +62,7 @@ def test_refusals(options: dict[str, object], message: str, capsys: pytest.Captu
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.parametrize("mode", whole_model.MODES)
+@pytest.mark.parametrize("mode", ["eager", "graph", pytest.param("compile", marks=pytest.mark.slow)])
 def test_on_a_gpu(seed: int, mode: str) -> None:
     results = run_plan(Plan("tiny", ["fp8-token", "w4a16-g32"], [mode], [2], 32), "cuda", lambda _: None)
     assert len(results) == 10 and all(r.milliseconds > 0 and r.peak_megabytes > 0 for r in results)

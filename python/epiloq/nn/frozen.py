@@ -97,7 +97,10 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        return layer._run(x, *tensors)
+        y = layer._run(x, *tensors)
+        # No view to autograd, which lets none that comes of a function be written into (by ReLU, in place); and never
+        # what `contiguous` gave, for which the torch.compile of torch 2.11 forgets the gradient.
+        return cast(Tensor, torch.ops.aten._unsafe_view(y, y.shape))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -124,12 +127,6 @@ class _GradientOfAnyOrder(_Gradient):
     """The same with what torch.compile does not trace: a rule for vmap and a forward derivative."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        y = layer._run(x, *tensors)
-        # No view to autograd, which lets none that comes of a function be written into (by ReLU, in place).
-        return cast(Tensor, torch.ops.aten._unsafe_view(y, y.shape))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

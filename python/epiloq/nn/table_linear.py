@@ -19,7 +19,7 @@ ENTRIES = 16
 class TableLinear(PreparedLinear):
     """``y = x W^T + bias`` with ``W = table[code] * scale``, as in the NF4 and FP4 of bitsandbytes.
 
-    For inference, by `epiloq.table_mm`: on a GPU a kernel reads the codes for up to 32 tokens; otherwise W is
+    For inference, by `epiloq.table_mm`: on a GPU a kernel reads the codes for up to 64 tokens; otherwise W is
     dequantised in each call, rounded once to the dtype of `x`, some rows at a time on a CPU and whole on a GPU. `x` is
     ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the dtype of `x`.
 

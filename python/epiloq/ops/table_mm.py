@@ -28,7 +28,7 @@ def table_mm(
 ) -> Tensor:
     """``x @ W.T + bias`` with ``W[row, column] = table[code i] * scale[i // block_size]``, ``i = row * K + column``.
 
-    On CUDA for at most 32 rows of a 16-bit x, K a multiple of block_size and that one of 64, a kernel reads the codes
+    On CUDA for at most 64 rows of a 16-bit x, K a multiple of block_size and that one of 64, a kernel reads the codes
     once: it rounds the table to x's dtype and multiplies sums of 64 by the scale in fp32. Otherwise, and on the CPU, W
     is dequantised, rounded once to x's dtype, and multiplied by torch; on the CPU some rows at a time.
 

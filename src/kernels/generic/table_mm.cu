@@ -1,10 +1,11 @@
 // Weights of 4-bit codes in a table of 16 numbers (NF4, FP4), in rows as bitsandbytes stores them.
 //
-// The decode kernel multiplies up to 32 tokens with mma.sync m16n8k16: weight rows are its rows, tokens its columns.
+// The decode kernel multiplies up to 64 tokens with mma.sync m16n8k16: weight rows are its rows, tokens its columns.
 // K may be permuted alike in both operands, so that a lane's A fragments are eight neighbouring columns, one word of
-// codes, and its B fragments the same eight columns of a token, one 16-byte load. Codes are looked up by byte
-// permutation. Every 64 columns, which share a scale, sums are promoted. The warps of a CTA split K and meet in shared
-// memory. Memory-bound by the codes for few tokens.
+// codes, and its B fragments the same eight columns of a token, one 16-byte load. A byte of codes is looked up in
+// shared memory as a pair of columns; each lane has its own copy of the 256 pairs in its own bank. (Looking up by byte
+// permutation takes two PRMT a weight, and ran at 1.3 TB/s on an H100.) Every 64 columns, which share a scale, sums are
+// promoted. The warps of a CTA split K and meet in shared memory. Memory-bound by the codes for few tokens.
 
 #include <type_traits>
 
@@ -32,39 +33,21 @@ constexpr int kPanelRows = 16, kTileTokens = 8;  // of an mma instruction
 constexpr int kStepBytes = kDepth / 2;           // of a row's codes
 constexpr int kLaneBytes = kStepBytes / 4;       // two words: four lanes share a row
 
-// The table in T by bytes: the low and the high ones of four entries each.
-struct Table {
-  Word low[4], high[4];
-};
+// For each byte of codes and each lane, the values of its two columns in T. The earlier column is in a byte's high
+// half.
+using Pairs = Word[256][32];
 
 template <class T>
-__device__ __forceinline__ Table table_of(float const* entries) {
-  Table table;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    T const four[4] = {static_cast<T>(entries[4 * i]), static_cast<T>(entries[4 * i + 1]),
-                       static_cast<T>(entries[4 * i + 2]), static_cast<T>(entries[4 * i + 3])};
-    Word pairs[2];
-    memcpy(pairs, four, sizeof pairs);
-    table.low[i] = __byte_perm(pairs[0], pairs[1], 0x6420);
-    table.high[i] = __byte_perm(pairs[0], pairs[1], 0x7531);
-  }
-  return table;
-}
-
-// A word of codes to four pairs of neighbouring columns. The earlier column is in a byte's high half.
-__device__ __forceinline__ void look_up(Word (&pairs)[4], Word codes, Table const& table) {
-  Word const entry = codes & 0x77777777u;                      // within eight entries
-  Word const half = (codes >> 1 & 0x44444444u) | 0x32103210u;  // which eight: selects byte i of either
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    Word const entries = entry >> 16 * i, halves = half >> 16 * i;
-    Word const low = __byte_perm(__byte_perm(table.low[0], table.low[1], entries),
-                                 __byte_perm(table.low[2], table.low[3], entries), halves);
-    Word const high = __byte_perm(__byte_perm(table.high[0], table.high[1], entries),
-                                  __byte_perm(table.high[2], table.high[3], entries), halves);
-    pairs[2 * i] = __byte_perm(low, high, 0x4051);
-    pairs[2 * i + 1] = __byte_perm(low, high, 0x6273);
+__device__ __forceinline__ void fill(Pairs& pairs, float const* table) {
+  float const entry = __ldg(table + threadIdx.x % 16);
+#pragma unroll 4
+  for (int i = 0; i < 256 / kWarps; ++i) {
+    int const byte = threadIdx.x / 32 * (256 / kWarps) + i;
+    T const both[2] = {static_cast<T>(__shfl_sync(~0u, entry, byte >> 4)),
+                       static_cast<T>(__shfl_sync(~0u, entry, byte & 15))};
+    Word word;
+    memcpy(&word, both, sizeof word);
+    pairs[byte][threadIdx.x % 32] = word;
   }
 }
 
@@ -126,16 +109,19 @@ struct Decode {
   }
 
   __device__ __forceinline__ void multiply(Sums& sums, Step const& step, uint4 const (&x)[kTiles][2],
-                                           Table const& table) const {
+                                           Word const (*pairs)[32]) const {
     float products[kTiles][4] = {};
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
-      Word upper[4], lower[4];  // rows g and g + 8
-      look_up(upper, word == 0 ? step.codes[0].x : step.codes[0].y, table);
-      look_up(lower, word == 0 ? step.codes[1].x : step.codes[1].y, table);
+      Word values[2][4];  // rows g and g + 8, by pairs of columns
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        Word const codes = word == 0 ? step.codes[i / 4].x : step.codes[i / 4].y;
+        values[i / 4][i % 4] = pairs[codes >> 8 * (i % 4) & 255][threadIdx.x % 32];
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Word const a[4] = {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]};
+        Word const a[4] = {values[0][2 * half], values[1][2 * half], values[0][2 * half + 1], values[1][2 * half + 1]};
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           uint4 const& of = x[tile][word];
@@ -160,62 +146,73 @@ struct Decode {
   }
 };
 
-// A CTA multiplies 16 rows. Its warps load several K steps before they multiply, to keep enough bytes in flight.
+// A CTA multiplies 16 rows at a time. Its warps load several K steps before they multiply, to keep enough bytes in
+// flight.
 template <class T, int kTiles>
 __global__ __launch_bounds__(kThreads, 2) void decode_table_kernel(__grid_constant__ Problem const p) {
   using D = Decode<T, kTiles>;
+  __shared__ Pairs pairs;
   __shared__ float partial[kWarps][D::kTokens * kPanelRows];
   pdl_trigger();
   pdl_wait();
-  std::int64_t const first_row = std::int64_t{blockIdx.x} * kPanelRows;
+  fill<T>(pairs, p.weight.table);
+  __syncthreads();
   int const first_token = blockIdx.y * D::kTokens, warp = threadIdx.x / 32;
-  D const decode(p, first_row);
-  Table const table = table_of<T>(p.weight.table);
-
   // Neighbouring steps, so that a warp reads whole lines.
   int const steps = static_cast<int>(p.weight.k / kDepth), share = (steps + kWarps - 1) / kWarps;
   int const end = min(steps, (warp + 1) * share);
-  typename D::Sums sums = {};
 #pragma unroll 1
-  for (int at = warp * share; at < end; at += D::kStepsAtOnce) {
-    Step some[D::kStepsAtOnce];
+  for (std::int64_t first_row = std::int64_t{blockIdx.x} * kPanelRows; first_row < p.weight.n;
+       first_row += std::int64_t{gridDim.x} * kPanelRows) {
+    D const decode(p, first_row);
+    typename D::Sums sums = {};
+#pragma unroll 1
+    for (int at = warp * share; at < end; at += D::kStepsAtOnce) {
+      Step some[D::kStepsAtOnce];
 #pragma unroll
-    for (int i = 0; i < D::kStepsAtOnce; ++i) {
-      if (at + i < end) decode.load(some[i], at + i);
+      for (int i = 0; i < D::kStepsAtOnce; ++i) {
+        if (at + i < end) decode.load(some[i], at + i);
+      }
+#pragma unroll
+      for (int i = 0; i < D::kStepsAtOnce; ++i) {
+        if (at + i >= end) break;
+        uint4 x[kTiles][2];
+        decode.load_tokens(x, first_token, at + i);
+        decode.multiply(sums, some[i], x, pairs);
+      }
     }
+    decode.put(partial[warp], sums);
+    __syncthreads();
+    for (int i = threadIdx.x; i < D::kTokens * kPanelRows; i += kThreads) {
+      std::int64_t const token = first_token + i / kPanelRows, row = first_row + i % kPanelRows;
+      if (token >= p.m || row >= p.weight.n) continue;
+      float sum = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
 #pragma unroll
-    for (int i = 0; i < D::kStepsAtOnce; ++i) {
-      if (at + i >= end) break;
-      uint4 x[kTiles][2];
-      decode.load_tokens(x, first_token, at + i);
-      decode.multiply(sums, some[i], x, table);
+      for (int of = 0; of < kWarps; ++of) sum += partial[of][i];
+      static_cast<T*>(p.out)[token * p.stride_out + row] = static_cast<T>(sum);
     }
-  }
-  decode.put(partial[warp], sums);
-  __syncthreads();
-  for (int i = threadIdx.x; i < D::kTokens * kPanelRows; i += kThreads) {
-    std::int64_t const token = first_token + i / kPanelRows, row = first_row + i % kPanelRows;
-    if (token >= p.m || row >= p.weight.n) continue;
-    float sum = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
-#pragma unroll
-    for (int of = 0; of < kWarps; ++of) sum += partial[of][i];
-    static_cast<T*>(p.out)[token * p.stride_out + row] = static_cast<T>(sum);
+    __syncthreads();  // the sums have been read
   }
 }
 
+// As many CTAs as run at a time, so that each fills its pairs once.
 template <class T, int kTiles>
-void launch_decode(Problem const& p, Stream stream) {
+void launch_decode(Problem const& p, int device, Stream stream) {
   using D = Decode<T, kTiles>;
-  dim3 const grid(static_cast<unsigned>((p.weight.n + kPanelRows - 1) / kPanelRows),
+  constexpr int kResident = 2;
+  std::int64_t const panels = (p.weight.n + kPanelRows - 1) / kPanelRows;
+  std::int64_t const at_once = std::int64_t{kResident} * device_properties(device).sm_count;
+  std::int64_t const turns = (panels + at_once - 1) / at_once;
+  dim3 const grid(static_cast<unsigned>((panels + turns - 1) / turns),
                   static_cast<unsigned>((p.m + D::kTokens - 1) / D::kTokens));
   cuda_check(launch_pdl(&decode_table_kernel<T, kTiles>, grid, kThreads, 0, stream, p), "launching epiloq.table_mm");
 }
 
 template <class T>
-void launch_typed(Problem const& p, Stream stream) {
-  if (p.m <= kTileTokens) return launch_decode<T, 1>(p, stream);
-  if (p.m <= 2 * kTileTokens) return launch_decode<T, 2>(p, stream);
-  launch_decode<T, 4>(p, stream);
+void launch_typed(Problem const& p, int device, Stream stream) {
+  if (p.m <= kTileTokens) return launch_decode<T, 1>(p, device, stream);
+  if (p.m <= 2 * kTileTokens) return launch_decode<T, 2>(p, device, stream);
+  launch_decode<T, 4>(p, device, stream);
 }
 
 constexpr int kRun = 8;  // codes per thread: a word
@@ -269,8 +266,8 @@ void launch_dequantize_typed(Weight const& w, void* out, Stream stream) {
 
 void launch(Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
-  if (x == DType::kFloat16) return launch_typed<__half>(problem, stream);
-  launch_typed<__nv_bfloat16>(problem, stream);
+  if (x == DType::kFloat16) return launch_typed<__half>(problem, device, stream);
+  launch_typed<__nv_bfloat16>(problem, device, stream);
 }
 
 void launch_dequantize(Weight const& weight, void* out, DType dtype, int device, Stream stream) {
