@@ -20,6 +20,7 @@ from epiloq.nn import (
     Int8Conv2d,
     Int8Linear,
     OnlineQuantLinear,
+    W4A8Linear,
     WeightOnlyConv2d,
     WeightOnlyLinear,
 )
@@ -27,7 +28,7 @@ from epiloq.observers import OBSERVERS, Observer, evaluating, input_quantizers
 from epiloq.vocabulary import planned, quantize_ends_
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
-QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | WeightOnlyLinear
+QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | W4A8Linear | WeightOnlyLinear
 # The same with from_conv2d.
 QuantisedConv2d: TypeAlias = Int8Conv2d | WeightOnlyConv2d
 
@@ -73,6 +74,14 @@ def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
     grid = "output channel" if group_size == -1 else f"group of {group_size} input features"
     description = f"int{bits} weights per {grid}{said}, rounded to nearest; floating-point activations"
     return Scheme(name, description, WeightOnlyLinear, {"bits": bits, "group_size": group_size, "zeros": zeros})
+
+
+def _w4a8(name: str, activation: str, said: str) -> Scheme:
+    description = (
+        f"int4 weights per group of 128 input features, symmetric; {said} activations per token, scaled at run time"
+    )
+    options = {"activation": activation, "group_size": 128, "zeros": "none"}
+    return Scheme(name, description, W4A8Linear, options)
 
 
 _TABLE = (
@@ -124,6 +133,8 @@ _TABLE = (
         Fp8BlockLinear,
         {},
     ),
+    _w4a8("w4a8-fp8", "fp8", "FP8"),
+    _w4a8("w4a8-int8", "int8", "int8"),
     _weight_only("w8a16", 8, -1),
     _weight_only("w4a16-g128", 4, 128),
     _weight_only("w4a16-g64", 4, 64),

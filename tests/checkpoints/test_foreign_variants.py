@@ -24,7 +24,7 @@ from command_line import run
 from epiloq.formats import convert
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, WeightOnlyLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, W4A8Linear, WeightOnlyLinear
 from opened_models import logits, opened
 from rounded_models import same, weights
 
@@ -36,6 +36,10 @@ RUNS: dict[str, type[nn.Module]] = {
     "layouts that differ": Int8Linear,
     "int8 per tensor": Int8Linear,
     "int8 per tensor, static": Int8Linear,
+    "int4 beside fp8, as vLLM reads it": W4A8Linear,
+    "int4 beside fp8, asymmetric": W4A8Linear,
+    "int4 per channel beside fp8": W4A8Linear,
+    "int4 beside int8, as vLLM reads it": W4A8Linear,
     "fp8 weights alone": Fp8WeightOnlyLinear,
     "fp8 weights alone, per tensor": Fp8WeightOnlyLinear,
     "fp8 blocks of 64 x 128": Fp8BlockLinear,

@@ -50,8 +50,10 @@ def test_every_grid(tmp_path: Path, kind: str) -> None:
     folder = written(teacher, tmp_path / "out", "compressed-tensors", SAYABLE[kind][0], unchanged)
     theirs = stock(folder)
     found, expected = logits(theirs), logits(models.load(Checkpoint(folder))[0])
-    # Beside int8 activations the package restores the weights in floating point before it multiplies.
-    assert float((found - expected).norm() / expected.norm()) < (1e-5 if "w8a8" not in kind else 0.03)
+    # Beside 8-bit activations the package restores the weights in floating point before it multiplies.
+    assert float((found - expected).norm() / expected.norm()) < (
+        1e-5 if "a8" not in kind else 0.08 if "fp8" in kind else 0.03
+    )
     for name, values in weights(folder).items():
         torch.testing.assert_close(theirs.get_parameter(name), values, rtol=1e-6, atol=0)
 

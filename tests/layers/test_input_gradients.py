@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, TableLinear, WeightOnlyLinear, frozen
+from epiloq.nn import (
+    Fp8BlockLinear,
+    Fp8Linear,
+    Int8Linear,
+    OnlineQuantLinear,
+    TableLinear,
+    W4A8Linear,
+    WeightOnlyLinear,
+    frozen,
+)
 
 Make = Callable[[nn.Linear], nn.Module]
 PERM = 7
@@ -31,6 +40,8 @@ LAYERS: dict[str, Make] = {
     "w3a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=3, group_size=-1),
     "w8a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=8, group_size=-1),
     "w4a16-order": lambda linear: in_another_order(linear),
+    "w4a8-fp8": lambda linear: W4A8Linear.from_linear(linear, group_size=32, zeros="zero"),
+    "w4a8-int8": lambda linear: W4A8Linear.from_linear(linear, activation="int8", group_size=-1),
     "table": lambda linear: of_a_table(linear),
     "w8a8-block": OnlineQuantLinear.from_linear,
     "w4a8-block": lambda linear: OnlineQuantLinear.from_linear(linear, bits=4, group_size=32, symmetric=False),
@@ -74,7 +85,7 @@ def make(
 def weight_of(layer: Any) -> Tensor:
     """By the stored tensors' meaning as the classes document it, not by what the gradient uses."""
     n, k = layer.out_features, layer.in_features
-    if isinstance(layer, WeightOnlyLinear):
+    if isinstance(layer, (W4A8Linear, WeightOnlyLinear)):
         q, scale, other = layer.packed.unpack()
         width = k if layer.group_size == -1 else layer.group_size
         group = torch.arange(k, device=q.device) // width  # of the columns as they are packed

@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 0),
 }
 EXACT = ("w4a16-g32", "w8a16", "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
-SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block")
+SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8")
 
 
 def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:

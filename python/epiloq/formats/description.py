@@ -89,16 +89,18 @@ class Description:
     def _activations(self) -> Activations:
         if self.inputs is None:
             return None
+        found = self.inputs
+        if self.bits == 4 and found.strategy == "token" and found.dynamic and found.symmetric:
+            return "fp8" if found.kind == "fp8" else "int8"
         if self.strategy == "group" or not self.symmetric:
             raise FormatError(f"int8 activations: expected symmetric weights per channel or tensor, got {self.weights}")
-        found = self.inputs
         if found.kind == "int" and found.strategy == "token" and found.dynamic:
             return "int8" if found.symmetric else "int8-azp"
         if found.kind == "int" and found.strategy == "tensor" and not found.dynamic:
             return "int8-static"
         raise FormatError(
-            "input_activations: expected beside integers none, 8 bits per token at run time, or 8 bits with one scale, "
-            f"got {found}"
+            "input_activations: expected beside integers none, 8 bits per token at run time (FP8 beside 4 bits), or "
+            f"8 bits with one scale, got {found}"
         )
 
     @property
@@ -165,7 +167,8 @@ def activations(described: Activations) -> Inputs | None:
     if described is None:
         return None
     strategy = "tensor" if described == "int8-static" else "token"
-    return Inputs("int", strategy, dynamic=strategy == "token", symmetric=described == "int8")
+    kind: Kind = "fp8" if described == "fp8" else "int"
+    return Inputs(kind, strategy, dynamic=strategy == "token", symmetric=described in ("int8", "fp8"))
 
 
 def of_grid(quantization: Quantization, layout: str, ordered: bool = False) -> Description:

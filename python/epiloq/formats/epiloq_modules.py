@@ -150,6 +150,16 @@ def _weight_only_described(options: Options) -> Quantization | None:
     return Quantization(Grid(options["bits"], options["group_size"], options["zeros"] == "none"))
 
 
+def _w4a8(module: modules.W4A8Linear, options: Options) -> Weight:
+    q, scale, zero = module.packed.unpack()
+    grid = _w4a8_described(options).grid
+    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), grid, module.packed.perm)
+
+
+def _w4a8_described(options: Options) -> Quantization:
+    return Quantization(Grid(4, options["group_size"], options["zeros"] == "none"), options["activation"])
+
+
 _TABLE = (
     Kind(modules.Int8Linear, _attributes("activation", "symmetric"), _int8, _int8_described),
     Kind(
@@ -172,6 +182,7 @@ _TABLE = (
         _weight_only,
         _weight_only_described,
     ),
+    Kind(modules.W4A8Linear, _attributes("activation", "group_size", "zeros"), _w4a8, _w4a8_described),
 )
 KINDS = {kind.module.__name__: kind for kind in _TABLE}
 
@@ -296,11 +307,14 @@ def described(weight: Weight, quantization: Quantization | None) -> tuple[str, O
         return weight.module, weight.options
     if isinstance(weight, BlockWeight):
         return "Fp8BlockLinear", {} if weight.rows == FP8_BLOCK else {"rows": weight.rows}
-    if quantization is not None and quantization.activations is not None:
+    if quantization is not None and quantization.activations is not None and not quantization.w4a8:
         activation = "dynamic" if weight.inputs is None else "static"
         return "Int8Linear", {"activation": activation, "symmetric": quantization.activations == "int8"}
-    bits = min(bits for bits in BITS if bits >= weight.bits)
     zeros = "none" if weight.zero is None else "zero"
+    if quantization is not None and quantization.w4a8:
+        options = {"activation": quantization.activations, "group_size": weight.group_size, "zeros": zeros}
+        return "W4A8Linear", options
+    bits = min(bits for bits in BITS if bits >= weight.bits)
     return "WeightOnlyLinear", {"bits": bits, "group_size": weight.group_size, "zeros": zeros}
 
 
@@ -310,7 +324,7 @@ def state_of(weight: Weight, quantization: Quantization | None) -> dict[str, Ten
         return dict(weight.state)
     if isinstance(weight, BlockWeight):
         return {"weight": weight.q, "weight_scale_inv": weight.scale.float()}
-    if quantization is not None and quantization.activations is not None:
+    if quantization is not None and quantization.activations is not None and not quantization.w4a8:
         state = {"weight": weight.q, "weight_scale": weight.scale[:, 0]}
         if weight.inputs is not None:
             state |= {"input_scale": weight.inputs.scale, "input_zero_point": weight.inputs.zero}

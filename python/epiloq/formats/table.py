@@ -48,7 +48,7 @@ class Format:
     """How one format says things. Callables raise FormatError for what it cannot say.
 
     scale_dtype
-        The type to which scales should be rounded, given the model's and how activations are quantised.
+        The type to which scales should be rounded, given the model's and how layers are quantised.
     widens
         Whether a layer may have float32 scales instead.
     to_tensors
@@ -63,7 +63,7 @@ class Format:
     """
 
     name: str
-    scale_dtype: Callable[[torch.dtype, str | None], torch.dtype]
+    scale_dtype: Callable[[torch.dtype, Quantization | None], torch.dtype]
     to_tensors: Callable[[Weight, Quantization | None, torch.dtype], dict[str, Tensor]]
     config: Callable[[Written], dict[str, Any]]
     describe: Callable[[Weight, Quantization | None], Description] | None = None
@@ -80,12 +80,12 @@ def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = Fa
     return QuantizedWeight(torch.ones(rows, columns, dtype=grid.dtype), torch.ones(rows, groups), zero, grid, perm)
 
 
-def _half(dtype: torch.dtype, activations: str | None) -> torch.dtype:
+def _half(dtype: torch.dtype, quantization: Quantization | None) -> torch.dtype:
     return torch.float16
 
 
-def _as_model(dtype: torch.dtype, activations: str | None) -> torch.dtype:
-    if activations:
+def _as_model(dtype: torch.dtype, quantization: Quantization | None) -> torch.dtype:
+    if quantization is not None and quantization.activations and not quantization.w4a8:
         return torch.float32
     # float16 values are float32 values too, and then other formats can hold them.
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
@@ -125,7 +125,9 @@ def _describe_compressed(weight: Weight, quantization: Quantization | None) -> D
         return _describe_float8(weight)
     on_grid(weight, "compressed-tensors")
     described = _grid_of(quantization)
-    return of_grid(described, compressed_tensors.INTEGER if described.activations else compressed_tensors.PACKED)
+    # As vLLM reads them: words beside FP8 activations, bytes beside int8.
+    in_bytes = described.activations not in (None, "fp8")
+    return of_grid(described, compressed_tensors.INTEGER if in_bytes else compressed_tensors.PACKED)
 
 
 def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:

@@ -15,6 +15,7 @@ from epiloq.nn.int8_table import Int8Quantize, Int8Table
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
 from epiloq.nn.quantized_embedding import QuantizedEmbedding
 from epiloq.nn.table_linear import TableLinear
+from epiloq.nn.w4a8_linear import W4A8Linear
 from epiloq.nn.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
@@ -34,6 +35,7 @@ __all__ = [
     "OnlineQuantLinear",
     "QuantizedEmbedding",
     "TableLinear",
+    "W4A8Linear",
     "WeightOnlyConv2d",
     "WeightOnlyLinear",
 ]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.nn.packed_linear import check_zeros, kind_of_zeros, nearest
 from epiloq.nn.quantized_layer import convert_input
-from epiloq.nn.weight_only_linear import check_zeros, kind_of_zeros, nearest
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")

@@ -46,7 +46,7 @@ def optimize_(model: nn.Module) -> Report:
       names and parameters, whose integers are views into the merged weight.
     - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel,
       and in gated MLPs the activation and the quantiser of the down projection, for the schemes ``w8a8-int8``,
-      ``fp8-token`` and ``fp8-block``. Norms of the other schemes run as one kernel.
+      ``fp8-token``, ``fp8-block``, ``w4a8-fp8`` and ``w4a8-int8``. Norms of the other schemes run as one kernel.
 
     - Attention by ``sdpa`` reads keys and values once for the query heads that share them, when it decodes.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq._parameters import FrozenParameter
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
 from epiloq.nn.prepared_linear import FP8_BLOCK, N_MULTIPLE
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
@@ -28,6 +28,7 @@ ROWS: dict[type[nn.Module], int] = {
     Fp8Linear: N_MULTIPLE,
     Fp8BlockLinear: FP8_BLOCK,
     WeightOnlyLinear: PANEL_ROWS,
+    W4A8Linear: PANEL_ROWS,
     OnlineQuantLinear: 4,
 }
 # Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.

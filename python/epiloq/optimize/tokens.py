@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
 from epiloq.nn.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
+from epiloq.nn.w4a8_linear import ACTIVATIONS
 
 _TOKENS: dict[str, Any] = {"granularity": "token", "pad_to": K_MULTIPLE}
 
@@ -34,6 +35,8 @@ def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
         return {"dtype": torch.int8, **_TOKENS}
     if isinstance(layer, Fp8Linear) and layer.activation == "token":
         return {"dtype": torch.float8_e4m3fn, **_TOKENS}
+    if isinstance(layer, W4A8Linear):
+        return {"dtype": ACTIVATIONS[layer.activation], **_TOKENS}
     if isinstance(layer, Fp8BlockLinear):
         groups = {"granularity": "group", "group_size": FP8_BLOCK, "scale_layout": "column"}
         return {"dtype": torch.float8_e4m3fn, **_TOKENS, **groups}
@@ -42,6 +45,8 @@ def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
 
 def multiply(layer: Any, tokens: Quantized) -> Tensor:
     """``forward`` of a layer on quantised tokens: ``[.., out_features]`` of their dtype."""
+    if isinstance(layer, W4A8Linear):
+        return layer.multiply(tokens.q, tokens.scale, tokens.dtype).view(*tokens.leading, layer.out_features)
     weight, bias, weight_scale = layer._made[:3]
     widened = tokens.q.is_cuda and tokens.dtype not in HALF_DTYPES and not isinstance(layer, Fp8BlockLinear)
     out_dtype = torch.bfloat16 if widened else tokens.dtype

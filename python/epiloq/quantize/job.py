@@ -193,7 +193,7 @@ def prepare(settings: Settings) -> Job:
     layout = FORMATS[plan.layout]
     take_experts_apart_(model, layout.name)
     check_finite_weights(model, None if needs_text(settings) else plan.layers, source)
-    wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.activations)
+    wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
     return Job(

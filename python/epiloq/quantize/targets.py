@@ -27,8 +27,8 @@ class Target:
     base
         The grid of its weights; one of integers with zero points may be symmetric instead.
     activations
-        Beside integers: int8 for each token at run time, symmetric or with a zero point (azp), or with one scale and
-        zero point for all tokens (static), from calibration; None leaves them as they are.
+        Beside integers: int8 for each token at run time, symmetric or with a zero point (azp), FP8 likewise, or int8
+        with one scale and zero point for all tokens (static), from calibration; None leaves them as they are.
     inputs
         How activations are rounded, as far as a search for SmoothQuant's alpha tells grids apart.
     algorithm
@@ -97,8 +97,10 @@ def _rounded(name: str, base: Float8Grid | OffsetGrid, inputs: Float8Grid | Offs
     return Target(name, base, inputs=inputs, algorithm="rtn")
 
 
-_CHANNELS = Grid(8, symmetric=True)
+_CHANNELS, _GROUPS = Grid(8, symmetric=True), Grid(4, 128, symmetric=True)
 _TABLE = (
+    Target("w4a8-fp8", _GROUPS, activations="fp8", inputs=Float8Grid()),
+    Target("w4a8-int8", _GROUPS, activations="int8"),
     Target("w4a16-g128", Grid(4, 128)),
     Target("w4a16-g64", Grid(4, 64)),
     Target("w4a16-g32", Grid(4, 32)),

@@ -70,15 +70,15 @@ def packed(bits: int, length: int, symmetric: bool, *, zeros: bool = False, orde
     return pack
 
 
-def integers(strategy: str, symmetric: bool = True, static: bool = False) -> Pack:
-    """``int-quantized`` of 8 bits: a scale for the tensor, channels or groups of 32."""
+def integers(strategy: str, symmetric: bool = True, static: bool = False, bits: int = 8) -> Pack:
+    """``int-quantized`` of 8 bits, or 4: a scale for the tensor, channels or groups of 32."""
 
     def pack(name: str, linear: nn.Linear) -> Layer:
         rows, columns = linear.out_features, linear.in_features
         groups = columns // 32 if strategy == "group" else 1
-        q = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+        q = torch.randint(1 - (1 << (bits - 1)), 1 << (bits - 1), (rows, columns), dtype=torch.int8)
         shape = (1,) if strategy == "tensor" else (rows, groups)
-        scale = torch.rand(shape) * 1e-3 + 5e-4
+        scale = (torch.rand(shape) * 1e-3 + 5e-4) * (1 << (8 - bits))
         zero = torch.randint(-9, 9, shape, dtype=torch.int8) if not symmetric else torch.zeros(shape, dtype=torch.int8)
         wide = [t.float().expand(rows, 1) if strategy == "tensor" else t.float() for t in (scale, zero)]
         spread, shift = (t.repeat_interleave(columns // groups, 1) for t in wide)
@@ -142,6 +142,7 @@ def args(bits: int = 8, strategy: str = "channel", kind: str = "int", symmetric:
 
 INT4 = args(4, "group", group_size=32)
 TOKENS = args(8, "token") | {"dynamic": True}
+FP8_TOKENS = args(8, "token", "float") | {"dynamic": True}
 TENSOR = args(8, "tensor")
 FP8, FP8_TENSOR = args(kind="float"), args(strategy="tensor", kind="float")
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -201,6 +202,22 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
         integers("group", symmetric=False),
         ct("naive-quantized", ct_group(["Linear"], args(8, "group", symmetric=False, group_size=32)))
         | {"format": "int-quantized"},
+    ),
+    "int4 beside fp8, as vLLM reads it": (
+        packed(4, 32, True),
+        ct("pack-quantized", ct_group(["Linear"], INT4, FP8_TOKENS)),
+    ),
+    "int4 beside fp8, asymmetric": (
+        packed(4, 32, False),
+        ct("pack-quantized", ct_group(["Linear"], INT4 | {"symmetric": False}, FP8_TOKENS)),
+    ),
+    "int4 per channel beside fp8": (
+        integers("channel", bits=4),
+        ct("int-quantized", ct_group(["Linear"], args(4), FP8_TOKENS)),
+    ),
+    "int4 beside int8, as vLLM reads it": (
+        integers("group", bits=4),
+        ct("int-quantized", ct_group(["Linear"], INT4, TOKENS)),
     ),
     "fp8 weights alone": (fp8("weight_scale", 1, -1), ct("naive-quantized", ct_group(["Linear"], FP8))),
     "fp8 weights alone, per tensor": (

@@ -71,6 +71,9 @@ SAYABLE = {
     "int4 symmetric": (Quantization(Grid(4, 32, symmetric=True)), ("compressed-tensors", "gptq", "epiloq")),
     "int8 channel": (Quantization(Grid(8, -1, symmetric=True)), ("compressed-tensors", "gptq", "epiloq")),
     "int8 asymmetric": (Quantization(Grid(8, 32, symmetric=False)), ("compressed-tensors", "gptq", "epiloq")),
+    "w4a8 fp8": (Quantization(Grid(4, 32, symmetric=True), "fp8"), ("compressed-tensors", "epiloq")),
+    "w4a8 fp8 asymmetric": (Quantization(INT4.grid, "fp8"), ("compressed-tensors", "epiloq")),
+    "w4a8 int8": (Quantization(Grid(4, 32, symmetric=True), "int8"), ("compressed-tensors", "epiloq")),
     "w8a8": (Quantization(Grid(8, -1, symmetric=True), "int8"), ("compressed-tensors", "epiloq")),
     "w8a8 azp": (Quantization(Grid(8, -1, symmetric=True), "int8-azp"), ("compressed-tensors", "epiloq")),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
-Activations = Literal["int8", "int8-azp", "int8-static"] | None
+Activations = Literal["int8", "int8-azp", "int8-static", "fp8"] | None
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,15 @@ class Quantization:
 
     grid: Grid
     activations: Activations = None
-    """Per token at run time, symmetric or with a zero point; static: one scale and zero point for all tokens. None
-    leaves them in floating point."""
+    """Per token at run time, symmetric or with a zero point (azp), or FP8; static: one scale and zero point for all
+    tokens. None leaves them in floating point."""
     dynamic: tuple[str, ...] = ()
     """Of int8-static, the layers that are int8-azp instead."""
+
+    @property
+    def w4a8(self) -> bool:
+        """Whether `nn.W4A8Linear` runs such layers, whose weights have groups and scales as those of weights alone."""
+        return self.grid.bits == 4 and self.activations in ("int8", "fp8")
 
     def of(self, layer: str) -> Quantization:
         """How one layer is quantised."""

@@ -23,14 +23,15 @@ _NAME = "compressed-tensors"
 
 
 def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer's tensors by the last part of their names; scales in `dtype`, or float32 beside int8 activations.
+    """A layer's tensors by the last part of their names; scales in `dtype`, or float32 of 8 bits beside 8-bit inputs.
 
     Raises FormatError for what it cannot represent: a last group that is shorter, scales of channels that differ where
     it has one for the tensor.
     """
     columns = weight.q.shape[1]
     divides("in_features", columns, weight.grid.length(columns), f"{_NAME} (gptq has short last groups)")
-    if described.inputs is not None and weight.zero is not None:
+    of_groups = described.inputs is None or (described.quantization is not None and described.quantization.w4a8)
+    if not of_groups and weight.zero is not None:
         raise FormatError(f"{_NAME}: int-quantized: expected 8 bits and a symmetric grid")
     codes, middle = Codes.of(weight), 1 << (weight.bits - 1)
     tensors = to_words(codes, weight.zero is None)
@@ -40,7 +41,7 @@ def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dty
         tensors |= {} if weight.zero is None else {"weight_zero_point": _signed(weight.zero, middle)}
     if weight.perm is not None:
         tensors["weight_g_idx"] = codes.group_index()
-    if described.inputs is None:
+    if of_groups:
         tensors["weight_scale"] = weight.scale.to(dtype)
     if described.strategy == "tensor":
         tensors |= _one(tensors, weight, middle)

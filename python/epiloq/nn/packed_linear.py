@@ -1,0 +1,176 @@
+"""PackedLinear: a linear layer with a weight of few bits, as `PackedWeight` has it; the base of the classes to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from epiloq._library import PLAIN
+from epiloq.nn.frozen import FrozenLinear
+from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
+from epiloq.nn.quantized_layer import expected
+from epiloq.weights.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
+from epiloq.weights.scales import scales_in, wide_enough
+
+_PARTS = ("q", "scale", "zero", "offset", "perm")
+# In the order in which layers take them.
+STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
+
+_Layer = TypeVar("_Layer", bound="PackedLinear")
+
+
+class PackedLinear(FrozenLinear):
+    """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, of which subclasses say how they multiply by it.
+
+    Raises ValueError for sizes below 1, other bits, group sizes or zeros.
+    """
+
+    weight_q: Tensor
+    weight_scale: Tensor
+    weight_zero: Tensor | None
+    weight_offset: Tensor | None
+    weight_perm: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        bits: int,
+        group_size: int,
+        zeros: str,
+        act_order: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(dtype)
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if size < 1:
+                raise ValueError(f"{type(self).__name__}: {name}: expected at least 1, got {size}")
+        options: dict[str, Any] = {"zeros": zeros, "act_order": act_order, "dtype": self._dtype, "device": device}
+        packed = PackedWeight.empty(out_features, in_features, bits, group_size, **options)
+        self._take(packed, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+
+    def _take(self, packed: PackedWeight, bias: Tensor | None) -> None:
+        self.in_features, self.out_features = packed.k, packed.n
+        self.bits, self.group_size = packed.bits, packed.group_size
+        for name in _PARTS:
+            self._store(f"weight_{name}", getattr(packed, name))
+        self._store("bias", bias)
+
+    @classmethod
+    def _of_packed(cls: type[_Layer], weight: PackedWeight, bias: Tensor | None) -> _Layer:
+        """The layer of a packed weight, but for what a subclass holds beside it."""
+        if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
+            raise ValueError(
+                f"{cls.__name__}: bias: expected [{weight.n}] on {weight.device}, "
+                f"got {list(bias.shape)} on {bias.device}"
+            )
+        layer = cls.__new__(cls)
+        FrozenLinear.__init__(layer, weight.scale.dtype)
+        layer._take(weight, None if bias is None else bias.detach().clone())
+        return layer
+
+    @classmethod
+    def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear(cls.__name__, linear)
+
+    @property
+    def zeros(self) -> str:
+        """ "none", "zero" or "offset", as the constructor has it."""
+        return kind_of_zeros(self)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as a value, which shares the parameters."""
+        return self._value(*self._parts())
+
+    def _check_width(self, x: Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            name = type(self).__name__
+            raise ValueError(f"{name}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+
+    def _parts(self) -> Sequence[Any]:
+        return self._all_stored(STORED)
+
+    def _value(self, *tensors: Any) -> PackedWeight:
+        q, _, scale, zero, offset, perm = tensors
+        numbers = (self.bits, self.out_features, self.in_features, self.group_size)
+        return PackedWeight(q, scale, zero, offset, perm, *numbers)
+
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        return self._value(*tensors).row_slice(first, last).dequantize()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that stand for the float weight in memory: integers with padding, scales, zero points, the order."""
+        return self.packed.nbytes
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[out_features, in_features]``."""
+        return self.out_features, self.in_features
+
+    def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
+        known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES
+        both_float = known and held.is_floating_point()
+        if given.shape != held.shape or not (both_float or given.dtype == held.dtype):
+            return expected(held, given)
+        if name == "weight_perm" and type(given) in PLAIN and not given.is_meta:
+            try:
+                checked_perm(given, self.in_features, given.device, type(self).__name__)
+            except ValueError as error:
+                return str(error).rpartition(": ")[2]
+        if name != "bias" and given.dtype != held.dtype:
+            self._store(name, torch.empty_like(held, dtype=given.dtype))
+        return given
+
+
+def kind_of_zeros(layer: nn.Module) -> str:
+    """What a layer's weight has beside scales."""
+    return "zero" if layer.weight_zero is not None else "offset" if layer.weight_offset is not None else "none"
+
+
+def check_zeros(where: str, zeros: str) -> None:
+    """Raise ValueError for what `nearest` does not round to."""
+    if zeros not in ("none", "zero"):
+        raise ValueError(f"{where}: zeros: expected none or zero, got {zeros!r}")
+
+
+def packed_nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> PackedWeight:
+    """The weight on the grids nearest to it, packed."""
+    return pack_weight(*nearest(weight, bits, group_size, symmetric), bits=bits, group_size=group_size)
+
+
+def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of the grids nearest to a weight, q ``[N, K]`` and scale ``[N, groups]``, and zero points unless symmetric.
+
+    Bit for bit ``epiloq.quantize.Grid``'s, which stands on these layers and cannot be asked here.
+    """
+    check_sizes(bits, group_size, "PackedLinear")
+    n, k = weight.shape
+    length = k if group_size == -1 else group_size
+    groups = -(-k // length)
+    padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)
+    # Padding is zeros, as ranges have zero. Of a symmetric grid one point more lies below zero than above: half a step
+    # on either side splits the difference.
+    low, high = padded.amin(-1), padded.amax(-1)
+    span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
+    # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+    dtype = weight.dtype
+    if not weight.is_meta:
+        largest = float(weight.abs().max()) * (2 if symmetric else 1) / ((1 << bits) - 1)
+        dtype = wide_enough(largest, dtype)
+    scale = scales_in(span / span.new_tensor((1 << bits) - 1), dtype)
+    step, lowest, most = scale.float(), -(1 << (bits - 1)) if symmetric else 0, (1 << bits) - 1
+    zero = None if symmetric else torch.round(-low.clamp(max=0) / step).nan_to_num_(0).clamp_(0, most)
+    q = torch.round(padded / step.unsqueeze(-1)).nan_to_num_(0)
+    if zero is not None:
+        q += zero.unsqueeze(-1)
+    q = q.clamp_(lowest, lowest + most).view(n, -1)[:, :k].to(torch.int8 if symmetric else torch.uint8)
+    return q, scale, None if zero is None else zero.to(torch.uint8)

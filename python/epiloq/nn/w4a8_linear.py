@@ -1,0 +1,119 @@
+"""W4A8Linear: a linear layer with a weight of 4 bits and 8-bit activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import epiloq
+from epiloq.nn.dense_rows import dense_rows
+from epiloq.nn.packed_linear import PackedLinear, check_zeros, packed_nearest
+from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
+from epiloq.nn.quantized_layer import convert_input
+from epiloq.weights.packed_weight import PackedWeight
+
+ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class W4A8Linear(PackedLinear):
+    """``y = x W^T + bias`` with W of 4 bits and x quantised to 8 bits per token on the way in, see ``epiloq.w4a8_mm``.
+
+    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[.., out_features]`` in the dtype of `x`. CUDA kernels write 16-bit outputs only: float32 `x` on CUDA
+    is computed with a bfloat16 output, then widened.
+
+    activation
+        "fp8" (float8_e4m3fn, as ``epiloq.quantize_fp8`` rounds tokens) or "int8" (symmetric, as
+        ``epiloq.quantize_int8`` does); scales of tokens are measured at run time.
+    zeros
+        "none" (symmetric) or "zero" (integer zero points).
+    act_order
+        Whether input features are permuted.
+
+    Parameters without gradients, which are the state dict: those of `WeightOnlyLinear`.
+
+    Raises ValueError for sizes below 1, other activations, group sizes or zeros.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str = "fp8",
+        group_size: int = 128,
+        zeros: str = "none",
+        act_order: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_choice("W4A8Linear", "activation", activation, tuple(ACTIVATIONS))
+        check_zeros("W4A8Linear", zeros)
+        super().__init__(in_features, out_features, bias, 4, group_size, zeros, act_order, device, dtype)
+        self.activation = activation
+
+    @classmethod
+    def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None, *, activation: str = "fp8") -> W4A8Linear:
+        """The layer of a packed weight ``[out_features, in_features]``, whose tensors it shares, and its bias.
+
+        Raises ValueError for a weight of other bits or with real offsets, a bias that does not fit, and other
+        activations.
+        """
+        check_choice("W4A8Linear", "activation", activation, tuple(ACTIVATIONS))
+        if weight.bits != 4 or weight.offset is not None:
+            raise ValueError(f"W4A8Linear: weight: expected 4 bits without real offsets, got {weight}")
+        layer = cls._of_packed(weight, bias)
+        layer.activation = activation
+        return layer
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, linear: nn.Linear, *, activation: str = "fp8", group_size: int = 128, zeros: str = "none"
+    ) -> W4A8Linear:
+        """Round `linear` (left as it is) to the nearest grid of each group, as `WeightOnlyLinear.from_linear` does.
+
+        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
+        activations, group sizes or zeros.
+        """
+        cls.check_convertible(linear)
+        options: dict[str, Any] = {"activation": activation, "group_size": group_size, "zeros": zeros}
+        weight, sizes = linear.weight, (linear.in_features, linear.out_features, linear.bias is not None)
+        layer = cls(*sizes, **options, device="meta", dtype=weight.dtype)
+        if not weight.is_meta:
+            packed = packed_nearest(weight, layer.bits, group_size, zeros == "none")
+            layer = cls.from_packed(packed, linear.bias, activation=activation)
+        return layer.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = convert_input(self, x)
+        self._check_width(x)
+        return self._call(x, self._parts())
+
+    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        rows = dense_rows(x.reshape(-1, self.in_features))
+        if self.activation == "int8":
+            q, scale, _ = epiloq.quantize_int8(rows, pad_to=K_MULTIPLE)
+        else:
+            q, scale = epiloq.quantize_fp8(rows, granularity="token", pad_to=K_MULTIPLE)
+        return self._product(q, scale, x.dtype, *tensors).view(*x.shape[:-1], self.out_features)
+
+    def multiply(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Quantised tokens ``[M, in_features]``, or padded, by the weight: ``[M, out_features]`` of `dtype`."""
+        return self._product(q, scale, dtype, *self._parts())
+
+    def _product(self, q: Tensor, scale: Tensor, dtype: torch.dtype, *tensors: Any) -> Tensor:
+        out_dtype = torch.bfloat16 if q.is_cuda and dtype not in HALF_DTYPES else dtype
+        bias = None if tensors[1] is None else tensors[1].to(out_dtype)
+        weight = self._value(*tensors)
+        return epiloq.w4a8_mm(q[:, : self.in_features], weight, scale, bias, out_dtype=out_dtype).to(dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation}, group_size={self.group_size}, zeros={self.zeros}, "
+            f"act_order={self.weight_perm is not None}"
+        )
