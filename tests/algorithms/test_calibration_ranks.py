@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Any, int, Static | None]] =
     "llama gptq": (llama, "gptq", Grid(4, 32), 11, None),
     "llama few windows": (llama, "gptq", Grid(4, 32), 2, None),
     "llama awq+gptq": (llama, "awq+gptq", Grid(4, 32), 5, None),
+    "llama guided": (llama, "awq+gptq-guided", Grid(4, 32), 5, None),
     "llama static": (llama, "smoothquant-search", Grid(8, symmetric=True), 7, Static(AUTO)),
     "llama rtn": (llama, "rtn", Grid(4, 32), 0, None),
     "llama whole tensors": (llama, "gptq", Float8Grid(rows=-1), 3, None),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from epiloq.quantize.algorithms.awq import awq, awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
+from epiloq.quantize.algorithms.refine import refine
 from epiloq.quantize.algorithms.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
 from epiloq.quantize.calibration.statistics import InputStatistics
 from epiloq.weights.codebooks import CodedWeight, Float8Grid, OffsetGrid
@@ -27,6 +28,7 @@ __all__ = [
     "fold_",
     "gptq",
     "output_error",
+    "refine",
     "rtn",
     "search_smooth_scale",
     "smooth_scale",

@@ -17,6 +17,10 @@ class Algorithm:
     clip
         The error that the clipping of ranges minimises: of each weight, weighted by its input, or of the output; see
         `fit`. None takes whole ranges.
+    refine
+        Refit scales and zero points after that, and move codes one by one; see `refine`.
+    slices
+        Weight tokens by the gradient of the end loss, for so many slices of a layer's rows; see `guide`. 0 does not.
     """
 
     name: str
@@ -24,6 +28,8 @@ class Algorithm:
     fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
     compensate: bool = False
     clip: Literal["mse", "weighted", "output"] | None = None
+    refine: bool = False
+    slices: int = 0
 
     @property
     def needs_inputs(self) -> bool:
@@ -35,10 +41,34 @@ _TABLE = (
     Algorithm("rtn", "round to nearest"),
     Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
     Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
+    Algorithm(
+        "gptq+refine",
+        "GPTQ, then scales refitted and codes moved while the error falls",
+        compensate=True,
+        clip="weighted",
+        refine=True,
+    ),
+    Algorithm(
+        "gptq-guided",
+        "the same, tokens weighted by the gradient of the end loss",
+        compensate=True,
+        clip="weighted",
+        refine=True,
+        slices=1,
+    ),
     Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
     Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
     Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
     Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),
+    Algorithm(
+        "awq+gptq-guided",
+        "AWQ's scales, then gptq-guided",
+        fold="awq",
+        compensate=True,
+        clip="weighted",
+        refine=True,
+        slices=1,
+    ),
     Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
 )
 ALGORITHMS = {algorithm.name: algorithm for algorithm in _TABLE}

@@ -13,6 +13,7 @@ from epiloq.observers import evaluating
 from epiloq.quantize.algorithms.smoothquant import ALPHA, INT8
 from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.calibration.blocks import Recorded, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.calibration.guide import TokenWeights, token_weights
 from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.work import Block, Runs, Work
@@ -101,6 +102,7 @@ def _walk(
     if work.needs_inputs and own:
         with evaluating(model):
             recorded = record(model, list(blocks.values()), own)
+    guide = _guide(model, blocks, own, takes, work)
     for index, (name, block) in enumerate(blocks.items()):
         home = next(block.parameters()).device
         block.to(device or home)
@@ -108,7 +110,7 @@ def _walk(
         done, watch = ranks.share(finished(name) if ranks.rank == 0 else None), None
         with evaluating(model), without_cache(model):
             if done is None:
-                runs = Runs(block, recorded.calls[index], recorded.hidden, strands)
+                runs = Runs(block, recorded.calls[index], recorded.hidden, strands, guide)
                 watch = work.watch(layers, runs)
                 done = work.quantise(name, block, layers, runs)
             install_(block, layers, done)
@@ -121,6 +123,17 @@ def _walk(
         recorded.calls[index].clear()
         block.to(home)
         yield done
+
+
+def _guide(
+    model: nn.Module, blocks: dict[str, nn.Module], windows: Sequence[Tensor], takes: Filter, work: Work
+) -> list[TokenWeights] | None:
+    """Weights of tokens in this rank's windows, if the algorithm asks for any."""
+    if not work.slices:
+        return None
+    layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
+    with work.ranks.together():
+        return token_weights(model, list(blocks.values()), layers, windows, work.slices)
 
 
 @torch.no_grad()

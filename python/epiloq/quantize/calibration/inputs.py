@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from epiloq.observers import evaluating, watched
 from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.statistics import InputStatistics
+
+if TYPE_CHECKING:
+    from epiloq.quantize.calibration.guide import TokenWeights
 
 Calibrate = Callable[[nn.Module], object]
 PROBE_TOKENS = 16
@@ -143,21 +147,30 @@ class InputGroup:
 
 @torch.no_grad()
 def input_groups(
-    layers: Mapping[str, nn.Linear], strands: Sequence[Sequence[Callable[[], object]]], ranks: Ranks | None = None
+    layers: Mapping[str, nn.Linear],
+    strands: Sequence[Sequence[Callable[[], object]]],
+    ranks: Ranks | None = None,
+    guide: Sequence[TokenWeights] | None = None,
 ) -> list[InputGroup]:
     """Layers by the input that they share, as the first run shows, each with the statistics of all runs of all ranks.
 
     Args:
         strands: this rank's runs. Sums are taken within each strand first, and then of those, in order.
+        guide: weights of tokens for each of this rank's runs; each layer's are weightings of the input that it reads.
     """
     ranks = ranks or Ranks()
     names = ranks.share(shared(layers, strands[0][0]) if ranks.rank == 0 else None)
     sizes = [(layers[group[0]].in_features, sum(layers[name].out_features for name in group)) for group in names]
     owners = balanced([k * k * (k + n) for k, n in sizes], ranks.world)
     sums: list[list[InputStatistics]] = [[] for _ in names]
+    of_runs = iter(guide or ())
     for strand in strands:
-        found = [InputStatistics(layers[g[0]].in_features, device=layers[g[0]].weight.device) for g in names]
-        _fill({group[0]: statistics for group, statistics in zip(names, found, strict=True)}, layers, strand)
+        weights = [
+            [torch.cat([of_run[name] for name in group], 1) for group in names]
+            for of_run in islice(of_runs, len(strand))
+        ]
+        found = [_statistics(layers[g[0]], weights[0][i].shape[1] if weights else 0) for i, g in enumerate(names)]
+        _fill({group[0]: statistics for group, statistics in zip(names, found, strict=True)}, layers, strand, weights)
         for own, statistics in zip(sums, found, strict=True):
             # The first rank's are the first of all, so they need not be kept apart.
             if own and ranks.rank == 0:
@@ -171,11 +184,25 @@ def input_groups(
     ]
 
 
+def _statistics(layer: nn.Linear, weightings: int) -> InputStatistics:
+    return InputStatistics(layer.in_features, device=layer.weight.device, weightings=weightings)
+
+
 def _fill(
-    found: Mapping[str, InputStatistics], layers: Mapping[str, nn.Linear], runs: Sequence[Callable[[], object]]
+    found: Mapping[str, InputStatistics],
+    layers: Mapping[str, nn.Linear],
+    runs: Sequence[Callable[[], object]],
+    weights: Sequence[Sequence[Tensor]],
 ) -> None:
-    with watched({name: layers[name] for name in found}, lambda name, x: found[name].add(x)):
-        for run in runs:
+    of_run: dict[str, Tensor] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        found[name].add(x, of_run.get(name))
+
+    with watched({name: layers[name] for name in found}, note):
+        for index, run in enumerate(runs):
+            if weights:
+                of_run = dict(zip(found, weights[index], strict=True))
             run()
 
 

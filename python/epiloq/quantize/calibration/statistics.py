@@ -12,24 +12,44 @@ PRIOR_TOKENS = 16
 
 
 class InputStatistics:
-    """Streaming statistics over tokens of ``[.., K]`` inputs; products are summed in `dtype`, float32 or float64."""
+    """Streaming statistics over tokens of ``[.., K]`` inputs; products are summed in `dtype`, float32 or float64.
+
+    weightings
+        How many weights each token has beside 1 (see `guide.token_weights`); each makes a Hessian of its own.
+    """
 
     def __init__(
-        self, channels: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+        self,
+        channels: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        weightings: int = 0,
     ) -> None:
         self.tokens = 0
+        self._weighted = torch.zeros(weightings, channels, channels, dtype=dtype, device=device)
         self._products = torch.zeros(channels, channels, dtype=dtype, device=device)
         self._magnitudes = torch.zeros(channels, dtype=torch.float64, device=device)
         self._amax = torch.zeros(channels, device=device)
 
     @torch.no_grad()
-    def add(self, x: Tensor) -> None:
-        """Count another batch in."""
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Count another batch in; `weights` ``[tokens, weightings]``, if there are any.
+
+        Raises ValueError for weights of other tokens.
+        """
         x = x.reshape(-1, x.shape[-1])
         if not x.numel():
             return
         wide = x.to(self._products.dtype)
         self._products.addmm_(wide.t(), wide)
+        if len(self._weighted):
+            expected = [x.shape[0], len(self._weighted)]
+            if weights is None or list(weights.shape) != expected:
+                got = None if weights is None else list(weights.shape)
+                raise ValueError(f"InputStatistics: weights: expected {expected}, a row for each token, got {got}")
+            for products, weight in zip(self._weighted, weights.to(wide).unbind(1), strict=True):
+                products.addmm_((wide * weight[:, None]).t(), wide)
         magnitudes = x.float().abs()
         self._magnitudes += magnitudes.sum(0)  # Float32 within a batch: in float64 it takes nine times as long.
         self._amax = torch.maximum(self._amax, magnitudes.amax(0))
@@ -40,6 +60,7 @@ class InputStatistics:
         """Count in what was gathered elsewhere from further batches, if any."""
         if other.tokens:
             self._products += other._products
+            self._weighted += other._weighted
             self._magnitudes += other._magnitudes
             self._amax = torch.maximum(self._amax, other._amax)
             self.tokens += other.tokens
@@ -48,6 +69,7 @@ class InputStatistics:
     def divide(self, scale: Tensor) -> None:
         """Account for a division of the inputs' channels by ``scale`` [K]."""
         self._products /= torch.outer(scale, scale)
+        self._weighted /= torch.outer(scale, scale)
         self._magnitudes /= scale
         self._amax /= scale
 
@@ -73,6 +95,26 @@ class InputStatistics:
         square, size = (hessian.diagonal().mean(), mean_abs.mean()) if self.tokens else (2.0, 1.0)
         hessian.mul_(1 - share).diagonal().add_(share * square)  # (A copy already.)
         return hessian, mean_abs * (1 - share) + share * size
+
+    @property
+    def weighted(self) -> Tensor:
+        """`hessian` with each of the weights, ``[weightings, K, K]``, in any scale, steadied as `steady` is.
+
+        One of tokens that all have no weight is `steady`'s own.
+        """
+        check_finite("weighted inputs", self._weighted)
+        plain, _ = self.steady
+        share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)
+        found = []
+        for products in self._weighted:
+            size = products.diagonal().mean()
+            if not size > 0:
+                found.append(plain)
+                continue
+            hessian = products * ((1 - share) / size)
+            hessian.diagonal().add_(share)
+            found.append(hessian)
+        return torch.stack(found)
 
     @property
     def amax(self) -> Tensor:

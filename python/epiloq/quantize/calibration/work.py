@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from epiloq.quantize.algorithms.awq import awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
+from epiloq.quantize.algorithms.refine import joined, refine
 from epiloq.quantize.algorithms.smoothquant import Folding, fold_, foldings, search_smooth_scale, smooth_scale
 from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.calibration.blocks import Call
+from epiloq.quantize.calibration.guide import TokenWeights
 from epiloq.quantize.calibration.inputs import InputGroup, input_groups, last_inputs, observe, shared
 from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.static import InputErrors, InputWatch, Static
@@ -47,6 +49,8 @@ class Runs:
     calls: Sequence[Call]
     hidden: Sequence[Tensor]
     strands: Sequence[range]
+    guide: Sequence[TokenWeights] | None = None
+    """Weights of tokens in each window, for guided Hessians."""
 
     def run(self, window: int) -> Tensor:
         """The block's output in one of this rank's windows, counted from 0."""
@@ -71,6 +75,11 @@ class Work:
     alpha: float
     static: Static | None
     ranks: Ranks
+
+    @property
+    def slices(self) -> int:
+        """Slices of a layer's rows that have Hessians of their own; rows that share scales are not parted."""
+        return self.algorithm.slices if self.grid.rows == 1 else min(self.algorithm.slices, 1)
 
     @property
     def needs_inputs(self) -> bool:
@@ -106,7 +115,7 @@ class Work:
                 if not torch.isfinite(layer.weight).all():
                     raise ValueError(f"{n}.weight: expected finite numbers, found NaN or infinity")
         if self.algorithm.needs_inputs:
-            groups = input_groups(layers, runs.by_strand(), self.ranks)
+            groups = input_groups(layers, runs.by_strand(), self.ranks, runs.guide)
             self._fold(name, layers, groups, runs)
             with self.ranks.together():
                 own = self._compensated(layers, groups)
@@ -146,33 +155,46 @@ class Work:
             if group.statistics is not None:
                 # Rows that share scales are those of one layer.
                 for stacked in [group.names] if self.grid.rows == 1 else [[n] for n in group.names]:
-                    part, part_errors = self._round({n: layers[n] for n in stacked}, group.statistics)
+                    part, part_errors = self._round({n: layers[n] for n in stacked}, group)
                     weights |= part
                     errors |= part_errors
         return weights, errors
 
-    def _round(
-        self, layers: dict[str, nn.Linear], statistics: InputStatistics
-    ) -> tuple[dict[str, Calibrated], dict[str, float]]:
+    def _round(self, layers: dict[str, nn.Linear], group: InputGroup) -> tuple[dict[str, Calibrated], dict[str, float]]:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
+        statistics = group.statistics
+        assert statistics is not None
         try:
             hessian, _ = statistics.steady
+            guided = statistics.weighted if self.algorithm.slices else None
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
-        weight = torch.cat([layer.weight.float() for layer in layers.values()])
-        moments = self._moments(hessian, weight)
-        if self.algorithm.compensate:
-            value: Calibrated = gptq(weight, hessian, self.grid, moments=moments)
+        if guided is None:
+            whole = self._rounded(torch.cat([layer.weight.float() for layer in layers.values()]), hessian)
+            parts: Sequence[Calibrated] = whole.split([layer.out_features for layer in layers.values()])
         else:
-            value = rtn(weight, self.grid, moments)
-        parts: Sequence[Calibrated] = value.split([layer.out_features for layer in layers.values()])
+            of_layer = dict(zip(group.names, guided.chunk(len(group.names)), strict=True))
+            parts = [self._guided(layer.weight.float(), of_layer[name]) for name, layer in layers.items()]
         errors = {}
         seen = statistics.hessian if statistics.tokens else hessian  # Errors are those on the inputs themselves.
         for (name, layer), part in zip(layers.items(), parts, strict=True):
             lost = output_error(part.dequantize() - layer.weight.float(), seen)
-            whole = output_error(layer.weight.float(), seen)
-            errors[name] = (lost / whole) ** 0.5 if whole else 0.0
+            size = output_error(layer.weight.float(), seen)
+            errors[name] = (lost / size) ** 0.5 if size else 0.0
         return dict(zip(layers, parts, strict=True)), errors
+
+    def _rounded(self, weight: Tensor, hessian: Tensor) -> Calibrated:
+        """Rows of a weight whose errors cost what one Hessian says."""
+        moments = self._moments(hessian, weight)
+        if not self.algorithm.compensate:
+            return rtn(weight, self.grid, moments)
+        value: Calibrated = gptq(weight, hessian, self.grid, moments=moments)
+        return refine(value, weight, hessian) if self.algorithm.refine else value
+
+    def _guided(self, weight: Tensor, hessians: Tensor) -> Calibrated:
+        """A layer's weight, slices of its rows each by their own Hessian."""
+        slices = weight.tensor_split(len(hessians))
+        return joined([self._rounded(part, own) for part, own in zip(slices, hessians, strict=True) if len(part)])
 
     def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
         if self.algorithm.clip == "mse":

@@ -1,0 +1,137 @@
+"""Hessians weighted by the gradient of the end loss: the weights, the sums, and what the model gains."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from epiloq.mixtures import take_apart_
+from epiloq.quantize import Float8Grid, Grid, InputStatistics
+from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
+from epiloq.quantize.calibration.calibrate import calibrate
+from epiloq.quantize.calibration.guide import _loss, token_weights
+from model_families import FAMILIES, VOCABULARY, llama
+from tiny_mixtures import qwen3
+
+PLAIN, GUIDED = ALGORITHMS["gptq+refine"], ALGORITHMS["gptq-guided"]
+
+
+def texts(count: int, length: int = 24) -> list[Tensor]:
+    return [torch.randint(0, VOCABULARY, (1, length)) for _ in range(count)]
+
+
+def parts(model: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Linear]]:
+    blocks = list(model.get_submodule("model.layers"))
+    names = {f"model.layers.{i}.{n}": m for i, b in enumerate(blocks) for n, m in b.named_modules()}
+    return blocks, {n: m for n, m in names.items() if isinstance(m, nn.Linear)}
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_weights_are_squared_gradients(seed: int, slices: int) -> None:
+    model = llama().eval()
+    blocks, layers = parts(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    windows = texts(2)
+    found = token_weights(model, blocks, layers, windows, slices)
+    for window, weights in zip(windows, found, strict=True):
+        made: dict[str, Tensor] = {}
+
+        def keep(name: str, made: dict[str, Tensor], out: Tensor) -> None:
+            out.retain_grad()
+            made[name] = out
+
+        handles = [
+            layer.register_forward_hook(lambda m, a, out, name=name, made=made: keep(name, made, out))
+            for name, layer in layers.items()
+        ]
+        _loss(model, window).backward()
+        for handle in handles:
+            handle.remove()
+        for name, out in made.items():
+            assert out.grad is not None
+            expected = torch.stack([p.square().mean(1) for p in out.grad[0].tensor_split(slices, 1)], 1)
+            torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-9)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any("forward" in vars(block) for block in blocks)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_weighted_sums(seed: int) -> None:
+    x, weights, scale = torch.randn(60, 10), torch.rand(60, 2), torch.rand(10) + 0.5
+    whole, part, rest = (InputStatistics(10, weightings=2, dtype=torch.float64) for _ in range(3))
+    whole.add(x, weights)
+    part.add(x[:20], weights[:20])
+    rest.add(x[20:], weights[20:])
+    part.merge(rest)
+    part.divide(scale)
+    for index, hessian in enumerate(part.weighted):
+        divided = (x / scale).double()
+        products = divided.t() @ (divided * weights[:, index : index + 1])
+        off = ~torch.eye(10, dtype=torch.bool)
+        torch.testing.assert_close(hessian[off] / hessian[0, 1], products[off] / products[0, 1], rtol=1e-6, atol=1e-9)
+        assert (torch.linalg.eigvalsh(hessian) > 0).all()
+    with pytest.raises(ValueError, match="weights: expected"):
+        whole.add(x)
+    with pytest.raises(ValueError, match="weights: expected"):
+        whole.add(x, weights[:5])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_and_reproducible(seed: int, family: str) -> None:
+    model, windows = FAMILIES[family]().eval(), texts(2, 9)
+    again = copy.deepcopy(model)
+    first = list(calibrate(model, windows, Grid(4, 16), GUIDED))
+    second = list(calibrate(again, windows, Grid(4, 16), GUIDED))
+    for block, other in zip(first, second, strict=True):
+        assert all(torch.equal(value.q, other.weights[name].q) for name, value in block.weights.items())
+        assert block.errors == other.errors
+
+
+@pytest.mark.parametrize("grid", [Grid(3, 16), Grid(4, -1, True), Float8Grid(128, 128), Float8Grid(rows=-1)], ids=str)
+@pytest.mark.parametrize("slices", [1, 4])
+def test_slices_and_grids(seed: int, grid: Any, slices: int) -> None:
+    model = llama().eval()
+    blocks = list(calibrate(model, texts(1), grid, replace(GUIDED, slices=slices)))
+    for block in blocks:
+        for name, weight in block.weights.items():
+            layer = model.get_submodule(name)
+            assert weight.q.shape == layer.weight.shape and torch.equal(weight.dequantize(), layer.weight)
+
+
+def test_a_model_whose_loss_ignores_some_tokens_gains(seed: int) -> None:
+    """Where gradients differ much between tokens, the end loss gains by Hessians that know it."""
+
+    def divergence(algorithm: Algorithm) -> float:
+        changed = copy.deepcopy(model)
+        list(calibrate(changed, windows, Grid(2, 16), algorithm))
+        with torch.no_grad():
+            pairs = [(model(w).logits[0].log_softmax(-1), changed(w).logits[0].log_softmax(-1)) for w in windows]
+        return float(sum((p.exp() * (p - q)).sum() for p, q in pairs))
+
+    lost = {PLAIN.name: 0.0, GUIDED.name: 0.0}
+    for _ in range(2):
+        model, windows = llama().eval(), texts(16)
+        with torch.no_grad():
+            model.get_submodule("lm_head").weight.mul_(20)
+        for algorithm in (PLAIN, GUIDED):
+            lost[algorithm.name] += divergence(algorithm)
+    assert lost[GUIDED.name] < lost[PLAIN.name]
+
+
+def test_refused(seed: int) -> None:
+    mixture = qwen3()
+    take_apart_(mixture)
+    with pytest.raises(ValueError, match=r"experts.*expected each token of a window"):
+        list(calibrate(mixture.eval(), [torch.randint(1, 40, (1, 9))], Grid(4, 16), GUIDED))
+    model = llama().eval()
+    with pytest.raises(ValueError, match="model with logits"):
+        list(calibrate(model.get_submodule("model"), texts(2), Grid(4, 16), GUIDED))
+    with pytest.raises(ValueError, match="slices: expected"):
+        token_weights(model, *parts(model), texts(1), 0)
