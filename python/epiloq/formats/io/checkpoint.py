@@ -38,6 +38,11 @@ def split_name(name: str) -> tuple[str, str]:
     return layer, part
 
 
+def described_beside(folder: Path) -> bool:
+    """Whether a file beside config.json may say how layers are quantised: what older AutoGPTQ and AutoAWQ wrote."""
+    return any(status(folder / file) is not None for file in _BESIDE)
+
+
 class Checkpoint:
     """A model directory opened for reading: which file holds which tensor, every one of them checked to be there.
 

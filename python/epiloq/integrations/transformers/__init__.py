@@ -14,8 +14,11 @@ names the file and the tensor.
 
 from __future__ import annotations
 
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -24,6 +27,7 @@ from transformers.quantizers.auto import (
 )
 
 from epiloq.formats.epiloq_modules import METHOD
+from epiloq.formats.io.checkpoint import Checkpoint, described_beside
 from epiloq.formats.readers import CONFIGS
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.quantizer import EpiloqQuantizer
@@ -51,10 +55,23 @@ def _from_dict(said: Any) -> Any:
     return EpiloqConfig(**said) if _is_ours(said) else _THEIR_READERS[1].__func__(AutoQuantizationConfig, said)
 
 
+def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json says, and of local directories what older AutoGPTQ and AutoAWQ wrote in a file beside it."""
+    found: tuple[dict[str, Any], dict[str, Any]] = _THEIR_READERS[2].__func__(cls, *given, **options)
+    source = given[0] if given else options.get("pretrained_model_name_or_path")
+    folder = Path(source) if isinstance(source, (str, PathLike)) else None
+    if folder is not None and "quantization_config" not in found[0] and described_beside(folder):
+        said = Checkpoint(folder).quantization
+        if said is not None:
+            found[0]["quantization_config"] = said
+    return found
+
+
 # What reads a ``quantization_config``. The format epiloq has no ``quant_method`` there, which transformers refuses.
 _READERS: tuple[tuple[type, str, Any], ...] = (
     (AutoHfQuantizer, "supports_quant_method", staticmethod(_supports)),
     (AutoQuantizationConfig, "from_dict", staticmethod(_from_dict)),
+    (PreTrainedConfig, "get_config_dict", classmethod(_get_config_dict)),
 )
 _THEIR_READERS = [vars(owner)[name] for owner, name, _ in _READERS]
 
