@@ -38,7 +38,8 @@ _BEFORE = "before"
 
 
 def stacked(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that hold stacked matrices: parameters of three dimensions, beside the layers of torch."""
+    """Modules by name that hold stacked matrices of experts: parameters of three dimensions, beside torch's layers,
+    of which there are as many as the module says it has experts, or two whose matrices follow one another."""
     found = {name: module for name, module in model.named_modules() if _count(module)}
     return {name: module for name, module in found.items() if not isinstance(module, (ExpertLinears, GatedExperts))}
 
@@ -182,8 +183,23 @@ def _count(module: nn.Module) -> int:
     # Weights of convolutions, and packed ones, have three dimensions too.
     if isinstance(module, StoredTensors) or type(module).__module__.startswith("torch.nn."):
         return 0
-    shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
-    return next((shape[0] for shape in shapes if min(shape) > 1), 0)
+    shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
+    shapes = [shape for shape in shapes if min(shape) > 1]
+    named = {value for key, value in vars(module).items() if "expert" in key and type(value) is int}
+    stacks = [shape[0] for shape in shapes if shape[0] in named or any(_follows(shape, other) for other in shapes)]
+    return next(iter(stacks), 0)
+
+
+def _follows(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Whether stacks of as many matrices can be an expert's two layers: out of a width and back, gated or not.
+
+    Heads of attention are stacked as well (XLNet's ``[hidden, heads, width]``), but all alike, so shapes that are
+    equal tell nothing.
+    """
+    if first[0] != second[0] or first == second:
+        return False
+    (a, b), (c, d) = first[1:], second[1:]
+    return (a == d and (b in (c, 2 * c) or c == 2 * b)) or (b == c and (a in (d, 2 * d) or d == 2 * a))
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module | None:

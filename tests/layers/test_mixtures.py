@@ -224,3 +224,49 @@ def test_models_without_experts(seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         epiloq.quantize_(model, "w8a8-int8")
+
+
+class HeadsStacked(nn.Module):
+    """Attention whose heads' matrices are one parameter each, as XLNet's."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o", "r"):
+            self.register_parameter(name, nn.Parameter(torch.randn(16, heads, width)))
+        self.ff = nn.Linear(16, 16)
+
+
+class OwnExperts(nn.Module):
+    """Experts of nobody's library: two stacks of matrices, or one that says how many it has."""
+
+    def __init__(self, *shapes: tuple[int, ...], **said: int) -> None:
+        super().__init__()
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.randn(shape)))
+        for name, value in said.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(4, 8), (8, 8), (2, 4)])
+def test_stacked_heads_are_no_experts(heads: int, width: int) -> None:
+    """Nor is a linear layer a router for having as many rows as those have parts."""
+    model = nn.Sequential(HeadsStacked(heads, width), nn.Linear(16, 16))
+    assert mixtures.stacked(model) == {} and mixtures.routers(model) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "left in floating point: the experts of 0"
+        epiloq.quantize_(model, "w8a16")
+    assert all(isinstance(layer, WeightOnlyLinear) for layer in (model[0].ff, model[1]))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        OwnExperts((4, 24, 6), (4, 6, 12)),  # gate and up in one, [E, out, in]
+        OwnExperts((4, 6, 24), (4, 12, 6)),  # the same, [E, in, out]
+        OwnExperts((4, 6, 12), (4, 6, 12), (4, 12, 6)),
+        OwnExperts((4, 12, 6), num_experts=4),
+    ],
+)
+def test_experts_of_other_code_are_told_by_structure(experts: nn.Module) -> None:
+    model = nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": experts, "other": nn.Linear(6, 8)})
+    assert list(mixtures.stacked(model)) == ["experts"] and list(mixtures.routers(model)) == ["gate"]

@@ -41,7 +41,8 @@ def grouped_mm(
         scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides with evenly spaced rows; with
             recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.
         scale_b: float32 ``[E, ceil(K / 128), ceil(N / 128)]``, any strides; with recipe (1, 1, 128)
-            ``[E, ceil(K / 128), N]``, with (1, 1, -1) ``[E, 1, N]``.
+            ``[E, ceil(K / 128), N]``, with (1, 1, -1) ``[E, 1, N]``. ``scale.transpose(1, 2)`` of scales as
+            `quantize_fp8` and checkpoints have them; left out of square ones, it is not noticed.
         offs: int32 ``[E]``, the ends of the experts' rows, as ``torch._grouped_mm`` takes them.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128) or (1, 1, 128), or

@@ -48,7 +48,8 @@ def groupwise_mm(
             granularity "group" returns either layout, and neither is copied; column-major is faster at large M on
             SM90); with recipe (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
         scale_b: float32 ``[ceil(K / 128), ceil(N / 128)]``, any strides: ``weight_scale_inv.t()``; with recipe
-            (1, 1, 128) ``[ceil(K / 128), N]``.
+            (1, 1, 128) ``[ceil(K / 128), N]``. With as many blocks in K as in N both orientations have this shape, so
+            a missing ``.t()`` is not noticed.
         bias: ``[N]`` in the output's dtype, added in fp32.
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128), (128, 128, 128) or
             (1, 1, 128).

@@ -42,7 +42,7 @@ def quantize_int8(
         scale: static scale, float32, one element or one per row: ``[M]``, ``[M, 1]`` or ``[…, 1]``. Returned unchanged.
         azp: static and asymmetric: int32, with the elements and shapes of ``scale``.
         symmetric: False gives zero points; inferred from ``azp`` if ``scale`` is given.
-        granularity: "token" or "tensor", for measured scales.
+        granularity: "token" or "tensor", for measured scales. (`quantize_fp8`'s default is "tensor".)
         pad_to: pads q's columns with zeros to a multiple of this (16 for `scaled_mm`).
         range_includes_zero: False does not widen [lo, hi] (unless lo == hi), like vLLM.
         out: ``(q, scale, azp)`` to write into and return, azp None if symmetric; dynamic per token, or static with the
