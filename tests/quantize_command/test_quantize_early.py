@@ -65,7 +65,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
     "an alpha that nothing asks for": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "awq is not told an alpha"),
     "zero points that are not there": (("--scheme", "fp8", "--symmetric"), "no integers with zero points"),
-    "a device that is not there": ((*W4, "--device", "quantum"), "expected cpu"),
+    "a device that is not there": ((*W4, "--device", "quantum"), "expected auto, cpu"),
     "figures into a folder that is not there": ((*W4, "--json", "absent/figures.json"), "does not exist"),
 }
 

@@ -106,7 +106,7 @@ def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said
         (("--scheme", "w8a16", "--format", "awq"), "4 bits"),
         (("--scheme", "w4a16-g32", "--calibration", "absent.txt"), "nothing there"),
         (("--scheme", "w4a16-g32", "--blocks", "model.norm"), "ModuleList"),
-        (("--scheme", "w4a16-g32", "--device", "quantum"), "expected cpu"),
+        (("--scheme", "w4a16-g32", "--device", "quantum"), "expected auto, cpu"),
     ],
 )
 def test_bad_requests_touch_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from epiloq.cli.common import (
-    check_device,
+    BAD_INPUT,
+    FAILED,
     check_installed,
     check_target,
     choices,
+    complain,
     failures,
     how_to_open,
     json_option,
@@ -21,7 +24,7 @@ from epiloq.cli.common import (
     quiet,
     warn,
 )
-from epiloq.cli.output import summary_console, write_json
+from epiloq.cli.output import display, summary_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 from epiloq.formats.table import FORMATS
@@ -38,18 +41,32 @@ SHOWN = 3
 GO_ON = "; what was finished is kept, and the same command goes on from there"
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    """Do what settings say, whose names are all known, and give the report."""
+def run(settings: Settings) -> dict[str, Any] | None:
+    """Do what settings say, whose names are all known, and give the report; None on other ranks than the first."""
+    from epiloq.quantize.calibration.joining import joined
     from epiloq.quantize.job import perform, prepare
 
-    with failures("quantize", GO_ON):
-        with progress_stages() as stage, stage("load and check", 1) as advance:
-            job = prepare(settings)
-            advance()
-        for warning in job.warnings:
-            warn(warning)
-        with progress_stages() as stage:
-            return perform(job, stage)
+    with failures("quantize", GO_ON), joined(settings.device, _end) as ranks:
+        if ranks.rank:
+            display.quiet = True
+        try:
+            with progress_stages() as stage, stage("load and check", 1) as advance:
+                job = prepare(settings, ranks)
+                advance()
+            for warning in job.warnings if ranks.rank == 0 else ():
+                warn(warning)
+            with progress_stages() as stage:
+                return perform(job, stage)
+        except ValueError as error:
+            if ranks.rank and str(error) == ranks.agreed:
+                raise typer.Exit(BAD_INPUT) from None  # The first rank displays it.
+            raise
+
+
+def _end(reason: str) -> None:
+    """End the process from another thread, for the main thread waits for a rank that will not answer."""
+    complain("quantize", f"{reason}{GO_ON}")
+    os._exit(FAILED)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -136,7 +153,10 @@ def quantize(
         str | None,
         typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="D", help="Where blocks are quantised: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(metavar="D", help="Where blocks are quantised: cpu, cuda or auto."),
+    ] = "cpu",
     evaluation: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Other text, to measure perplexity before and after.", show_default=False),
@@ -165,15 +185,19 @@ def quantize(
     """
     check_target(json_file)
     check_target(report, "--report")
-    check_device(device)
     console = summary_console(json_file)
     with failures("quantize"):
         quiet()
         from epiloq.quantize import report as page
+        from epiloq.quantize.calibration.joining import device_of
         from epiloq.quantize.job import Settings
         from epiloq.quantize.outputs import schemes
         from epiloq.quantize.targets import TARGETS
 
+        try:
+            device = device_of(device)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--device") from None
         one_of(scheme, schemes(), "--scheme")
         if layout is not None:
             one_of(layout, FORMATS, "--format")
@@ -202,6 +226,8 @@ def quantize(
             shlex.join(["epiloq", *sys.argv[1:]]),
         )
         found = run(settings)
+        if found is None:
+            return
         show(found, console)
         write_json(json_file, found)
         if absent:

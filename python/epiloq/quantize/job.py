@@ -29,6 +29,8 @@ from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
+from epiloq.quantize.calibration.joining import check_alike, fingerprint
+from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
@@ -96,6 +98,8 @@ class Job:
         Of the model's weight files.
     seconds
         That opening took.
+    ranks
+        The processes that do this together; the first writes.
     """
 
     settings: Settings
@@ -108,6 +112,7 @@ class Job:
     plan: Plan
     bytes_before: int
     seconds: float
+    ranks: Ranks
 
     @property
     def target(self) -> Target:
@@ -178,17 +183,29 @@ class Job:
         return found
 
 
-def prepare(settings: Settings) -> Job:
-    """Check all that can be, then load the model. Raises ValueError, with nothing on the disk touched."""
+def prepare(settings: Settings, ranks: Ranks | None = None) -> Job:
+    """Check all that can be, then load the model. Raises ValueError, with nothing on the disk touched.
+
+    Several ranks call this and `perform` alike; ValueError also where they have different files, text or versions.
+    """
+    ranks = ranks or Ranks()
+    with ranks.together():
+        job = _prepared(settings, ranks)
+    check_alike(ranks, _facts(job))
+    return job
+
+
+def _prepared(settings: Settings, ranks: Ranks) -> Job:
     start, target = time.perf_counter(), TARGETS[settings.scheme]
     check_request(settings)
     source = Checkpoint(settings.model)
     plan = check_model(settings, source)
     texts = read_windows(settings, source)
     identity = _identity(settings, source, plan, texts.calibration)
-    with said_who_holds(settings):
-        check_free(_aside(settings) / LOCK)
-    check_resumable(_aside(settings), identity)
+    if ranks.rank == 0:
+        with said_who_holds(settings):
+            check_free(_aside(settings) / LOCK)
+        check_resumable(_aside(settings), identity)
     model = transpose_(renamed(load_float(source), source))
     layout = FORMATS[plan.layout]
     take_experts_apart_(model, layout.name)
@@ -197,7 +214,7 @@ def prepare(settings: Settings) -> Job:
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
     return Job(
-        settings, source, model, texts, grid, quantization, identity, plan, weight_bytes(settings.model), seconds
+        settings, source, model, texts, grid, quantization, identity, plan, weight_bytes(settings.model), seconds, ranks
     )
 
 
@@ -206,8 +223,10 @@ def _aside(settings: Settings) -> Path:
     return settings.output.with_name(f".{settings.output.name}.partial")
 
 
-def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
-    """Quantise, write, and report. An interrupted run goes on where it stopped.
+def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
+    """Quantise, write, and report. An interrupted run goes on where it stopped, on however many ranks.
+
+    Gives the report on the first rank, which alone reads and writes what was finished, and None on others.
 
     Raises ValueError, or OSError when the disk fails; finished blocks stay in `job.aside`, unless a block is refused:
     then whatever goes on from there would be, too.
@@ -215,6 +234,9 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any]:
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
     tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
+    if job.ranks.rank:
+        _quantise(job, None, tally)
+        return None
     with said_who_holds(settings), held(job.aside / LOCK):
         if settings.output.exists():
             raise FileExistsError(f"{settings.output} appeared meanwhile")
@@ -247,18 +269,19 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     return found
 
 
-def _quantise(job: Job, store: Store, tally: Tally) -> None:
+def _quantise(job: Job, store: Store | None, tally: Tally) -> None:
+    """Walk through the blocks; the first rank, which has the store, keeps them."""
     settings = job.settings
     with tally.timed("quantise", job.plan.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):
-            resumed = store.has(block.name)
-            if not resumed:
+            resumed = store is not None and store.has(block.name)
+            if store is not None and not resumed:
                 store.write(block)
             tally.add(block, resumed)
             advance()
 
 
-def _walk(job: Job, store: Store) -> Iterator[Block]:
+def _walk(job: Job, store: Store | None) -> Iterator[Block]:
     settings = job.settings
     return calibrate(
         job.model,
@@ -270,9 +293,18 @@ def _walk(job: Job, store: Store) -> Iterator[Block]:
         static=Static(settings.keep_dynamic) if job.target.static else None,
         blocks=job.plan.lists,
         filter_fn=lambda module, name: name in job.plan.layers,
-        finished=store.read,
+        finished=store.read if store is not None else lambda name: None,
         device=settings.device,
+        ranks=job.ranks,
     )
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """What must be the same on all ranks, by the name that a message gives it."""
+    identity = {key: value for key, value in job.identity.items() if key != "model"}
+    asked = {key: value for key, value in asdict(job.settings).items() if key not in ("model", "device", "command")}
+    model = fingerprint(job.settings.model, {"config.json", *job.source.files.values()})
+    return {**identity, "model": model, "options": repr(asked), "grid": repr(job.grid)}
 
 
 def _identity(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ class Ranks:
 
     rank = 0
     world = 1
+    agreed: str | None = None
+    """The message of the error that `together` raised on every rank, for one of them to display."""
 
     def strands(self, windows: int) -> list[range]:
         """This rank's runs of windows, neighbours all; those of all ranks together are in order."""
@@ -64,13 +66,30 @@ class Group(Ranks):
 
     device
         Where tensors arrive that were on a GPU.
+    reason
+        Asked, when an exchange fails, why that is. The exchange then raises ConnectionError.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", reason: Callable[[], str] = lambda: "the connection was lost"
+    ) -> None:
         self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), torch.device(device)
+        self.reason = reason
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Raise ConnectionError, which says why, where an exchange fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ConnectionError(self.reason()) from error
 
     def share(self, value: T | None, owner: int = 0) -> T:
         """See `Ranks`."""
+        with self._connected():
+            return self._share(value, owner)
+
+    def _share(self, value: T | None, owner: int) -> T:
         head, tensors = _packed(value) if owner == self.rank else (b"", [])
         sent = [head]
         dist.broadcast_object_list(sent, owner, device=torch.device("cpu"))
@@ -84,6 +103,10 @@ class Group(Ranks):
         """See `Ranks`."""
         if source == target:
             return value if source == self.rank else None
+        with self._connected():
+            return self._move(value, source, target)
+
+    def _move(self, value: T | None, source: int, target: int) -> T | None:
         if self.rank == source:
             head, tensors = _packed(value)
             dist.send_object_list([head], target, device=torch.device("cpu"))
@@ -101,7 +124,8 @@ class Group(Ranks):
     def gather(self, value: T) -> list[T]:
         """See `Ranks`."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
+        with self._connected():
+            dist.all_gather_object(found, value)
         return found
 
     @contextmanager
@@ -114,6 +138,7 @@ class Group(Ranks):
             own = error
         first = next((said for said in self.gather(None if own is None else str(own)) if said is not None), None)
         if first is not None:
+            self.agreed = first
             raise (own if own is not None and str(own) == first else ValueError(first))
 
     def _empty(self, head: bytes) -> list[Tensor]:

@@ -1,0 +1,115 @@
+"""How the processes that a launcher such as ``torchrun`` started find each other, and which device each has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epiloq.quantize.calibration.heartbeat import PATIENCE, Heartbeat
+from epiloq.quantize.calibration.ranks import Group, Ranks
+
+MEETING = timedelta(minutes=5)
+"""How long ranks wait for each other to start."""
+_FOREVER = timedelta(days=30)
+_ENDS = 1 << 20
+"""Bytes at either end of a file that tell it from another."""
+
+
+def device_of(wish: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The device of this rank: "auto" is a GPU where there is one, "cuda" the GPU of the rank's number on its host.
+
+    Raises ValueError for a GPU that is not there, or one number for several ranks.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, index = wish.partition(":")
+    if kind == "auto" and not index:
+        kind = "cuda" if gpus else "cpu"
+    if kind == "cpu" and not index:
+        return kind
+    if kind != "cuda" or not gpus or (index and not index.isdecimal()):
+        raise ValueError(f"expected auto, cpu, or cuda where torch sees a GPU, got {wish!r}")
+    local = int(environment.get("LOCAL_RANK", 0))
+    if index and int(environment.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"expected cuda without a number, for each of several ranks has its own, got {wish!r}")
+    number = int(index) if index else local
+    if number >= gpus:
+        raise ValueError(f"expected a GPU for each rank, but number {number} is not among the {gpus} that torch sees")
+    return f"cuda:{number}"
+
+
+@contextmanager
+def joined(
+    device: str,
+    end: Callable[[str], None],
+    environment: Mapping[str, str] = os.environ,
+    patience: float = PATIENCE,
+) -> Iterator[Ranks]:
+    """This process among those that a launcher started with it, or alone.
+
+    When a rank dies or leaves this by an exception, the others get ConnectionError in their next exchange, or
+    ``end(sentence)`` is called in another thread, which should end the process. Ranks that finish may leave early.
+
+    Args:
+        device: this rank's, as `device_of` gives it.
+        environment: of the process: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+        patience: seconds of silence after which a rank counts as dead.
+    """
+    if int(environment.get("WORLD_SIZE", 1)) == 1:
+        yield Ranks()
+        return
+    if not dist.is_available():
+        raise ValueError("expected a torch with torch.distributed beside several ranks (WORLD_SIZE)")
+    from torch.distributed.rendezvous import rendezvous
+
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store, rank, world = next(rendezvous("env://", timeout=MEETING))
+    heart = Heartbeat(store.clone(), rank, world, end, patience=patience, terminated=True)
+    failure: str | None = f"process {os.getpid()} ended"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_FOREVER
+        )
+        yield Group(device, heart.reason)
+        failure = None
+    except BaseException as error:
+        failure = str(error) or type(error).__name__
+        raise
+    finally:
+        heart.close(failure)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks unless all give the same facts, by their names in the message."""
+    everyone = ranks.gather(dict(facts))
+    with ranks.together():
+        for rank, others in enumerate(everyone):
+            differing = sorted(key for key in everyone[0] if everyone[0][key] != others.get(key))
+            if differing:
+                raise ValueError(
+                    f"rank {rank} and rank 0 have different {', '.join(differing)}: expected the same versions, files "
+                    "and options on every rank"
+                )
+
+
+def fingerprint(folder: Path, files: Iterable[str]) -> str:
+    """What files hold, told by their lengths and both ends, which for safetensors have all names and shapes."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        size = (folder / name).stat().st_size
+        with open(folder / name, "rb") as file:
+            digest.update(f"{name} {size}|".encode() + file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()

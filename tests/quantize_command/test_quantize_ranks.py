@@ -1,0 +1,212 @@
+"""``epiloq quantize`` under a launcher: the same files as by one process; what happens where a rank differs or dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+for needed in ("typer", "rich", "safetensors", "transformers"):
+    pytest.importorskip(needed, reason="the command needs the extra hf")
+
+from safetensors.torch import load_file
+
+import epiloq
+from epiloq.cli import app
+from epiloq.quantize.calibration import store, work
+from tiny_mixtures import qwen3
+from tiny_teacher import save, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+)
+
+Change = Callable[[int], None]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(3)
+    save(folder / "llama", tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16))
+    save(folder / "mixture", qwen3(vocab_size=256))
+    (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (folder / "other").write_text("".join(chr(97 + i * i * i % 25) for i in range(600)))
+    return folder
+
+
+def arguments(models: Path, output: Path, *more: str, model: str = "llama") -> list[str]:
+    asked = ("--windows", "9", "--length", "32", *(more or ("--scheme", "w4a16-g32")))
+    text = () if "rtn" in more else ("--calibration", str(models / "text"))
+    return ["quantize", str(models / model), "--output", str(output), *text, *asked]
+
+
+def rank_of(rank: int, world: int, port: int, said: Path, asked: list[str], change: Change) -> None:
+    """One process of a launcher's, which leaves what it displays in a file."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1", "COLUMNS": "200"}
+    torch.set_num_threads(1)
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    change(rank)
+    app.create_app()(asked)
+
+
+class Launched:
+    """Ranks that were run to their end: exit codes, what they displayed, and seconds."""
+
+    def __init__(self, folder: Path, commands: list[list[str]], change: Change = lambda rank: None) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        start, context = time.monotonic(), multiprocessing.get_context("fork")
+        files = [folder / f"rank-{rank}" for rank in range(len(commands))]
+        ranks = [
+            context.Process(target=rank_of, args=(rank, len(commands), port, files[rank], asked, change))
+            for rank, asked in enumerate(commands)
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(timeout=60)
+            each.kill()
+        self.seconds = time.monotonic() - start
+        self.codes = [each.exitcode for each in ranks]
+        self.said = [file.read_text() for file in files]
+        for file in files:
+            file.unlink()
+
+
+def same_files(one: Path, other: Path) -> None:
+    found, expected = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+    assert (one / "config.json").read_text() == (other / "config.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process writes."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert Launched(folder, [arguments(models, folder / "out")]).codes == [0]
+    return folder / "out"
+
+
+MIXTURE = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant+gptq", "--keep-dynamic", "auto")
+
+
+def test_two_and_three_ranks_write_what_one_does(models: Path, whole: Path, tmp_path: Path) -> None:
+    run = Launched(tmp_path, [arguments(models, tmp_path / "two")] * 2)
+    assert run.codes == [0, 0], run.said
+    assert "of weights" in run.said[0] and run.said[1] == ""
+    same_files(tmp_path / "two", whole)
+    commands = [arguments(models, tmp_path / name, *MIXTURE, model="mixture") for name in ("one", "three")]
+    assert Launched(tmp_path, commands[:1]).codes == [0]
+    run = Launched(tmp_path, commands[1:] * 3)
+    assert run.codes == [0, 0, 0], run.said
+    same_files(tmp_path / "three", tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three", "two"]
+
+
+def test_torchrun(models: Path, whole: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join([str(Path(epiloq.__file__).parents[1]), *sys.path])
+    run = subprocess.run(
+        [*launcher, "-m", "epiloq", *arguments(models, tmp_path / "out", "--scheme", "w4a16-g32", "--device", "auto")],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("of weights") == 1
+    if not torch.cuda.is_available():
+        same_files(tmp_path / "out", whole)
+
+
+@pytest.mark.parametrize(
+    ("differing", "named"),
+    [("text", "tokens"), ("options", "options"), ("model", "model"), ("versions", "torch")],
+)
+def test_ranks_must_be_alike(models: Path, tmp_path: Path, differing: str, named: str) -> None:
+    commands = [arguments(models, tmp_path / "out") for _ in range(2)]
+    if differing == "text":
+        commands[1][commands[1].index("--calibration") + 1] = str(models / "other")
+    elif differing == "options":
+        commands[1] += ["--ignore", "model.layers.0.*"]
+    elif differing == "model":
+        torch.manual_seed(4)
+        other = tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
+        commands[1][1] = str(save(tmp_path / "other", other))
+
+    def change(rank: int) -> None:
+        if differing == "versions" and rank:
+            torch.__version__ = "2.10.1"
+
+    run = Launched(tmp_path, commands, change)
+    assert run.codes == [2, 2]
+    assert "rank 1 and rank 0 have different" in run.said[0] and named in run.said[0], run.said
+    assert run.said[1] == ""
+    assert [path.name for path in tmp_path.iterdir() if path.name != "other"] == []
+
+
+def dies(rank: int) -> None:
+    """The second rank is killed in the second block."""
+    before = work.Work._round
+
+    def rounded(self: work.Work, layers: dict[str, Any], statistics: Any) -> Any:
+        if rank == 1 and next(iter(layers)).startswith("model.layers.1."):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(self, layers, statistics)
+
+    work.Work._round = rounded  # type: ignore[method-assign]
+
+
+def test_a_rank_dies_and_the_run_goes_on_later(models: Path, whole: Path, tmp_path: Path) -> None:
+    run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 3, dies)
+    assert run.codes == [1, -signal.SIGKILL, 1] and run.seconds < 50
+    for said in (run.said[0], run.said[2]):
+        assert "Traceback" not in said
+        assert len([line for line in said.splitlines() if line.startswith("epiloq quantize: ")]) == 1
+        assert "goes on from there" in said
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 2)
+    assert run.codes == [0, 0]
+    same_files(tmp_path / "out", whole)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def full_disk(rank: int) -> None:
+    """The first rank cannot keep the second block."""
+    before = store.Store.write
+
+    def write(self: store.Store, block: Any) -> None:
+        if block.name.endswith("1"):
+            raise OSError(28, "No space left on device")
+        before(self, block)
+
+    store.Store.write = write  # type: ignore[method-assign]
+
+
+def test_a_disk_fills(models: Path, whole: Path, tmp_path: Path) -> None:
+    run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 2, full_disk)
+    assert run.codes[0] == 1 and run.seconds < 50
+    assert "No space left on device" in run.said[0] and "Traceback" not in "".join(run.said)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    assert Launched(tmp_path, [arguments(models, tmp_path / "out")]).codes == [0]
+    same_files(tmp_path / "out", whole)
