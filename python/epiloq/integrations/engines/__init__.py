@@ -1,0 +1,1 @@
+"""What the plug-ins for serving engines share. Nothing here imports an engine."""

@@ -1,0 +1,60 @@
+"""Which of an engine's linear layers run on epiloq: by choice of the user, and by GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from epiloq import _core
+
+VARIABLE = "EPILOQ_ENGINE_LAYERS"
+_INTEGER, _FLOAT8 = (75, 80, 90), (89, 90)
+KERNELS: Mapping[str, tuple[int, ...]] = {
+    "int8": _INTEGER,
+    "fp8": _FLOAT8,
+    "fp8-block": _FLOAT8,
+    "w4a16": _INTEGER,
+    "w8a16": _INTEGER,
+}
+"""The kinds of layers, each with the architectures that have tensor-core kernels for it."""
+_NEWEST = 90
+
+
+def chosen_layers() -> tuple[str, ...]:
+    """The kinds of layers of other formats that epiloq may run: of ``EPILOQ_ENGINE_LAYERS``, all unless it is set.
+
+    The variable holds kinds, separated by commas, or "all" or "none". Layers of epiloq's own format do not depend on
+    it. Raises ValueError for other words.
+    """
+    words = [word.strip() for word in os.environ.get(VARIABLE, "all").split(",") if word.strip()]
+    if words == ["all"]:
+        return tuple(KERNELS)
+    if words == ["none"] or not words:
+        return ()
+    unknown = [word for word in words if word not in KERNELS]
+    if unknown:
+        expected = f"all, none, or some of {', '.join(KERNELS)}"
+        raise ValueError(f"epiloq: {VARIABLE}: expected {expected}, separated by commas, got {unknown[0]!r}")
+    return tuple(kind for kind in KERNELS if kind in words)
+
+
+def runs_on(kind: str, capability: int | None) -> tuple[bool, str | None]:
+    """Whether this build has kernels for a kind of layer on a device, and otherwise why not.
+
+    `capability` is a CUDA device's compute capability, 90 for 9.0; None stands for a CPU, which runs every kind.
+    """
+    if kind not in chosen_layers():
+        return False, f"{VARIABLE} leaves out {kind}"
+    if capability is None:
+        return True, None
+    if capability // 10 > _NEWEST // 10:
+        return False, f"epiloq has no kernels of its own for compute capability {capability / 10}"
+    built = {int(name.removeprefix("sm")) for name in _core.built_archs()}
+    # WGMMA is of 9.0 alone; older kernels run on newer devices.
+    usable = [arch for arch in KERNELS[kind] if arch in built and arch <= capability]
+    if usable:
+        return True, None
+    wanted = ", ".join(f"sm{arch}" for arch in KERNELS[kind] if arch <= capability)
+    if not wanted:
+        return False, f"{kind} needs compute capability {KERNELS[kind][0] / 10} or newer, this is {capability / 10}"
+    return False, f"this build of epiloq has no kernels for {wanted}"

@@ -1,0 +1,21 @@
+"""epiloq in vLLM (0.26): its kernels for ordinary checkpoints, and checkpoints of epiloq's own format.
+
+vLLM calls `register` by itself in every process, through the entry point ``vllm.general_plugins`` of the installed
+package. docs/engines.md shows how to use and to restrict it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register ``quantization="epiloq"``, and epiloq's kernels before vLLM's own for the layers that are chosen.
+
+    On a CPU the kernels come after vLLM's own, for what those do not run. It may be called any number of times.
+
+    Raises ValueError for an ``EPILOQ_ENGINE_LAYERS`` that names no kinds of layers.
+    """
+    from epiloq.integrations.vllm import kernels
+
+    kernels.register()

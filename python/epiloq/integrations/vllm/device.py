@@ -1,0 +1,27 @@
+"""Whether epiloq may run a kind of layer on the device that vLLM runs on."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import vllm.envs as envs
+from vllm.platforms import PlatformEnum, current_platform
+
+from epiloq.integrations.engines.choice import runs_on
+
+Answer: TypeAlias = tuple[bool, str | None]
+"""Whether something is so, and otherwise why not."""
+
+
+def supported(kind: str, capability: int | None = None) -> Answer:
+    """Whether epiloq may run a kind of layer here; `capability` is asked of the device unless it is given."""
+    if envs.VLLM_BATCH_INVARIANT:
+        return False, "epiloq divides K among CTAs as the number of tokens has it: its sums depend on the batch"
+    if current_platform.is_cuda():
+        if capability is None:
+            found = current_platform.get_device_capability()
+            capability = None if found is None else found.to_int()
+        return runs_on(kind, capability)
+    if current_platform._enum not in (PlatformEnum.CPU, PlatformEnum.UNSPECIFIED):
+        return False, "epiloq runs on CUDA devices and CPUs"
+    return runs_on(kind, None)

@@ -1,0 +1,77 @@
+"""Which layers of an engine epiloq takes, without an engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from epiloq import _core
+from epiloq.integrations.engines.choice import KERNELS, VARIABLE, chosen_layers, runs_on
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (None, tuple(KERNELS)),
+        ("all", tuple(KERNELS)),
+        ("none", ()),
+        ("", ()),
+        (" w8a16 ,int8,", ("int8", "w8a16")),
+    ],
+)
+def test_the_variable(monkeypatch: pytest.MonkeyPatch, said: str | None, expected: tuple[str, ...]) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if said is not None:
+        monkeypatch.setenv(VARIABLE, said)
+    assert chosen_layers() == expected
+    for kind in KERNELS:
+        possible, reason = runs_on(kind, None)
+        assert possible == (kind in expected)
+        assert possible or reason == f"{VARIABLE} leaves out {kind}"
+
+
+@pytest.mark.parametrize("said", ["int4", "all,int8", "int8 fp8"])
+def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv(VARIABLE, said)
+    with pytest.raises(ValueError, match=f"{VARIABLE}: expected all, none, or some of int8, fp8, fp8-block"):
+        chosen_layers()
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "reason"),
+    [
+        ("int8", 70, "int8 needs compute capability 7.5 or newer, this is 7.0"),
+        ("fp8", 80, "fp8 needs compute capability 8.9 or newer, this is 8.0"),
+        ("w4a16", 100, "epiloq has no kernels of its own for compute capability 10.0"),
+        ("int8", 75, None),
+        ("w8a16", 89, None),
+        ("fp8-block", 90, None),
+    ],
+)
+def test_gpus(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int, reason: str | None) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(_core, "built_archs", lambda: ["sm75", "sm80", "sm89", "sm90"])
+    assert runs_on(kind, capability) == (reason is None, reason)
+    monkeypatch.setattr(_core, "built_archs", lambda: ["sm90"])
+    assert runs_on("int8", 80) == (False, "this build of epiloq has no kernels for sm75, sm80")
+    assert runs_on("int8", 90) == (True, None)
+
+
+def test_the_entry_points_are_functions_that_bring_no_engine_along() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer")
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("the project's description is in the checkout only")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    for group in [name for name in groups if name != "cmake.root"]:
+        for name, value in groups[group].items():
+            assert callable(EntryPoint(name, value, group).load())
+            module = value.partition(":")[0]
+            code = f"import {module}, sys; print({{'vllm', 'sglang', 'transformers'}} & set(sys.modules))"
+            run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            assert run.stdout.strip() == "set()", (module, run.stdout)

@@ -1,0 +1,336 @@
+"""Ordinary checkpoints in vLLM's own layers, on epiloq's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
+from vllm.model_executor.kernels import linear as engine
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.platforms import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+import epiloq.integrations.vllm as integration
+from epiloq import nn as modules
+from epiloq.compat import vllm as compat
+from epiloq.formats.layouts import awq, gptq, words
+from epiloq.integrations.vllm import kernels
+from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
+from epiloq.weights.packed_weight import pack_weight
+
+Tensors: TypeAlias = dict[str, Tensor]
+K, SIZES = 256, [128, 64]
+_LISTS = (
+    (engine._POSSIBLE_INT8_KERNELS, kernels.EpiloqInt8LinearKernel),
+    (engine._POSSIBLE_FP8_KERNELS, kernels.EpiloqFp8LinearKernel),
+    (engine._POSSIBLE_FP8_BLOCK_KERNELS, kernels.EpiloqFp8BlockLinearKernel),
+    (engine._POSSIBLE_KERNELS, EpiloqMixedPrecisionLinearKernel),
+)
+
+
+@pytest.fixture(autouse=True)
+def _only_epiloq(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU, where epiloq comes last, for every layer."""
+    integration.register()
+    for by_platform, kernel in _LISTS:
+        monkeypatch.setitem(by_platform, PlatformEnum.CPU, [kernel])
+    yield
+
+
+def compressed_tensors(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: str) -> Any:
+    """The engine's configuration of such a checkpoint."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    found = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
+    return CompressedTensorsConfig.from_config(found)
+
+
+def arguments(bits: int, kind: str, strategy: str, dynamic: bool = False, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": dynamic, "symmetric": True, **more}
+
+
+def floats(n: int, k: int = K) -> nn.Linear:
+    layer = nn.Linear(k, n, bias=False, dtype=vllm_on_cpu.DTYPE)
+    nn.init.normal_(layer.weight, std=k**-0.5)
+    return layer
+
+
+def loaded(config: Any, shards: list[Tensors], bias: bool = False) -> Any:
+    """A merged layer with a checkpoint's shards, loaded by the engine's loaders."""
+    with vllm_on_cpu.engine():
+        layer = vllm_on_cpu.merged(config, SIZES, K, "model.layers.0.mlp.gate_up_proj", bias)
+        for index, tensors in enumerate(shards):
+            vllm_on_cpu.load(layer, tensors, index)
+        vllm_on_cpu.settle(layer)
+    return layer
+
+
+def inputs() -> Iterator[Tensor]:
+    for shape in ((5, K), (1, K), (2, 3, K), (0, K)):
+        yield torch.randn(shape, dtype=vllm_on_cpu.DTYPE)
+
+
+def check(layer: Any, references: list[Any]) -> None:
+    """The output of one merged product is those of epiloq's modules, side by side, bit for bit."""
+    for x in inputs():
+        y, _ = layer(x)
+        assert torch.equal(y, torch.cat([reference(x) for reference in references], -1))
+
+
+def check_product(layer: Any, kernel: Any, references: list[Any], input_scale: Tensor | None = None) -> None:
+    """The output is the product in float64 of what the engine rounds activations to, rounded once."""
+    weight = torch.cat([reference.dequantized_weight() for reference in references]).double()
+    for x in inputs():
+        rows = x.reshape(-1, K)
+        q, scale = kernel.quant_fp8(rows, input_scale, None)
+        spread = scale.double().reshape(-1, scale.shape[-1] if scale.ndim == 2 else 1)
+        values = q.double() * spread.repeat_interleave(K // spread.shape[1], 1)
+        y, _ = layer(x)
+        assert y.dtype == x.dtype and y.shape == (*x.shape[:-1], len(weight))
+        expected = (values @ weight.t()).view(y.shape)
+        torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_int8_of_compressed_tensors(seed: int) -> None:
+    config = compressed_tensors(
+        arguments(8, "int", "channel"), arguments(8, "int", "token", dynamic=True), "int-quantized"
+    )
+    references = [modules.Int8Linear.from_linear(floats(n)) for n in SIZES]
+    shards = [{"weight": r.weight_q, "weight_scale": r.weight_scale.view(-1, 1)} for r in references]
+    layer = loaded(config, shards)
+    assert type(layer.scheme.kernel) is kernels.EpiloqInt8LinearKernel
+    check(layer, references)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_static_int8_of_compressed_tensors(seed: int, symmetric: bool) -> None:
+    inputs = arguments(8, "int", "tensor") | {"symmetric": symmetric}
+    config = compressed_tensors(arguments(8, "int", "channel"), inputs, "int-quantized")
+    scale = torch.tensor(0.03125)
+    zero = None if symmetric else torch.tensor(-7)
+    options = {"activation": "static", "symmetric": symmetric, "input_scale": scale, "input_zero_point": zero}
+    references = [modules.Int8Linear.from_linear(floats(n), **options) for n in SIZES]
+    shards = [
+        {"weight": r.weight_q, "weight_scale": r.weight_scale.view(-1, 1), "input_scale": scale.view(1)}
+        | ({} if zero is None else {"input_zero_point": zero.view(1).to(torch.int8)})
+        for r in references
+    ]
+    check(loaded(config, shards), references)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_fp8_of_compressed_tensors(seed: int, strategy: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without its library the engine cannot round parts of a tensor's scale to their largest: it is epiloq that does.
+    monkeypatch.setattr("vllm._custom_ops.scaled_fp8_quant", compat.scaled_fp8_quant)
+    rounded = arguments(8, "float", "tensor") if static else arguments(8, "float", "token", dynamic=True)
+    config = compressed_tensors(arguments(8, "float", strategy), rounded, "float-quantized")
+    references = [modules.Fp8Linear.from_linear(floats(n), weight=strategy) for n in SIZES]
+    if strategy == "tensor":
+        for reference in references:
+            reference.weight_scale.data.copy_(references[0].weight_scale)
+    shards = [r.file_state() for r in references]
+    scale = torch.tensor([2.0**-6]) if static else None
+    for shard in shards:
+        shard["weight_scale"] = shard["weight_scale"].view(-1, 1) if strategy == "channel" else shard["weight_scale"]
+        if scale is not None:
+            shard["input_scale"] = scale
+    layer = loaded(config, shards)
+    assert type(layer.scheme.fp8_linear) is kernels.EpiloqFp8LinearKernel
+    check_product(layer, layer.scheme.fp8_linear, references, None if scale is None else scale.view(()))
+
+
+def test_fp8_blocks_as_deepseek_has_them(seed: int) -> None:
+    config = Fp8Config(True, "dynamic", weight_block_size=[128, 128])
+    references = [modules.Fp8BlockLinear.from_linear(floats(n)) for n in (128, 256)]
+    with vllm_on_cpu.engine():
+        layer = vllm_on_cpu.merged(config, [128, 256], K, "model.layers.0.mlp.gate_up_proj")
+        for index, reference in enumerate(references):
+            vllm_on_cpu.load(layer, reference.file_state(), index)
+        vllm_on_cpu.settle(layer)
+    kernel = layer.quant_method.fp8_linear
+    assert type(kernel) is kernels.EpiloqFp8BlockLinearKernel
+    check_product(layer, kernel, references)
+
+
+def weight_only(n: int, bits: int, group_size: int, zeros: str) -> modules.WeightOnlyLinear:
+    """Scales in the model's type, as the engine holds them."""
+    return modules.WeightOnlyLinear.from_linear(floats(n), bits=bits, group_size=group_size, zeros=zeros)
+
+
+def words_of_compressed_tensors(module: modules.WeightOnlyLinear) -> Tensors:
+    q, scale, zero = module.packed.unpack()
+    bits = module.bits
+    middle = 1 << (bits - 1)
+    codes = (q.to(torch.int16) + (middle if zero is None else 0)).to(torch.uint8)
+    found = {"weight_packed": words.pack(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor(q.shape)}
+    if zero is not None:
+        found["weight_zero_point"] = words.pack(zero.t().contiguous(), bits).t().contiguous()
+    return found
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [-1, 32, 128])
+@pytest.mark.parametrize("zeros", ["none", "zero"])
+def test_words_of_compressed_tensors(seed: int, bits: int, group_size: int, zeros: str) -> None:
+    strategy = "channel" if group_size == -1 else "group"
+    weights = arguments(bits, "int", strategy, group_size=None if group_size == -1 else group_size)
+    config = compressed_tensors(weights | {"symmetric": zeros == "none"}, None, "pack-quantized")
+    references = [weight_only(n, bits, group_size, zeros) for n in SIZES]
+    layer = loaded(config, [words_of_compressed_tensors(r) for r in references])
+    assert type(layer.scheme.kernel) is EpiloqMixedPrecisionLinearKernel
+    check(layer, references)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks(seed: int, rank: int) -> None:
+    """Columns of a merged layer, and inputs of a row-parallel one, each rank its half."""
+    config = compressed_tensors(arguments(4, "int", "group", group_size=32), None, "pack-quantized")
+    gate, up, down = weight_only(128, 4, 32, "none"), weight_only(64, 4, 32, "none"), weight_only(96, 4, 32, "none")
+    with vllm_on_cpu.engine(rank, 2):
+        layer = vllm_on_cpu.merged(config, SIZES, K, "model.layers.0.mlp.gate_up_proj")
+        row = linear.RowParallelLinear(
+            K, 96, bias=False, quant_config=config, prefix="model.layers.0.mlp.down_proj", reduce_results=False
+        )
+        for index, reference in enumerate((gate, up)):
+            vllm_on_cpu.load(layer, words_of_compressed_tensors(reference), index)
+        vllm_on_cpu.load(row, words_of_compressed_tensors(down))
+        vllm_on_cpu.settle(layer)
+        vllm_on_cpu.settle(row)
+    x = torch.randn(3, K, dtype=vllm_on_cpu.DTYPE)
+    expected = torch.cat([r(x).chunk(2, -1)[rank] for r in (gate, up)], -1)
+    assert torch.equal(layer(x)[0], expected)
+    half = x.chunk(2, -1)[rank]
+    product = half.double() @ down.dequantized_weight().chunk(2, -1)[rank].double().t()
+    torch.testing.assert_close(row(half)[0].double(), product, rtol=2**-8, atol=1e-5)
+
+
+def test_awq(seed: int) -> None:
+    config = AutoAWQConfig(4, 128, True, False, [], {})
+    references = [weight_only(n, 4, 128, "zero") for n in SIZES]
+    layer = loaded(config, [awq.from_packed(r.packed) for r in references])
+    assert type(layer.quant_method.kernel) is EpiloqMixedPrecisionLinearKernel
+    check(layer, references)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(seed: int, act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the engine asks of its own kernel, which is for GPUs, before it looks at others.
+    monkeypatch.setattr("vllm.model_executor.layers.quantization.auto_gptq.verify_marlin_supported", lambda **_: None)
+    config = AutoGPTQConfig(4, 32, act_order, True, False, {}, {})
+    monkeypatch.setattr(config, "get_quant_method", lambda layer, prefix: AutoGPTQLinearMethod(config))
+    references = [weight_only(n, 4, 32, "none") for n in SIZES]
+    shards = []
+    order = torch.randperm(K)
+    for index, reference in enumerate(references):
+        q, scale, _ = reference.packed.unpack()
+        perm = order if act_order else None
+        references[index] = modules.WeightOnlyLinear.from_packed(
+            pack_weight(q, scale, bits=4, group_size=32, perm=perm)
+        )
+        shards.append(gptq.from_packed(references[index].packed))
+    layer = loaded(config, shards)
+    assert type(layer.quant_method.kernel) is EpiloqMixedPrecisionLinearKernel
+    for x in inputs():
+        torch.testing.assert_close(layer(x)[0], torch.cat([r(x) for r in references], -1), rtol=2**-7, atol=2**-9)
+
+
+def test_int8_sizes_that_kernels_pad(seed: int) -> None:
+    config = compressed_tensors(
+        arguments(8, "int", "channel"), arguments(8, "int", "token", dynamic=True), "int-quantized"
+    )
+    reference = modules.Int8Linear.from_linear(nn.Linear(250, 99, dtype=vllm_on_cpu.DTYPE))
+    with vllm_on_cpu.engine():
+        layer = linear.ReplicatedLinear(250, 99, quant_config=config, prefix="model.layers.0.gate")
+        shard = reference.file_state()
+        vllm_on_cpu.load(layer, shard | {"weight_scale": shard["weight_scale"].view(-1, 1)})
+        vllm_on_cpu.settle(layer)
+    x = torch.randn(7, 250, dtype=vllm_on_cpu.DTYPE)
+    assert torch.equal(layer(x)[0], reference(x))
+
+
+@pytest.mark.parametrize("kind", ["int8", "w4a16"])
+def test_layers_are_traced_whole_for_any_number_of_tokens(seed: int, kind: str) -> None:
+    """As the engine compiles its models."""
+    if kind == "int8":
+        config = compressed_tensors(
+            arguments(8, "int", "channel"), arguments(8, "int", "token", dynamic=True), "int-quantized"
+        )
+        modules_of = [modules.Int8Linear.from_linear(floats(n)) for n in SIZES]
+        shards = [{"weight": r.weight_q, "weight_scale": r.weight_scale.view(-1, 1)} for r in modules_of]
+    else:
+        config = compressed_tensors(arguments(4, "int", "group", group_size=32), None, "pack-quantized")
+        shards = [words_of_compressed_tensors(weight_only(n, 4, 32, "none")) for n in SIZES]
+    layer = loaded(config, shards)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.inference_mode():
+        for tokens in (3, 17):
+            x = torch.randn(tokens, K, dtype=vllm_on_cpu.DTYPE)
+            assert torch.equal(compiled(x), layer(x)[0])
+
+
+def mixed(**changed: Any) -> MPLinearLayerConfig:
+    usual = {
+        "full_weight_shape": (256, 192),
+        "partition_weight_shape": (256, 192),
+        "weight_type": scalar_types.uint4b8,
+        "act_type": torch.bfloat16,
+        "group_size": 128,
+        "zero_points": False,
+        "has_g_idx": False,
+    }
+    return MPLinearLayerConfig(**(usual | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"weight_type": scalar_types.uint3b4}, "expects weights of one of"),
+        ({"act_type": torch.float8_e4m3fn}, "expects 16-bit activations, got torch.float8_e4m3fn"),
+        ({"out_type": torch.float32}, "expects an output in the activations' torch.bfloat16, got torch.float32"),
+        ({"group_size": 96}, "expects whole groups of 96"),
+        ({"zero_points": True}, "expects zero points beside uint4b8 never"),
+        ({"partition_weight_shape": (128, 192), "has_g_idx": True}, "expects no activation order"),
+        ({"partition_weight_shape": (252, 192), "group_size": -1}, "multiples of 8, got 192 x 252"),
+    ],
+)
+def test_what_does_not_fit_is_left_to_others(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match="Failed to find a kernel") as error:
+        choose_mp_linear_kernel(mixed(**changed))
+    assert reason in str(error.value)
+
+
+def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_mp_linear_kernel(mixed()) is EpiloqMixedPrecisionLinearKernel
+    monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", "int8,w8a16")
+    assert choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128)) is EpiloqMixedPrecisionLinearKernel
+    assert kernels.EpiloqInt8LinearKernel.is_supported()[0] and not kernels.EpiloqFp8LinearKernel.is_supported()[0]
+    with pytest.raises(ValueError, match="EPILOQ_ENGINE_LAYERS leaves out w4a16"):
+        choose_mp_linear_kernel(mixed())
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "EpiloqMixedPrecisionLinearKernel")
+    with pytest.raises(ValueError, match="disabled by environment variable"):
+        choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128))
+
+
+def test_batch_invariance_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    possible, reason = kernels.EpiloqInt8LinearKernel.is_supported()
+    assert not possible and "depend on the batch" in str(reason)
+
+
+def test_epiloq_is_first_on_gpus_and_last_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    integration.register()
+    for by_platform, kernel in _LISTS:
+        assert by_platform[PlatformEnum.CUDA][0] is kernel and by_platform[PlatformEnum.CUDA].count(kernel) == 1
+        assert by_platform[PlatformEnum.CPU][-1] is kernel and by_platform[PlatformEnum.CPU].count(kernel) == 1
