@@ -41,8 +41,8 @@ def quantize_fp8(
     Args:
         x: ``[…, K]`` float32, float16 or bfloat16, rows dense; ``[N, K]`` for "block".
         granularity: what shares a scale: "tensor"; "token", a row of ``x``; "group", ``group_size`` elements of a row;
-            "block", ``group_size`` x ``group_size`` elements. The last group or block of a row may be shorter. The default is
-            the tensor, as FP8's exponents span a tensor's range; `quantize_int8`'s is the token.
+            "block", ``group_size`` x ``group_size`` elements. The last group or block of a row may be shorter. The
+            default is the tensor, as FP8's exponents span its range; `quantize_int8`'s is the token.
         group_size: of groups and blocks.
         scale: static scales, float32, in the shape of the returned scale below. Returned unchanged.
         scale_ub: dynamic: float32, one element, an upper bound of the measured amax, even if that is infinite; larger
