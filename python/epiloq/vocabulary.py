@@ -51,6 +51,15 @@ class Ends:
         embeddings = self.found.embeddings if self.embedding is not None else ()
         return (*embeddings, *(self.found.heads if self.head is not None else ()))
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """Layers that share the weight of the first embedding, which is its name."""
+        if self.embedding is None:
+            return {}
+        first, *others = self.found.embeddings
+        heads = self.found.heads if self.found.tied else ()
+        return dict.fromkeys((*others, *heads), first)
+
 
 def find(model: nn.Module) -> Vocabulary:
     """The embedding and the head of a model: as transformers names them, or else by their classes and names.
@@ -197,8 +206,13 @@ def _scheme(argument: str, name: str | None, schemes: Mapping[str, Scheme], wher
     return scheme
 
 
+def weight_only_schemes(schemes: Mapping[str, Scheme]) -> list[str]:
+    """Names of the schemes that an embedding, and a head that shares its weight, may have."""
+    return [name for name, scheme in schemes.items() if scheme.module is WeightOnlyLinear]
+
+
 def _listed(schemes: Mapping[str, Scheme]) -> str:
-    return ", ".join(name for name, scheme in schemes.items() if scheme.module is WeightOnlyLinear)
+    return ", ".join(weight_only_schemes(schemes))
 
 
 def _asked(model: Any, method: str) -> Any:

@@ -29,12 +29,24 @@ from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.algorithms.table import ALGORITHMS
-from epiloq.schemes import available
+from epiloq.schemes import SCHEMES, available
+from epiloq.vocabulary import weight_only_schemes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from epiloq.quantize.job import Settings
+
+
+def ready() -> list[str]:
+    """Schemes of an output head."""
+    return [name for name in available() if not SCHEMES[name].static]
+
+
+def weight_only() -> list[str]:
+    """Schemes of an embedding."""
+    return weight_only_schemes(SCHEMES)
+
 
 SHOWN = 3
 """Names of layers in a line."""
@@ -83,6 +95,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         lines.append(f"calibrated on {report['calibration_tokens']} tokens in {report['calibration_windows']} windows")
     name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
     lines.append(f"worst layer {name}: its {report['error_of']} has a relative error of {100 * error:.1f} %")
+    lines += vocabulary_lines(report["vocabulary"])
     kept = [name for name, found in report["input_errors"].items() if found["kept_dynamic"]]
     if kept:
         lines.append(f"{len(kept)} layers keep a scale for each token: {', '.join(kept)}")
@@ -91,6 +104,18 @@ def show(report: dict[str, Any], console: Console) -> None:
     lines.append(how_to_open(Path(report["output"]), report["layout"]))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def vocabulary_lines(found: dict[str, Any] | None) -> list[str]:
+    """What became of the embedding and the output head, and what it cost."""
+    if found is None:
+        return []
+    schemes = ", ".join(f"{name} {found[name]}" for name in ("embedding", "head") if found[name])
+    once = ", one stored weight" if found["stored_once"] else ""
+    if found["kl"] is None:
+        return [f"{schemes}{once}; no text to measure what it costs (--evaluation FILE)"]
+    cost = f"KL {found['kl']['kl_mean']:.2g} nats a token on {found['kl']['tokens']} tokens"
+    return [f"{schemes}{once}: {cost}, {100 * found['kl']['top1_agreement']:.1f} % the same likeliest token"]
 
 
 def left_in_floating_point(layers: dict[str, str]) -> list[str]:
@@ -117,6 +142,14 @@ def quantize(
     calibration: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Calibration text: a file or a folder; not for rtn.", show_default=False),
+    ] = None,
+    head: Annotated[
+        str | None,
+        choices("The output head, rounded to nearest", ready(), "--head", "SCHEME", "as it is"),
+    ] = None,
+    embedding: Annotated[
+        str | None,
+        choices("The input embedding, rounded to nearest", weight_only(), "--embedding", "SCHEME", "as it is"),
     ] = None,
     layout: Annotated[
         str | None,
@@ -173,7 +206,8 @@ def quantize(
 ) -> None:
     """Turn a model directory into a smaller one, the linear layers of its repeated blocks quantised.
 
-    Embeddings, the output head and what else is outside the blocks stay as they are, whatever the scheme.
+    What is outside the blocks stays as it is, but for an output head and an embedding with schemes of their own. A
+    model that ties them has one weight for both: either option quantises both.
 
     Run the same command again to go on with a run that was interrupted.
 
@@ -181,6 +215,7 @@ def quantize(
       epiloq quantize model --scheme w8a8-int8 --algorithm rtn --output model-w8\n
       epiloq quantize model --scheme w4a16-g64 --calibration text.txt --output model-w4\n
       epiloq quantize model --scheme fp8-block --output model-fp8\n
+      epiloq quantize model --scheme w4a16-g64 --head w8a16 --calibration text.txt --output model-w4h8\n
       epiloq quantize model --scheme w4a8-block --algorithm gptq --calibration text.txt --output model-w4a8\n
     """
     check_target(json_file)
@@ -199,6 +234,9 @@ def quantize(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--device") from None
         one_of(scheme, schemes(), "--scheme")
+        for name, value, known in (("--head", head, ready()), ("--embedding", embedding, weight_only())):
+            if value is not None:
+                one_of(value, dict.fromkeys(known), name)
         if layout is not None:
             one_of(layout, FORMATS, "--format")
         algorithm = one_of(algorithm or TARGETS[scheme].algorithm, ALGORITHMS, "--algorithm")
@@ -224,6 +262,8 @@ def quantize(
             force,
             tuple(ignore or ()),
             shlex.join(["epiloq", *sys.argv[1:]]),
+            head,
+            embedding,
         )
         found = run(settings)
         if found is None:

@@ -54,9 +54,11 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 def refusal(layers: Layers, layout: Format) -> str | None:
     """Why a format cannot say a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
-    transposed = [name for name in layers.readers if isinstance(layers.linears[name], TransposedConv1D)]
+    transposed = [name for name in layers.readers if isinstance(layers.linears.get(name), TransposedConv1D)]
     if transposed and not layout.conv1d:
         return f"{transposed[0]}: {layout.name}: cannot hold a Conv1D, only torch.nn.Linear"
+    if layers.tables and not layout.ends:
+        return f"{min(layers.tables)}: {layout.name}: cannot hold a quantised embedding"
     tried, described = set(), dict[str, Description]()
     for name, reader in layers.readers.items():
         key = (reader.quantization, repr(reader.module), layers.shape(name), layers.ordered(name))
@@ -73,7 +75,7 @@ def refusal(layers: Layers, layout: Format) -> str | None:
     if not described:
         return None
     try:
-        layout.config(Written({}, [], described))
+        layout.config(Written({}, [], described, tables=layers.tables))
     except ValueError as error:
         return str(error)
     return None
@@ -99,7 +101,9 @@ def perform(
     checkpoint = layers.checkpoint
     with written_whole(conversion.output) as aside:
         writer = Writer(aside, largest_shard)
-        target = Target(conversion.layout, layers.dtype, writer, checkpoint)
+        shared = layers.shared if conversion.layout.shares else {}
+        target = Target(conversion.layout, layers.dtype, writer, checkpoint, shared)
+        target.untie = bool(layers.shared) and not shared
         split, beside = splitter(layers.model, conversion.layout.name), set[str]()
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
         for name in (name for name in checkpoint.names() if name not in layers.unused):
@@ -111,7 +115,9 @@ def perform(
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
                 try:
-                    target.layer(layer, weight, layers.readers[layer].quantization)
+                    target.layer(layer, weight, layers.readers[layer].quantization, layers.tables.get(layer))
+                    for other in layers.sharing(layer) if not shared else ():
+                        target.layer(other, weight, layers.readers[layer].quantization, layers.tables.get(other))
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq import nn as modules
+from epiloq.formats.embeddings import SHARED, TableOutline, shared_layers, without
 from epiloq.formats.io.architecture import distinct, model_config
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, written_whole
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
@@ -101,6 +102,20 @@ class Kind:
         return module.train(linear.training)
 
 
+class TableKind(Kind):
+    """An embedding's class: in the place of a linear layer of the same weight."""
+
+    def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
+        sizes = linear.out_features, linear.in_features, getattr(linear, "padding_idx", None)
+        try:
+            module = self.module(*sizes, **options, device=device, dtype=linear.weight.dtype)
+            module.load_state_dict(state)
+            module.hold_scales_in_dtype_()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(str(error).strip().splitlines()[-1].strip()) from None
+        return module.train(linear.training)
+
+
 def _attributes(*names: str) -> dict[str, Callable[[Any], Any]]:
     return {name: attrgetter(name) for name in names}
 
@@ -136,7 +151,7 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
     return BlockWeight(state["weight"], state["weight_scale_inv"], module.rows)
 
 
-def _weight_only(module: modules.WeightOnlyLinear, options: Options) -> Weight:
+def _weight_only(module: modules.WeightOnlyLinear | modules.QuantizedEmbedding, options: Options) -> Weight:
     described = _weight_only_described(options)
     if described is None:
         return OffsetWeight.of(module.packed)
@@ -183,6 +198,13 @@ _TABLE = (
         _weight_only_described,
     ),
     Kind(modules.W4A8Linear, _attributes("activation", "group_size", "zeros"), _w4a8, _w4a8_described),
+    TableKind(
+        modules.QuantizedEmbedding,
+        _attributes("bits", "group_size", "zeros", "embed_scale", "embed_scale_rounded"),
+        _weight_only,
+        _weight_only_described,
+        usual={"embed_scale": 1.0, "embed_scale_rounded": False},
+    ),
 )
 KINDS = {kind.module.__name__: kind for kind in _TABLE}
 
@@ -210,9 +232,10 @@ class Group:
         return None
 
 
-def config(groups: Sequence[Group]) -> dict[str, Any]:
-    """The ``quantization_config``."""
-    schemes = {group.scheme for group in groups}
+def config(groups: Sequence[Group], shared: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The ``quantization_config``; ``shared`` layers have no weight of their own, but that of an embedding."""
+    tables = modules.QuantizedEmbedding.__name__
+    schemes = {group.scheme for group in groups if group.module != tables}
     return {
         "format": METHOD,
         "format_version": VERSION,
@@ -221,6 +244,7 @@ def config(groups: Sequence[Group]) -> dict[str, Any]:
         "modules": [
             {"class": group.module, "options": dict(group.options), "layers": sorted(group.layers)} for group in groups
         ],
+        **({SHARED: dict(shared)} if shared else {}),
     }
 
 
@@ -294,15 +318,26 @@ def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHAR
 
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
     """As `save`, without a rename; `source` is the config.json to begin with."""
-    groups = groups_of(layers_of(model))
+    said, shared = said_of(model)
     writer = Writer(folder, largest_shard)
-    for name, tensor in distinct(model).items():
+    for name, tensor in without(distinct(model), shared).items():
         writer.add(name, tensor)
-    writer.close({**source, "quantization_config": config(groups)})
+    writer.close({**source, "quantization_config": said})
 
 
-def described(weight: Weight, quantization: Quantization | None) -> tuple[str, Options]:
-    """The class and the options of the module that runs a weight."""
+def said_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """The ``quantization_config`` of a model, and its layers without a weight of their own. Raises as `layers_of`."""
+    shared = shared_layers(model)
+    layers = {name: layer for name, layer in layers_of(model).items() if name not in shared}
+    return config(groups_of(layers), shared), shared
+
+
+def described(
+    weight: Weight, quantization: Quantization | None, table: TableOutline | None = None
+) -> tuple[str, Options]:
+    """The class and the options of the module that runs a weight; of an embedding given its outline."""
+    if table is not None:
+        return table.described(*described(weight, quantization))
     if isinstance(weight, ModuleWeight):
         return weight.module, weight.options
     if isinstance(weight, BlockWeight):

@@ -117,6 +117,12 @@ def _spans(block: Sequence[int]) -> str:
     return named.get((block[0], block[1]), "x".join("all" if size == -1 else str(size) for size in block))
 
 
+def _integers(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of integers with real offsets."""
+    bits, group = options["bits"], options["group_size"]
+    return f"int{bits}", bits, "channel" if group == -1 else group, False, None
+
+
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
 _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
     "Fp8BlockLinear": lambda options: (
@@ -136,13 +142,8 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         f"int8 in groups of {options['group_size']}",
     ),
     "TableLinear": lambda options: ("4-bit table", 4, options["block_size"], False, None),
-    "WeightOnlyLinear": lambda options: (
-        f"int{options['bits']}",
-        options["bits"],
-        "channel" if options["group_size"] == -1 else options["group_size"],
-        False,
-        None,
-    ),
+    "WeightOnlyLinear": _integers,
+    "QuantizedEmbedding": _integers,
 }
 
 

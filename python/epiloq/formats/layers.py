@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
+from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 from epiloq.linears.conv1d import TransposedConv1D, as_linear
@@ -32,9 +33,15 @@ class Layers:
         self.model = skeleton(checkpoint, "meta") if model is None else renamed(model, checkpoint)
         linears = ((name, as_linear(module)) for name, module in self.model.named_modules())
         self.linears = {name: linear for name, linear in linears if linear is not None}
+        self.tables: dict[str, TableOutline] = {}
+        """Quantised embeddings, without values."""
+        self.shared = shared(checkpoint)
+        """Layers of which the files hold no weight, and the quantised embedding whose weight is theirs."""
         untie_(self.model, checkpoint)
         found = {} if checkpoint.quantization is None else readers(checkpoint, self._site)
         self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
+        named = self.readers.keys() | self.shared.keys()
+        self.tables = {name: TableOutline.of(table) for name, table in self._embeddings() if name in named}
         self.unused = frozenset(cache_scales(checkpoint))
         """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
@@ -43,8 +50,17 @@ class Layers:
 
     def _site(self, layer: str) -> tuple[tuple[str, str], type[nn.Module]]:
         """The names of a layer, in the model and in the files, and its class."""
-        kind = type(self.model.get_submodule(layer)) if layer in self.linears else nn.Linear
+        tables = dict(self._embeddings())
+        kind = type(self.model.get_submodule(layer)) if layer in self.linears or layer in tables else nn.Linear
         return (layer, self.checkpoint.stored_layer(layer)), kind
+
+    def _embeddings(self) -> Iterator[tuple[str, nn.Embedding]]:
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding):
+                yield name, module
+
+    def _outline(self, layer: str) -> nn.Linear:
+        return self.tables[layer] if layer in self.tables else self.linears[layer]
 
     @property
     def format(self) -> str | None:
@@ -65,7 +81,7 @@ class Layers:
     @property
     def unquantised(self) -> list[str]:
         """Linear layers in floating point, tied ones included."""
-        return sorted(self.linears.keys() - self.readers.keys())
+        return sorted(self.linears.keys() - self.readers.keys() - self.shared.keys())
 
     @property
     def rest(self) -> list[str]:
@@ -75,7 +91,8 @@ class Layers:
 
     def shape(self, layer: str) -> tuple[int, int]:
         """``(N, K)``."""
-        return self.linears[layer].out_features, self.linears[layer].in_features
+        outline = self._outline(self.shared.get(layer, layer))
+        return outline.out_features, outline.in_features
 
     def ordered(self, layer: str) -> bool:
         """Whether a quantised layer's groups are in activation order; gptq's files may say that they are not."""
@@ -97,19 +114,28 @@ class Layers:
 
     def module(self, layer: str) -> nn.Module:
         """The module that runs a quantised layer, with the model's bias. Raises FormatError as `weight` does."""
-        linear = self.linears[layer]
+        linear = self._outline(layer)
         bias = {} if linear.bias is None else {BIAS: linear.bias.detach()}
         return self._named(layer, lambda tensors: self.readers[layer].opened(linear, tensors | bias))
 
     def dequantize(self, layer: str) -> Tensor | None:
         """Any linear layer's weight, float32; None for one tied to something that is no linear layer."""
+        layer = self.shared.get(layer, layer)
         if layer in self.readers:
             return self.weight(layer).dequantize()
         name = f"{layer}.weight"
         if name not in self.checkpoint.files:
             return None
         weight = self.checkpoint.tensor(name).float()
-        return weight.t() if isinstance(self.linears[layer], TransposedConv1D) else weight
+        return weight.t() if isinstance(self.linears.get(layer), TransposedConv1D) else weight
+
+    def sharing(self, layer: str) -> list[str]:
+        """The layers that share a layer's weight."""
+        return [name for name, source in self.shared.items() if source == layer]
+
+    def share_(self) -> None:
+        """Put layers that share its weight beside a quantised embedding, in the model."""
+        restore_(self.model, self.shared)
 
     def _named(self, layer: str, read: Callable[[dict[str, Tensor]], _Found]) -> _Found:
         tensors = {part: self.checkpoint.tensor(name) for part, name in self.parts[layer].items()}
@@ -121,11 +147,17 @@ class Layers:
     def _compare(self) -> None:
         checkpoint = self.checkpoint
         for layer in self.readers:
-            if layer not in self.linears:
+            if layer not in self.linears and layer not in self.tables:
                 why = why_stacked(self.model, layer)
                 raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model{why}")
         targets = self.model.state_dict(keep_vars=True)
-        wanted = {name for name in targets if name.removesuffix(".weight") not in self.readers}
+        for layer, source in self.shared.items():
+            try:
+                checked(self.model, layer, self.shape(source))
+            except FormatError as error:
+                raise FormatError(f"{checkpoint.folder}: {error}") from None
+        without = self.readers.keys() | self.shared.keys()
+        wanted = {name for name in targets if name.removesuffix(".weight") not in without}
         seen = set()
         for name, entry in checkpoint.entries.items():
             layer, part = split_name(name)
@@ -134,7 +166,7 @@ class Layers:
                 continue
             if name in self.unused:
                 continue
-            if name not in targets:
+            if name not in targets or (layer in self.shared and part != BIAS):
                 if has_no_use_for(self.model, name) or self._empty_bias(layer, part):
                     continue
                 why = why_stacked(self.model, name)

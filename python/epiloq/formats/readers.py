@@ -18,6 +18,7 @@ from epiloq.formats.configs import bitsandbytes as bitsandbytes_config
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
+from epiloq.formats.embeddings import TableOutline, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
@@ -167,7 +168,8 @@ class Reader:
             return self.build(linear, tensors)
         parts = {name: tensor for name, tensor in tensors.items() if name != BIAS}
         weight = self.from_tensors(parts, (linear.out_features, linear.in_features))
-        name, options = epiloq_modules.described(weight, self.quantization)
+        table = linear if isinstance(linear, TableOutline) else None
+        name, options = epiloq_modules.described(weight, self.quantization, table)
         state = epiloq_modules.state_of(weight, self.quantization)
         if BIAS in tensors:
             state[BIAS] = tensors[BIAS]
@@ -202,6 +204,18 @@ def cache_scales(checkpoint: Checkpoint) -> list[str]:
     if (checkpoint.quantization or {}).get("kv_cache_scheme") is None:
         return []
     return [name for name in checkpoint.names() if name.rpartition(".")[2] in _OF_CACHES]
+
+
+def shared(checkpoint: Checkpoint) -> dict[str, str]:
+    """Layers without tensors in the files, and the embeddings whose weights they share; of epiloq's own format."""
+    found = checkpoint.quantization or {}
+    if found.get("quant_method") != epiloq_modules.METHOD:
+        return {}
+    try:
+        known = {layer: group.module for group in epiloq_modules.parse(found) for layer in group.layers}
+        return shared_in(found, known)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from error
 
 
 Site: TypeAlias = Callable[[str], "tuple[Sequence[str], type[nn.Module]]"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,12 +35,18 @@ class Written:
         How every quantised layer is described, by all names that a reader may match.
     blocks
         The shapes ``[N, K]`` of layers in FP8 blocks.
+    tables
+        Names of quantised embeddings among them, in the model and in the files.
+    shared
+        Layers without a weight of their own, and the embeddings whose weights they share.
     """
 
     quantised: Mapping[str, tuple[str, Mapping[str, Any]]]
     ignored: Sequence[str]
     described: Mapping[str, Description]
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tables: Collection[str] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,10 @@ class Format:
         How such a weight is described in this format; None in epiloq's own.
     conv1d
         Whether readers take GPT-2's ``Conv1D`` for the linear layer that it is.
+    ends
+        Whether readers take a quantised output head, and a quantised embedding.
+    shares
+        Whether a head tied to a quantised embedding has no tensors of its own.
     """
 
     name: str
@@ -69,6 +79,8 @@ class Format:
     describe: Callable[[Weight, Quantization | None], Description] | None = None
     conv1d: bool = False
     widens: bool = False
+    ends: bool = False
+    shares: bool = False
 
 
 def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
@@ -193,9 +205,10 @@ _TABLE = (
         "compressed-tensors",
         _as_model,
         _to_compressed,
-        lambda written: compressed_config.config(written.described, written.ignored),
+        lambda written: compressed_config.config(written.described, written.ignored, written.tables),
         _describe_compressed,
         widens=True,
+        ends=True,
     ),
     Format(
         "gptq",
@@ -216,9 +229,11 @@ _TABLE = (
         "epiloq",
         _as_model,
         _to_epiloq,
-        lambda written: epiloq_modules.config(epiloq_modules.groups_of(written.quantised)),
+        lambda written: epiloq_modules.config(epiloq_modules.groups_of(written.quantised), written.shared),
         conv1d=True,
         widens=True,
+        ends=True,
+        shares=True,
     ),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}

@@ -128,6 +128,17 @@ class QuantizedEmbedding(QuantizedLayer):
         """Raise ValueError unless ``from_embedding`` can take `embedding` as it is."""
         factor_of(embedding)
 
+    @torch.no_grad()
+    def hold_scales_in_dtype_(self) -> None:
+        """Hold scales and offsets in the layer's `dtype` where that changes none.
+
+        What asks a model for its type (``dtype`` of transformers) takes that of its first floating-point parameter.
+        """
+        for name in ("weight_scale", "weight_offset"):
+            held = self._parameters[name]
+            if held is not None and held.dtype != self.dtype and torch.equal(held.to(self.dtype).float(), held.float()):
+                self._store(name, held.to(self.dtype))
+
     def tied_linear(self, bias: Tensor | None = None) -> WeightOnlyLinear:
         """The output head that multiplies by this layer's parameters: the same tensors, held once."""
         layer = WeightOnlyLinear.from_packed(self.packed, bias)

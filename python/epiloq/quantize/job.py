@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -36,6 +37,7 @@ from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.calibration.work import Block
 from epiloq.quantize.checks import check_finite_weights, check_model, check_request, said_who_holds
+from epiloq.quantize.ends import costs, rounded_ends
 from epiloq.quantize.measures import environment, peak_memory, weight_bytes
 from epiloq.quantize.plan import Plan, take_experts_apart_
 from epiloq.quantize.targets import TARGETS, Target
@@ -44,6 +46,8 @@ from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.rounding import Codebook
 
 LOCK = "lock"
+COMPARED = 4
+"""Windows of calibration text on which a quantised head is compared, where there is none to evaluate on."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Settings:
         None: the first format that can hold the layers as the scheme has them.
     ignore
         Patterns of names of layers to leave in floating point; see `epiloq.layer_filter.ignored`.
+    head, embedding
+        Schemes for the output head and the input embedding, rounded to nearest; None leaves them in floating point.
     evaluation
         Text to measure perplexity on, before and after.
     force
@@ -80,6 +86,8 @@ class Settings:
     force: bool = False
     ignore: tuple[str, ...] = ()
     command: str = ""
+    head: str | None = None
+    embedding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,13 +167,19 @@ class Job:
             "layer_errors": tally.errors,
             "input_errors": tally.input_errors,
             "float_experts": self.float_experts,
+            "vocabulary": None,
             "scales": tally.histogram,
             "bytes_before": self.bytes_before,
             "bytes_after": weight_bytes(whole),
             "perplexity": None,
         }
-        if before is not None:
-            after = self.perplexity(load(Checkpoint(whole))[0].to(settings.device), tally, "evaluate after")
+        ends = self.plan.ends
+        loaded = load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names else None
+        if loaded is not None and ends.names:
+            texts = self.texts.evaluation or self.texts.calibration[:COMPARED]
+            found["vocabulary"] = costs(self.model, loaded, ends, texts, FORMATS[self.plan.layout])
+        if before is not None and loaded is not None:
+            after = self.perplexity(loaded, tally, "evaluate after")
             found["perplexity"] = {
                 "before": before,
                 "after": after,
@@ -209,7 +223,7 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
     model = transpose_(renamed(load_float(source), source))
     layout = FORMATS[plan.layout]
     take_experts_apart_(model, layout.name)
-    check_finite_weights(model, None if needs_text(settings) else plan.layers, source)
+    check_finite_weights(model, None if needs_text(settings) else {*plan.layers, *plan.ends.names}, source)
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
@@ -257,9 +271,18 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     rmtree(whole, ignore_errors=True)
     with tally.timed("write", 1) as advance:
         finished = (block.weights for block in map(store.read, tally.blocks) if block is not None)
-        weights = ((name, job.target.said(weight)) for found in finished for name, weight in found.items())
-        quantization = None if job.quantization is None else replace(job.quantization, dynamic=tally.dynamic)
-        save(job.model, weights, job.source, whole, FORMATS[job.plan.layout], quantization)
+        layout, all_of = FORMATS[job.plan.layout], job.quantization
+        quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic)
+        weights = (
+            (name, job.target.said(weight), None if quantization is None else quantization.of(name))
+            for found in finished
+            for name, weight in found.items()
+        )
+        ends = job.plan.ends
+        rounded = rounded_ends(job.model, ends, layout, settings.symmetric)
+        shared = ends.shared if layout.shares else {}
+        untie = ends.found.tied and bool(ends.names) and not layout.shares
+        save(job.model, chain(weights, rounded), job.source, whole, layout, shared, untie=untie)
         advance()
     found = job.report(whole, tally, before, start)
     if settings.output.exists():

@@ -17,10 +17,12 @@ from epiloq.linears.conv1d import TransposedConv1D
 from epiloq.linears.sequential_experts import unstack_
 from epiloq.mixtures import take_apart_
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
+from epiloq.quantize.ends import preferred, reasons_against, settled
 from epiloq.quantize.outputs import refusals
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
 from epiloq.schemes import SCHEMES
+from epiloq.vocabulary import Ends, planned
 from epiloq.weights.computed import computed_parts
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class Plan:
         Linear layers of the blocks that stay in floating point, and why.
     notes
         What a user should know before the work, a sentence each.
+    ends
+        What becomes of the embedding and the output head, without values.
     """
 
     layout: str
@@ -54,6 +58,7 @@ class Plan:
     layers: Mapping[str, nn.Linear]
     left: Mapping[str, str]
     notes: tuple[str, ...]
+    ends: Ends
 
 
 def plan(settings: Settings, outline: Any) -> Plan:
@@ -61,9 +66,15 @@ def plan(settings: Settings, outline: Any) -> Plan:
     layout = settings.layout
     if layout is not None:
         take_experts_apart_(outline, layout)
+    ends = planned(outline, settings.head, settings.embedding, SCHEMES, str(settings.model))
     lists = _lists(settings, outline)
     wanted, left = _layers(settings, outline, lists)
+    against = reasons_against(ends, outline, settings.scheme, settings.symmetric)
+    if layout is not None and against[layout] is not None:
+        fitting = [name for name, reason in against.items() if reason is None]
+        raise FormatError(f"{settings.model}: {against[layout]}; type {' or '.join(f'--format {n}' for n in fitting)}")
     formats = [name for name, reason in refusals(settings.scheme, settings.symmetric).items() if reason is None]
+    formats = preferred([name for name in formats if against[name] is None or name == layout], ends)
     unfit = {name: _unfit(settings, wanted, name, settings.scheme) for name in formats}
     parts = {name: _part(wanted, unfit[name]) for name in formats}
     notes: tuple[str, ...] = ()
@@ -78,7 +89,9 @@ def plan(settings: Settings, outline: Any) -> Plan:
         raise FormatError(f"{settings.model}: {_cannot(settings, wanted, unfit[layout], layout)}")
     left |= unfit[layout]
     layers = {name: layer for name, layer in wanted.items() if name not in left}
-    return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes)
+    ends, said = settled(ends, FORMATS[layout], settings.scheme, settings.symmetric)
+    notes += said
+    return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes, ends)
 
 
 def take_experts_apart_(model: nn.Module, layout: str) -> list[str]:

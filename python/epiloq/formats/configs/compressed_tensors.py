@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,16 +192,26 @@ def _block(value: Any, where: str) -> tuple[int, int] | None:
     raise FormatError(f"{where}: block_structure: expected rows and columns, got {value!r}")
 
 
-def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, Description], ignore: Sequence[str], tables: Collection[str] = ()) -> dict[str, Any]:
     """The ``quantization_config`` of layers by name (all names that a reader may match), others being in `ignore`.
 
-    The largest group has all linear layers for targets, the others their layers' names.
+    The largest group has all linear layers for targets, the others their layers' names, as all groups have those of
+    embeddings, `tables`. Raises FormatError for embeddings beside layers that are quantised in another way.
     """
     groups: dict[Description, list[str]] = {}
     for name, described in layers.items():
         groups.setdefault(replace(described, ordered=False), []).append(name)
-    ranked = sorted(groups.items(), key=lambda group: -len(group[1]))
-    said = [_group(described, ["Linear"] if not i else sorted(listed)) for i, (described, listed) in enumerate(ranked)]
+    if tables and len(groups) > 1:
+        raise FormatError(
+            f"{METHOD}: its reader takes a quantised embedding ({min(tables)}) of the layers' own scheme alone"
+        )
+    ranked = sorted(groups.items(), key=lambda group: -len([name for name in group[1] if name not in tables]))
+
+    def targets(index: int, listed: Sequence[str]) -> list[str]:
+        named = sorted(name for name in listed if index or name in tables)
+        return named if index or len(named) == len(listed) else ["Linear", *named]
+
+    said = [_group(described, targets(i, listed)) for i, (described, listed) in enumerate(ranked)]
     layouts = {group["format"] for group in said}
     found: dict[str, Any] = {
         "quant_method": METHOD,
@@ -210,9 +220,10 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str
         "config_groups": {f"group_{i}": group for i, group in enumerate(said)},
         "ignore": list(ignore),
     }
-    if len(groups) == 1 and all(described.layout == PACKED and not described.symmetric for described in groups):
-        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape unless it dequantises,
-        # which it does with the description of one group for all.
+    packed = [described for described in groups if described.layout == PACKED]
+    if len(groups) == 1 and packed and (tables or not packed[0].symmetric):
+        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape, and fails to initialise
+        # an embedding without a weight, unless it dequantises, which it does with the description of one group for all.
         found["dequantize"] = True
     return found
 

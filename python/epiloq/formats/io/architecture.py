@@ -19,6 +19,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
 from epiloq.linears.sequential_experts import unstack_
 from epiloq.mixtures import file_state, stacked, take_apart_
+from epiloq.nn.quantized_layer import QuantizedLayer
 
 
 def architecture(checkpoint: Checkpoint) -> Any:
@@ -180,8 +181,19 @@ def untie_(model: nn.Module, checkpoint: Checkpoint) -> None:
 def model_config(model: nn.Module) -> dict[str, Any]:
     """The config.json of a model of transformers as it is."""
     found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = str(float_dtype(model)).removeprefix("torch.")
     return found | {"architectures": [type(model).__name__], "dtype": dtype}
+
+
+def float_dtype(model: nn.Module) -> torch.dtype:
+    """The type of what a model holds in floating point, or that a quantised first layer stands in for."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer):
+            return module.dtype
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                return parameter.dtype
+    return torch.get_default_dtype()
 
 
 def distinct(model: nn.Module) -> Mapping[str, Tensor]:

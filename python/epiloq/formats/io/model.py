@@ -11,6 +11,7 @@ from torch import nn
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
+from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
 from epiloq.formats.io.safe_files import reason
@@ -85,28 +86,35 @@ def fill(layers: Layers) -> None:
         parent, _, leaf = name.rpartition(".")
         setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
         settle_(layers.model, parent.rpartition(".")[0])
+    layers.share_()
 
 
 def save(
     model: nn.Module,
-    weights: Iterable[tuple[str, Weight]],
+    weights: Iterable[tuple[str, Weight, Quantization | None]],
     source: Checkpoint,
     folder: Path,
     layout: Format,
-    quantization: Quantization | None,
+    shared: Mapping[str, str] | None = None,
+    *,
+    untie: bool = False,
     largest_shard: int = LARGEST_SHARD,
 ) -> None:
     """Write a calibrated model into a new `folder`: layers by name in a format, all else as the model has it.
 
-    `quantization` is None where it is not to integers on a grid. Raises FormatError for what the format cannot say.
+    Each weight comes with how it is quantised, None where it is not to integers on a grid. `shared` layers have the
+    weight of an embedding among them, and no own; `untie` says that config.json must not tie a head to its embedding.
+    Raises FormatError for what the format cannot say.
     """
-    target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source)
-    for name, weight in weights:
-        target.layer(name, weight, None if quantization is None else quantization.of(name))
+    target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source, shared)
+    target.untie = untie
+    for name, weight, quantization in weights:
+        layer = as_table(model.get_submodule(name))
+        target.layer(name, weight, quantization, None if layer is None else TableOutline.of(layer))
     for name, tensor in distinct(model).items():
-        layer = name.removesuffix(".weight")
-        if layer not in target.quantised:
-            is_conv1d = layer != name and isinstance(model.get_submodule(layer), TransposedConv1D)
+        layer_name = name.removesuffix(".weight")
+        if layer_name not in target.quantised:
+            is_conv1d = layer_name != name and isinstance(model.get_submodule(layer_name), TransposedConv1D)
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     target.close(linears | left_beside(model, target.quantised))
@@ -125,18 +133,31 @@ class Target:
         dtype: torch.dtype,
         writer: Writer,
         source: Checkpoint,
+        shared: Mapping[str, str] | None = None,
     ) -> None:
         self.layout, self.dtype, self.writer, self.source = layout, dtype, writer, source
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self.described: dict[str, Description] = {}
         self.blocks: dict[str, tuple[int, ...]] = {}
         self.act_order = False
+        self.shared, self.tables = dict(shared or {}), set[str]()
+        self.untie = False
+        """Whether config.json must not tie a head, which has tensors of its own, to the embedding."""
 
-    def layer(self, name: str, weight: Weight, described: Quantization | None) -> None:
-        """Write a quantised layer's tensors, all but its bias, given how this layer is quantised."""
+    def layer(
+        self, name: str, weight: Weight, described: Quantization | None, table: TableOutline | None = None
+    ) -> None:
+        """Write a quantised layer's tensors, all but its bias, given how this layer is quantised.
+
+        Of an embedding also its outline.
+        """
+        if table is not None and not self.layout.ends:
+            raise FormatError(f"{self.layout.name}: cannot hold a quantised embedding")
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{self.source.stored_layer(name)}.{part}", tensor)
-        self.quantised[name] = epiloq_modules.described(weight, described)
+        self.quantised[name] = epiloq_modules.described(weight, described, table)
+        if table is not None:
+            self.tables |= {name, self.source.stored_layer(name)}
         if self.layout.describe is not None:
             said = self.layout.describe(weight, described)
             # Readers match either name.
@@ -147,7 +168,8 @@ class Target:
 
     def close(self, linears: Collection[str]) -> None:
         """Finish, given the names of all linear layers, and of what else stays in floating point."""
-        left = set(linears) - self.quantised.keys()
+        left = set(linears) - self.quantised.keys() - self.shared.keys()
         ignored = sorted(left | set(map(self.source.stored_layer, left)))
-        said = self.layout.config(Written(self.quantised, ignored, self.described, self.blocks))
-        self.writer.close({**self.source.config, "quantization_config": said})
+        written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared)
+        said = {**self.source.config, "quantization_config": self.layout.config(written)}
+        self.writer.close(untied(said) if self.untie else said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import LAYOUTS, Reader
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
+from epiloq.nn.quantized_layer import QuantizedLayer
 from epiloq.weights.grid import QuantizedWeight
 
 
@@ -22,8 +25,8 @@ def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[st
     kind = epiloq_modules.KINDS[type(module).__name__]
     weight = kind.weight(module, kind.said(module))
     tensors = LAYOUTS[reader.described.layout].to_tensors(weight, reader.described, dtype)
-    rows, columns = module.out_features, module.in_features
-    again = reader.from_tensors(tensors, (int(rows), int(columns)))  # type: ignore[arg-type]
+    rows, columns = cast(QuantizedLayer, module).weight_shape
+    again = reader.from_tensors(tensors, (rows, columns))
     if not _same(again, weight):
         raise FormatError("the format of the directory that was opened cannot say this weight")
     return tensors

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
+from epiloq.formats.embeddings import without
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import apart, without_stacking
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS, Reader
+from epiloq.formats.readers import BIAS, Reader, shared
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import tensors_of
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
@@ -38,6 +39,8 @@ class EpiloqQuantizer(HfQuantizer):
         self.readers: dict[str, Reader] = {}
         self.scales: dict[str, Tensor] = {}
         """Of a quantised key-value cache, which is not run."""
+        self.sharing: dict[str, str] = {}
+        """Layers without a weight of their own, and the embeddings whose weights they share."""
         self.apart: list[str] = []
         """Weights of experts that are apart, which transformers would stack."""
 
@@ -46,6 +49,8 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             return
         scheme = self.quantization_config.scheme
+        if scheme is None and (self.quantization_config.head or self.quantization_config.embedding):
+            return
         ready = [name for name in available() if not SCHEMES[name].static]
         if scheme not in ready:
             raise ValueError(
@@ -69,18 +74,18 @@ class EpiloqQuantizer(HfQuantizer):
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
             checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
             self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
-            self.apart = apart(model)
+            self.apart, self.sharing = apart(model), shared(checkpoint)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
-            open_layers(model)
+            open_layers(model, self.sharing)
             return model
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")
-        assert self.quantization_config.scheme is not None
-        left = tuple(self.quantization_config.modules_to_not_convert or ())
-        return quantize_(model, self.quantization_config.scheme, ignore=left)
+        asked = self.quantization_config
+        left = tuple(asked.modules_to_not_convert or ())
+        return quantize_(model, asked.scheme, ignore=left, head=asked.head, embedding=asked.embedding)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
         """What transformers changes as it loads, without stacking experts that are apart; newer ones name the model."""
@@ -92,9 +97,9 @@ class EpiloqQuantizer(HfQuantizer):
         said, state = self.quantization_config.to_dict(), file_state(model)
         layers = epiloq_modules.layers_of(model)
         if self.quantization_config.quant_method == epiloq_modules.METHOD:
-            said = epiloq_modules.config(epiloq_modules.groups_of(layers))
+            said, sharing = epiloq_modules.said_of(model)
             model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
-            return state, {}
+            return without(state, sharing), {}
         for name, module in named_layers(model, None):
             if name not in layers:
                 continue

@@ -10,15 +10,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import has_no_use_for, names_in
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS, Reader, cache_scales, readers
+from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
 from epiloq.integrations.transformers.names import check
 from epiloq.linears.conv1d import as_linear
 from epiloq.mixtures import settle_, together_, why_stacked
+from epiloq.vocabulary import forget_ties
+
+
+class SharedLayer(nn.Module):
+    """The place of a layer without a weight in the files, until it shares that of a quantised embedding."""
+
+    def __init__(self, layer: nn.Embedding | nn.Linear) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer
+        self.register_parameter(BIAS, getattr(layer, BIAS, None))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "weight":
+            return super().__getattr__(name)
+        (rows, columns), dtype = self.layer.weight.shape, self.layer.weight.dtype
+        return _outline(rows, columns, dtype)
+
+    def opened(self) -> nn.Module:
+        """The layer that was there, whose bias is loaded, its weight without values."""
+        if self.bias is not None:
+            self.layer.bias = self.bias
+        opened: nn.Module = self.layer
+        return opened.train(self.training)
+
+
+def _outline(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A weight for models that initialise a child's: one without values, which transformers takes for loaded."""
+    outline = torch.empty(rows, columns, dtype=dtype, device="meta")
+    outline._is_hf_initialized = True  # type: ignore[attr-defined]
+    return outline
 
 
 class StoredLinear(nn.Module):
@@ -28,6 +59,8 @@ class StoredLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         self.reader, self.origin = reader, origin
+        # No child, so that transformers does not load it.
+        self.__dict__["outline"] = linear
         for name, entry in parts.items():
             self._expect(name, DTYPES[entry.dtype], entry.shape)
         # A bias in the file is the layer's, though the model has none: old GPTQ files hold zeros.
@@ -39,10 +72,7 @@ class StoredLinear(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name != "weight" or name in self._parameters:
             return super().__getattr__(name)
-        # For models that initialise a child's weight: one without values, which transformers takes for loaded.
-        outline = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
-        outline._is_hf_initialized = True  # type: ignore[attr-defined]
-        return outline
+        return _outline(self.out_features, self.in_features, self.dtype)
 
     def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.empty(shape, dtype=dtype, device="meta")
@@ -55,7 +85,9 @@ class StoredLinear(nn.Module):
         device = next(iter(tensors.values())).device
         if any(tensor.is_meta for tensor in tensors.values()):
             raise FormatError(f"{self.origin}: its tensors are offloaded; use a device_map that keeps it on a device")
-        linear = nn.Linear(self.in_features, self.out_features, BIAS in tensors, device="meta", dtype=self.dtype)
+        linear = self.outline
+        if not isinstance(linear, TableOutline):
+            linear = nn.Linear(self.in_features, self.out_features, BIAS in tensors, device="meta", dtype=self.dtype)
         # One number in memory, for nobody reads its values.
         blank = torch.zeros((), device=device, dtype=self.dtype).expand(linear.weight.shape)
         linear.weight = nn.Parameter(blank, requires_grad=False)
@@ -82,7 +114,9 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         module = _submodule(model, own)
         return (own, layer), nn.Linear if module is None else type(module)
 
-    known = readers(checkpoint, site)
+    known, sharing = readers(checkpoint, site), shared(checkpoint)
+    tables = [name for name in known if isinstance(_submodule(model, name), nn.Embedding)]
+    forget_ties(model, (*sharing, *tables))
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
@@ -100,6 +134,16 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         parent, _, leaf = own.rpartition(".")
         setattr(model.get_submodule(parent), leaf, StoredLinear(linear, parts, reader, checkpoint.where(layer)))
         found[own] = reader
+    for name, source in sharing.items():
+        if source not in found:
+            raise FormatError(f"{checkpoint.folder}: {source}: expected the tensors of an embedding, found none")
+        stored = model.get_submodule(source)
+        try:
+            place = SharedLayer(checked(model, name, (stored.out_features, stored.in_features)))
+        except FormatError as error:
+            raise FormatError(f"{checkpoint.folder}: {error}") from None
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, place)
     check(model, checkpoint)
     return found
 
@@ -115,6 +159,11 @@ def stored_scales(model: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def _linear(model: Any, name: str, origin: str) -> nn.Linear:
     found = _submodule(model, name)
+    if isinstance(found, nn.Embedding):
+        try:
+            return TableOutline.of(found)
+        except FormatError as error:
+            raise FormatError(f"{origin}: {error}") from None
     linear = None if found is None else as_linear(found)
     if linear is None:
         is_what = "nothing of that name" if found is None else type(found).__name__
@@ -133,7 +182,7 @@ def _submodule(model: Any, name: str) -> nn.Module | None:
         return None
 
 
-def open_layers(model: Any) -> None:
+def open_layers(model: Any, sharing: Mapping[str, str]) -> None:
     """Put the modules that run them in the place of all stored layers, and experts together.
 
     Raises FormatError, which names the layer.
@@ -143,4 +192,8 @@ def open_layers(model: Any) -> None:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
         settle_(model, parent.rpartition(".")[0])
+    for name in sharing:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
+    restore_(model, sharing)
     together_(model)

@@ -1,0 +1,162 @@
+"""The embedding and the output head in ``epiloq quantize``: formats, rounding, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.comparison import answers, layer_error
+from epiloq.formats.description import Description
+from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.table import FORMATS, Format
+from epiloq.formats.weights import Weight
+from epiloq.quantize.targets import TARGETS, Target
+from epiloq.vocabulary import Ends
+from epiloq.weights.rounding import rtn
+
+
+def _by_name(ends: Ends) -> dict[str, Target]:
+    """The scheme of every layer to quantise, those that share a weight too."""
+    found = dict.fromkeys(ends.found.embeddings if ends.embedding else (), ends.embedding)
+    found |= dict.fromkeys(ends.found.heads if ends.head else (), ends.head)
+    return {name: TARGETS[scheme.name] for name, scheme in found.items() if scheme is not None}
+
+
+def _described(target: Target, layout: Format, symmetric: bool) -> Description | None:
+    """How a format describes the layers of a scheme, where it does."""
+    if layout.describe is None:
+        return None
+    return replace(layout.describe(target.blank((256, 256), symmetric), target.quantization(symmetric)), ordered=False)
+
+
+def reasons_against(ends: Ends, outline: nn.Module, scheme: str, symmetric: bool) -> dict[str, str | None]:
+    """For each format, why it cannot hold the embedding and the head beside layers of a scheme; None if it can."""
+
+    def reason(layout: Format) -> str | None:
+        if not ends.names:
+            return None
+        if not layout.ends:
+            which = "embedding" if ends.embedding is not None else "output head"
+            return f"{layout.name}: cannot hold a quantised {which}"
+        kept, _ = settled(ends, layout, scheme, symmetric)
+        for name, target in _by_name(kept).items():
+            weight = cast(Tensor, outline.get_submodule(name).weight)
+            blank = target.blank((weight.shape[0], weight.shape[1]), symmetric)
+            try:
+                layout.to_tensors(blank, target.quantization(symmetric), weight.dtype)
+            except FormatError as error:
+                return f"{name}: {error}"
+        return None if layout.describe is None else _unlike(kept, layout, scheme, symmetric)
+
+    return {name: reason(layout) for name, layout in FORMATS.items()}
+
+
+def _unlike(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> str | None:
+    """Why transformers would not open layers of several descriptions (5.24, with compressed-tensors 0.20)."""
+    try:
+        layers = _described(TARGETS[scheme], layout, symmetric)
+    except FormatError:
+        return None  # Said of the layers themselves.
+    described = {name: _described(target, layout, symmetric) for name, target in _by_name(ends).items()}
+    for name in ends.found.embeddings if ends.embedding is not None else ():
+        if described[name] != layers:
+            return f"{layout.name}: its reader takes a quantised embedding ({name}) of the layers' own scheme alone"
+    kinds = {*described.values(), layers}
+    if len(kinds) > 1 and any(kind is not None and not kind.symmetric for kind in kinds):
+        return f"{layout.name}: its reader takes integers with zero points of one scheme alone; take --symmetric"
+    return None
+
+
+def settled(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> tuple[Ends, tuple[str, ...]]:
+    """What becomes of the embedding and the head in a format, and what a user should know of it, a sentence each."""
+    if not ends.shared:
+        return ends, ()
+    first, others = ends.found.embeddings[0], ", ".join(ends.shared)
+    tied = f"{first} and {others} are tied"
+    if layout.shares:
+        return ends, (f"{tied}: one quantised weight, stored once",)
+    twice = f"{tied}, which {layout.name} cannot say of a quantised weight: stored for each of them"
+    target = TARGETS[ends.head.name] if ends.head is not None else None
+    if target is None or layout.describe is None:
+        return ends, (twice,)
+    try:
+        alike = _described(target, layout, symmetric) == _described(TARGETS[scheme], layout, symmetric)
+    except FormatError:
+        return ends, (twice,)
+    if alike:
+        return ends, (twice,)
+    float_table = f"its reader takes a quantised embedding of the layers' own scheme alone, so {first} stays as it is"
+    return replace(ends, embedding=None), (f"{tied}, but {layout.name} stores each: {float_table}",)
+
+
+def preferred(formats: Sequence[str], ends: Ends) -> list[str]:
+    """Formats in order of preference: first those that store tied layers once."""
+    return sorted(formats, key=lambda name: bool(ends.shared) and not FORMATS[name].shares)
+
+
+def rounded_ends(
+    model: nn.Module, ends: Ends, layout: Format, symmetric: bool
+) -> Iterator[tuple[str, Weight, Quantization | None]]:
+    """The weights of the embedding and the head to write, rounded to nearest, and how each is quantised."""
+    apart = {name: target for name, target in _by_name(ends).items() if not layout.shares or name not in ends.shared}
+    for name, target in apart.items():
+        weight = cast(Tensor, model.get_submodule(name).weight).detach()
+        wish = symmetric, layout.scale_dtype(weight.dtype, target.quantization(symmetric))
+        rounded = rtn(weight.float().cpu(), target.grid(*wish, layout.widens))
+        yield name, target.said(rounded), target.quantization(*wish)
+
+
+def costs(
+    model: nn.Module, quantised: nn.Module, ends: Ends, texts: Sequence[Tensor], layout: Format
+) -> dict[str, Any]:
+    """What the embedding and the head lost, given the model in floating point and the one that was written.
+
+    errors
+        Relative errors of the weights by name.
+    kl
+        How far answers of the written model are from the same model's with these layers in floating point, as
+        `answers` has it; None without text.
+    """
+    errors = {}
+    for name in ends.names:
+        weight = cast(Tensor, model.get_submodule(name).weight).detach().float().cpu()
+        restored = cast(Any, quantised.get_submodule(name)).dequantized_weight().cpu()
+        errors[name] = layer_error(name, weight, restored).relative
+    device = next(quantised.parameters()).device
+    floats = {name: model.get_submodule(name).to(device) for name in ends.names}
+    found = answers(_Exchanged(quantised, floats), quantised, list(texts)) if texts else None
+    return {
+        "head": None if ends.head is None else ends.head.name,
+        "embedding": None if ends.embedding is None else ends.embedding.name,
+        "tied": ends.found.tied,
+        "stored_once": bool(ends.shared) and layout.shares,
+        "errors": errors,
+        "kl": found,
+    }
+
+
+class _Exchanged(nn.Module):
+    """A model that runs with other modules in the places of some of its own."""
+
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.model, self.others = model, layers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            before = self._put(self.others)
+            try:
+                return self.model(*args, **kwargs)
+            finally:
+                self._put(before)
+
+    def _put(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        before = {name: self.model.get_submodule(name) for name in layers}
+        for name, layer in layers.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), leaf, layer)
+        return before
