@@ -373,6 +373,19 @@ def explain_table_mm(
     k: int,
     block_size: int,
 ) -> str: ...
+def explain_w4a8_mm(
+    out: Tensor,
+    x_q: Tensor,
+    scale_a: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    scratch: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> str: ...
 def explain_weight_only_mm(
     out: Tensor,
     x: Tensor,
@@ -587,6 +600,19 @@ def table_mm(
     block_size: int,
 ) -> bool: ...
 def use_openmp(parallel: int) -> None: ...
+def w4a8_mm(
+    out: Tensor,
+    x_q: Tensor,
+    scale_a: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    scratch: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> bool: ...
 def weight_only_mm(
     out: Tensor,
     x: Tensor,

@@ -13,7 +13,7 @@ from epiloq._library import direct, expect_tensors, mark_written, refuse_backwar
 from epiloq._threads import threads_for
 from epiloq.ops import w4a8_unpacked, weight_only_mm
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, check, check_out_dtype, check_weight
-from epiloq.weights.packed_layout import parameters_of
+from epiloq.weights.packed_layout import PADDING, parameters_of
 from epiloq.weights.packed_weight import PackedWeight
 
 # Elements of activations, or of a result, that are in fp32 at a time.
@@ -123,12 +123,23 @@ def _multiply(call: Call) -> None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
+    if x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and _by_float8_kernel(out, x_q, call):
+        return
     if w4a8_unpacked.fits(x_q, weight):
         return w4a8_unpacked.multiply(out, x_q, weight, scale_a, call.bias)
     step = max(_AT_ONCE // max(weight.n, weight.k), _TOKENS)
     for first in range(0, m, step):
         rows = slice(first, first + step)
         _product(out[rows], x_q[rows], weight, scale_a[rows], call.bias)
+
+
+def _by_float8_kernel(out: Tensor, x_q: Tensor, call: Call) -> bool:
+    """On SM90, with weights that become float8 in registers; False where there is no such kernel."""
+    weight = call.weight
+    padded_k = -(-weight.k // PADDING) * PADDING
+    scratch = x_q.new_empty((len(x_q), padded_k), dtype=torch.uint8)
+    packed, numbers = (weight.q, weight.scale, weight.zero), (weight.n, weight.k, weight.group_size)
+    return _core.w4a8_mm(out, x_q, call.scale_a.reshape(-1), *packed, scratch, call.bias, *numbers)
 
 
 def _product(out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None) -> None:
@@ -221,6 +232,16 @@ def explain(
         return "nothing to launch: the output is empty"
     if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(m, w):
         return "CPU: int8 products of each group, summed in fp32"
+    if x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn:
+        padded_k = -(-w.k // PADDING) * PADDING
+        scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)
+        packed, numbers = (w.q, w.scale, w.zero), (w.n, w.k, w.group_size)
+        rows = (result.view(m, w.n), x_q.view(m, w.k), scale_a.reshape(-1))
+        said = _core.explain_w4a8_mm(*rows, *packed, scratch, bias, *numbers)
+        if not said.startswith("no "):
+            return said
+    if w4a8_unpacked.fits(x_q.view(m, w.k), w):
+        return "the weight's integers unpacked to 8 bits, then a product of 8-bit operands"
     dtype = _floating(x_q)
     said = weight_only_mm.explain(x_q.new_empty((m, w.k), dtype=dtype), w)
     return f"activations as {str(dtype).removeprefix('torch.')}: {said}"

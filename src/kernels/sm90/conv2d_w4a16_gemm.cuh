@@ -23,6 +23,7 @@ struct ImageParams : wo::TileParams {
 // Like wo::MatrixTokens, for output pixels. kColumns columns lie within one tap.
 struct ImageTokens {
   using Params = ImageParams;
+  static constexpr int kBytes = 2;
   static constexpr int kCopyRegisters = 40;
 
   Params const& params;

@@ -13,10 +13,11 @@
 namespace epiloq::ops::weight_only_mm {
 
 template <class T_, int kBits_, int kGroups_, int kMGroups_, int kKGroups_, int kBlocks_, int kTokens_, bool kRounds_,
-          class Tokens_ = MatrixTokens>
+          class Tokens_ = MatrixTokens, class X_ = T_>
 struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_, most_stages(WgmmaConfig{}),
                           4 * kMGroups_, Tokens_> {
-  using T = T_;
+  using T = T_;  // of the output
+  using X = X_;  // of tokens
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kBlocks = kBlocks_;
   static constexpr bool kRounds = kRounds_, kTakesMore = true;
   static constexpr int kTeamThreads = 128, kKGroupThreads = kMGroups * kTeamThreads,

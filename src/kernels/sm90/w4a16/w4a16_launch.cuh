@@ -48,10 +48,12 @@ struct MatrixReads {
   WeightReads weight;
   void const* x;
   std::int64_t stride_x;
-  int k, m;
+  int k, m, token_bytes;
   TokenBoxes boxes;
 
-  CUtensorMap token_map(int box) const { return gemm::tensor_map_of(x, m, std::int64_t{k} * 2, stride_x * 2, box); }
+  CUtensorMap token_map(int box) const {
+    return gemm::tensor_map_of(x, m, std::int64_t{k} * token_bytes, stride_x * token_bytes, box);
+  }
   bool operator==(MatrixReads const&) const = default;
 };
 
@@ -92,7 +94,8 @@ template <class C, class Config>
 TileParams params_of(Config const& config, Problem const& p, int split, TileMaps const& maps, int device) {
   Weight const& w = p.weight;
   int const scale_bytes = size_of(w.scale_dtype), zero_bytes = w.zero != nullptr ? 1 : 0;
-  TileStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes);
+  constexpr int kTokenBytes = C::Tokens::kBytes;
+  TileStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes, kTokenBytes);
   TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
   int const shared_bytes = device_properties(device).shared_memory_per_block;
   int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens));
@@ -108,7 +111,8 @@ TileParams params_of(Config const& config, Problem const& p, int split, TileMaps
           .scale_bytes = scale_bytes,
           .zero_bytes = zero_bytes,
           .stage = stage,
-          .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole), stage.loaded_bytes(C::kTokens - boxes.last)},
+          .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole, kTokenBytes),
+                           stage.loaded_bytes(C::kTokens - boxes.last, kTokenBytes)},
           .p = p,
           .tiles = token_tiles * static_cast<int>(ceil_div(w.n, C::kRows)),
           .exchange_at = exchange_at(config, stage, shared_bytes)};
@@ -139,8 +143,13 @@ void launch_matrix_tiles(void (*kernel)(TileParams), Config const& config, Probl
                          Stream stream) {
   // The stride of a single row does not matter, and may be anything.
   std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
-  MatrixReads const reads{
-      WeightReads::of(p.weight, C::kRows, C::kGroups), p.x, stride_x, p.weight.k, p.m, TokenBoxes::of(p.m, C::kTokens)};
+  MatrixReads const reads{WeightReads::of(p.weight, C::kRows, C::kGroups),
+                          p.x,
+                          stride_x,
+                          p.weight.k,
+                          p.m,
+                          C::Tokens::kBytes,
+                          TokenBoxes::of(p.m, C::kTokens)};
   launch_tiles<C>(kernel, config, params_of<C>(config, p, split, cached_maps(reads, device), device), split, device,
                   stream, "launching epiloq.weight_only_mm");
 }

@@ -20,11 +20,15 @@ namespace epiloq::ops::weight_only_mm {
 template <class C>
 struct WgmmaMainloop {
   using T = typename C::T;
-  using F = Fragment<T, C::kBits>;
-  using Element = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  using X = typename C::X;
+  using F = Fragment<X, C::kBits>;
+  using Element = std::conditional_t<
+      std::is_same_v<X, __half>, cutlass::half_t,
+      std::conditional_t<std::is_same_v<X, __nv_bfloat16>, cutlass::bfloat16_t, cutlass::float_e4m3_t>>;
+  static constexpr int kTokenBytes = C::Tokens::kBytes, kInstruction = instruction_depth(kTokenBytes);
   using Instruction =
-      decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                                cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::_16>>());
+      decltype(cute::SM90::GMMA::rs_op_selector<
+               Element, Element, float, cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::Int<kInstruction>>>());
   // Columns dequantised at a time, within one scale group, as many as the registers hold: fewer, larger pieces wait
   // less often.
   static constexpr int kTokensByWholeTiles = C::kConsumerTeams < 4 ? 64 : C::kConsumerTeams == 4 ? 32 : 16;
@@ -133,7 +137,7 @@ struct WgmmaMainloop {
 #pragma unroll
     for (int i = 0; i < kInSubtile; ++i) {
       int const column = subtile % kSubtiles * kPiece + i * kInstruction;
-      wgmma_fma(product, a[i], stage.tokens + (tokens_at(C::kTokens, column) >> 4), onto || i > 0,
+      wgmma_fma(product, a[i], stage.tokens + (tokens_at(C::kTokens, column, kTokenBytes) >> 4), onto || i > 0,
                 std::make_index_sequence<kSums>{});
     }
     cute::warpgroup_commit_batch();
@@ -241,8 +245,20 @@ struct WgmmaMainloop {
       DirectRows<T> const rows(params.p, (place.first_panel + panel + block * 4) * kPanelRows);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
-        rows.store(place.first_token + i * 2, sums[block] + i, F::kUnit);
+        store(params, rows, place.first_token + i * 2, sums[block] + i);
       }
+    }
+  }
+
+  // Four sums: rows g and g + 8, two tokens each.
+  static __device__ __forceinline__ void store(TileParams const& params, DirectRows<T> const& rows, int first_token,
+                                               float const* four) {
+    if constexpr (kTokenBytes == 1) {
+      float2 const scale = C::Tokens::scale_of(params, first_token + 2 * rows.t);
+      float const scaled[] = {four[0] * scale.x, four[1] * scale.y, four[2] * scale.x, four[3] * scale.y};
+      rows.store(first_token, scaled, F::kUnit);
+    } else {
+      rows.store(first_token, four, F::kUnit);
     }
   }
 };

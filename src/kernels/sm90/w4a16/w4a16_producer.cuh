@@ -56,22 +56,25 @@ struct DecodePlace {
   }
 };
 
-// Tokens that are rows of a matrix, kColumns columns at a time from the first step on.
-struct MatrixTokens {
-  using Params = TileParams;
+// Tokens that are rows of a matrix, a swizzle line of columns at a time from the first step on; kBytes per element.
+template <int kBytes_, class Params_>
+struct RowTokens {
+  using Params = Params_;
+  static constexpr int kBytes = kBytes_;
   static constexpr int kCopyRegisters = 24;  // of the producer thread, a multiple of eight
 
   CUtensorMap const& map;
   int first_token, column;
 
-  __device__ MatrixTokens(Params const&, CUtensorMap const& map_, int first_token_, int first_step)
+  __device__ RowTokens(Params const&, CUtensorMap const& map_, int first_token_, int first_step)
       : map(map_), first_token(first_token_), column(first_step * kPadding) {}
 
   __device__ __forceinline__ void issue(SharedAddress to, SharedAddress barrier) {
-    gemm::tma_load(to, map, column * 2, first_token, barrier);
-    column += kColumns;
+    gemm::tma_load(to, map, column * kBytes, first_token, barrier);
+    column += kLine / kBytes;
   }
 };
+using MatrixTokens = RowTokens<2, TileParams>;
 
 // A CTA's copies: kGroups scale groups begin in a K step (of 32 or 64 columns), or one that spans 2^n steps; a stage is
 // free once kConsumerWarps warps have released it. Integers rather than a WgmmaConfig: nvcc 13.0 cannot name a
@@ -136,8 +139,8 @@ struct TileCopies {
 
     __device__ __forceinline__ void issue_tokens(SharedAddress stage, SharedAddress barrier) {
 #pragma unroll
-      for (int column = 0; column < kPadding; column += kColumns) {
-        tokens.issue(stage + params.stage.tokens_at + tokens_at(kTokens, column), barrier);
+      for (int column = 0; column < kPadding; column += kLine / Tokens::kBytes) {
+        tokens.issue(stage + params.stage.tokens_at + tokens_at(kTokens, column, Tokens::kBytes), barrier);
       }
     }
 

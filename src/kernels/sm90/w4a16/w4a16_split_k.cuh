@@ -28,7 +28,8 @@ class KGroupsEpilogue {
 
   __device__ __forceinline__ KGroupsEpilogue(TileParams const& params, Mainloop const& math, SharedAddress received,
                                              SharedAddress stages)
-      : p_(params.p),
+      : params_(params),
+        p_(params.p),
         share_(blockIdx.y, gridDim.y, received, stages + params.exchange_at),
         panel_(math.panel),
         way_(warp_uniform(threadIdx.x / C::kKGroupThreads)),
@@ -125,10 +126,11 @@ class KGroupsEpilogue {
 #pragma unroll 1
       for (int distance = 1; distance < share_.split; ++distance) sum = sum + share_.received(subtile, distance);
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      rows.store(place.first_token + eight * 8, four, Mainloop::F::kUnit);
+      Mainloop::store(params_, rows, place.first_token + eight * 8, four);
     }
   }
 
+  TileParams const& params_;
   Problem const& p_;
   SubtileReduction share_;
   int panel_, way_;
@@ -146,7 +148,8 @@ class SingleKGroupEpilogue {
 
   __device__ __forceinline__ SingleKGroupEpilogue(TileParams const& params, Mainloop const& math,
                                                   SharedAddress received, SharedAddress stages)
-      : p_(params.p),
+      : params_(params),
+        p_(params.p),
         rank_(blockIdx.y),
         split_(gridDim.y),
         panel_(math.panel),
@@ -207,10 +210,11 @@ class SingleKGroupEpilogue {
         sum = sum + gemm::load_shared_four(slot(first + eight, rank_, rank));
       }
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      rows.store(place.first_token + eight * 8, four, Mainloop::F::kUnit);
+      Mainloop::store(params_, rows, place.first_token + eight * 8, four);
     }
   }
 
+  TileParams const& params_;
   Problem const& p_;
   int rank_, split_, panel_;
   SharedAddress received_, slots_;

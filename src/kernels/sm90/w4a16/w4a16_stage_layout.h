@@ -21,7 +21,8 @@ inline constexpr int kLine =
 inline constexpr int kMapWord = 8;       // bytes per map element of a panel's integers: a box has at most 256 elements
 inline constexpr int kAtom = 1024;       // alignment of swizzled data
 inline constexpr int kColumns = 64;      // of tokens, per line
-inline constexpr int kInstruction = 16;  // columns per mma instruction
+inline constexpr int kInstruction = 16;  // columns per mma instruction; of 8-bit tokens twice as many
+constexpr int instruction_depth(int token_bytes) { return 2 * kInstruction / token_bytes; }
 // One stage is read while another is filled.
 inline constexpr int kFewestStages = 2;
 constexpr int most_stages(WgmmaConfig const&) { return 8; }
@@ -38,8 +39,8 @@ EPILOQ_HD constexpr int lane_at(int bits, int lane, int column) {
 EPILOQ_HD constexpr int word_of(int bits, int column) { return column % depth(bits) * bits / 64; }
 
 // Byte offset at which a wgmma reads its columns of token 0.
-EPILOQ_HD constexpr int tokens_at(int tokens, int column) {
-  return column / kColumns * tokens * kLine + column % kColumns * 2;
+EPILOQ_HD constexpr int tokens_at(int tokens, int column, int token_bytes) {
+  return column * token_bytes / kLine * tokens * kLine + column * token_bytes % kLine;
 }
 
 // K steps whose weights are issued before pdl_wait: the first tokens queue behind them.
@@ -51,15 +52,15 @@ struct TileStage {
   int bytes;
 
   template <class Config>
-  constexpr TileStage(Config const& c, int bits, int groups, int scale_bytes, int zero_bytes)
+  constexpr TileStage(Config const& c, int bits, int groups, int scale_bytes, int zero_bytes, int token_bytes = 2)
       : tokens_at(c.rows() / kPanelRows * panel_bytes(bits)),
-        scales_at(tokens_at + c.tokens * kPadding * 2),
+        scales_at(tokens_at + c.tokens * kPadding * token_bytes),
         zeros_at(scales_at + c.rows() * groups * scale_bytes),
         end(zeros_at + c.rows() * groups * zero_bytes),
         bytes((end + kAtom - 1) / kAtom * kAtom) {}
 
   // For a tile with `missing` tokens fewer.
-  constexpr int loaded_bytes(int missing) const { return end - missing * kPadding * 2; }
+  constexpr int loaded_bytes(int missing, int token_bytes) const { return end - missing * kPadding * token_bytes; }
 };
 
 // Whether CTAs that split K exchange sums through the stages rather than a buffer behind them (w4a16_split_k.cuh): with

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+#include "epiloq/weight_only_mm.h"
+
+namespace epiloq {
+
+// out[m, n] = scale_a[m] * sum over groups g of scale[n, g] * (sum over k in g of (q[n, k] - 8) * x_q[m, k]) + bias[n]:
+// float8 activations by a symmetric 4-bit weight, at the tensor cores' 8-bit rate. On a CUDA device of compute
+// capability 9.0.
+struct W4a8Mm {
+  TensorView out;                    // [M, N] float16 or bfloat16, rows dense
+  TensorView x_q;                    // [M, K] float8 E4M3, rows dense
+  TensorView scale_a;                // float32 [1] or [M], or [M, 1], contiguous
+  PackedWeight weight;               // 4 bits, without zero points and offsets
+  TensorView scratch;                // uint8 [M, K rounded up to a multiple of 128], contiguous; overwritten
+  std::optional<TensorView> bias{};  // [N] of out's type, added in fp32
+};
+
+EPILOQ_API void check(W4a8Mm const& call);
+
+// Launches and returns true; or does nothing and returns false for what there is no kernel for: another device, zero
+// points or offsets, scale groups other than 32, 64, powers of two times 128 and whole rows.
+//
+// The packed weight is read before the stream's previous kernels have finished, as weight_only_mm.h says.
+EPILOQ_API bool w4a8_mm(W4a8Mm const& call, Stream stream);
+EPILOQ_API std::string explain(W4a8Mm const& call);
+
+}  // namespace epiloq

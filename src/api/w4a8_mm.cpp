@@ -1,0 +1,93 @@
+#include "epiloq/w4a8_mm.h"
+
+#include "api/checks/packed_weight.h"
+#include "core/checks.h"
+#include "dispatch/arch.h"
+#include "dispatch/w4a8_mm/launch.h"
+#include "epiloq/device.h"
+#include "problems/w4a8_mm.h"
+
+namespace epiloq {
+namespace {
+
+namespace wo = ops::weight_only_mm;
+using ops::w4a8_mm::Choice;
+using ops::w4a8_mm::Problem;
+
+Problem checked(W4a8Mm const& call) {
+  Checker const check("w4a8_mm", call.x_q.device);
+  check.tensor("x_q", call.x_q, {DType::kFloat8E4M3});
+  wo::Weight const weight = wo::checked_weight(check, call.weight);
+  if (weight.bits != 4) check.fail("weight", "expected 4 bits, got ", weight.bits);
+  Matrix const x = check.rows("x_q", call.x_q);
+  if (x.cols != weight.k) check.fail("x_q", "expected ", weight.k, " columns, got ", describe(call.x_q));
+  if (x.rows > wo::kMaxSize) check.fail("x_q", "expected at most ", wo::kMaxSize, " rows, got ", x.rows);
+  check.tensor("scale_a", call.scale_a, {DType::kFloat32});
+  check.scalar_or_rows("scale_a", call.scale_a, "x_q", call.x_q);
+  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16});
+  Matrix const out = check.rows("out", call.out);
+  if (out.rows != x.rows || out.cols != weight.n) {
+    check.fail("out", "expected ", x.rows, " rows of ", weight.n, " columns, got ", describe(call.out));
+  }
+  check.tensor("scratch", call.scratch, {DType::kUInt8});
+  wo::expect_shape(check, "scratch", call.scratch, {x.rows, weight.padded_k});
+  check.aligned16("scratch", call.scratch);
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.out.dtype});
+    check.vector("bias", *call.bias, weight.n);
+    check.apart("out", call.out, "bias", *call.bias);
+  }
+  check.apart("out", call.out, "x_q", call.x_q);
+  check.apart("scratch", call.scratch, "x_q", call.x_q);
+  check.apart("scratch", call.scratch, "out", call.out);
+  wo::check_apart(check, call.out, call.weight);
+  constexpr float kInfinity = __builtin_inff();
+  return {{weight, static_cast<int>(x.rows), weight.padded_k, out.stride, call.scratch.data, call.out.data,
+           call.bias ? call.bias->data : nullptr, -kInfinity, kInfinity},
+          static_cast<float const*>(call.scale_a.data),
+          call.scale_a.numel() > 1 ? 1 : 0,
+          static_cast<std::uint8_t const*>(call.x_q.data),
+          x.stride};
+}
+
+// Why there is no kernel; null if there is.
+char const* obstacle(Problem const& p, std::optional<Target> const& target) {
+  wo::Weight const& w = p.product.weight;
+  if (!target || !target->has_wgmma) return "a device without wgmma";
+  if (w.zero != nullptr || w.offset != nullptr) return "zero points";
+  bool const power = w.group == wo::kPadding << w.group_shift || w.group == w.padded_k;
+  if (w.group != 32 && w.group != 64 && !power) return "this group size";
+  return nullptr;
+}
+
+std::optional<Target> target_of(W4a8Mm const& call) {
+  if (call.x_q.device.type != Device::Type::kCuda) return std::nullopt;
+  return find_target(KernelSet::kWeightOnly, call.x_q.device.index);
+}
+
+}  // namespace
+
+void check(W4a8Mm const& call) { checked(call); }
+
+bool w4a8_mm(W4a8Mm const& call, Stream stream) {
+  Problem const problem = checked(call);
+  auto const& product = problem.product;
+  std::optional<Target> const target = target_of(call);
+  if (obstacle(problem, target) != nullptr || product.weight.k == 0) return false;
+  if (product.m == 0 || product.weight.n == 0) return true;
+  Choice const choice = ops::w4a8_mm::choose(product.m, product.weight.n, product.weight.k, *target);
+  ops::w4a8_mm::launch(choice, problem, call.out.dtype, call.x_q.device.index, stream);
+  return true;
+}
+
+std::string explain(W4a8Mm const& call) {
+  Problem const problem = checked(call);
+  std::optional<Target> const target = target_of(call);
+  if (char const* const why = obstacle(problem, target)) return std::string("no float8 kernel for ") + why;
+  auto const& product = problem.product;
+  Choice const choice = ops::w4a8_mm::choose(product.m, product.weight.n, product.weight.k, *target);
+  return "sm90 wgmma, weights to float8 in registers, row " + std::to_string(choice.row) + ", split-K " +
+         std::to_string(choice.split);
+}
+
+}  // namespace epiloq

@@ -1,0 +1,23 @@
+#include "bindings/register.h"
+#include "epiloq/w4a8_mm.h"
+
+namespace epiloq::bindings {
+
+void register_w4a8_mm(py::module_& module) {
+  auto const define = [&module](char const* name, auto action) {
+    module.def(
+        name,
+        [action](TensorArg const& out, TensorArg const& x_q, TensorArg const& scale_a, TensorArg const& q,
+                 TensorArg const& scale, std::optional<TensorArg> const& zero, TensorArg const& scratch,
+                 std::optional<TensorArg> const& bias, std::int64_t n, std::int64_t k, std::int64_t group_size) {
+          PackedWeight const weight{q.view, scale.view, view_of(zero), std::nullopt, 4, n, k, group_size};
+          return action(W4a8Mm{out.view, x_q.view, scale_a.view, weight, scratch.view, view_of(bias)}, x_q);
+        },
+        py::arg("out"), py::arg("x_q"), py::arg("scale_a"), py::arg("q"), py::arg("scale"), py::arg("zero"),
+        py::arg("scratch"), py::arg("bias"), py::arg("n"), py::arg("k"), py::arg("group_size"));
+  };
+  define("w4a8_mm", [](W4a8Mm const& call, TensorArg const& x_q) { return w4a8_mm(call, current_stream(x_q)); });
+  define("explain_w4a8_mm", [](W4a8Mm const& call, TensorArg const&) { return explain(call); });
+}
+
+}  // namespace epiloq::bindings

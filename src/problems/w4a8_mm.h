@@ -1,0 +1,15 @@
+#pragma once
+
+#include "problems/weight_only.h"
+
+namespace epiloq::ops::w4a8_mm {
+
+struct Problem {
+  weight_only_mm::Problem product;  // x: the permuted tokens [m, padded_k], uint8
+  float const* scale_a;
+  int stride_scale;  // 0 or 1
+  std::uint8_t const* x_q;
+  std::int64_t stride_x_q;
+};
+
+}  // namespace epiloq::ops::w4a8_mm
