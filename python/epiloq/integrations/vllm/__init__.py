@@ -16,6 +16,9 @@ def register() -> None:
 
     Raises ValueError for an ``EPILOQ_ENGINE_LAYERS`` that names no kinds of layers.
     """
-    from epiloq.integrations.vllm import kernels
+    from epiloq.integrations.engines.choice import chosen_layers
+    from epiloq.integrations.vllm import checkpoint, kernels
 
+    chosen_layers()
     kernels.register()
+    checkpoint.register()

@@ -1,0 +1,130 @@
+"""Which part of each tensor of a stored layer belongs to some of its rows and columns.
+
+A rank of tensor parallelism runs some outputs (rows of the weight) or some inputs (columns) of a layer. Tensors have
+rows and columns in units: a packed weight has panels of 16 rows, scales have groups of columns. Rows and columns that
+begin or end within a unit are taken from its beginning to its end; `Window` has how many are too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.weights.packed_layout import PADDING, PANEL_ROWS
+
+Axis: TypeAlias = "tuple[Literal['rows', 'columns'], int] | None"
+"""What a dimension of a tensor runs along, and how many of these one index is; None: all ranks need all of it."""
+Rules: TypeAlias = "Mapping[str, tuple[Axis, ...]]"
+
+_ROW: Axis = ("rows", 1)
+_WEIGHT: tuple[Axis, ...] = (_ROW, ("columns", 1))
+
+
+def _spanned(axis: Literal["rows", "columns"], size: int) -> Axis:
+    return None if size == -1 else (axis, size)
+
+
+def _packed(options: Mapping[str, Any]) -> Rules:
+    rows: Axis = ("rows", PANEL_ROWS)
+    parameters = (rows, _spanned("columns", options["group_size"]), None)
+    names = dict.fromkeys(("weight_scale", "weight_zero", "weight_offset"), parameters)
+    return {
+        "weight_q": (rows, ("columns", 32 if options.get("bits") == 8 else 64), None, None),
+        **names,
+        "weight_perm": (),
+    }
+
+
+def _static(rules: Rules) -> Rules:
+    return {**rules, "input_scale": (), "input_zero_point": ()}
+
+
+def rules_of(module: str | None, options: Mapping[str, Any], columns: int) -> Rules:
+    """How the tensors of a layer with so many input features are cut, by the class of its module; None: a float layer.
+
+    Raises FormatError for a class whose tensors are not known here.
+    """
+    if module is None:
+        return {"weight": _WEIGHT}
+    if module == "Int8Linear":
+        return _static({"weight": _WEIGHT, "weight_scale": (_ROW,)})
+    if module == "Fp8Linear":
+        return _static({"weight": _WEIGHT, "weight_scale": (_ROW,) if options["weight"] == "channel" else ()})
+    if module == "Fp8BlockLinear":
+        rows = options.get("rows", FP8_BLOCK)
+        return {"weight": _WEIGHT, "weight_scale_inv": (("rows", rows), ("columns", FP8_BLOCK))}
+    if module == "Fp8WeightOnlyLinear":
+        down, across = options["block"]
+        return {"weight": _WEIGHT, "weight_scale": (_spanned("rows", down), _spanned("columns", across))}
+    if module == "OnlineQuantLinear":
+        parameters: tuple[Axis, ...] = (_ROW, ("columns", options["group_size"]))
+        weight: tuple[Axis, ...] = (_ROW, ("columns", 8 // options["bits"]))
+        return {"weight": weight, "weight_scale": parameters, "weight_offset": parameters}
+    if module in ("WeightOnlyLinear", "W4A8Linear"):
+        return _packed(options)
+    raise FormatError(f"{module}: expected a class of layer that serving engines run")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows and columns `first` to `last` of a layer ``[.., in_features]``, from a unit's beginning on.
+
+    first_row, first_column
+        Where what is taken begins: at or before the first that is wanted.
+    last_column
+        Where it ends: at or behind the last that is wanted, and in the layer of `in_features`.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    first_row: int
+    first_column: int
+    last_column: int
+    in_features: int
+
+    @classmethod
+    def of(cls, rules: Rules, rows: tuple[int, int], columns: tuple[int, int], in_features: int) -> Window:
+        """The smallest such window of rows and columns in a layer that is cut by `rules`."""
+        units = {"rows": 1, "columns": PADDING if "weight_q" in rules else 1}
+        for axes in rules.values():
+            for axis in axes:
+                if axis is not None:
+                    units[axis[0]] = lcm(units[axis[0]], axis[1])
+        across = units["columns"]
+        last = min(-(-columns[1] // across) * across, in_features)
+        return cls(
+            rows, columns, rows[0] // units["rows"] * units["rows"], columns[0] // across * across, last, in_features
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns that are taken."""
+        return self.rows[1] - self.first_row, self.last_column - self.first_column
+
+    @property
+    def spare(self) -> tuple[int, int, int]:
+        """How many rows too many before, and columns before and behind."""
+        return self.rows[0] - self.first_row, self.columns[0] - self.first_column, self.last_column - self.columns[1]
+
+    def cut(self, tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
+        """The part of a tensor that belongs to the window, which shares its memory."""
+        ends = {"rows": (self.first_row, self.rows[1]), "columns": (self.first_column, self.last_column)}
+        for dimension, axis in enumerate(axes):
+            if axis is not None:
+                first, last = ends[axis[0]]
+                size = tensor.shape[dimension]
+                # Packed tensors go on behind the last column.
+                at_end = axis[0] == "columns" and last == self.in_features
+                begin, end = first // axis[1], size if at_end else min(-(-last // axis[1]), size)
+                if begin > end:
+                    raise FormatError(
+                        f"expected at least {begin} along dimension {dimension}, got {list(tensor.shape)}"
+                    )
+                tensor = tensor.narrow(dimension, begin, end - begin)
+        return tensor
