@@ -186,6 +186,14 @@ def quantize(
         str | None,
         typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
     ] = None,
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate",
+            help="Fold Hadamard rotations into the weights first (llama, mistral, qwen2): for weights with a scale per "
+            "channel. A tied output head becomes a tensor of its own.",
+        ),
+    ] = False,
     device: Annotated[
         str,
         typer.Option(metavar="D", help="Where blocks are quantised: cpu, cuda or auto."),
@@ -264,6 +272,7 @@ def quantize(
             shlex.join(["epiloq", *sys.argv[1:]]),
             head,
             embedding,
+            rotate,
         )
         found = run(settings)
         if found is None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from epiloq.quantize.algorithms.awq import awq, awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
+from epiloq.quantize.algorithms.hadamard import hadamard
 from epiloq.quantize.algorithms.refine import refine
+from epiloq.quantize.algorithms.rotate import Rotated, rotate_
 from epiloq.quantize.algorithms.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
 from epiloq.quantize.calibration.statistics import InputStatistics
 from epiloq.weights.codebooks import CodedWeight, Float8Grid, OffsetGrid
@@ -21,14 +23,17 @@ __all__ = [
     "InputStatistics",
     "OffsetGrid",
     "QuantizedWeight",
+    "Rotated",
     "Smoothed",
     "awq",
     "awq_scale",
     "fit",
     "fold_",
     "gptq",
+    "hadamard",
     "output_error",
     "refine",
+    "rotate_",
     "rtn",
     "search_smooth_scale",
     "smooth_scale",

@@ -27,6 +27,7 @@ from epiloq.linears.conv1d import transpose_
 from epiloq.mixtures import reason_against, stacked
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
+from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
@@ -66,6 +67,8 @@ class Settings:
         Whether to go on with too little text, or with text to evaluate on that calibration sees.
     command
         What the report says this was asked by.
+    rotate
+        Whether to fold rotations into the weights first; see `algorithms.rotate`.
     """
 
     model: Path
@@ -88,6 +91,7 @@ class Settings:
     command: str = ""
     head: str | None = None
     embedding: str | None = None
+    rotate: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Job:
     @property
     def warnings(self) -> list[str]:
         """What a user should know before the work, a sentence each."""
-        return [*self.plan.notes, *self.texts.warnings]
+        return [*self.plan.notes, *self.texts.warnings, *_untied(self)]
 
     @property
     def float_experts(self) -> dict[str, str]:
@@ -224,12 +228,22 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
     layout = FORMATS[plan.layout]
     take_experts_apart_(model, layout.name)
     check_finite_weights(model, None if needs_text(settings) else {*plan.layers, *plan.ends.names}, source)
+    if settings.rotate and rotate_(model, seed=settings.seed).untied:
+        source.config["tie_word_embeddings"] = False
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
     return Job(
         settings, source, model, texts, grid, quantization, identity, plan, weight_bytes(settings.model), seconds, ranks
     )
+
+
+def _untied(job: Job) -> list[str]:
+    """What to warn of where a rotation takes the head from the embedding."""
+    if not job.settings.rotate or "lm_head.weight" in job.source.files:
+        return []
+    size = sum(t.nbytes for n, t in job.model.state_dict().items() if n == "lm_head.weight") / 1e6
+    return [f"rotated: the output head is no longer the embedding's weight, and takes {size:.1f} MB more"]
 
 
 def _aside(settings: Settings) -> Path:
@@ -346,6 +360,7 @@ def _identity(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequenc
         "keep_dynamic": settings.keep_dynamic,
         "blocks": list(plan.lists),
         "layers in floating point": sorted(plan.left),
+        "rotation": settings.seed if settings.rotate else None,
         "tokens": digest.hexdigest(),
         "torch": torch.__version__,
     }
