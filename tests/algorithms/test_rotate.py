@@ -154,6 +154,15 @@ def test_a_rotated_checkpoint(seed: int, tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(found, logits(job.model, tokens), rtol=1e-3, atol=1e-3)
 
 
+def test_a_tied_head_is_quantised_by_itself(seed: int, tmp_path: Path) -> None:
+    source = save(tmp_path / "model", trained(llama()))
+    job = prepare(Settings(source, tmp_path / "out", "w8a16", "rtn", rotate=True, head="w8a16", embedding="w8a16"))
+    perform(job)
+    tokens = torch.randint(0, VOCABULARY, (1, 30))
+    expected = logits(from_directory(source), tokens)
+    assert (logits(from_directory(tmp_path / "out"), tokens) - expected).norm() < 0.1 * expected.norm()
+
+
 def test_other_models_are_refused_before_they_are_read(seed: int, tmp_path: Path) -> None:
     source = save(tmp_path / "model", opt())
     with pytest.raises(ValueError, match="OPTForCausalLM"):

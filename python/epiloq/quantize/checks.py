@@ -16,7 +16,7 @@ from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint, carried
 from epiloq.formats.layouts.base import FormatError
 from epiloq.linears.conv1d import TransposedConv1D, transpose_
-from epiloq.quantize.algorithms.rotate import check_rotatable
+from epiloq.quantize.algorithms.rotate import check_rotatable, untie_head_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.static import AUTO
@@ -65,6 +65,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
         check_generates(outline, settings.model)
     if settings.rotate:
         check_rotatable(outline)
+        untie_head_(outline)
     found = plan(settings, outline)
     for name, layer in found.layers.items():
         entry = source.entries.get(f"{name}.weight")

@@ -49,6 +49,16 @@ def check_rotatable(model: nn.Module) -> None:
         )
 
 
+def untie_head_(model: Any) -> bool:
+    """Give the output head a weight of its own; whether it was the embedding's."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head.weight is not embedding.weight:
+        return False
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    model.config.tie_word_embeddings = False
+    return True
+
+
 @torch.no_grad()
 def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
     """Fold norms' weights into the layers after them, then rotations into all that read or write hidden states.
@@ -69,12 +79,9 @@ def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
     parts = _Parts(model)
     tokens = torch.arange(PROBE_TOKENS, device=parts.embedding.weight.device)[None] % parts.embedding.num_embeddings
     before = _logits(model, tokens)
-    head, tied = parts.head.weight, parts.head.weight is parts.embedding.weight
-    said = model.config.tie_word_embeddings  # type: ignore[union-attr]
+    head, said = parts.head.weight, model.config.tie_word_embeddings  # type: ignore[union-attr]
     with _restored_on_error(model):
-        if tied:
-            parts.head.weight = nn.Parameter(head.detach().clone(), requires_grad=head.requires_grad)
-            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        tied = untie_head_(model)
         try:
             _rotate(parts, torch.Generator().manual_seed(seed))
             error = float((_logits(model, tokens) - before).norm() / before.norm().clamp(min=1e-30))
