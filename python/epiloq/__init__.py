@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.kv_cache import QuantizedCache as QuantizedCache
     from epiloq.optimize import optimize_ as optimize_
     from epiloq.schemes import quantize_ as quantize_
 
@@ -93,7 +94,7 @@ __all__ = [
 
 # A third of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
 _ON_DEMAND = ("compat", "formats", "nn", "optimize", "quantize", "schemes")
-_FUNCTIONS = {"optimize_": "optimize", "quantize_": "schemes"}
+_FUNCTIONS = {"QuantizedCache": "kv_cache", "optimize_": "optimize", "quantize_": "schemes"}
 
 
 def __getattr__(name: str) -> Any:

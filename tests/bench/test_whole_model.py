@@ -43,6 +43,50 @@ def test_command(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "w8a16 optimised" in capsys.readouterr().out
 
 
+def test_shares_head_and_cache(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    record, picture = tmp_path / "m.json", tmp_path / "m.png"
+    options = {"scheme": ["w4a16-g32"], "context": 8, "device": "cpu", "head": "w8a16", "cache": "int8", "shares": 3}
+    bench(model="tiny", json=record, plot=picture, **options)  # type: ignore[arg-type]
+    found = json.loads(record.read_text())
+    for contender in ("none", "w4a16-g32", "w4a16-g32 optimised"):
+        own = [share for share in found["shares"] if share["contender"] == contender]
+        parts = [share["share"] for share in own]
+        assert len(own) > 3 and sum(parts) == pytest.approx(1) and parts == sorted(parts, reverse=True)
+        assert all(share["calls"] > 0 for share in own)
+    said = capsys.readouterr().out
+    lines = said[said.index("share of a decode step") :].splitlines()
+    assert len(lines) == 1 + 3 * 4 and lines[4].endswith("others")
+    assert picture.with_stem("m_shares").stat().st_size > 1000
+    heads = {row["scheme"]: row["weight_megabytes"] for row in found["rows"]}
+    assert heads["w4a16-g32"] < 0.6 * heads["none"]
+
+
+def test_peers(seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are installed are measured, the others named."""
+    monkeypatch.setitem(whole_model._REPEATS, "cpu", 1)
+    beside, plan = whole_model.Beside(), Plan("tiny", [], ["eager"], [1], 8, peers=tuple(whole_model.PEERS))
+    results = run_plan(plan, "cpu", print, beside)
+    assert {r.scheme for r in results} | beside.left_out.keys() == {"none", *whole_model.PEERS}
+    assert all(reason for reason in beside.left_out.values())
+    with pytest.raises(SystemExit):
+        bench(model="tiny", device="cpu", peer=["torch"])
+    assert "bench: --peer: expected one of torchao-int8" in capsys.readouterr().err
+
+
+def test_bitsandbytes_layers(seed: int) -> None:
+    package = pytest.importorskip("bitsandbytes")
+    model = whole_model.build("tiny", None, torch.bfloat16, "cpu")
+    ids = torch.arange(12)[None]
+    expected = model(ids).logits
+    quantised = whole_model.prepare(model, "bitsandbytes-nf4", False)
+    layer = quantised.get_submodule("model.layers.0.mlp.up_proj")
+    assert type(layer) is package.nn.Linear4bit and layer.weight.dtype == torch.uint8
+    assert type(quantised.get_submodule("lm_head")) is torch.nn.Linear
+    error = (quantised(ids).logits - expected).float().norm() / expected.float().norm()
+    assert 0 < float(error) < 0.3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -50,6 +94,9 @@ def test_command(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"model": "tiny", "scheme": ["w5"]}, "bench: --scheme: expected one of w8a8-int8"),
         ({"model": "tiny", "scheme": ["w8a8-int8-static"]}, "bench: --scheme: expected one of"),
         ({"model": "tiny", "mode": ["fast"]}, "bench: --mode: expected one of eager, graph, compile, got 'fast'"),
+        ({"model": "tiny", "head": "w5"}, "bench: --head: expected one of w8a8-int8"),
+        ({"model": "tiny", "cache": "int4"}, "bench: --cache: expected one of int8, fp8, got 'int4'"),
+        ({"model": "tiny", "shares": -1}, "bench: --shares: expected at least 0, got -1"),
         ({"model": "tiny", "batch": [0]}, "bench: --batch: expected at least 1, got 0"),
         ({"model": "tiny", "json": Path("/no/such/m.json")}, "bench: --json: expected a file in a folder that exists"),
     ],

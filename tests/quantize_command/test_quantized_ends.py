@@ -83,7 +83,7 @@ def test_a_tied_pair_is_stored_once(seed: int, tmp_path: Path, option: str, sche
     assert float((p.exp() * (p - q)).sum(-1).mean()) < 20 * said["kl"]["kl_mean"] + 1e-9
     relative = (rounded.model.embed_tokens.weight - before.model.embed_tokens.weight).norm()
     assert said["errors"]["lm_head"] == pytest.approx(
-        float(relative / before.model.embed_tokens.weight.norm()), rel=1e-3
+        float(relative / before.model.embed_tokens.weight.norm()), rel=0.02
     )
 
 

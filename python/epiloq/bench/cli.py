@@ -7,6 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -17,14 +18,17 @@ from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.environment import describe, gpu_state
 from epiloq.bench.floor import CEILINGS, measure_read_floor
 from epiloq.bench.operations import OPERATIONS, default_peers, expand
+from epiloq.bench.peers.whole_models import PEERS as MODEL_PEERS
 from epiloq.bench.plot import plot as draw
 from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
+from epiloq.bench.shares import draw_shares, shares_table
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
-from epiloq.bench.whole_model import MODES, SHAPES, Plan, draw_models, run_plan, table, write_json
+from epiloq.bench.whole_model import MODES, SHAPES, Beside, Plan, draw_models, run_plan, table, write_json
 from epiloq.cli.output import STDOUT, display
 from epiloq.cli.progress import clock, time_left
 
+CACHES = ("int8", "fp8")
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
 PEERS = list(dict.fromkeys(name for operation in OPERATIONS.values() for name in operation.peers))
 
@@ -44,7 +48,10 @@ def bench(
     variant: Annotated[list[str] | None, option(f"Instead of the suites' variants: {', '.join(VARIANTS)}.")] = None,
     m: Annotated[list[int] | None, option("Numbers of rows of A (M), instead of the suites'.")] = None,
     arch: Annotated[list[str] | None, option("Force this architecture besides the default choice: sm75, ...")] = None,
-    peer: Annotated[list[str] | None, option(f"Instead of the suites' peers: {', '.join(PEERS)}.")] = None,
+    peer: Annotated[
+        list[str] | None,
+        option(f"Instead of the suites' peers: {', '.join(PEERS)}; with --model: {', '.join(MODEL_PEERS)}."),
+    ] = None,
     device: Annotated[str, option("cpu or cuda[:INDEX]; by default cuda where there is one.")] = "",
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
     settle: Annotated[
@@ -63,6 +70,9 @@ def bench(
     layers: Annotated[int, option("With --model and a shape: decoder layers, by default all.")] = 0,
     mode: Annotated[list[str] | None, option(f"With --model: {', '.join(MODES)}. [eager]")] = None,
     batch: Annotated[list[int] | None, option("With --model: sequences that are decoded together. [1]")] = None,
+    head: Annotated[str, option("With --model: a scheme for the output head of quantised models.")] = "",
+    cache: Annotated[str, option(f"With --model: their key-value cache in {' or '.join(CACHES)}.")] = "",
+    shares: Annotated[int, option("With --model: list so many kernels of a decode step by their share of time.")] = 0,
     context: Annotated[int, option("With --model: tokens of a prefill, and before a step of decode.")] = 512,
 ) -> None:
     """Time the operations and their peers, check the results, and compare times with the roofline floor.
@@ -72,7 +82,8 @@ def bench(
     Exit codes: 1 when a result is wrong, 2 when an option is.
     """
     if model:
-        return _bench_model(model, scheme, layers, mode, batch, context, device, json, plot)
+        options = {"head": head or None, "cache": cache or None, "peers": peer or ()}
+        return _bench_model(model, scheme, layers, mode, batch, context, device, json, plot, shares, options)
     try:
         for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
             _check_names(name, given, known)
@@ -108,11 +119,19 @@ def _bench_model(
     device: str,
     json: Path | None,
     plot: Path | None,
+    shares: int,
+    options: dict[str, Any],
 ) -> None:
     from epiloq import schemes
 
     try:
-        _check_names("scheme", scheme, [name for name in schemes.available() if not schemes.SCHEMES[name].static])
+        ready = [name for name in schemes.available() if not schemes.SCHEMES[name].static]
+        _check_names("scheme", scheme, ready)
+        _check_names("head", options["head"] and [options["head"]], ready)
+        _check_names("cache", options["cache"] and [options["cache"]], CACHES)
+        _check_names("peer", options["peers"], MODEL_PEERS)
+        if shares < 0:
+            raise ValueError(f"bench: --shares: expected at least 0, got {shares}")
         _check_names("mode", mode, MODES)
         target = _device(device)
         _check_targets(json, plot)
@@ -122,15 +141,23 @@ def _bench_model(
         if find_spec("transformers") is None:
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
         plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
-        results = run_plan(plan, target.type, _progress)
+        plan, beside = replace(plan, shares=shares > 0, **options), Beside()
+        results = run_plan(plan, target.type, _progress, beside)
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    print(table(results), file=sys.stderr if json == STDOUT else sys.stdout)
+    to = sys.stderr if json == STDOUT else sys.stdout
+    print(table(results), file=to)
+    for name, reason in beside.left_out.items():
+        print(f"{name} is left out: {reason}", file=to)
+    if beside.shares:
+        print("\n" + shares_table(beside.shares, shares), file=to)
     if json:
-        write_json(json, describe(target, ""), results)
+        write_json(json, describe(target, ""), results, beside)
     if plot:
         draw_models(results, plot)
+    if plot and beside.shares:
+        draw_shares(beside.shares, shares, plot.with_stem(f"{plot.stem}_shares"))
 
 
 def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:

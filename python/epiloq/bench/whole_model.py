@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,9 @@ import torch
 from torch import nn
 
 import epiloq
+from epiloq.bench.contract import Unavailable
+from epiloq.bench.peers.whole_models import PEERS
+from epiloq.bench.shares import Share, profiled
 from epiloq.cli import output
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -56,7 +59,7 @@ _REPEATS = {"cuda": 30, "cpu": 3}
 class Measured:
     """One contender's figures. Times are medians; `us_a_layer` leaves the embedding, last norm and head out."""
 
-    scheme: str
+    scheme: str  # or the name of a peer
     optimized: bool
     mode: str
     phase: str  # "prefill" or "decode"
@@ -79,6 +82,22 @@ class Plan:
     batches: Sequence[int]
     context: int
     layers: int | None = None
+    head: str | None = None
+    """A scheme for the output head of every quantised model (and the embedding that it is tied to)."""
+    cache: str | None = None
+    """The type of a quantised key-value cache, "int8" or "fp8", of every quantised model."""
+    peers: Sequence[str] = ()
+    """Other packages' models, keys of `whole_models.PEERS`."""
+    shares: bool = False
+    """Whether a step of decode is profiled."""
+
+
+@dataclass
+class Beside:
+    """What a run gives beside its figures: why peers were left out, and where the time of a step goes."""
+
+    left_out: dict[str, str] = field(default_factory=dict)
+    shares: list[Share] = field(default_factory=list)
 
 
 def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str) -> Any:
@@ -96,10 +115,18 @@ def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str
     return made.to(dtype).eval()
 
 
-def prepare(model: nn.Module, scheme: str, optimized: bool) -> nn.Module:
-    """The model quantised by `scheme`, unless that is "none", and optimised."""
+def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = None) -> nn.Module:
+    """The model quantised by `scheme`, unless that is "none", and optimised; or another package's of that name.
+
+    Raises Unavailable for a package that is not installed, or cannot.
+    """
+    if scheme in PEERS:
+        try:
+            return PEERS[scheme](model)
+        except (ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
+            raise Unavailable(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     if scheme != "none":
-        epiloq.quantize_(model, scheme)
+        epiloq.quantize_(model, scheme, head=head)
         if optimized:
             epiloq.optimize_(model)
     return model
@@ -128,12 +155,17 @@ def _cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _step(model: Any, mode: str, batch: int, context: int) -> tuple[Callable[[], object], Callable[[], None]]:
+def _step(
+    model: Any, mode: str, batch: int, context: int, kind: str | None = None
+) -> tuple[Callable[[], object], Callable[[], None]]:
     """One step of decode behind `context` tokens, and what puts the cache back."""
     from transformers import StaticCache
 
     device, name = model.device, _cache_argument(model)
-    cache: Any = StaticCache(config=model.config, max_cache_len=context + 256)
+    length = context + 256
+    cache: Any = StaticCache(config=model.config, max_cache_len=length)
+    if kind is not None:
+        cache = epiloq.QuantizedCache(model.config, kind, length)
     tokens = torch.randint(model.config.vocab_size, (batch, context), device=device)
     model(tokens, use_cache=True, logits_to_keep=1, **{name: cache})
     token = tokens[:, :1].clone()
@@ -179,7 +211,9 @@ def _nothing() -> None:
     pass
 
 
-def measure(model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int) -> Measured:
+def measure(
+    model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int, cache: str | None = None
+) -> Measured:
     """Figures of one phase: prefill of ``[batch, tokens]``, or a step of decode behind `tokens` in a static cache."""
     device = model.device.type
     repeats, layers = _REPEATS[device], model.config.num_hidden_layers
@@ -193,7 +227,7 @@ def measure(model: Any, scheme: str, optimized: bool, mode: str, phase: str, bat
 
             reset = _nothing
         else:
-            run, reset = _step(model, mode, batch, tokens)
+            run, reset = _step(model, mode, batch, tokens, cache)
         run()  # which compiles
         timed = _replayed(run) if mode != "eager" and device == "cuda" else run
         reset()
@@ -217,24 +251,49 @@ def _outside(model: Any, batch: int, tokens: int) -> Callable[[], object]:
     return _replayed(run) if model.device.type == "cuda" else run
 
 
-def run_plan(plan: Plan, device: str, progress: Callable[[str], None]) -> list[Measured]:
-    """Every contender of a plan, the 16-bit model first; `progress` is told of each."""
+def run_plan(plan: Plan, device: str, progress: Callable[[str], None], beside: Beside | None = None) -> list[Measured]:
+    """Every contender of a plan, the 16-bit model first; `progress` is told of each, `beside` filled."""
+    beside = Beside() if beside is None else beside
     results = []
     contenders = [("none", False)] + [(scheme, optimized) for scheme in plan.schemes for optimized in (False, True)]
-    for scheme, optimized in contenders:
-        model = prepare(build(plan.model, plan.layers, torch.bfloat16, device), scheme, optimized)
+    for scheme, optimized in (*contenders, *((peer, False) for peer in plan.peers)):
+        ours = scheme != "none" and scheme not in PEERS
+        model = build(plan.model, plan.layers, torch.bfloat16, device)
+        try:
+            model = prepare(model, scheme, optimized, plan.head)
+        except Unavailable as error:
+            beside.left_out[scheme] = str(error)
+            progress(f"{scheme} is left out: {error}")
+            continue
+        cache = plan.cache if ours else None
         for mode in plan.modes:
             for phase, batches in (("prefill", [1]), ("decode", plan.batches)):
                 for batch in batches:
                     progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, {phase}, batch {batch}")
-                    results.append(measure(model, scheme, optimized, mode, phase, batch, plan.context))
+                    results.append(measure(model, scheme, optimized, mode, phase, batch, plan.context, cache))
+        if plan.shares:
+            progress(f"{scheme}{' optimised' if optimized else ''}: share of time")
+            name = scheme + (" optimised" if optimized else "")
+            beside.shares += step_shares(model, name, plan.batches[0], plan.context, cache)
         del model
     return results
 
 
-def write_json(path: Path, environment: Mapping[str, Any], results: Sequence[Measured]) -> None:
-    """The environment and a row a result."""
-    output.write_json(path, {"environment": dict(environment), "rows": [asdict(r) for r in results]})
+def step_shares(model: Any, name: str, batch: int, tokens: int, cache: str | None = None) -> list[Share]:
+    """Kernels of one step of decode in eager torch by their share of the time, largest first."""
+    with _settled():
+        run, reset = _step(model, "eager", batch, tokens, cache)
+        run()
+        reset()
+        return profiled(name, run, model.device.type)
+
+
+def write_json(
+    path: Path, environment: Mapping[str, Any], results: Sequence[Measured], beside: Beside | None = None
+) -> None:
+    """The environment, a row a result, what was left out and the shares of time."""
+    found = {"environment": dict(environment), "rows": [asdict(r) for r in results]}
+    output.write_json(path, found | asdict(Beside() if beside is None else beside))
 
 
 def draw_models(results: Sequence[Measured], path: Path) -> None:
@@ -268,17 +327,3 @@ def table(results: Sequence[Measured]) -> str:
             f"{r.us_a_layer:10.1f}{r.weight_megabytes:9.0f}  {ratio}"
         )
     return "\n".join(lines)
-
-
-def shares(model: Any, batch: int, tokens: int) -> list[tuple[str, float]]:
-    """Kernels of one step of decode in eager torch by their share of the GPU's time, largest first."""
-    with _settled():
-        run, reset = _step(model, "eager", batch, tokens)
-        run()
-        reset()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run()
-            torch.cuda.synchronize()
-    events = [(e.key, e.self_device_time_total) for e in profile.key_averages() if e.self_device_time_total > 0]
-    total = sum(spent for _, spent in events) or 1.0
-    return sorted(((key, spent / total) for key, spent in events), key=lambda pair: -pair[1])

@@ -1,0 +1,227 @@
+"""QuantizedCache: keys and values of a language model's attention in 8 bits, for transformers' ``generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+# The type of the values, and the largest of them, by the name of a cache's `dtype`.
+KINDS: dict[str, tuple[torch.dtype, float]] = {
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}
+
+
+def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Keys or values ``[B, H, T, D]`` as bytes of the same shape, and scales ``[B, H, T, 1]`` of their dtype.
+
+    A scale for each token and head: the largest magnitude over 127 ("int8", half to even) or 448 ("fp8"). The bytes
+    are int8 numbers, or float8_e4m3fn ones as uint8, which every operation of torch can copy.
+    """
+    dtype, most = KINDS[kind]
+    x = states.float()
+    # Rounded before anything is divided by it, so that what is stored is what counts.
+    scale = (x.abs().amax(-1, keepdim=True) / most).to(states.dtype)
+    scale = scale.clamp(min=torch.finfo(states.dtype).tiny)
+    q = (x / scale.float()).clamp(-most, most)
+    return q.round().to(dtype) if kind == "int8" else q.to(dtype).view(torch.uint8), scale
+
+
+def dequantize_heads(q: Tensor, scale: Tensor, kind: str) -> Tensor:
+    """The inverse of `quantize_heads`, in the scale's dtype: a product in float32, rounded once."""
+    values = q if kind == "int8" else q.view(torch.float8_e4m3fn)
+    return (values.float() * scale.float()).to(scale.dtype)
+
+
+class _Scaled:
+    """What both kinds of layers share: scales beside ``keys`` and ``values``, which are bytes."""
+
+    kind: str
+    keys: Tensor | None
+    values: Tensor | None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's tensors."""
+        held = (self.keys, self.values, self.key_scale, self.value_scale)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def _restored(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        assert self.key_scale is not None and self.value_scale is not None
+        keys = dequantize_heads(self.keys, self.key_scale, self.kind)
+        return keys, dequantize_heads(self.values, self.value_scale, self.kind)
+
+    def offload(self) -> None:
+        super().offload()  # type: ignore[misc]
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        super().prefetch()  # type: ignore[misc]
+        self._move(self.device)  # type: ignore[attr-defined]
+
+    def _move(self, device: Any) -> None:
+        if self.key_scale is not None and self.value_scale is not None:
+            self.key_scale = self.key_scale.to(device, non_blocking=True)
+            self.value_scale = self.value_scale.to(device, non_blocking=True)
+
+
+class QuantizedDynamicLayer(_Scaled, DynamicLayer):
+    """A layer that grows: keys and values ``[B, H, T, D]`` as bytes, a scale for each token and head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin without tokens; type, device and heads are those of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.key_scale = quantize_heads(key_states[:, :, :0], self.kind)
+        self.values, self.value_scale = quantize_heads(value_states[:, :, :0], self.kind)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append tokens; gives the keys and values of all, as they are stored, de-quantised."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = (self.keys, self.key_scale, self.values, self.value_scale)
+        new = (*quantize_heads(key_states, self.kind), *quantize_heads(value_states, self.kind))
+        joined = [torch.cat((old, tensor), -2) for old, tensor in zip(held, new, strict=True) if old is not None]
+        self.keys, self.key_scale, self.values, self.value_scale = joined
+        return self._restored()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = self.key_scale = self.value_scale = None
+        self.is_initialized = False
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the last tokens, as the version of transformers says how many."""
+        super().crop(*args, **kwargs)
+        if self.keys is not None and self.key_scale is not None and self.value_scale is not None:
+            length = self.keys.shape[-2]
+            self.key_scale, self.value_scale = self.key_scale[..., :length, :], self.value_scale[..., :length, :]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the sequences of these indices, as beam search does."""
+        self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences of these indices."""
+        self._select(lambda tensor: tensor[indices, ...])
+
+    def _select(self, change: Any) -> None:
+        for name in ("keys", "values", "key_scale", "value_scale"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, change(tensor))
+
+
+class QuantizedStaticLayer(_Scaled, StaticLayer):
+    """A layer of fixed size for compiled code: bytes ``[B, H, max_cache_len, D]``, a scale for each token and head."""
+
+    def __init__(self, max_cache_len: int, kind: str) -> None:
+        super().__init__(max_cache_len)
+        self.kind = kind
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the tensors, of zeros; type, device and heads are those of the first states."""
+        super().lazy_initialization(key_states[:, :, :0], value_states[:, :, :0])
+        scales = key_states.new_zeros((*self.keys.shape[:3], 1))
+        dtype = torch.int8 if self.kind == "int8" else torch.uint8
+        self.keys, self.values = (torch.zeros_like(held, dtype=dtype) for held in (self.keys, self.values))
+        self.key_scale, self.value_scale = scales, scales.clone()
+        if not is_compiling():
+            for tensor in (self.keys, self.values, self.key_scale, self.value_scale):
+                torch._dynamo.mark_static_address(tensor)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write tokens behind those that are there; gives the keys and values of all places, de-quantised."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[-2]
+        places = torch.arange(count, device=key_states.device) + self.cumulative_length
+        self.cumulative_length.add_(count)
+        held = (self.keys, self.key_scale, self.values, self.value_scale)
+        new = (*quantize_heads(key_states, self.kind), *quantize_heads(value_states, self.kind))
+        for tensor, states in zip(held, new, strict=True):
+            tensor.index_copy_(2, places, states)
+        return self._restored()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the sequences of these indices, as beam search does, in the same memory."""
+        for tensor in (self.keys, self.values, self.key_scale, self.value_scale):
+            if tensor is not None:
+                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+
+class QuantizedCache(Cache):
+    """Keys and values in 8 bits, with a scale for each token and head: D + 2 bytes a head for 2 D in 16 bits.
+
+    ``model.generate(..., past_key_values=epiloq.QuantizedCache(model.config))`` (``cache=`` where transformers calls it
+    so). Grows as it is used, or has a fixed size for ``torch.compile`` and CUDA graphs where `max_cache_len` is given.
+    What attention reads is what is stored, of the new tokens too, so that results do not depend on how a prompt was cut
+    into calls. Layers with a sliding window keep the model's type, for they hold the window alone.
+
+    A layer's keys and values are de-quantised whole in each call, before attention reads them: a temporary of the
+    layer's size in the model's type, and a pass over it more.
+
+    Args:
+        config: of the model.
+        dtype: "int8" or "fp8" (float8_e4m3fn).
+        max_cache_len: tokens of a cache of fixed size; None for one that grows.
+
+    Raises:
+        ValueError: another `dtype`, fewer than 1 token, or a model with layers of another kind than full attention
+            and sliding windows (linear attention, indexed attention), which the message names.
+    """
+
+    def __init__(self, config: Any, dtype: str = "int8", max_cache_len: int | None = None) -> None:
+        if dtype not in KINDS:
+            raise ValueError(f"epiloq.QuantizedCache: dtype: expected {' or '.join(KINDS)}, got {dtype!r}")
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"epiloq.QuantizedCache: max_cache_len: expected at least 1, got {max_cache_len}")
+        if max_cache_len is None:
+            layers = DynamicCache(config=config).layers
+        else:
+            layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+
+        def quantised(layer: Any) -> Any:
+            if type(layer) is DynamicLayer:
+                return QuantizedDynamicLayer(dtype)
+            if type(layer) is StaticLayer:
+                return QuantizedStaticLayer(layer.max_cache_len, dtype)
+            if type(layer) in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer):
+                return layer
+            raise ValueError(
+                f"epiloq.QuantizedCache: config: expected layers of full attention or sliding windows, got "
+                f"{type(layer).__name__}; use transformers' own cache for this model"
+            )
+
+        super().__init__(layers=[quantised(layer) for layer in layers])
+        self.dtype = dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys, values and scales that are held."""
+        total = 0
+        for layer in self.layers:
+            held = [t for t in (layer.keys, layer.values) if isinstance(t, Tensor)]
+            total += layer.nbytes if isinstance(layer, _Scaled) else sum(t.nbytes for t in held)
+        return total

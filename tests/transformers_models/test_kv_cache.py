@@ -1,0 +1,181 @@
+"""epiloq.QuantizedCache: what attention reads, memory, and what generation does to a cache."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch import Tensor
+
+import epiloq
+from epiloq.kv_cache import QuantizedCache, dequantize_heads, quantize_heads
+from tiny_teacher import tiny_model
+
+KINDS = ("int8", "fp8")
+# Half a step of 127, and half of the last of 3 bits of mantissa, of the largest magnitude or of the value.
+BOUND = {"int8": 0.5 / 127, "fp8": 2**-4}
+
+
+def model() -> Any:
+    return tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def argument(found: Any) -> str:
+    """What this version of transformers calls the cache."""
+    return "cache" if "cache" in inspect.signature(type(found).forward).parameters else "past_key_values"
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape) * torch.rand(*shape[:-1], 1).exp() * 5).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_scale_for_each_token_and_head(kind: str, dtype: torch.dtype, seed: int) -> None:
+    x = states(2, 3, 5, 16, dtype=dtype)
+    x[0, 0, 0] = 0
+    q, scale = quantize_heads(x, kind)
+    assert q.shape == x.shape and q.element_size() == 1 and scale.shape == (2, 3, 5, 1) and scale.dtype == dtype
+    restored = dequantize_heads(q, scale, kind)
+    assert restored.dtype == dtype and torch.equal(restored[0, 0, 0], x[0, 0, 0])
+    largest = x.double().abs().amax(-1, keepdim=True)
+    # The scale is rounded to the type, which takes that part of the largest values away, and the result is.
+    allowed = largest * (BOUND[kind] + 2 * torch.finfo(dtype).eps) + 1e-30
+    assert bool(((restored.double() - x.double()).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [None, 40])
+def test_close_to_the_float_cache_and_independent_of_cuts(kind: str, length: int | None, seed: int) -> None:
+    found, ids = model(), torch.randint(256, (2, 20))
+    name = argument(found)
+    with torch.no_grad():
+        expected = found(ids).logits
+        whole = found(ids, use_cache=True, **{name: QuantizedCache(found.config, kind, length)}).logits
+        cache: Any = QuantizedCache(found.config, kind, length)
+        parts = [found(ids[:, a:b], use_cache=True, **{name: cache}).logits for a, b in ((0, 7), (7, 8), (8, 20))]
+    assert cache.get_seq_length() == 20
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    error = float((whole - expected).norm() / expected.norm())
+    assert 0 < error < (0.02 if kind == "int8" else 0.1)
+
+
+@pytest.mark.parametrize("length", [None, 32])
+def test_memory_is_about_half(length: int | None) -> None:
+    found = model().to(torch.bfloat16)
+    cache: Any = QuantizedCache(found.config, max_cache_len=length)
+    usual = transformers.DynamicCache(config=found.config)
+    if length is not None:
+        usual = transformers.StaticCache(config=found.config, max_cache_len=length)
+    ids, name = torch.zeros(2, 32, dtype=torch.long), argument(found)
+    with torch.no_grad():
+        found(ids, use_cache=True, **{name: cache})
+        found(ids, use_cache=True, **{name: usual})
+    before = sum(layer.keys.nbytes + layer.values.nbytes for layer in usual.layers)
+    # 16 numbers of a byte and a scale of two, for 16 of two bytes.
+    assert cache.nbytes == before * (16 + 2) / (16 * 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [None, 64])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+def test_generates(kind: str, length: int | None, options: dict[str, Any], seed: int) -> None:
+    """Beams are reordered as in the float cache: the same tokens, unless a likelihood was on an edge."""
+    found, ids = model(), torch.randint(1, 256, (2, 9))
+    # Sharp, so that 8 bits decide nothing.
+    found.lm_head.weight.data *= 30
+    given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **options}
+    cache = QuantizedCache(found.config, kind, length)
+    result = found.generate(ids, **{argument(found): cache}, **given)
+    expected = found.generate(ids, **given)
+    assert result.shape == expected.shape
+    assert float((result == expected).double().mean()) > 0.7
+
+
+@pytest.mark.parametrize("length", [None, 16])
+def test_reorder(length: int | None, seed: int) -> None:
+    found = model()
+    cache: Any = QuantizedCache(found.config, max_cache_len=length)
+    keys, values = states(3, 2, 5, 16), states(3, 2, 5, 16)
+    whole, _ = cache.update(keys, values, 0)
+    order = torch.tensor([2, 0, 0])
+    cache.layers[0].reorder_cache(order)
+    again, _ = cache.update(keys[:, :, :1], values[:, :, :1], 0)
+    assert torch.equal(again[:, :, :5], whole[order][:, :, :5])
+
+
+def test_crop_reset_and_batches(seed: int) -> None:
+    found = model()
+    cache: Any = QuantizedCache(found.config)
+    keys, values = states(2, 2, 6, 16), states(2, 2, 6, 16)
+    whole, _ = cache.update(keys, values, 0)
+    layer = cache.layers[0]
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0, 3]))
+    layer.crop(-2)
+    assert cache.get_seq_length() == 4 and layer.key_scale.shape == (2, 2, 4, 1)
+    again, _ = cache.update(keys[:, :, 4:], values[:, :, 4:], 0)
+    assert torch.equal(again, whole)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    assert torch.equal(cache.update(keys, values, 0)[0], whole)
+
+
+def test_static_crop_and_reset(seed: int) -> None:
+    found = model()
+    cache: Any = QuantizedCache(found.config, "fp8", 8)
+    keys, values = states(2, 2, 6, 16), states(2, 2, 6, 16)
+    whole = cache.update(keys, values, 0)[0].clone()
+    address = cache.layers[0].keys.data_ptr()
+    cache.layers[0].crop(-2)
+    assert torch.equal(cache.update(keys[:, :, 4:], values[:, :, 4:], 0)[0], whole)
+    cache.reset()
+    assert torch.equal(cache.update(keys, values, 0)[0], whole) and cache.layers[0].keys.data_ptr() == address
+
+
+def test_compiles_whole(seed: int) -> None:
+    found, ids = model(), torch.randint(256, (2, 5))
+    name = argument(found)
+    caches = [QuantizedCache(found.config, "int8", 12) for _ in range(2)]
+    compiled = torch.compile(found, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for cache in caches:
+            found(ids, use_cache=True, **{name: cache})
+        for token in ids.split(1, 1):
+            expected = found(token, use_cache=True, **{name: caches[0]}).logits
+            torch.testing.assert_close(compiled(token, use_cache=True, **{name: caches[1]}).logits, expected)
+    assert caches[1].is_compileable and not QuantizedCache(found.config).is_compileable
+
+
+def test_sliding_layers_keep_the_models_type(seed: int) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=4, layer_types=kinds
+    )
+    found, ids = transformers.Gemma3ForCausalLM(config).eval(), torch.randint(64, (1, 10))
+    for length in (None, 16):
+        cache: Any = QuantizedCache(config, max_cache_len=length)
+        names = [type(layer).__name__ for layer in cache.layers]
+        assert names[0].endswith("SlidingWindowLayer") and names[1].startswith("Quantized")
+        with torch.no_grad():
+            expected = found(ids).logits
+            logits = found(ids, use_cache=True, **{argument(found): cache}).logits
+        assert 0 < float((logits - expected).norm() / expected.norm()) < 0.02
+
+
+def test_refused() -> None:
+    config = model().config
+    with pytest.raises(ValueError, match="dtype: expected int8 or fp8, got 'int4'"):
+        epiloq.QuantizedCache(config, "int4")
+    with pytest.raises(ValueError, match="max_cache_len: expected at least 1, got 0"):
+        epiloq.QuantizedCache(config, max_cache_len=0)
+    hybrid = getattr(transformers, "Qwen3NextConfig", None)
+    if hybrid is not None:
+        with pytest.raises(ValueError, match="expected layers of full attention or sliding windows, got Linear"):
+            epiloq.QuantizedCache(hybrid(num_hidden_layers=4))
