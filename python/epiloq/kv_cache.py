@@ -47,10 +47,10 @@ class _Scaled:
     """What both kinds of layers share: scales beside ``keys`` and ``values``, which are bytes."""
 
     kind: str
-    keys: Tensor | None
-    values: Tensor | None
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
+    keys: Any  # Tensors; None before the first token.
+    values: Any
+    key_scale: Any = None
+    value_scale: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +59,6 @@ class _Scaled:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def _restored(self) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None and self.values is not None
-        assert self.key_scale is not None and self.value_scale is not None
         keys = dequantize_heads(self.keys, self.key_scale, self.kind)
         return keys, dequantize_heads(self.values, self.value_scale, self.kind)
 
@@ -78,11 +76,11 @@ class _Scaled:
             self.value_scale = self.value_scale.to(device, non_blocking=True)
 
 
-class QuantizedDynamicLayer(_Scaled, DynamicLayer):
+class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer that grows: keys and values ``[B, H, T, D]`` as bytes, a scale for each token and head."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -133,7 +131,7 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):
                 setattr(self, name, change(tensor))
 
 
-class QuantizedStaticLayer(_Scaled, StaticLayer):
+class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-call]
     """A layer of fixed size for compiled code: bytes ``[B, H, max_cache_len, D]``, a scale for each token and head."""
 
     def __init__(self, max_cache_len: int, kind: str) -> None:
@@ -221,7 +219,8 @@ class QuantizedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all keys, values and scales that are held."""
         total = 0
-        for layer in self.layers:
+        layers: list[Any] = self.layers
+        for layer in layers:
             held = [t for t in (layer.keys, layer.values) if isinstance(t, Tensor)]
             total += layer.nbytes if isinstance(layer, _Scaled) else sum(t.nbytes for t in held)
         return total
