@@ -68,7 +68,7 @@ def assert_close(y: Tensor, problem: Problem) -> None:
     exact, size = problem.exact()
     bound = ulp(exact, y.dtype) + 2.0**-23 * problem.x_q.shape[-1] ** 0.5 * size
     if y.is_cuda:
-        bound += 2.0**-7 * size
+        bound += 2.0**-7 * size  # where activations become bfloat16; the float8 kernel is within 2^-12
     error = (y.double().reshape(exact.shape) - exact).abs()
     assert not error.isnan().any(), "NaN: an element that was never written?"
     assert (error <= bound).all(), f"worst element {float((error / bound).max()):.2f} times the bound"
