@@ -11,6 +11,7 @@ from epiloq import _core
 from epiloq.ops.conv2d_int8 import explain as explain_conv2d_int8
 from epiloq.ops.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
+from epiloq.ops.grouped_packed_mm import explain as explain_grouped_packed
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import explain as explain_lookup_int8
@@ -32,6 +33,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "conv2d_int8": partial(explain_conv2d_int8, "conv2d_int8"),
     "conv2d_weight_only": explain_conv2d_weight_only,
     "grouped_mm": partial(explain_groupwise, grouped_mm),
+    "grouped_packed_mm": explain_grouped_packed,
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),
     "lookup_int8": explain_lookup_int8,
     "online_quant_mm": explain_online_quant_mm,

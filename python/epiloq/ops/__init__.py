@@ -4,6 +4,7 @@ from epiloq._threads import lend_threads
 from epiloq.ops.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.grouped_mm import grouped_mm
+from epiloq.ops.grouped_packed_mm import grouped_packed_mm
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import lookup_int8
 from epiloq.ops.online_quant_mm import online_quant_mm
@@ -23,6 +24,7 @@ __all__ = [
     "conv2d_int8",
     "conv2d_weight_only",
     "grouped_mm",
+    "grouped_packed_mm",
     "groupwise_mm",
     "lookup_int8",
     "online_quant_mm",

@@ -11,8 +11,10 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._threads import threads_for
-from epiloq.ops import w4a8_unpacked, weight_only_mm
+from epiloq.ops import w4a8_unpacked
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, check, check_out_dtype, check_weight
+from epiloq.ops.weight_only_mm import explain as explain_weight_only
+from epiloq.ops.weight_only_mm import run as weight_only
 from epiloq.weights.packed_layout import PADDING, parameters_of
 from epiloq.weights.packed_weight import PackedWeight
 
@@ -168,7 +170,7 @@ def _by_weight_only(
     x = x_q.to(dtype)
     packed = (weight.q, weight.scale, weight.zero, None, None, None)
     numbers = (weight.bits, weight.n, weight.k, weight.group_size)
-    _finish(out, weight_only_mm.run(x, *packed, *numbers, -inf, inf).float(), scale_a, bias)
+    _finish(out, weight_only(x, *packed, *numbers, -inf, inf).float(), scale_a, bias)
 
 
 def _summed_by_group(m: int, weight: PackedWeight) -> bool:
@@ -243,7 +245,7 @@ def explain(
     if w4a8_unpacked.fits(x_q.view(m, w.k), w):
         return "the weight's integers unpacked to 8 bits, then a product of 8-bit operands"
     dtype = _floating(x_q)
-    said = weight_only_mm.explain(x_q.new_empty((m, w.k), dtype=dtype), w)
+    said = explain_weight_only(x_q.new_empty((m, w.k), dtype=dtype), w)
     return f"activations as {str(dtype).removeprefix('torch.')}: {said}"
 
 

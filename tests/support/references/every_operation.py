@@ -152,6 +152,17 @@ def _w4a8_of(x_q: Tensor, weight: Any, scale_a: Tensor, bias: Tensor, out: Tenso
     return epiloq.w4a8_mm(x_q, whole, scale_a, bias, out=out)
 
 
+def _grouped_packed() -> Arguments:
+    weight = epiloq.pack_weight(ints(2 * SIZE, SIZE) % 8, positive(2 * SIZE, 1), bits=4, group_size=-1)
+    return {
+        "x": fp8(SIZE, SIZE),
+        "weight": weight,
+        "scale_a": positive(SIZE, 1),
+        "offs": torch.tensor([5, SIZE], dtype=torch.int32),
+        "out": torch.full((SIZE, SIZE), 7.0),
+    }
+
+
 def _in_blocks() -> Arguments:
     weight = epiloq.online_quant_weight(ints(SIZE, SIZE), positive(SIZE, 2), positive(SIZE, 2), group_size=SIZE // 2)
     out = torch.full((SIZE, SIZE), 7.0)
@@ -272,6 +283,7 @@ OPERATIONS = (
         lambda: _w4a8() | {name: _w4a8()["weight"].state_dict()[name] for name in ("scale", "zero", "perm")},
         {"scale": ((1, 1, 16),), "zero": ((1, 1, 16),), "perm": _VECTOR},
     ),
+    Operation("grouped_packed_mm", epiloq.grouped_packed_mm, _grouped_packed, {"scale_a": ((SIZE, 1),)}),
     Operation("online_quant_mm", epiloq.online_quant_mm, _in_blocks, {"bias": _VECTOR}),
     Operation(
         "online_quant_weight",

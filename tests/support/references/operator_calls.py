@@ -152,6 +152,19 @@ def w4a8_products(x: Tensor, n: int, out: Tensor) -> Calls:
         tensors = ((10 * x).clamp(-100, 100).to(dtype), w.q, w.scale, w.zero, w.perm, scale, bias)
         yield OPS.w4a8_mm, (*tensors, n, k, 32), {"out_dtype": torch.bfloat16 if bias is None else torch.float16}
         yield OPS.w4a8_mm_out, (*tensors, n, k, 32), {"out": out}
+    yield from grouped_packed_products(x, device)
+
+
+def grouped_packed_products(x: Tensor, device: str) -> Calls:
+    (m, k), experts = x.shape, 2
+    ends, counts = (torch.tensor(c, dtype=torch.int32, device=device) for c in ([m // 2, m], [m, 0]))
+    w = weight_reference.make_weight(experts * 16, k, 4, 32, "zero", device=device).packed
+    parts, numbers = (w.q, w.scale, w.zero, None), (4, experts * 16, k, 32)
+    yield OPS.grouped_packed_mm, (x.half(), *parts, None, ends, None, *numbers), {"out_dtype": torch.float16}
+    scale = torch.ones(experts, m, 1, device=device)
+    boxes = torch.stack([x, x]).to(torch.float8_e4m3fn)
+    out = torch.zeros(experts, m, 16, device=device, dtype=torch.bfloat16)
+    yield OPS.grouped_packed_mm_out, (boxes, *parts, scale, None, counts, *numbers), {"out": out}
 
 
 def convolutions(batch: int, n: int, device: str) -> Calls:

@@ -28,12 +28,12 @@ class Call(NamedTuple):
     bias: Tensor | None
 
 
-def check_weight(weight: PackedWeight) -> None:
+def check_weight(weight: PackedWeight, operation: str = NAME) -> None:
     """Raise ValueError for a weight of another kind than the product takes."""
     if weight.bits != 4:
-        _refuse("weight", "4 bits", f"{weight.bits}")
+        _refuse("weight", "4 bits", f"{weight.bits}", operation)
     if weight.offset is not None:
-        _refuse("weight.offset", "None: symmetric weights or integer zero points", "real offsets")
+        _refuse("weight.offset", "None: symmetric weights or integer zero points", "real offsets", operation)
 
 
 def check_out_dtype(x_q: Tensor, dtype: torch.dtype) -> None:
@@ -51,15 +51,15 @@ def check(call: Call, out_given: bool) -> None:
     shapes = [torch.Size(shape) for shape in ((m,), (m, 1), (*leading, 1))]
     if scale_a.dtype != torch.float32 or (scale_a.numel() != 1 and scale_a.shape not in shapes):
         _refuse("scale_a", f"float32, one element or one for each of {m} rows ([{m}] or [{m}, 1])", _said(scale_a))
-    _check_memory("scale_a", scale_a, call.x_q.device)
+    check_memory("scale_a", scale_a, call.x_q.device)
     if out_given:
         _check_out(out, (*leading, call.weight.n))
     if bias is not None:
         if bias.dtype != out.dtype or bias.shape != (call.weight.n,) or not bias.is_contiguous():
             _refuse("bias", f"the output's {out.dtype} [{call.weight.n}], dense", _said(bias))
-        _check_memory("bias", bias, call.x_q.device)
+        check_memory("bias", bias, call.x_q.device)
     if out_given:
-        _check_memory("out", out, call.x_q.device)
+        check_memory("out", out, call.x_q.device)
         inputs = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
         inputs |= {f"weight.{name}": tensor for name, tensor in call.weight.state_dict().items()}
         for name, tensor in inputs.items():
@@ -74,7 +74,7 @@ def _check_parts(weight: PackedWeight, device: torch.device) -> None:
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():
             wanted = " or ".join(map(str, kinds[name]))
             _refuse(f"weight.{name}", f"{wanted} {list(expected[name])}, dense", _said(tensor))
-        _check_memory(f"weight.{name}", tensor, device)
+        check_memory(f"weight.{name}", tensor, device)
 
 
 def _check_activations(call: Call) -> tuple[torch.Size, int]:
@@ -84,7 +84,7 @@ def _check_activations(call: Call) -> tuple[torch.Size, int]:
         _refuse("x_q", "int8 or float8_e4m3fn", _said(x_q))
     if not 1 <= x_q.ndim <= _MOST_DIMENSIONS or x_q.shape[-1] != k:
         _refuse("x_q", f"{k} columns and 1 to {_MOST_DIMENSIONS} dimensions", _said(x_q))
-    _check_memory("x_q", x_q, x_q.device)
+    check_memory("x_q", x_q, x_q.device)
     _check_rows("x_q", x_q)
     return x_q.shape[:-1], prod(x_q.shape[:-1])
 
@@ -109,13 +109,14 @@ def _check_rows(name: str, tensor: Tensor) -> None:
         _refuse(name, "leading dimensions that collapse into one", _said(tensor))
 
 
-def _check_memory(name: str, tensor: Tensor, device: torch.device) -> None:
+def check_memory(name: str, tensor: Tensor, device: torch.device, operation: str = NAME) -> None:
+    """Raise ValueError for a tensor on another device, or without memory."""
     if tensor.layout != torch.strided:
-        _refuse(name, "strided memory", f"{tensor.layout}")
+        _refuse(name, "strided memory", f"{tensor.layout}", operation)
     if tensor.device != device or tensor.is_meta:
-        _refuse(name, f"a tensor with values on {device}", f"one on {tensor.device}")
+        _refuse(name, f"a tensor with values on {device}", f"one on {tensor.device}", operation)
     if tensor.numel() and (tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0):
-        _refuse(name, "memory", f"{_said(tensor)} without any")
+        _refuse(name, "memory", f"{_said(tensor)} without any", operation)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -138,5 +139,5 @@ def _said(tensor: Tensor) -> str:
     return f"{dtype} {list(tensor.shape)}{strides}"
 
 
-def _refuse(argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"epiloq.{NAME}: {argument}: expected {expected}, got {got}")
+def _refuse(argument: str, expected: object, got: object, operation: str = NAME) -> NoReturn:
+    raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")

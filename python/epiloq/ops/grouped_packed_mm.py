@@ -1,0 +1,192 @@
+"""Products of a mixture of experts with weights of few bits: `weight_only_mm` and `w4a8_mm` for each expert's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq.ops.checks.w4a8_mm import check_memory, check_weight
+from epiloq.ops.w4a8_mm import explain as explain_w4a8
+from epiloq.ops.w4a8_mm import run as w4a8
+from epiloq.ops.weight_only_mm import explain as explain_weight_only
+from epiloq.ops.weight_only_mm import run as weight_only
+from epiloq.weights.packed_layout import PANEL_ROWS
+from epiloq.weights.packed_weight import PackedWeight
+
+_NAME = "grouped_packed_mm"
+
+
+def grouped_packed_mm(
+    x: Tensor,
+    weight: PackedWeight,
+    scale_a: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`weight_only_mm`, or with ``scale_a`` `w4a8_mm`, for a mixture of experts: each row times its expert's matrix.
+
+    One expert after the other, so that each row's result is that of those operations. The number of rows of each
+    expert is read on the host, which waits for a GPU.
+
+    Args:
+        x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
+            float32, rows dense; with ``scale_a`` int8 or float8_e4m3fn.
+        weight: ``[E N, K]``, the experts' matrices behind each other, N a multiple of 16; without activation order.
+        scale_a: float32, one per row: ``[M, 1]`` or ``[E, M, 1]``.
+        offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`.
+        masked_m: int32 ``[E]``, the number of valid rows of each expert.
+        out_dtype: with ``scale_a`` as for `w4a8_mm`, bfloat16 by default; otherwise x's dtype.
+        out: ``[M, N]`` or ``[E, M, N]``, rows dense, sharing no memory with inputs; written and returned.
+
+    Returns:
+        ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written.
+
+    Raises:
+        ValueError: an argument does not fit, or not exactly one of ``offs`` and ``masked_m`` is given.
+        TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedWeight, got {type(weight).__name__}")
+    if (offs is None) == (masked_m is None):
+        _refuse("offs", "either offs or masked_m", "neither" if offs is None else "both")
+    if weight.perm is not None:
+        _refuse("weight.perm", "None: no activation order", "a permutation")
+    if scale_a is not None:
+        check_weight(weight, _NAME)
+    w, numbers = weight, (weight.bits, weight.n, weight.k, weight.group_size)
+    arguments = (x, w.q, w.scale, w.zero, w.offset, scale_a, offs, masked_m, *numbers)
+    dtype = out_dtype or (x.dtype if scale_a is None and isinstance(x, Tensor) else torch.bfloat16)
+    if not direct((x, w.q, w.scale), (w.zero, w.offset, scale_a, offs, masked_m, out)):
+        optional = {"scale_a": scale_a, "offs": offs, "masked_m": masked_m, "out": out}
+        expect_tensors(_NAME, {"x": x}, optional, writes=out is not None)
+        if out is None:
+            return refuse_backward(_NAME, torch.ops.epiloq.grouped_packed_mm(*arguments, out_dtype=dtype))
+        torch.ops.epiloq.grouped_packed_mm_out(*arguments, out=out)
+        return out
+    return run(*arguments, out_dtype=dtype, out=out)
+
+
+@torch.no_grad()
+def run(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    scale_a: Tensor | None,
+    offs: Tensor | None,
+    masked_m: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`grouped_packed_mm` for plain tensors, its arguments taken apart."""
+    counts = masked_m if offs is None else offs
+    assert counts is not None
+    experts = _checked_experts(counts, n, x, masked_m is not None, k)
+    result = _empty(x, n // experts, out_dtype) if out is None else out
+    shape = (*x.shape[:-1], n // experts)
+    if result.shape != shape or result.device != x.device:
+        _refuse("out", f"{list(shape)} on {x.device}", f"{list(result.shape)} on {result.device}")
+    if scale_a is not None and scale_a.shape != (*x.shape[:-1], 1):
+        _refuse("scale_a", f"float32 {[*x.shape[:-1], 1]}", f"{scale_a.dtype} {list(scale_a.shape)}")
+    if scale_a is None and result.dtype != x.dtype:
+        _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)
+    whole, rows = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size), n // experts
+    for expert, place in _places(counts, masked_m is not None, x.shape[-2]):
+        part = whole.row_slice(expert * rows, (expert + 1) * rows)
+        _product(result[place], x[place], part, None if scale_a is None else scale_a[place])
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) -> int:
+    """How many experts there are."""
+    name, wanted = ("masked_m", "[E, M, K]") if masked else ("offs", "[M, K]")
+    if counts.ndim != 1 or counts.dtype != torch.int32 or counts.device != x.device or len(counts) == 0:
+        _refuse(name, f"int32 [E] on {x.device}", f"{counts.dtype} {list(counts.shape)} on {counts.device}")
+    check_memory(name, counts, x.device, _NAME)
+    experts = len(counts)
+    if n % experts or n // experts % PANEL_ROWS:
+        _refuse("weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows behind each other", f"{n} rows")
+    if x.ndim != (3 if masked else 2) or x.shape[-1] != k or (masked and x.shape[0] != experts):
+        _refuse("x", f"{wanted} with {k} columns", list(x.shape))
+    return experts
+
+
+def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
+    """Experts that have rows, and where those are."""
+    begin = 0
+    for expert, count in enumerate(counts.tolist()):
+        if masked:
+            if not 0 <= count <= m:
+                _refuse("masked_m", f"0 to {m}", count)
+            if count:
+                yield expert, (expert, slice(count))
+            continue
+        if not begin <= count <= m:
+            _refuse("offs", f"ascending ends up to {m}", counts.tolist())
+        if count > begin:
+            yield expert, slice(begin, count)
+        begin = count
+
+
+def _product(out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None) -> None:
+    w, numbers = weight, (weight.n, weight.k, weight.group_size)
+    if scale_a is None:
+        weight_only(x, w.q, w.scale, w.zero, w.offset, None, None, w.bits, *numbers, -inf, inf, out=out)
+    else:
+        w4a8(x, w.q, w.scale, w.zero, None, scale_a, None, *numbers, out=out)
+
+
+def _empty(x: Tensor, n: int, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+
+
+def _refuse(argument: str, expected: object, got: object) -> NoReturn:
+    raise ValueError(f"epiloq.{_NAME}: {argument}: expected {expected}, got {got}")
+
+
+def explain(
+    x: Tensor,
+    weight: PackedWeight,
+    scale_a: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> str:
+    """`epiloq.explain` for `grouped_packed_mm`, of an expert that has all rows."""
+    counts = offs if masked_m is None else masked_m
+    expect_tensors(_NAME, {"x": x, "offs or masked_m": counts}, {"scale_a": scale_a, "out": out}, writes=False)
+    assert counts is not None
+    experts = _checked_experts(counts, weight.n, x, masked_m is not None, weight.k)
+    part, rows = weight.row_slice(0, weight.n // experts), x.flatten(0, -2)
+    scales = None if scale_a is None else scale_a.flatten(0, -2)
+    said = explain_weight_only(rows, part) if scales is None else explain_w4a8(rows, part, scales)
+    return f"one expert after the other: {said}"
+
+
+def _fake(x: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
+    counts = rest[6] if rest[5] is None else rest[5]
+    return _empty(x, rest[8] // counts.shape[0], out_dtype)
+
+
+_TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? scale_a, Tensor? offs, "
+_ARGUMENTS = f"{_TENSORS}Tensor? masked_m, int bits, int n, int k, int group_size"
+register_product(_NAME, _ARGUMENTS, run, _fake, "ScalarType out_dtype")
