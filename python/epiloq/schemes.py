@@ -215,9 +215,9 @@ def quantize_(
 
     The stacked experts of a model in transformers count as linear layers, one for each matrix of each expert
     (``model.layers.0.mlp.experts.7.gate_proj``), and run as ``nn.GatedExperts`` where all of a layer's are quantised by
-    "fp8-block", "fp8-token", "fp8" (by the token, then) or "w8a8-int8", else one by one in ``nn.ExpertLinears``. A
-    warning names experts of other structures, which stay in floating point, and, unless `filter_fn` chose them, layers
-    that cannot be quantised or whose weight other code reads.
+    "fp8-block", "fp8-token", "fp8" (by the token, then), "w8a8-int8", "w4a8-fp8", "w4a8-int8" or a weight-only scheme,
+    else one by one in ``nn.ExpertLinears``. A warning names experts of other structures, which stay in floating point,
+    and, unless `filter_fn` chose them, layers that cannot be quantised or whose weight other code reads.
 
     Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
     else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not

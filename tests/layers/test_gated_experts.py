@@ -20,6 +20,10 @@ from epiloq.nn import (
     GatedExperts,
     Int8Experts,
     Int8Linear,
+    OnlineQuantLinear,
+    PackedExperts,
+    W4A8Experts,
+    W4A8Linear,
     WeightOnlyLinear,
 )
 from reference import typical_error
@@ -32,6 +36,11 @@ KINDS: dict[str, tuple[Make, type, tuple[float, int]]] = {
     "fp8-token": (Fp8Linear.from_linear, Fp8Experts, (448, 0)),
     "fp8": (lambda layer: Fp8Linear.from_linear(layer, activation="tensor", weight="tensor"), Fp8Experts, (448, 0)),
     "int8": (Int8Linear.from_linear, Int8Experts, (127, 0)),
+    "w4a8-fp8": (lambda layer: W4A8Linear.from_linear(layer, group_size=64, zeros="zero"), W4A8Experts, (448, 0)),
+    "w4a8-int8": (lambda layer: W4A8Linear.from_linear(layer, activation="int8"), W4A8Experts, (127, 0)),
+    # Activations stay as they are.
+    "w4a16": (lambda layer: WeightOnlyLinear.from_linear(layer, group_size=32, zeros="zero"), PackedExperts, (0, 0)),
+    "w8a16": (lambda layer: WeightOnlyLinear.from_linear(layer, bits=8, group_size=-1), PackedExperts, (0, 0)),
 }
 
 
@@ -73,6 +82,8 @@ def routed(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 def rounded(x: Tensor, grid: tuple[float, int]) -> Tensor:
     """A row on its grid, float64."""
     largest, group = grid
+    if not largest:
+        return x
     parts = []
     for part in x.split(group or x.shape[-1], -1):
         scale = part.abs().amax(-1, keepdim=True).clamp(min=1e-30) / largest
@@ -83,6 +94,9 @@ def rounded(x: Tensor, grid: tuple[float, int]) -> Tensor:
 
 def weight_of(layer: Any) -> Tensor:
     """The weight of a quantised layer, float64."""
+    if isinstance(layer, (W4A8Linear, WeightOnlyLinear)):
+        found: Tensor = layer.packed.dequantize()
+        return found.double()
     state = layer.file_state()
     weight = state["weight"].double()
     if "weight_scale" in state:
@@ -308,9 +322,8 @@ def test_captured(seed: int) -> None:
 def test_what_cannot_run_together(seed: int) -> None:
     apart = floats(64, 32)
     assert GatedExperts.from_linears(apart) is None
-    assert (
-        GatedExperts.from_linears(quantised(apart, lambda layer: WeightOnlyLinear.from_linear(layer, bits=4))) is None
-    )
+    blocks: Make = lambda layer: OnlineQuantLinear.from_linear(layer, group_size=32)  # noqa: E731
+    assert GatedExperts.from_linears(quantised(apart, blocks)) is None
     static: Make = lambda layer: Fp8Linear.from_linear(layer, activation="static", input_scale=0.1)  # noqa: E731
     assert GatedExperts.from_linears(quantised(apart, static)) is None
     mixed: Any = quantised(apart, Int8Linear.from_linear)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
+from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
@@ -33,8 +34,10 @@ __all__ = [
     "Int8Quantize",
     "Int8Table",
     "OnlineQuantLinear",
+    "PackedExperts",
     "QuantizedEmbedding",
     "TableLinear",
+    "W4A8Experts",
     "W4A8Linear",
     "WeightOnlyConv2d",
     "WeightOnlyLinear",

@@ -14,6 +14,7 @@ from torch.nn import functional
 import epiloq
 from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
+from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
@@ -21,13 +22,15 @@ from epiloq.nn.frozen import wants_gradient
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.prepared_linear import K_MULTIPLE, as_stored
 from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.w4a8_linear import W4A8Linear
+from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
 
 @dataclass(frozen=True)
 class Kind:
     """Linear layers that can be run together: their class and its options, and the class that runs them."""
 
-    linear: type[Fp8BlockLinear] | type[Fp8Linear] | type[Int8Linear]
+    linear: type[Fp8BlockLinear] | type[Fp8Linear] | type[Int8Linear] | type[W4A8Linear] | type[WeightOnlyLinear]
     experts: type[Experts]
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,7 +45,18 @@ class Kind:
             return cls(Fp8Linear, Fp8Experts, {"activation": layer.activation, "weight": layer.weight_scales})
         if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
             return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
+        if isinstance(layer, (W4A8Linear, WeightOnlyLinear)) and layer.weight_perm is None:
+            options: dict[str, Any] = {"group_size": layer.group_size, "zeros": layer.zeros}
+            options["dtype"] = layer.weight_scale.dtype
+            if isinstance(layer, W4A8Linear):
+                return cls(W4A8Linear, W4A8Experts, options | {"activation": layer.activation})
+            return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.bits})
         return None
+
+    def stacked(self, experts: int, in_features: int, out_features: int, device: torch.device | str | None) -> Experts:
+        """Layers of so many experts, without values."""
+        options = self.options if issubclass(self.experts, PackedExperts) else {}
+        return self.experts(experts, in_features, out_features, **options, device=device)
 
 
 class GatedExperts(nn.Module):
@@ -52,7 +66,8 @@ class GatedExperts(nn.Module):
     ``[T, H]`` (float32, float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` of 0 to E - 1 and ``top_k_weights``
     ``[T, top_k]``, giving ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and
     up in one ``epiloq.grouped_mm``, gated and quantised in one pass where `act_fn` is SiLU, multiplied by down in
-    another, and summed in fp32, always in the same order. Nothing is read back to the host. Raises ValueError for
+    another, and summed in fp32, always in the same order. Nothing is read back to the host, but for
+    weights of few bits (`PackedExperts`), of which one expert is multiplied after the other. Raises ValueError for
     other shapes, and on a CPU for numbers of experts that there are not.
 
     Stored, and in the state dict, are the tensors of all experts together, those of gate and up behind each other, in
@@ -78,8 +93,8 @@ class GatedExperts(nn.Module):
         # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
         multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
         self.up_begins = -(-intermediate // multiple) * multiple
-        self.gate_up = kind.experts(experts, hidden, 2 * self.up_begins, device=device)
-        self.down = kind.experts(experts, intermediate, hidden, device=device)
+        self.gate_up = kind.stacked(experts, hidden, 2 * self.up_begins, device)
+        self.down = kind.stacked(experts, intermediate, hidden, device)
         self.act_fn = None if act_fn is None or _is_silu(act_fn) else act_fn
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
@@ -111,6 +126,7 @@ class GatedExperts(nn.Module):
                     state = layer.state_dict()
                     for part, place in module._places(expert, projection).items():
                         place.copy_(state[part])
+            module._clear_padding()
             module._settle()
         return module.train(linears.training)
 
@@ -147,13 +163,13 @@ class GatedExperts(nn.Module):
         if wants_gradient(hidden_states):
             return self._one_by_one(hidden_states, routing, top_k_weights)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
-        q, scale = _gathered(q, scale, routing.tokens, self.kind.experts.GATED.get("scale_layout") == "column")
+        q, scale = _gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, offs=routing.ends)
-        if self.act_fn is None:
-            q, scale = epiloq.silu_and_mul_quant(gate_up, **self.kind.experts.GATED)
+        if self.act_fn is None and self.down.gated:
+            q, scale = epiloq.silu_and_mul_quant(gate_up, **self.down.gated)
         else:
-            gate, up = gate_up.chunk(2, -1)
-            q, scale = self.down.quantise(self.act_fn(gate) * up)
+            gate, up = (part[:, : self.intermediate] for part in gate_up.chunk(2, -1))
+            q, scale = self.down.quantise((functional.silu if self.act_fn is None else self.act_fn)(gate) * up)
         # What pads each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(y[:, : self.hidden], top_k_weights)
@@ -172,19 +188,15 @@ class GatedExperts(nn.Module):
     def _begin(self, device: torch.device) -> None:
         """Zeros on a device in the place of tensors on "meta"."""
         for experts in (self.gate_up, self.down):
-            for part in ("weight_q", experts.SCALE):
+            for part in experts.held_parts:
                 held = experts.get_parameter(part)
                 if held.is_meta:
                     experts._store(part, torch.zeros_like(held, device=device))
 
     def _clear_padding(self) -> None:
         """Zero what pads gate and up, of which no expert's matrix has anything."""
-        shared = self.gate_up.ROWS_PER_SCALE
         for begin in (0, self.up_begins):
-            padding = slice(begin + self.intermediate, begin + self.up_begins)
-            self.gate_up.weight_q[:, padding] = 0
-            scales = slice(-(-padding.start // shared), padding.stop // shared)
-            self.gate_up.get_parameter(self.gate_up.SCALE)[:, scales] = 0
+            self.gate_up.clear(begin + self.intermediate, begin + self.up_begins)
 
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
         """Where the tensors of one linear layer lie in memory, by the last part of their names."""
@@ -192,12 +204,7 @@ class GatedExperts(nn.Module):
         if projection != self.projections.down:
             experts, rows = self.gate_up, self.intermediate
             begin = 0 if projection == self.projections.gate else self.up_begins
-        shared = experts.ROWS_PER_SCALE
-        scales = slice(begin // shared, begin // shared - (-rows // shared))
-        return {
-            "weight_q": experts.weight_q[expert, begin : begin + rows],
-            experts.SCALE: experts.get_parameter(experts.SCALE)[expert, scales],
-        }
+        return experts.places(expert, begin, rows)
 
     def _tensors(self, expert: int, projection: str) -> dict[str, Tensor]:
         """The tensors of one linear layer."""
@@ -247,6 +254,7 @@ def _take(
     if not any(tensor.is_meta for tensor in module.parameters()):
         # Values that were never set may be anything, after `to_empty`.
         module._clear_padding()
+    packed = isinstance(module.gate_up, PackedExperts)
     for expert in range(module.experts):
         for projection in module.projections:
             places, wanted = module._places(expert, projection), module._tensors(expert, projection)
@@ -257,7 +265,7 @@ def _take(
                 if given is None:
                     missing.append(key)
                 elif given.shape != wanted[part].shape or (
-                    part == "weight_q" and given.dtype not in (kind, place.dtype)
+                    (part == "weight_q" or packed) and given.dtype not in (kind, place.dtype)
                 ):
                     errors.append(
                         f"GatedExperts: {key}: expected {kind} {list(wanted[part].shape)}, "
@@ -265,6 +273,8 @@ def _take(
                     )
                 else:
                     place.copy_(as_stored(given, place.dtype))
+    if packed and not errors:
+        module._clear_padding()  # which came within panels
     for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
-        for part in ("weight_q", experts.SCALE):
+        for part in experts.held_parts:
             state.setdefault(f"{prefix}{name}.{part}", experts.get_parameter(part).detach())

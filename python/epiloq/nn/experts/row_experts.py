@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -40,17 +40,22 @@ class Experts(PreparedLinear):
         if experts < 1:
             raise ValueError(f"{self._class()}: experts: expected at least 1, got {experts}")
         self.experts = experts
-        shape = (experts, out_features, in_features)
-        self._hold("weight_q", shape, (1, N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+        self._hold_weight(device)
         self._hold_scales(device)
         self._store("bias", None)
 
+    def _hold_weight(self, device: torch.device | str | None) -> None:
+        """Store the quantised values."""
+        shape = (self.experts, self.out_features, self.in_features)
+        self._hold("weight_q", shape, (1, N_MULTIPLE, K_MULTIPLE), self.WEIGHT_DTYPE, device)
+
     @classmethod
     @torch.no_grad()
-    def from_weight(cls: type[_Layer], weight: Tensor) -> _Layer:
+    def from_weight(cls: type[_Layer], weight: Tensor, **options: Any) -> _Layer:
         """Quantise float weights ``[E, N, K]`` (left as they are) to the nearest values, on their device.
 
-        Raises ValueError for what is not float32, float16 or bfloat16 of three dimensions.
+        `options` are those of the constructor. Raises ValueError for what is not float32, float16 or bfloat16 of three
+        dimensions.
         """
         if weight.dim() != 3 or weight.dtype not in FLOAT_DTYPES:
             expected = ", ".join(map(str, FLOAT_DTYPES))
@@ -58,7 +63,7 @@ class Experts(PreparedLinear):
                 f"{cls.__name__}: weight: expected [E, N, K] of {expected}, got {list(weight.shape)} of {weight.dtype}"
             )
         experts, n, k = weight.shape
-        layer = cls(experts, k, n, device=weight.device)
+        layer = cls(experts, k, n, device=weight.device, **options)
         if not weight.is_meta:
             for expert, values in enumerate(weight):
                 layer._fill_expert(expert, values.contiguous())
@@ -72,6 +77,31 @@ class Experts(PreparedLinear):
     @abstractmethod
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         """Quantise one expert's float ``[N, K]`` into the parameters."""
+
+    @property
+    def gated(self) -> Mapping[str, Any]:
+        """How ``epiloq.silu_and_mul_quant`` makes inputs for it; empty where it does not."""
+        return self.GATED
+
+    @property
+    def held_parts(self) -> tuple[str, ...]:
+        """The parameters of weights that there are."""
+        return tuple(name for name in self.PARTS if self._parameters[name] is not None)
+
+    def places(self, expert: int, begin: int, rows: int) -> dict[str, Tensor]:
+        """Where an expert's rows from `begin` on, a multiple of ROWS_PER_SCALE, lie in memory, by parameter."""
+        shared = self.ROWS_PER_SCALE
+        scales = slice(begin // shared, begin // shared - (-rows // shared))
+        return {
+            "weight_q": self.weight_q[expert, begin : begin + rows],
+            self.SCALE: self.get_parameter(self.SCALE)[expert, scales],
+        }
+
+    def clear(self, begin: int, end: int) -> None:
+        """Zero rows of every expert that are padding."""
+        self.weight_q[:, begin:end] = 0
+        scales = slice(-(-begin // self.ROWS_PER_SCALE), end // self.ROWS_PER_SCALE)
+        self.get_parameter(self.SCALE)[:, scales] = 0
 
     @abstractmethod
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,11 +136,16 @@ class Experts(PreparedLinear):
         return y[..., : self.out_features].contiguous()
 
     def dequantized_weight(self) -> Tensor:
-        return torch.stack([self._rows(0, self.out_features, *pair) for pair in zip(*self._made, strict=True)])
+        made = [self._of_expert(self._made, expert) for expert in range(self.experts)]
+        return torch.stack([self._rows(0, self.out_features, *parts) for parts in made])
 
     @abstractmethod
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         """Of one expert, whose weight and scales alone are the `tensors`."""
+
+    def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+        """What kernels read of one expert."""
+        return [None if part is None else part[expert] for part in parts]
 
     def _push(self, x: Tensor, *tensors: Any) -> Tensor:
         return self._by_expert(lambda rows, weight: rows @ weight.t(), self.out_features, x, *tensors)
@@ -123,10 +158,10 @@ class Experts(PreparedLinear):
 
         With `offs` their values are read on the host, or in a compiled graph every expert multiplies all rows.
         """
-        weight, scales, offs, masked_m = tensors
+        *parts_of_all, offs, masked_m = tensors
 
         def of(expert: int, rows: Tensor) -> Tensor:
-            dense = self._rows(0, self.out_features, weight[expert], scales[expert])
+            dense = self._rows(0, self.out_features, *self._of_expert(parts_of_all, expert))
             return product(rows, dense.to(rows.dtype))
 
         place = torch.arange(x.shape[-2], device=x.device)

@@ -1,0 +1,180 @@
+"""PackedExperts: the linear layers of a mixture of experts with weights of few bits, alone or by 8-bit activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import epiloq
+from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.packed_linear import packed_nearest
+from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
+from epiloq.nn.w4a8_linear import ACTIVATIONS
+from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
+from epiloq.weights.packed_weight import PackedWeight, check_sizes
+
+
+class PackedExperts(Experts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are of 2, 3, 4 or 8 bits, activations floating-point, as `WeightOnlyLinear` has them. One expert is
+    multiplied after the other, and how many rows each has is read on the host.
+
+    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
+    `weight_zero` or `weight_offset`, as ``epiloq.PackedWeight`` describes them, the experts' panels behind each other.
+    """
+
+    WEIGHT_DTYPE = torch.uint8
+    SCALE, ROWS_PER_SCALE = "weight_scale", PANEL_ROWS
+    PARTS = ("weight_q", "weight_scale", "weight_zero", "weight_offset")
+    GATED: ClassVar[Mapping[str, Any]] = {}
+
+    weight_scale: Tensor
+    weight_zero: Tensor | None
+    weight_offset: Tensor | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bits: int = 4,
+        group_size: int = 128,
+        zeros: str = "none",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_sizes(bits, group_size, type(self).__name__)
+        check_choice(type(self).__name__, "zeros", zeros, ("none", "zero", "offset"))
+        self.bits, self.group_size, self.zeros, self.scale_dtype = bits, group_size, zeros, dtype
+        super().__init__(experts, in_features, out_features, device=device)
+
+    def _hold_weight(self, device: torch.device | str | None) -> None:
+        self._hold_part("weight_q", torch.uint8, device)
+
+    def _hold_scales(self, device: torch.device | str | None) -> None:
+        self._hold_part("weight_scale", self.scale_dtype, device)
+        self._hold_part("weight_zero", torch.uint8, device, self.zeros == "zero")
+        self._hold_part("weight_offset", self.scale_dtype, device, self.zeros == "offset")
+
+    def _hold_part(self, name: str, dtype: torch.dtype, device: torch.device | str | None, wanted: bool = True) -> None:
+        shapes = shapes_of(self.bits, self.out_features, self.in_features, self.group_size)
+        panels, *rest = shapes[name.removeprefix("weight_")]
+        shape = (self.experts * panels, *rest)
+        self._hold(name, shape, (1,) * len(shape), dtype, device, wanted)
+
+    def _fill_expert(self, expert: int, values: Tensor) -> None:
+        packed = packed_nearest(values, self.bits, self.group_size, self.zeros == "none")
+        for name, place in self.places(expert, 0, self.out_features).items():
+            place.copy_(packed.state_dict()[name.removeprefix("weight_")])
+
+    @property
+    def padded_in_features(self) -> int:
+        return self.in_features
+
+    def places(self, expert: int, begin: int, rows: int) -> dict[str, Tensor]:
+        first = expert * self._panels + begin // PANEL_ROWS
+        return {name: self.get_parameter(name)[first : first - (-rows // PANEL_ROWS)] for name in self.held_parts}
+
+    @property
+    def _panels(self) -> int:
+        """Panels of an expert."""
+        return -(-self.out_features // PANEL_ROWS)
+
+    def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+        panels = slice(expert * self._panels, (expert + 1) * self._panels)
+        return [None if part is None else part[panels] for part in parts]
+
+    def clear(self, begin: int, end: int) -> None:
+        """Zero the scales, and offsets, of rows of every expert that are padding; a product with such a row is 0."""
+        for row in range(begin, end):
+            panel, place = row // PANEL_ROWS, row % PANEL_ROWS
+            for name in ("weight_scale", "weight_offset"):
+                if self._parameters[name] is not None:
+                    self.get_parameter(name)[panel :: self._panels, :, place % 8 * 2 + place // 8] = 0
+
+    def _value(self, parts: Any, rows: int) -> PackedWeight:
+        q, scale, zero, offset = parts
+        return PackedWeight(q, scale, zero, offset, None, self.bits, rows, self.in_features, self.group_size)
+
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        return self._value(tensors, self.out_features).row_slice(first, last).dequantize()
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows as they are, with scales that nothing reads."""
+        return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
+
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        return self._product(q, None, None, offs, masked_m)
+
+    def _product(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        out_dtype: torch.dtype | None,
+        offs: Tensor | None,
+        masked_m: Tensor | None,
+    ) -> Tensor:
+        weight = self._value(self._made, self.experts * self._panels * PANEL_ROWS)
+        x = x[..., : self.in_features]
+        return epiloq.grouped_packed_mm(x, weight, scale, offs=offs, masked_m=masked_m, out_dtype=out_dtype)
+
+
+class W4A8Experts(PackedExperts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are of 4 bits, activations FP8 or int8 with a scale a token, measured at run time, as `W4A8Linear` has
+    them. One expert is multiplied after the other, and how many rows each has is read on the host.
+
+    Parameters without gradients, which are the state dict: those of `PackedExperts`.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: str = "fp8",
+        group_size: int = 128,
+        zeros: str = "none",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_choice("W4A8Experts", "activation", activation, tuple(ACTIVATIONS))
+        check_choice("W4A8Experts", "zeros", zeros, ("none", "zero"))
+        self.activation = activation
+        options: dict[str, Any] = {"group_size": group_size, "zeros": zeros, "dtype": dtype, "device": device}
+        super().__init__(experts, in_features, out_features, **options)
+
+    @property
+    def gated(self) -> Mapping[str, Any]:
+        return {"dtype": ACTIVATIONS[self.activation]}
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.activation == "int8":
+            q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
+            return q, scale
+        return epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)
+
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        written = torch.bfloat16 if q.is_cuda and out_dtype not in HALF_DTYPES else out_dtype
+        return self._product(q, scale, written, offs, masked_m).to(out_dtype)
