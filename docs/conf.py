@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     # Types of signatures: torch's and the standard library's, whose inventories a build without a network lacks.
     ("py:.*", r"(torch|transformers|numpy|np|collections|pathlib|typing|types|inspect|contextlib)\..*"),
     ("py:.*", r"(Tensor|nn|torch|Path|Callable|Iterable|Iterator|Mapping|Sequence|Any|optional)(\..*)?"),
-    ("py:class", r"Pair|Padding|Clamp|epiloq\.formats\.table\.Written|epiloq\..*\._\w+"),  # aliases, type variables
+    ("py:class", r"Pair|Padding|Clamp|epiloq\.formats\.table\.Written|epiloq\..*\.(_\w+|T)"),  # aliases, type variables
 ]
 default_role = "name"
 autodoc_member_order = "bysource"
