@@ -230,9 +230,14 @@ def quantize_(
     NaN or infinite inputs; a `head` or `embedding` of a scheme that it cannot have, of a model that has none, or also
     chosen by `filter_fn`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"quantize_: model: expected a torch.nn.Module, got {type(model).__name__}; transformers' from_pretrained "
+            "or epiloq.formats.io.model.from_directory opens a directory"
+        )
     if scheme is None and head is None and embedding is None:
         raise ValueError("quantize_: scheme: expected one, or a head or an embedding to quantise, got None")
-    if scheme is not None and scheme not in SCHEMES:
+    if scheme is not None and (not isinstance(scheme, str) or scheme not in SCHEMES):
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
     if observer not in OBSERVERS:
         raise ValueError(f"quantize_: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")

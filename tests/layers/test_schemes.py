@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -307,3 +308,14 @@ def test_float_weights_are_released_one_by_one(seed: int, monkeypatch: pytest.Mo
     epiloq.quantize_(model, "w8a8-int8")
     assert alive == [4, 3, 2, 1]
     assert all(ref() is None for ref in weights)
+
+
+@pytest.mark.parametrize("scheme", [["w8a16"], 4, {"w8a16": 1}], ids=str)
+def test_what_is_no_name_of_a_scheme(scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"quantize_: scheme: expected one of w8a8-int8, .*, got "):
+        epiloq.quantize_(nn.Sequential(nn.Linear(8, 8)), scheme)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"quantize_: model: expected a torch.nn.Module, got str; .*from_pretrained"):
+        epiloq.quantize_("facebook/opt-125m", "w8a16")  # type: ignore[arg-type]

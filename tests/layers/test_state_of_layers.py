@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from epiloq.nn import Int8Linear, OnlineQuantLinear
+from epiloq.nn import Int8Linear, OnlineQuantLinear, WeightOnlyLinear
 from every_layer import LAYERS, LINEAR, SIZES, WEIGHTED, arguments, run
 
 
@@ -210,3 +210,19 @@ def test_tensors_on_two_devices_are_named(seed: int) -> None:
     layer.load_state_dict({"weight_q": torch.zeros(21, 37, dtype=torch.int8)}, strict=False, assign=True)
     with pytest.raises(ValueError, match=r"Int8Linear: expected all tensors on one device, got .*weight_scale on meta"):
         layer(torch.randn(2, 37))
+
+
+def test_a_float_weight_is_not_put_in_its_place() -> None:
+    layer = WeightOnlyLinear.from_linear(nn.Linear(64, 32), bits=8)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    with pytest.raises(NotImplementedError, match=r"WeightOnlyLinear\.weight: cannot be replaced"):
+        layer.weight = nn.Parameter(torch.zeros(32, 64))  # type: ignore[misc]
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+
+
+def test_nested_inputs_are_refused_by_name() -> None:
+    layer = Int8Linear.from_linear(nn.Linear(64, 32))
+    x = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"Int8Linear: x: expected a tensor of one shape, got a nested one"):
+        layer(x)
+    assert layer(x.values()).shape == (5, 32)

@@ -227,11 +227,25 @@ class QuantizedLayer(StoredTensors):
             return self.dequantized_weight().to(self.dtype)
         return WeightView(self)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; raises NotImplementedError for a float "weight", which the layer has not."""
+        if name == "weight":
+            raise NotImplementedError(
+                f"{type(self).__name__}.weight: cannot be replaced, as the layer stores integers and scales: load "
+                f"those, or put a layer made by {type(self).__name__}'s own functions in its place"
+            )
+        super().register_parameter(name, param)
+
 
 def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input of a layer as autocast has it. Raises TypeError for what is no tensor, as torch's layers do."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__}(): argument 'x' must be Tensor, not {type(x).__name__}")
+    if x.is_nested:
+        raise ValueError(
+            f"{type(layer).__name__}: x: expected a tensor of one shape, got a nested one: call the layer with its "
+            "values() or a padded tensor"
+        )
     if not is_compiling() and not _any_autocast():
         return x
     device = x.device.type
