@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from epiloq.formats.layouts.base import FormatError
-from epiloq.nn import OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn import OnlineQuantLinear, QuantizedEmbedding, WeightOnlyLinear
 
 pytest.importorskip("gguf")
 pytest.importorskip("numpy")
@@ -69,6 +69,10 @@ def test_models_run_on_the_integers_of_a_file(seed: int, tmp_path: Path, arch: s
         assert isinstance(found, WeightOnlyLinear)
         assert torch.equal(found.weight.dequantize(), getattr(other.self_attn, name).weight)
     assert isinstance(layer.mlp.down_proj, WeightOnlyLinear) and isinstance(ours.lm_head, WeightOnlyLinear)
+    table = ours.model.embed_tokens
+    assert isinstance(table, QuantizedEmbedding)
+    assert torch.equal(table.packed.dequantize(), model.model.embed_tokens.weight)
+    assert (table.weight_q is ours.lm_head.weight_q) == bool(model.config.tie_word_embeddings)
     assert type(layer.self_attn.o_proj) is (nn.Linear if kinds is MIXED else WeightOnlyLinear)
     close(ours(ids).logits, expected)
     integers: Any = gguf_model.load(tmp_path / "tiny.gguf", activations="int8")

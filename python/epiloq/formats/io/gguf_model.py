@@ -15,7 +15,9 @@ from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts import gguf
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.layouts.gguf_blocks import KINDS
-from epiloq.nn import OnlineQuantLinear, WeightOnlyLinear
+from epiloq.nn import OnlineQuantLinear, QuantizedEmbedding, WeightOnlyLinear
+from epiloq.nn.quantized_embedding import factor_of
+from epiloq.vocabulary import forget_ties
 
 _HEAD = "lm_head.weight"
 
@@ -27,8 +29,9 @@ def load(
     """The model of a GGUF file, in evaluation mode on the CPU.
 
     Linear layers of a kind of block in ``gguf_blocks.KINDS`` become ``WeightOnlyLinear`` or, with int8 activations,
-    ``OnlineQuantLinear``, and so does an output head that shares such blocks with the embedding. All other tensors,
-    embeddings and layers of other kinds too, are de-quantised and rounded to `dtype`.
+    ``OnlineQuantLinear``, and an embedding of such a kind becomes a ``QuantizedEmbedding``, which an output head that
+    shares its blocks multiplies by; with int8 activations that has them a second time. All other tensors, and layers of
+    other kinds, are de-quantised and rounded to `dtype`.
 
     Args:
         path: a file of one of the architectures llama, qwen2, qwen3, gemma, gemma2, gemma3.
@@ -43,10 +46,11 @@ def load(
     model, places = outline(file, "cpu", dtype)
     architecture = ARCHITECTURES[file.architecture]
     linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tables = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     quantised: list[tuple[str, Stored, Tensor | None]] = []
     for name, target in model.state_dict(keep_vars=True).items():
         stored, rows = places[name], _rows(architecture, name, model.config, target.shape[0])
-        if name in linears and stored.kind in KINDS:
+        if (name in linears or name in tables) and stored.kind in KINDS:
             quantised.append((name, stored, rows))
             continue
         try:
@@ -56,13 +60,22 @@ def load(
         if is_norm(name):
             values = values - architecture.norm_offset
         target.copy_(values if rows is None else values[rows])
-    for name, stored, rows in quantised:
+    looked_up: dict[str, QuantizedEmbedding] = {}
+    # Embeddings first, for heads may share theirs.
+    for name, stored, rows in sorted(quantised, key=lambda found: found[0] not in tables):
+        layer: nn.Module
         try:
-            layer = _layer(linears[name], stored, rows, activations)
+            if name in tables:
+                layer = looked_up[stored.name] = _table(tables[name], stored, dtype)
+            elif activations is None and stored.name in looked_up:
+                layer = looked_up[stored.name].tied_linear(linears[name].bias)
+            else:
+                layer = _layer(linears[name], stored, rows, activations)
         except ValueError as error:
             raise FormatError(f"{file.path}: {stored.name}: {error}") from error
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.train(False))
+    forget_ties(model, tuple(name.removesuffix(".weight") for name, _, _ in quantised))
     return model  # type: ignore[no-any-return]
 
 
@@ -136,6 +149,17 @@ def _layer(linear: nn.Linear, stored: Stored, rows: Tensor | None, activations: 
     online = gguf.to_online(blocks, kind=stored.kind, shape=shape)
     _check_finite(online.scale, online.offset)
     return OnlineQuantLinear.from_prepared(online, linear.bias)
+
+
+def _table(table: nn.Embedding, stored: Stored, dtype: torch.dtype) -> QuantizedEmbedding:
+    shape = (table.num_embeddings, table.embedding_dim)
+    packed = gguf.to_packed(stored.blocks(), kind=stored.kind, shape=shape)
+    _check_finite(packed.scale, packed.offset)
+    factor, rounded = factor_of(table)
+    scale: dict[str, Any] = {"embed_scale": factor, "embed_scale_rounded": rounded}
+    layer = QuantizedEmbedding.from_packed(packed, table.padding_idx, **scale, dtype=dtype)
+    layer.hold_scales_in_dtype_()
+    return layer
 
 
 def _check_finite(*parameters: Tensor | None) -> None:
