@@ -23,6 +23,8 @@ _AT_ONCE = 1 << 24
 # int8 products of groups on the CPU: more tokens than these, for which they are the faster ones; how few and how many
 # columns a group may have; rows of the weight and tokens at a time, whose sums, one for each group, stay in the cache.
 _FEW_TOKENS, _FEW_COLUMNS, _MOST_COLUMNS, _ROWS, _TOKENS = 16, 16, 131071, 256, 64
+# Tokens from which the float8 kernel of SM90 is the faster one: for fewer, reading the weight takes longest.
+_MANY_TOKENS = 256
 
 
 def w4a8_mm(
@@ -38,10 +40,10 @@ def w4a8_mm(
 
     ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`. Every ``x_q`` and ``q - zero`` is
     multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
-    multiplied by the weight's integers, unpacked to 8 bits, where `groupwise_mm` or `scaled_mm` have its scales (float8
-    with groups of 128 or whole rows, int8 with whole rows). Otherwise the activations become bfloat16, which holds them
-    exactly, for `weight_only_mm`, whose result is rounded to bfloat16 before ``scale_a`` multiplies it.
-    docs/numerics.md has the bounds.
+    multiplied in 8 bits: float8 by a symmetric weight in a kernel of SM90, else by the weight's unpacked integers where
+    `groupwise_mm` or `scaled_mm` have its scales (float8 with groups of 128 or whole rows, int8 with whole rows).
+    Otherwise, and for few tokens, which wait for the weight, activations and their scales become bfloat16 for
+    `weight_only_mm`. docs/numerics.md has the bounds.
 
     Args:
         x_q: float8_e4m3fn or int8 ``[…, M, K]``, as `quantize_fp8` per token or a symmetric `quantize_int8` gives it;
@@ -125,7 +127,7 @@ def _multiply(call: Call) -> None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
-    if x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and _by_float8_kernel(out, x_q, call):
+    if _may_be_float8(x_q) and _by_float8_kernel(out, x_q, call):
         return
     if w4a8_unpacked.fits(x_q, weight):
         return w4a8_unpacked.multiply(out, x_q, weight, scale_a, call.bias)
@@ -133,6 +135,10 @@ def _multiply(call: Call) -> None:
     for first in range(0, m, step):
         rows = slice(first, first + step)
         _product(out[rows], x_q[rows], weight, scale_a[rows], call.bias)
+
+
+def _may_be_float8(x_q: Tensor) -> bool:
+    return x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= _MANY_TOKENS
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, call: Call) -> bool:
@@ -166,11 +172,20 @@ def _floating(x_q: Tensor) -> torch.dtype:
 def _by_weight_only(
     out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """By `weight_only_mm` of the activations in a floating-point type, to which it rounds their sums."""
-    x = x_q.to(dtype)
-    packed = (weight.q, weight.scale, weight.zero, None, None, None)
+    """By `weight_only_mm` of the activations in a floating-point type: float32, which holds them, or `dtype`, to which
+    they are rounded with their scales."""
+    packed = (weight.q, weight.scale, weight.zero, None, None)
     numbers = (weight.bits, weight.n, weight.k, weight.group_size)
-    _finish(out, weight_only(x, *packed, *numbers, -inf, inf).float(), scale_a, bias)
+    x = x_q.to(dtype)
+    if dtype == torch.float32:
+        return _finish(out, weight_only(x, *packed, None, *numbers, -inf, inf), scale_a, bias)
+    x = torch.mul(x, scale_a, out=torch.empty_like(x))
+    if out.dtype == dtype:
+        weight_only(x, *packed, bias, *numbers, -inf, inf, out=out)
+        return None
+    sums = weight_only(x, *packed, None, *numbers, -inf, inf)
+    out.copy_(sums if bias is None else sums + bias.float())
+    return None
 
 
 def _summed_by_group(m: int, weight: PackedWeight) -> bool:
@@ -234,7 +249,7 @@ def explain(
         return "nothing to launch: the output is empty"
     if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(m, w):
         return "CPU: int8 products of each group, summed in fp32"
-    if x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn:
+    if _may_be_float8(x_q.view(m, w.k)):
         padded_k = -(-w.k // PADDING) * PADDING
         scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)
         packed, numbers = (w.q, w.scale, w.zero), (w.n, w.k, w.group_size)

@@ -13,8 +13,8 @@ namespace {
 // Cycles of an SM90 SM per K step of 128 columns, from counts of what it does, not fitted: the tensor cores' rate;
 // about 1.4 instructions of the integer pipes per weight and what memory delivers of 4-bit weights, per SM.
 constexpr double kFma = 4096, kConversions = 64 / 1.4, kWeightBytes = 14.5;
-// And per tile: prologue and epilogue; the reduction of split-K.
-constexpr double kTile = 1500, kReduction = 1000, kStep = 80;
+// And per tile: prologue and epilogue; bytes of sums that split-K sends.
+constexpr double kTile = 1500, kSentBytes = 12, kStep = 80;
 
 double cycles(weight_only_mm::WgmmaConfig const& c, int split, std::int64_t m, std::int64_t n, std::int64_t k,
               Target const& t) {
@@ -24,7 +24,8 @@ double cycles(weight_only_mm::WgmmaConfig const& c, int split, std::int64_t m, s
   double const step = kStep + std::max({weights * c.tokens / kFma, weights / kConversions, weights / 2 / kWeightBytes});
   auto const steps = static_cast<double>(ceil_div(ceil_div(k, weight_only_mm::kPadding), split));
   auto const waves = static_cast<double>(split > 1 ? 1 : ceil_div(tiles, t.sm_count));
-  return waves * (steps * step + kTile) + (split > 1 ? kReduction : 0);
+  double const sent = 4.0 * c.rows() * c.tokens * (split - 1) / split;
+  return waves * (steps * step + kTile) + sent / kSentBytes;
 }
 
 }  // namespace

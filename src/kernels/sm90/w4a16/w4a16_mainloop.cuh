@@ -32,7 +32,8 @@ struct WgmmaMainloop {
   // Columns dequantised at a time, within one scale group, as many as the registers hold: fewer, larger pieces wait
   // less often.
   static constexpr int kTokensByWholeTiles = C::kConsumerTeams < 4 ? 64 : C::kConsumerTeams == 4 ? 32 : 16;
-  static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && C::kTokens <= kTokensByWholeTiles ? 64 : 32;
+  static constexpr bool kWholeTiles = C::kTokens <= kTokensByWholeTiles * 2 / kTokenBytes;
+  static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && kWholeTiles ? 64 : 32;
   static constexpr int kSubtiles = kPadding / kPiece, kInSubtile = kPiece / kInstruction;
   static constexpr int kSubtilesOfGroup = kSubtiles / C::kGroups;
   // Per thread: rows r and r + 8 of its warp's panel, two neighbours of each 8 tokens.
