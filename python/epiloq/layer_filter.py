@@ -17,6 +17,7 @@ from epiloq.mixtures import routers
 Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]
 REGEX, READS = "re:", " reads its weight"
+LAZY = "its lazy weight has no shape yet: run the model once before quantising it"
 
 
 def default_filter(model: nn.Module) -> Filter:
@@ -42,6 +43,8 @@ def reasons(model: nn.Module) -> Reason:
             return left_out[id(module)]
         if name.rpartition(".")[2] == "lm_head":
             return "the output head"
+        if isinstance(module.weight, nn.parameter.UninitializedParameter):
+            return LAZY
         if not is_plain(module):
             return f"{type(module).__name__} is no plain linear layer"
         if kept(f"{name}.weight"):
@@ -93,6 +96,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 def identity(weight: Tensor) -> tuple[object, int]:
     """Equal for weights that are one parameter or start at one address (tied through ``.data``, say)."""
-    if weight.is_meta or weight.numel() == 0 or isinstance(weight, nn.parameter.UninitializedParameter):
+    if isinstance(weight, nn.parameter.UninitializedParameter) or weight.is_meta or weight.numel() == 0:
         return "object", id(weight)
     return weight.device, weight.data_ptr()

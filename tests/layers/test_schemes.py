@@ -319,3 +319,24 @@ def test_what_is_no_name_of_a_scheme(scheme: Any) -> None:
 def test_what_is_no_model() -> None:
     with pytest.raises(TypeError, match=r"quantize_: model: expected a torch.nn.Module, got str; .*from_pretrained"):
         epiloq.quantize_("facebook/opt-125m", "w8a16")  # type: ignore[arg-type]
+
+
+def test_a_lazy_layer_is_left_with_its_reason() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(2))
+    with pytest.warns(UserWarning, match=r"left in floating point: 1 \(its lazy weight has no shape yet"):
+        epiloq.quantize_(model, "w8a16")
+    assert isinstance(model[0], WeightOnlyLinear) and type(model[1]) is nn.LazyLinear
+
+
+@pytest.mark.parametrize("options", [{"bits": 5}, {"group_size": 0}, {"group_size": 2**40}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("WeightOnlyLinear", lambda **o: WeightOnlyLinear.from_linear(nn.Linear(64, 32), **o)),
+        ("WeightOnlyConv2d", lambda **o: epiloq.nn.WeightOnlyConv2d.from_conv2d(nn.Conv2d(64, 32, 3), **o)),
+        ("QuantizedEmbedding", lambda **o: epiloq.nn.QuantizedEmbedding.from_embedding(nn.Embedding(64, 32), **o)),
+    ],
+)
+def test_sizes_no_layer_has_are_refused_by_its_name(kind: str, make: Callable[..., Any], options: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{kind}: {next(iter(options))}: expected "):
+        make(**options)

@@ -205,3 +205,9 @@ def test_gptq_of_one_group_has_no_order(seed: int) -> None:
     for grid in (Float8Grid(), OffsetGrid(8, 64), Grid(4, -1)):
         found = gptq(weight, x.t() @ x, grid, static_groups=False)
         assert torch.equal(found.dequantize(), gptq(weight, x.t() @ x, grid).dequantize())
+
+
+def test_a_directory_that_is_not_there_is_named_before_a_missing_text(tmp_path: Path) -> None:
+    result = run("quantize", "facebook/opt-125m", "--scheme", "w4a16-g32", "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "facebook/opt-125m: expected a model directory, found nothing there" in result.output

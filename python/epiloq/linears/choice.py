@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from epiloq.layer_filter import READS, Filter, Reason, check_patterns, ignored, reasons
+from epiloq.layer_filter import LAZY, READS, Filter, Reason, check_patterns, ignored, reasons
 
 _WORDS: dict[type[nn.Module], str] = {nn.Linear: "linear layer", nn.Conv2d: "convolution"}
 
@@ -42,7 +42,7 @@ def choose(
         reason = against(module, name)
         if reason is None:
             names.setdefault(module, []).append(name)
-        elif reason.endswith(READS):
+        elif reason.endswith(READS) or reason == LAZY:
             left[name] = reason
     for layer, (name, *_) in list(names.items()):
         try:

@@ -136,8 +136,9 @@ def kind_of_zeros(layer: nn.Module) -> str:
     return "zero" if layer.weight_zero is not None else "offset" if layer.weight_offset is not None else "none"
 
 
-def check_zeros(where: str, zeros: str) -> None:
+def check_grid(where: str, bits: int, group_size: int, zeros: str) -> None:
     """Raise ValueError for what `nearest` does not round to."""
+    check_sizes(bits, group_size, where)
     if zeros not in ("none", "zero"):
         raise ValueError(f"{where}: zeros: expected none or zero, got {zeros!r}")
 
@@ -152,7 +153,6 @@ def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tupl
 
     Bit for bit ``epiloq.quantize.Grid``'s, which stands on these layers and cannot be asked here.
     """
-    check_sizes(bits, group_size, "PackedLinear")
     n, k = weight.shape
     length = k if group_size == -1 else group_size
     groups = -(-k // length)

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from epiloq._library import PLAIN
 from epiloq._parameters import FrozenParameter
-from epiloq.nn.packed_linear import check_zeros, kind_of_zeros, nearest
+from epiloq.nn.packed_linear import check_grid, kind_of_zeros, nearest
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
 from epiloq.nn.quantized_layer import QuantizedLayer, expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
@@ -110,7 +110,7 @@ class QuantizedEmbedding(QuantizedLayer):
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Embedding``, one with `max_norm`,
         `scale_grad_by_freq` or `sparse`, a subclass that does more than multiply rows by a number, and other zeros.
         """
-        check_zeros("QuantizedEmbedding", zeros)
+        check_grid("QuantizedEmbedding", bits, group_size, zeros)
         factor, rounded = factor_of(embedding)
         weight, symmetric = embedding.weight, zeros == "none"
         options: dict[str, Any] = {"embed_scale": factor, "embed_scale_rounded": rounded}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.packed_linear import PackedLinear, check_zeros, packed_nearest
+from epiloq.nn.packed_linear import PackedLinear, check_grid, packed_nearest
 from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
 from epiloq.nn.quantized_layer import convert_input
 from epiloq.weights.packed_weight import PackedWeight
@@ -51,7 +51,7 @@ class W4A8Linear(PackedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_choice("W4A8Linear", "activation", activation, tuple(ACTIVATIONS))
-        check_zeros("W4A8Linear", zeros)
+        check_grid("W4A8Linear", 4, group_size, zeros)
         super().__init__(in_features, out_features, bias, 4, group_size, zeros, act_order, device, dtype)
         self.activation = activation
 

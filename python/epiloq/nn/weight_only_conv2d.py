@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
-from epiloq.nn.packed_linear import check_zeros, kind_of_zeros, nearest
+from epiloq.nn.packed_linear import check_grid, kind_of_zeros, nearest
 from epiloq.nn.quantized_layer import convert_input
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
@@ -78,7 +78,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
         "zero".
         """
         cls.check_convertible(conv)
-        check_zeros("WeightOnlyConv2d", zeros)
+        check_grid("WeightOnlyConv2d", bits, group_size, zeros)
         rounded = nearest_blocks(conv.weight.permute(0, 2, 3, 1), bits, group_size, zeros == "none")
         return cls.from_packed(
             pack_conv2d_weight(*rounded, bits=bits, group_size=group_size),

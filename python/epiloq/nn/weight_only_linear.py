@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.nn.dense_rows import dense_rows
 from epiloq.nn.direct_call import takes_directly
-from epiloq.nn.packed_linear import STORED, PackedLinear, check_zeros, packed_nearest
+from epiloq.nn.packed_linear import STORED, PackedLinear, check_grid, packed_nearest
 from epiloq.nn.quantized_layer import convert_input
 from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight
@@ -72,7 +72,7 @@ class WeightOnlyLinear(PackedLinear):
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other zeros.
         """
         cls.check_convertible(linear)
-        check_zeros("WeightOnlyLinear", zeros)
+        check_grid("WeightOnlyLinear", bits, group_size, zeros)
         weight, symmetric = linear.weight, zeros == "none"
         if weight.is_meta:
             sizes = (linear.in_features, linear.out_features, linear.bias is not None)

@@ -215,8 +215,8 @@ def prepare(settings: Settings, ranks: Ranks | None = None) -> Job:
 
 def _prepared(settings: Settings, ranks: Ranks) -> Job:
     start, target = time.perf_counter(), TARGETS[settings.scheme]
-    check_request(settings)
     source = Checkpoint(settings.model)
+    check_request(settings)
     plan = check_model(settings, source)
     texts = read_windows(settings, source)
     identity = _identity(settings, source, plan, texts.calibration)
