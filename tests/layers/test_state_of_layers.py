@@ -226,3 +226,23 @@ def test_nested_inputs_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"Int8Linear: x: expected a tensor of one shape, got a nested one"):
         layer(x)
     assert layer(x.values()).shape == (5, 32)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_conversions_by_swapping_tensors(name: str, seed: int) -> None:
+    """As without `set_swap_module_params_on_conversion`."""
+    layers = [LAYERS[name](*SIZES[0]) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = arguments(name, SIZES[0][0])
+    layers[0].to(torch.bfloat16)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layers[1].to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    states = [layer.state_dict() for layer in layers]
+    assert states[0].keys() == states[1].keys()
+    for key, tensor in states[0].items():
+        assert tensor.dtype == states[1][key].dtype and torch.equal(tensor, states[1][key]), key
+    layers[1].requires_grad_(True)
+    assert torch.equal(run(name, layers[0], x), run(name, layers[1], x))

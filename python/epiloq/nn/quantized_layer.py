@@ -141,8 +141,9 @@ class StoredTensors(nn.Module):
         def keeping(tensor: Tensor) -> Tensor:
             new = fn(tensor)
             if id(tensor) in kept and (new.dtype != tensor.dtype or new.stride() != tensor.stride()):
-                return tensor.to(new.device)
-            return new
+                new = tensor.to(new.device)
+            # Where torch swaps tensors it makes a parameter of the result, which it cannot of one of ours.
+            return new.detach() if isinstance(new, FrozenParameter) else new
 
         super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
         for tensor in tensors.values():
