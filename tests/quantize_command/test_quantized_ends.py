@@ -65,6 +65,8 @@ def test_a_tied_pair_is_stored_once(seed: int, tmp_path: Path, option: str, sche
     said = json.loads(report.read_text())["vocabulary"]
     assert (said["head"], said["embedding"], said["tied"], said["stored_once"]) == (scheme, scheme, True, True)
     assert f"embedding {scheme}, head {scheme}, one stored weight: KL" in " ".join(result.output.split())
+    page = (out / "report.html").read_text(encoding="utf-8") if (out / "report.html").exists() else None
+    assert page is None or "KL of head and embedding" in page
     assert bytes_of(out, "lm_head") == 0 and config_of(out)["tie_word_embeddings"]
     assert config_of(out)["quantization_config"]["shared"] == {"lm_head": "model.embed_tokens"}
     model, before = opened(out), opened(teacher)

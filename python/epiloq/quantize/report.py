@@ -57,6 +57,13 @@ def settings(report: Mapping[str, Any]) -> dict[str, str]:
     """What decided the result, in words."""
     found = {name: "none" if report[key] is None else str(report[key]) for name, key in SETTINGS.items()}
     found["calibrated on"] = f"{report['calibration_tokens']} tokens in {report['calibration_windows']} windows"
+    ends = report.get("vocabulary")
+    if ends is not None:
+        found |= {name: str(ends[name]) for name in ("head", "embedding") if ends[name] is not None}
+        if ends["kl"] is not None:
+            found["KL of head and embedding"] = (
+                f"{ends['kl']['kl_mean']:.2g} nats a token on {ends['kl']['tokens']} tokens"
+            )
     if report["blocks_resumed"]:
         found["blocks kept of an interrupted run"] = str(report["blocks_resumed"])
     environment: dict[str, str] = report["environment"]
