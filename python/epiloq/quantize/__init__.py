@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from epiloq.quantize.algorithms.autoround import autoround
 from epiloq.quantize.algorithms.awq import awq, awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
 from epiloq.quantize.algorithms.hadamard import hadamard
@@ -25,6 +26,7 @@ __all__ = [
     "QuantizedWeight",
     "Rotated",
     "Smoothed",
+    "autoround",
     "awq",
     "awq_scale",
     "fit",

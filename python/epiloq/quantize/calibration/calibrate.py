@@ -76,6 +76,10 @@ def calibrate(
         raise ValueError(f"calibrate: alpha: expected 0 to 1, got {alpha}")
     if static is not None and not isinstance(grid, Grid):
         raise ValueError(f"calibrate: static: expected integers with zero points beside it, got {grid}")
+    if algorithm.learn and not isinstance(grid, Grid):
+        raise ValueError(f"calibrate: {algorithm.name}: expected integers with zero points to learn, got {grid}")
+    if algorithm.learn and ranks is not None and ranks.world > 1:
+        raise ValueError(f"calibrate: {algorithm.name}: expected one process, got {ranks.world}")
     work = Work(grid, inputs, algorithm, alpha, static, ranks or Ranks())
     if work.needs_inputs and not windows:
         wish = algorithm.name if static is None else "static scales"

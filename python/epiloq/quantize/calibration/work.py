@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from epiloq.quantize.algorithms.autoround import autoround
 from epiloq.quantize.algorithms.awq import awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
 from epiloq.quantize.algorithms.refine import joined, refine
 from epiloq.quantize.algorithms.smoothquant import Folding, fold_, foldings, search_smooth_scale, smooth_scale
 from epiloq.quantize.algorithms.table import Algorithm
-from epiloq.quantize.calibration.blocks import Call
+from epiloq.quantize.calibration.blocks import Call, first
 from epiloq.quantize.calibration.guide import TokenWeights
 from epiloq.quantize.calibration.inputs import InputGroup, input_groups, last_inputs, observe, shared
 from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.static import InputErrors, InputWatch, Static
 from epiloq.quantize.calibration.statistics import InputStatistics
 from epiloq.weights.codebooks import Calibrated
-from epiloq.weights.grid import QuantizedWeight
+from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Codebook, rtn
 
 
@@ -52,9 +54,12 @@ class Runs:
     guide: Sequence[TokenWeights] | None = None
     """Weights of tokens in each window, for guided Hessians."""
 
-    def run(self, window: int) -> Tensor:
-        """The block's output in one of this rank's windows, counted from 0."""
-        return self.calls[window].run(self.block, self.input(window))
+    def run(self, window: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The block's output in one of this rank's windows, counted from 0; `weights` stand for those of their names."""
+        if weights is None:
+            return self.calls[window].run(self.block, self.input(window))
+        args, kwargs = self.calls[window].filled(self.input(window))
+        return first(functional_call(self.block, dict(weights), args, kwargs))
 
     def input(self, window: int) -> Tensor:
         """The block's hidden states, where the block is."""
@@ -118,7 +123,11 @@ class Work:
             groups = input_groups(layers, runs.by_strand(), self.ranks, runs.guide)
             self._fold(name, layers, groups, runs)
             with self.ranks.together():
-                own = self._compensated(layers, groups)
+                own = (
+                    self._learned(name, layers, groups, runs)
+                    if self.algorithm.learn
+                    else self._compensated(layers, groups)
+                )
         else:
             with self.ranks.together():
                 own = self._nearest(layers)
@@ -160,6 +169,27 @@ class Work:
                     errors |= part_errors
         return weights, errors
 
+    def _learned(
+        self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs
+    ) -> tuple[dict[str, Calibrated], dict[str, float]]:
+        """A block's layers, trained together."""
+        assert isinstance(self.grid, Grid)  # `calibrate` refused other grids, and several ranks.
+        own = {name: f"{name.removeprefix(prefix).lstrip('.')}.weight" for name in layers}
+
+        def run(weights: Mapping[str, Tensor], window: int) -> Tensor:
+            return runs.run(window, {own[name]: weight for name, weight in weights.items()})
+
+        weights: dict[str, Calibrated] = {}
+        weights |= autoround(
+            run, {n: layer.weight.detach() for n, layer in layers.items()}, len(runs.hidden), self.grid
+        )
+        errors: dict[str, float] = {}
+        for group in groups:
+            assert group.statistics is not None
+            members = {name: layers[name] for name in group.names}
+            errors |= _errors(members, [weights[name] for name in members], group.statistics)
+        return weights, errors
+
     def _round(self, layers: dict[str, nn.Linear], group: InputGroup) -> tuple[dict[str, Calibrated], dict[str, float]]:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
         statistics = group.statistics
@@ -175,13 +205,7 @@ class Work:
         else:
             of_layer = dict(zip(group.names, guided.chunk(len(group.names)), strict=True))
             parts = [self._guided(layer.weight.float(), of_layer[name]) for name, layer in layers.items()]
-        errors = {}
-        seen = statistics.hessian if statistics.tokens else hessian  # Errors are those on the inputs themselves.
-        for (name, layer), part in zip(layers.items(), parts, strict=True):
-            lost = output_error(part.dequantize() - layer.weight.float(), seen)
-            size = output_error(layer.weight.float(), seen)
-            errors[name] = (lost / size) ** 0.5 if size else 0.0
-        return dict(zip(layers, parts, strict=True)), errors
+        return dict(zip(layers, parts, strict=True)), _errors(layers, parts, statistics)
 
     def _rounded(self, weight: Tensor, hessian: Tensor) -> Calibrated:
         """Rows of a weight whose errors cost what one Hessian says."""
@@ -246,3 +270,16 @@ class Work:
         assert x is not None
         static = self.static is not None
         return search_smooth_scale(x, statistics.amax, weights, static, channels, grid=self.grid, inputs=self.inputs)
+
+
+def _errors(
+    layers: Mapping[str, nn.Linear], parts: Sequence[Calibrated], statistics: InputStatistics
+) -> dict[str, float]:
+    """Relative errors of the layers' outputs on the inputs themselves, if any."""
+    seen = statistics.hessian if statistics.tokens else statistics.steady[0]
+    errors = {}
+    for (name, layer), part in zip(layers.items(), parts, strict=True):
+        lost = output_error(part.dequantize() - layer.weight.float(), seen)
+        size = output_error(layer.weight.float(), seen)
+        errors[name] = (lost / size) ** 0.5 if size else 0.0
+    return errors
