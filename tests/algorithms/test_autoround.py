@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from epiloq.quantize.job import Settings, perform, prepare
 from model_families import VOCABULARY, llama
 from tiny_teacher import save, tiny_model
 
-AUTOROUND = ALGORITHMS["autoround"]
+AUTOROUND = replace(ALGORITHMS["autoround"], learn=4)
 
 
 def problem(rows: int = 20, channels: int = 50) -> tuple[Any, dict[str, Tensor]]:
@@ -45,8 +46,8 @@ def test_error_falls(seed: int, bits: int, group: int, part: float, symmetric: b
     untrained = autoround(run, weights, 5, grid, steps=0)
     for name, value in untrained.items():
         assert torch.equal(value.dequantize(), nearest[name].dequantize())
-    found = autoround(run, weights, 5, grid, steps=60, seed=seed)
-    again = autoround(run, weights, 5, grid, steps=60, seed=seed)
+    found = autoround(run, weights, 5, grid, steps=40, seed=seed)
+    again = autoround(run, weights, 5, grid, steps=40, seed=seed)
     assert error(run, weights, found) <= part * error(run, weights, nearest)
     for name, value in found.items():
         assert torch.equal(value.q, again[name].q) and torch.equal(value.scale, again[name].scale)
@@ -82,7 +83,8 @@ def test_blocks_of_a_model(seed: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["autoround", "gptq-guided", "gptq+refine"])
-def test_reloads_bit_for_bit(seed: int, tmp_path: Path, algorithm: str) -> None:
+def test_reloads_bit_for_bit(seed: int, tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "autoround", AUTOROUND)
     model = tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
     source = save(tmp_path / "model", model)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
@@ -99,13 +101,15 @@ def test_reloads_bit_for_bit(seed: int, tmp_path: Path, algorithm: str) -> None:
         assert torch.equal(restored.dequantized_weight().float(), job.model.get_submodule(name).weight.float())
 
 
-def test_refused(seed: int) -> None:
+def test_refused(seed: int, tmp_path: Path) -> None:
     run, weights = problem()
     for wrong, said in (({"steps": -1}, "steps"), ({"batch": 0}, "batch"), ({"windows": 0}, "windows")):
         with pytest.raises(ValueError, match=f"{said}: expected"):
             autoround(run, weights, **{"windows": 5, "grid": Grid(3)} | wrong)
     with pytest.raises(ValueError, match="finite"):
         autoround(run, {"up": weights["up"] * float("inf")}, 5, Grid(3))
+    with pytest.raises(ValueError, match="fp8-block has not"):
+        prepare(Settings(tmp_path, tmp_path / "out", "fp8-block", "autoround"))
     windows = [torch.randint(0, VOCABULARY, (1, 12))]
     with pytest.raises(ValueError, match="expected integers"):
         calibrate(llama(), windows, Float8Grid(), AUTOROUND)

@@ -43,6 +43,8 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
     if settings.symmetric and not isinstance(target.base, Grid):
         raise ValueError(f"{settings.scheme} has no integers with zero points to leave out (--symmetric)")
+    if ALGORITHMS[settings.algorithm].learn and not isinstance(target.base, Grid):
+        raise ValueError(f"{settings.algorithm} learns integers with zero points, which {settings.scheme} has not")
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
     if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":

@@ -55,7 +55,7 @@ class Runs:
     """Weights of tokens in each window, for guided Hessians."""
 
     def run(self, window: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The block's output in one of this rank's windows, counted from 0; `weights` stand for those of their names."""
+        """The block's output in one of this rank's windows, counted from 0; `weights` replace those of their names."""
         if weights is None:
             return self.calls[window].run(self.block, self.input(window))
         args, kwargs = self.calls[window].filled(self.input(window))
@@ -180,9 +180,8 @@ class Work:
             return runs.run(window, {own[name]: weight for name, weight in weights.items()})
 
         weights: dict[str, Calibrated] = {}
-        weights |= autoround(
-            run, {n: layer.weight.detach() for n, layer in layers.items()}, len(runs.hidden), self.grid
-        )
+        exact = {n: layer.weight.detach() for n, layer in layers.items()}
+        weights |= autoround(run, exact, len(runs.hidden), self.grid, steps=self.algorithm.learn)
         errors: dict[str, float] = {}
         for group in groups:
             assert group.statistics is not None
