@@ -96,7 +96,7 @@ void tokens_are_read_where_they_are_written() {
       for (int token = 0; token < tokens; ++token) {
         int const box = column / wo::kColumns * tokens * wo::kLine;
         int const written = box + swizzled(token * wo::kLine + column % wo::kColumns * 2);
-        int const first = wo::tokens_at(tokens, column / wo::kInstruction * wo::kInstruction);
+        int const first = wo::tokens_at(tokens, column / wo::kInstruction * wo::kInstruction, 2);
         CHECK_EQUAL(first % 16, 0);
         CHECK_EQUAL(written, swizzled(first + token * wo::kLine + column % wo::kInstruction * 2));
         places.insert(written);
@@ -119,7 +119,7 @@ void stages_of_a_row(Config const& config, bool rounds) {
           CHECK_EQUAL(wo::panel_bytes(bits) % 128, 0);
           CHECK(wo::panel_bytes(bits) / wo::kMapWord <= 256);
           CHECK_EQUAL(stage.tokens_at % wo::kAtom, 0);
-          CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns) % wo::kAtom, 0);
+          CHECK_EQUAL(wo::tokens_at(config.tokens, wo::kColumns, 2) % wo::kAtom, 0);
           CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
           CHECK_EQUAL(stage.scales_at % 128, 0);
           CHECK_EQUAL(stage.zeros_at % 128, 0);
