@@ -65,7 +65,7 @@ class Part:
 
     def module(self, dtype: torch.dtype) -> nn.Module:
         """The module that runs the part. Raises FormatError for tensors that are missing or do not fit."""
-        if self.window is None:
+        if self.window is None or not self.tensors:
             raise FormatError(f"{self.name}: expected tensors, found none")
         outputs, inputs = self.window.shape
         outline = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)

@@ -1,0 +1,82 @@
+"""Layers that engines merge and divide among ranks, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from epiloq.formats import epiloq_modules
+from epiloq.formats.epiloq_modules import Group
+from epiloq.formats.layouts.base import FormatError
+from epiloq.integrations.engines.parts import Part, PartsLinear
+from epiloq.schemes import SCHEMES
+
+K = 416
+CPU = torch.device("cpu")
+
+
+def quantised(scheme: str, n: int) -> tuple[Any, Group]:
+    layer = SCHEMES[scheme].convert(nn.Linear(K, n, bias=False))
+    name = type(layer).__name__
+    return layer, Group(name, epiloq_modules.KINDS[name].said(layer), ["layer"])
+
+
+def part_of(layer: Any, group: Group, rows: tuple[int, int], columns: tuple[int, int] = (0, K)) -> Part:
+    part = Part("layer", group, columns, K)
+    for name, tensor in layer.file_state().items():
+        part.take(name, tensor, rows, CPU)
+    return part
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-block", "w4a8-block", "fp8-block", "w8a16", "w4a16-g128"])
+def test_rows_and_columns_of_ranks(seed: int, scheme: str) -> None:
+    """Of 90 rows and 416 columns each of two ranks has half, which no unit of rows or columns divides."""
+    layer, group = quantised(scheme, 90)
+    x, bias = torch.randn(3, K), torch.randn(90)
+    whole = layer(x) + bias
+    for rows in ((0, 45), (45, 90)):
+        y = PartsLinear([part_of(layer, group, rows)], torch.float32)(x, bias[slice(*rows)])
+        torch.testing.assert_close(y, whole[:, slice(*rows)], rtol=1e-4, atol=1e-4)
+    total = torch.zeros(3, 90, dtype=torch.float64)
+    for first, last in ((0, 208), (208, K)):
+        product = PartsLinear([part_of(layer, group, (0, 90), (first, last))], torch.float32)
+        total += product(x[:, first:last]).double()
+    expected = x.double() @ layer.dequantized_weight().double().t()
+    error = (total - expected).norm() / expected.norm()
+    assert error < (1e-5 if scheme in ("w8a16", "w4a16-g128") else 0.04), float(error)
+
+
+def test_parts_are_one_product_where_they_can(seed: int) -> None:
+    x = torch.randn(3, K)
+    for schemes, sizes, count in (
+        (("fp8", "fp8"), (32, 48), 1),
+        (("w4a16-g32", "w4a16-g32"), (32, 48), 1),
+        (("w4a16-g32", "w4a16-g32"), (40, 48), 2),
+        (("w4a16-g32", "w8a8-int8"), (32, 48), 2),
+    ):
+        layers = [quantised(scheme, n) for scheme, n in zip(schemes, sizes, strict=True)]
+        product = PartsLinear([part_of(m, g, (0, n)) for (m, g), n in zip(layers, sizes, strict=True)], torch.float32)
+        assert len(product.products) == count
+        expected = torch.cat([layer(x) for layer, _ in layers], -1)
+        torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_by_name(seed: int) -> None:
+    layer, group = quantised("w8a16", 32)
+    part = Part("layer", group, (0, 208), K)
+    with pytest.raises(FormatError, match=r"layer: expected of this layer weight_q, .*, got qweight"):
+        part.take("qweight", layer.weight_q, (0, 32), CPU)
+    with pytest.raises(FormatError, match="layer: expected no activation order where inputs are divided"):
+        part.take("weight_perm", torch.arange(K), (0, 32), CPU)
+    with pytest.raises(FormatError, match=r"layer.weight_scale: expected 3 dimensions, got \[32\]"):
+        part.take("weight_scale", torch.ones(32), (0, 32), CPU)
+    with pytest.raises(FormatError, match="layer: expected tensors, found none"):
+        PartsLinear([part], torch.float32)
+    part.take("weight_scale", layer.weight_scale, (0, 32), CPU)
+    with pytest.raises(FormatError, match=r"layer: .*weight_q"):
+        PartsLinear([part], torch.float32)
+    with pytest.raises(FormatError, match="TableLinear: expected a class of layer that serving engines run"):
+        Part("layer", Group("TableLinear", {"block_size": 64}, ["layer"]), (0, K), K)
