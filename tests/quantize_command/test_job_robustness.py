@@ -45,7 +45,7 @@ def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, mon
     with held(tmp_path / ".out.partial" / jobs.LOCK):
         with pytest.raises(ValueError, match=said):
             jobs.perform(second)
-        monkeypatch.setattr(jobs, "load_float", lambda checkpoint: pytest.fail("loaded"))
+        monkeypatch.setattr(jobs, "opened", lambda *_: pytest.fail("loaded"))
         result = quantize(teacher, tmp_path / "out", *W8)
         assert result.exit_code == 2 and f"process {os.getpid()} on" in result.output, result.output
     assert jobs.perform(second)["bytes_after"] > 0

@@ -166,7 +166,7 @@ def test_another_run_that_was_interrupted(tmp_path: Path, teacher: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(jobs.Store, "write", stopped)
         assert quantize(teacher, tmp_path / "out", *W4).exit_code == 130
-    monkeypatch.setattr(jobs, "load_float", lambda checkpoint: pytest.fail("loaded"))
+    monkeypatch.setattr(jobs, "opened", lambda *_: pytest.fail("loaded"))
     result = quantize(teacher, tmp_path / "out", *W4, "--algorithm", "awq", "--windows", 9)
     assert result.exit_code == 2 and "other settings (algorithm, tokens)" in result.output
 

@@ -71,7 +71,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "opening the checkpoint": (jobs, "Checkpoint"),
     "checking the model": (jobs, "check_model"),
     "cutting the text": (jobs, "read_windows"),
-    "loading": (jobs, "load_float"),
+    "loading": (jobs, "opened"),
     "opening the store": (jobs, "Store"),
     "measuring": (jobs, "perplexity"),
     "recording": (walking, "record"),

@@ -29,7 +29,7 @@ def test_a_handful_of_tokens_is_refused(
     (tmp_path / "short").write_text("abc")
     said = "only 3 calibration tokens (1 of 8 windows)"
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "load_float", lambda checkpoint: pytest.fail("loaded"))
+        patch.setattr(jobs, "opened", lambda *_: pytest.fail("loaded"))
         refused = quantize(teacher, tmp_path / "out", "--scheme", scheme, "--calibration", tmp_path / "short")
     assert refused.exit_code == 2 and f"{said}: expected at least 256" in refused.output and "--force" in refused.output
     assert [path.name for path in tmp_path.iterdir()] == ["short"]

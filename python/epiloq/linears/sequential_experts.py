@@ -24,7 +24,9 @@ def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lamb
         for expert, gate_up, down in zip(made, before.gate_up_proj.data, before.down_proj.data, strict=True):
             gate, up = gate_up.t().chunk(2)
             for layer, weight in ((expert.gate_proj, gate), (expert.up_proj, up), (expert.down_proj, down.t())):
-                layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+                # Without values it remains a view, which says what it is a part of.
+                weight = weight if weight.is_meta else weight.contiguous()
+                layer.weight = nn.Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(parent), leaf, made.train(before.training))
     return list(found)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from epiloq.files import Held
 from epiloq.formats.io.architecture import skeleton
@@ -83,9 +83,11 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
     return found
 
 
-def check_finite_weights(model: nn.Module, layers: Collection[str] | None, source: Checkpoint) -> None:
+def check_finite_weights(
+    parameters: Iterable[tuple[str, Tensor]], layers: Collection[str] | None, source: Checkpoint
+) -> None:
     """Raise ValueError, which names file and tensor, for NaN or infinity in a weight of some layers, or any."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if layers is not None and name.removesuffix(".weight") not in layers:
             continue
         if not torch.isfinite(parameter).all():

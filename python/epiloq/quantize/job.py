@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-import epiloq
 from epiloq.evaluation.perplexity import perplexity
 from epiloq.evaluation.text import SEED
 from epiloq.files import check_free, held
-from epiloq.formats.io.architecture import renamed
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.model import load, load_float, save
+from epiloq.formats.io.model import load, save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
-from epiloq.linears.conv1d import transpose_
 from epiloq.mixtures import reason_against, stacked
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
@@ -31,16 +26,19 @@ from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
-from epiloq.quantize.calibration.joining import check_alike, fingerprint
+from epiloq.quantize.calibration.joining import check_alike
 from epiloq.quantize.calibration.ranks import Ranks
+from epiloq.quantize.calibration.residence import Resident
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.calibration.work import Block
 from epiloq.quantize.checks import check_finite_weights, check_model, check_request, said_who_holds
 from epiloq.quantize.ends import costs, rounded_ends
+from epiloq.quantize.identity import facts, identity_of
 from epiloq.quantize.measures import environment, peak_memory, weight_bytes
-from epiloq.quantize.plan import Plan, take_experts_apart_
+from epiloq.quantize.plan import Plan
+from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, evaluated_length, needs_text, read_windows, tokens_in
 from epiloq.weights.codebooks import Calibrated
@@ -98,6 +96,8 @@ class Settings:
 class Job:
     """Settings that were checked, and what they say of the model. Nothing was written yet.
 
+    residence
+        Where the model's blocks are.
     texts
         Windows of tokens to calibrate and to evaluate on.
     quantization
@@ -117,6 +117,7 @@ class Job:
     settings: Settings
     source: Checkpoint
     model: nn.Module
+    residence: Resident
     texts: Texts
     grid: Codebook[Calibrated]
     quantization: Quantization | None
@@ -209,7 +210,7 @@ def prepare(settings: Settings, ranks: Ranks | None = None) -> Job:
     ranks = ranks or Ranks()
     with ranks.together():
         job = _prepared(settings, ranks)
-    check_alike(ranks, _facts(job))
+    check_alike(ranks, facts(job.settings, job.identity, job.source, job.grid))
     return job
 
 
@@ -219,22 +220,33 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
     check_request(settings)
     plan = check_model(settings, source)
     texts = read_windows(settings, source)
-    identity = _identity(settings, source, plan, texts.calibration)
+    identity = identity_of(settings, source, plan, texts.calibration)
     if ranks.rank == 0:
         with said_who_holds(settings):
             check_free(_aside(settings) / LOCK)
         check_resumable(_aside(settings), identity)
-    model = transpose_(renamed(load_float(source), source))
     layout = FORMATS[plan.layout]
-    take_experts_apart_(model, layout.name)
-    check_finite_weights(model, None if needs_text(settings) else {*plan.layers, *plan.ends.names}, source)
+    model, residence = opened(source, layout.name, plan.lists, whole=settings.rotate)
+    some = None if needs_text(settings) else {*plan.layers, *plan.ends.names}
+    check_finite_weights(islice(residence.values(model), ranks.rank, None, ranks.world), some, source)
     if settings.rotate and rotate_(model, seed=settings.seed).untied:
         source.config["tie_word_embeddings"] = False
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
     seconds = time.perf_counter() - start
     return Job(
-        settings, source, model, texts, grid, quantization, identity, plan, weight_bytes(settings.model), seconds, ranks
+        settings,
+        source,
+        model,
+        residence,
+        texts,
+        grid,
+        quantization,
+        identity,
+        plan,
+        weight_bytes(settings.model),
+        seconds,
+        ranks,
     )
 
 
@@ -275,7 +287,8 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     """What is left of a run, which nobody else is at work on."""
     settings = job.settings
     store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
-    before = job.perplexity(job.model, tally, "evaluate before")
+    with job.residence.on_demand():
+        before = job.perplexity(job.model, tally, "evaluate before")
     try:
         _quantise(job, store, tally)
     except ValueError:
@@ -296,7 +309,8 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
         rounded = rounded_ends(job.model, ends, layout, settings.symmetric)
         shared = ends.shared if layout.shares else {}
         untie = ends.found.tied and bool(ends.names) and not layout.shares
-        save(job.model, chain(weights, rounded), job.source, whole, layout, shared, untie=untie)
+        value = kept_values(store, tally.blocks)
+        save(job.model, chain(weights, rounded), job.source, whole, layout, shared, untie=untie, value=value)
         advance()
     found = job.report(whole, tally, before, start)
     if settings.output.exists():
@@ -333,34 +347,5 @@ def _walk(job: Job, store: Store | None) -> Iterator[Block]:
         finished=store.read if store is not None else lambda name: None,
         device=settings.device,
         ranks=job.ranks,
+        residence=job.residence,
     )
-
-
-def _facts(job: Job) -> dict[str, Any]:
-    """What must be the same on all ranks, by the name that a message gives it."""
-    identity = {key: value for key, value in job.identity.items() if key != "model"}
-    asked = {key: value for key, value in asdict(job.settings).items() if key not in ("model", "device", "command")}
-    model = fingerprint(job.settings.model, {"config.json", *job.source.files.values()})
-    return {**identity, "model": model, "options": repr(asked), "grid": repr(job.grid)}
-
-
-def _identity(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:
-    """Whatever decides the values of a finished block, but for the grid."""
-    digest = hashlib.sha256()
-    for window in texts:
-        digest.update(window.numpy().tobytes() + b"|")
-    files = sorted({"config.json", *source.files.values()})
-    stats = {file: (settings.model / file).stat() for file in files}
-    return {
-        "epiloq": epiloq.__version__,
-        "model": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
-        "scheme": settings.scheme,
-        "algorithm": settings.algorithm,
-        "alpha": settings.alpha,
-        "keep_dynamic": settings.keep_dynamic,
-        "blocks": list(plan.lists),
-        "layers in floating point": sorted(plan.left),
-        "rotation": settings.seed if settings.rotate else None,
-        "tokens": digest.hexdigest(),
-        "torch": torch.__version__,
-    }

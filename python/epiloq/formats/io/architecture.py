@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.limits import Limits
@@ -109,6 +111,29 @@ def _built(kind: Any, config: Any, limits: Limits, device: str) -> nn.Module:
     return model
 
 
+def hollow(checkpoint: Checkpoint) -> nn.Module | None:
+    """The model that a checkpoint is of, its parameters on "meta" and its buffers with the values they start with.
+
+    None where config.json does not say in which type. Raises FormatError as `skeleton` does.
+    """
+    config = transformers_config(checkpoint)
+    if config.dtype is None:
+        return None
+    skeleton(checkpoint, "meta")  # Refuses what would take gigabytes to build.
+    thread = threading.get_ident()
+
+    def without_value(_: nn.Module, name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return None
+        return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(without_value)
+    try:
+        return _built(architecture(checkpoint), config, checkpoint.limits, "cpu")
+    finally:
+        handle.remove()
+
+
 def _first_other_shape(model: nn.Module, checkpoint: Checkpoint) -> FormatError | None:
     """Of a model that is too large, the tensor that the files have in another shape, if any."""
     for name, target in model.state_dict(keep_vars=True).items():
@@ -201,7 +226,7 @@ def distinct(model: nn.Module) -> Mapping[str, Tensor]:
     seen: set[tuple[int, torch.Size]] = set()
     found = {}
     for name, tensor in file_state(model).items():
-        identity = (tensor.data_ptr(), tensor.shape)
+        identity = (tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr(), tensor.shape)
         if tensor.numel() == 0 or identity not in seen:
             found[name] = tensor
         seen.add(identity)

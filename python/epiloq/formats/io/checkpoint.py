@@ -108,6 +108,10 @@ class Checkpoint:
             self._opened[file] = _opened(self.folder / file)
         return self._opened[file].get_tensor(self.stored.get(name, name))  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """Close the files that tensors were read from, whose memory is given back once no tensor is mapped to it."""
+        self._opened.clear()
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Call every tensor by another name from now on, given by its name in the files.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
@@ -99,12 +99,14 @@ def save(
     *,
     untie: bool = False,
     largest_shard: int = LARGEST_SHARD,
+    value: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a calibrated model into a new `folder`: layers by name in a format, all else as the model has it.
 
     Each weight comes with how it is quantised, None where it is not to integers on a grid. `shared` layers have the
     weight of an embedding among them, and no own; `untie` says that config.json must not tie a head to its embedding.
-    Raises FormatError for what the format cannot say.
+    `value` gives tensors by name that are on the meta device in the model. Raises FormatError for what the format
+    cannot say.
     """
     target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source, shared)
     target.untie = untie
@@ -114,6 +116,7 @@ def save(
     for name, tensor in distinct(model).items():
         layer_name = name.removesuffix(".weight")
         if layer_name not in target.quantised:
+            tensor = value(name) if value is not None and tensor.is_meta else tensor
             is_conv1d = layer_name != name and isinstance(model.get_submodule(layer_name), TransposedConv1D)
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -122,7 +122,7 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tens
     Raises ValueError if a block's input is not the output of the block before (as it is not where a model does
     something in between, or where blocks pass on more than hidden states).
     """
-    device = next(model.parameters()).device
+    device = home_of(model)
     with without_cache(model):
         recorder = _Recorder(_probe(model, blocks, windows[0][:, :PROBE_TOKENS].to(device)))
         with _replaced(blocks, recorder.stand_in):
@@ -131,6 +131,11 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tens
                     model(window.to(device))
                 recorder.alive.clear()
     return recorder.found
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is of those that have values."""
+    return next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
 
 
 class _Recorder:

@@ -15,6 +15,7 @@ from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.calibration.blocks import Recorded, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.calibration.guide import TokenWeights, token_weights
 from epiloq.quantize.calibration.ranks import Ranks
+from epiloq.quantize.calibration.residence import Resident
 from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.work import Block, Runs, Work
 from epiloq.weights.codebooks import Calibrated
@@ -37,6 +38,7 @@ def calibrate(
     finished: Callable[[str], Block | None] = lambda name: None,
     device: torch.device | str | None = None,
     ranks: Ranks | None = None,
+    residence: Resident | None = None,
 ) -> Iterator[Block]:
     """Quantise the linear layers in `model`'s blocks, yielding each block when it is done.
 
@@ -62,6 +64,8 @@ def calibrate(
             The first rank's is asked for all ranks.
         device: where a block is while it is worked on; by default where it is already.
         ranks: the processes that do this together, which all call it alike; by default this one alone.
+        residence: where blocks are before and after; by default in memory. Of `Streamed` ones the model has no values
+            at the end.
 
     Raises:
         ValueError: no blocks found, blocks that are no chain, no windows, inputs with NaN or infinity, static scales
@@ -87,7 +91,7 @@ def calibrate(
     with evaluating(model):
         for n, layer in chosen.items():
             bake_(n, layer)
-    return _walk(model, found, windows, takes, work, finished, device)
+    return _walk(model, found, windows, takes, work, finished, device, residence or Resident())
 
 
 @torch.no_grad()
@@ -99,20 +103,20 @@ def _walk(
     work: Work,
     finished: Callable[[str], Block | None],
     device: torch.device | str | None,
+    residence: Resident,
 ) -> Iterator[Block]:
     recorded, ranks = Recorded([], [[] for _ in blocks]), work.ranks
     strands = ranks.strands(len(windows))
     own = [windows[window] for strand in strands for window in strand]
     if work.needs_inputs and own:
-        with evaluating(model):
+        with evaluating(model), residence.on_demand():
             recorded = record(model, list(blocks.values()), own)
-    guide = _guide(model, blocks, own, takes, work)
+    with residence.on_demand():
+        guide = _guide(model, blocks, own, takes, work)
     for index, (name, block) in enumerate(blocks.items()):
-        home = next(block.parameters()).device
-        block.to(device or home)
-        layers = linears_of(block, name, takes)
-        done, watch = ranks.share(finished(name) if ranks.rank == 0 else None), None
-        with evaluating(model), without_cache(model):
+        done = ranks.share(finished(name) if ranks.rank == 0 else None)
+        with residence.held(name, block, device) as place, evaluating(model), without_cache(model):
+            layers, watch = linears_of(block, name, takes), None
             if done is None:
                 runs = Runs(block, recorded.calls[index], recorded.hidden, strands, guide)
                 watch = work.watch(layers, runs)
@@ -121,11 +125,10 @@ def _walk(
             if watch is not None or index + 1 < len(blocks):
                 with watch.attached() if watch else nullcontext():
                     for i, call in enumerate(recorded.calls[index]):
-                        recorded.hidden[i] = call.run(block, recorded.hidden[i].to(device or home)).cpu()
-        if watch is not None:
-            done = work.freeze(done, watch)
+                        recorded.hidden[i] = call.run(block, recorded.hidden[i].to(place)).cpu()
+            if watch is not None:
+                done = work.freeze(done, watch)
         recorded.calls[index].clear()
-        block.to(home)
         yield done
 
 

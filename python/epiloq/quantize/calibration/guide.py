@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.blocks import without_cache
+from epiloq.quantize.calibration.blocks import home_of, without_cache
 
 TokenWeights = Mapping[str, Tensor]
 """Of one window: float32 ``[tokens, slices]`` for each layer by name."""
@@ -47,7 +47,7 @@ def token_weights(
     if slices < 1:
         raise ValueError(f"token_weights: slices: expected at least 1, got {slices}")
     found: list[TokenWeights] = []
-    device = next(model.parameters()).device
+    device = home_of(model)
     with evaluating(model), without_cache(model), torch.enable_grad(), _differentiable(model, blocks):
         for window in windows:
             weights: dict[str, Tensor] = {}

@@ -67,6 +67,14 @@ class Store:
         input_errors = {layer: InputErrors(**errors) for layer, errors in metadata["input_errors"].items()}
         return Block(name, weights, state, metadata["errors"], input_errors)
 
+    def state(self, name: str) -> dict[str, Tensor]:
+        """A block's parameters and buffers beside its quantised weights, by their names in the block."""
+        from safetensors import safe_open
+
+        with safe_open(self._file(name), framework="pt") as file:
+            keys: list[str] = file.keys()
+            return {key.removeprefix("state/"): file.get_tensor(key) for key in keys if key.startswith("state/")}
+
     def _weight(self, tensors: Mapping[str, Tensor], layer: str) -> Calibrated:
         parameters = Parameters(tensors[f"scale/{layer}"], tensors.get(f"shift/{layer}"))
         weight = self.grid.kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))

@@ -1,0 +1,49 @@
+"""What decides the result of a run: to go on with one that was interrupted, and to compare the ranks of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import epiloq
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.quantize.calibration.joining import fingerprint
+from epiloq.quantize.plan import Plan
+
+if TYPE_CHECKING:
+    from epiloq.quantize.job import Settings
+
+
+def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:
+    """Whatever decides the values of a finished block, but for the grid."""
+    digest = hashlib.sha256()
+    for window in texts:
+        digest.update(window.numpy().tobytes() + b"|")
+    files = sorted({"config.json", *source.files.values()})
+    stats = {file: (settings.model / file).stat() for file in files}
+    return {
+        "epiloq": epiloq.__version__,
+        "model": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
+        "scheme": settings.scheme,
+        "algorithm": settings.algorithm,
+        "alpha": settings.alpha,
+        "keep_dynamic": settings.keep_dynamic,
+        "blocks": list(plan.lists),
+        "layers in floating point": sorted(plan.left),
+        "rotation": settings.seed if settings.rotate else None,
+        "tokens": digest.hexdigest(),
+        "torch": torch.__version__,
+    }
+
+
+def facts(settings: Settings, identity: dict[str, Any], source: Checkpoint, grid: object) -> dict[str, Any]:
+    """What must be the same on all ranks, by the name that a message gives it."""
+    same = {key: value for key, value in identity.items() if key != "model"}
+    asked = {key: value for key, value in asdict(settings).items() if key not in ("model", "device", "command")}
+    model = fingerprint(settings.model, {"config.json", *source.files.values()})
+    return {**same, "model": model, "options": repr(asked), "grid": repr(grid)}
