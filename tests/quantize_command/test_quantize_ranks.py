@@ -66,13 +66,13 @@ def rank_of(rank: int, world: int, port: int, said: Path, asked: list[str], chan
 
 
 class Launched:
-    """Ranks that were run to their end: exit codes, what they displayed, and seconds."""
+    """Ranks that were run to their end: exit codes, what they displayed, and when the last ended."""
 
     def __init__(self, folder: Path, commands: list[list[str]], change: Change = lambda rank: None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        start, context = time.monotonic(), multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("fork")
         files = [folder / f"rank-{rank}" for rank in range(len(commands))]
         ranks = [
             context.Process(target=rank_of, args=(rank, len(commands), port, files[rank], asked, change))
@@ -81,9 +81,9 @@ class Launched:
         for each in ranks:
             each.start()
         for each in ranks:
-            each.join(timeout=60)
+            each.join(timeout=240)
             each.kill()
-        self.seconds = time.monotonic() - start
+        self.ended = time.time()
         self.codes = [each.exitcode for each in ranks]
         self.said = [file.read_text() for file in files]
         for file in files:
@@ -171,6 +171,7 @@ def dies(rank: int) -> None:
 
     def rounded(self: work.Work, layers: dict[str, Any], statistics: Any) -> Any:
         if rank == 1 and next(iter(layers)).startswith("model.layers.1."):
+            print(time.time(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return before(self, layers, statistics)
 
@@ -179,7 +180,8 @@ def dies(rank: int) -> None:
 
 def test_a_rank_dies_and_the_run_goes_on_later(models: Path, whole: Path, tmp_path: Path) -> None:
     run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 3, dies)
-    assert run.codes == [1, -signal.SIGKILL, 1] and run.seconds < 50
+    assert run.codes == [1, -signal.SIGKILL, 1]
+    assert run.ended - float(run.said[1]) < 60
     for said in (run.said[0], run.said[2]):
         assert "Traceback" not in said
         assert len([line for line in said.splitlines() if line.startswith("epiloq quantize: ")]) == 1
@@ -205,7 +207,7 @@ def full_disk(rank: int) -> None:
 
 def test_a_disk_fills(models: Path, whole: Path, tmp_path: Path) -> None:
     run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 2, full_disk)
-    assert run.codes[0] == 1 and run.seconds < 50
+    assert run.codes[0] == 1 and run.codes[1] > 0
     assert "No space left on device" in run.said[0] and "Traceback" not in "".join(run.said)
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
     assert Launched(tmp_path, [arguments(models, tmp_path / "out")]).codes == [0]
