@@ -111,7 +111,7 @@ def take_apart_(model: nn.Module, takes: Callable[[str], bool] = lambda name: Tr
     for name, module in found.items():
         if type(module) not in known:
             known[type(module)] = _projections(model, name)
-        _put(model, name, _apart(module, known[type(module)]))
+        put_(model, name, _apart(module, known[type(module)]))
     return list(found)
 
 
@@ -149,7 +149,7 @@ def settle_(model: nn.Module, name: str) -> None:
     if isinstance(module, ExpertLinears):
         whole = GatedExperts.from_linears(module) or _as_before(module)
         if whole is not None:
-            _put(model, name, whole)
+            put_(model, name, whole)
 
 
 def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tuple[str, nn.Module]]:
@@ -206,7 +206,7 @@ def _parent(model: nn.Module, name: str) -> nn.Module | None:
     return model.get_submodule(name.rpartition(".")[0]) if name else None
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def put_(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace a module under every name that it has: layers may share their experts."""
     old = model.get_submodule(name)
     for parent in list(model.modules()):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
@@ -17,9 +18,11 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, shared
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import tensors_of
+from epiloq.integrations.transformers.parallel import Split, is_parallel
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
 from epiloq.mixtures import file_state, named_layers
 from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.parallel.ranks import together
 from epiloq.schemes import SCHEMES, available, quantize_
 
 _NAME = "epiloq.integrations.transformers"
@@ -43,6 +46,8 @@ class EpiloqQuantizer(HfQuantizer):
         """Layers without a weight of their own, and the embeddings whose weights they share."""
         self.apart: list[str] = []
         """Weights of experts that are apart, which transformers would stack."""
+        self.split: Split | None = None
+        """How several ranks share the model."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
@@ -67,17 +72,24 @@ class EpiloqQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        if getattr(model.config, "distributed_config", None) is not None:
-            raise ValueError(f"{_NAME}: distributed_config: expected none, for epiloq's layers cannot be split")
+        parallel = is_parallel(model)
+        if parallel and not self.pre_quantized:
+            raise ValueError(
+                f"{_NAME}: tp_plan: expected a quantised directory, for scales are of whole layers; write one by "
+                "`python -m epiloq quantize`, or by save_pretrained in one process"
+            )
         if self.pre_quantized:
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
             checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
             self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
             self.apart, self.sharing = apart(model), shared(checkpoint)
+            self.split = Split(model, checkpoint) if parallel else None
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.split is not None:
+            self.split.open_(model)
         if self.pre_quantized:
             open_layers(model, self.sharing)
             return model
@@ -93,13 +105,24 @@ class EpiloqQuantizer(HfQuantizer):
         return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors to save, in the format of the directory that was opened, or else in epiloq's own."""
+        """The tensors to save, in the format of the directory that was opened, or else in epiloq's own.
+
+        Where ranks share the model, all call this, and the first gets the whole layers.
+        """
+        if self.split is None:
+            return self._whole_state(model), {}
+        with self.split.whole(model) as first, together():
+            if first:
+                return self._whole_state(model), {}
+        return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)}, {}
+
+    def _whole_state(self, model: Any) -> dict[str, Tensor]:
         said, state = self.quantization_config.to_dict(), file_state(model)
         layers = epiloq_modules.layers_of(model)
         if self.quantization_config.quant_method == epiloq_modules.METHOD:
             said, sharing = epiloq_modules.said_of(model)
             model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
-            return without(state, sharing), {}
+            return without(state, sharing)
         for name, module in named_layers(model, None):
             if name not in layers:
                 continue
@@ -112,7 +135,7 @@ class EpiloqQuantizer(HfQuantizer):
             except ValueError as error:
                 raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
-        return state | self.scales, {}
+        return state | self.scales
 
     def is_serializable(self) -> bool:
         return True

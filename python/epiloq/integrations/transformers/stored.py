@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,12 +55,14 @@ def _outline(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 class StoredLinear(nn.Module):
     """The tensors of a quantised linear layer as a file holds them, until the module that runs it is made of them."""
 
-    def __init__(self, linear: nn.Linear, parts: Mapping[str, Entry], reader: Reader, origin: str) -> None:
+    def __init__(self, linear: nn.Linear, parts: Mapping[str, Entry], reader: Reader, origin: str, layer: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         self.reader, self.origin = reader, origin
         # No child, so that transformers does not load it.
         self.__dict__["outline"] = linear
+        self.read: Callable[[], dict[str, Tensor]] | None = None
+        self.layer, self.parts = layer, tuple(parts)
         for name, entry in parts.items():
             self._expect(name, DTYPES[entry.dtype], entry.shape)
         # A bias in the file is the layer's, though the model has none: old GPTQ files hold zeros.
@@ -79,9 +81,16 @@ class StoredLinear(nn.Module):
         # Not by register_parameter, which takes __getattr__'s answer for an attribute that is there already.
         self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
+    def leave_to(self, read: Callable[[], dict[str, Tensor]]) -> None:
+        """Let `opened` ask for the tensors, which nobody else will load."""
+        self._parameters.clear()
+        self.register_parameter(BIAS, None)
+        self.read = read
+
     def opened(self) -> nn.Module:
         """The module that runs the layer, on its tensors' device. Raises FormatError, which names file and layer."""
         tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        tensors = tensors if self.read is None else self.read()
         device = next(iter(tensors.values())).device
         if any(tensor.is_meta for tensor in tensors.values()):
             raise FormatError(f"{self.origin}: its tensors are offloaded; use a device_map that keeps it on a device")
@@ -132,7 +141,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
             expected = ", ".join(sorted(reader.parts or ()))
             raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: expected of a layer {expected}, got {part}")
         parent, _, leaf = own.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, StoredLinear(linear, parts, reader, checkpoint.where(layer)))
+        setattr(model.get_submodule(parent), leaf, StoredLinear(linear, parts, reader, checkpoint.where(layer), layer))
         found[own] = reader
     for name, source in sharing.items():
         if source not in found:

@@ -49,18 +49,27 @@ class Routing:
         int64 ``[T top_k]``: positions among ``top_k_index.flatten()``, sorted by expert.
     ends
         int32 ``[E]``: the ends of the experts' rows in that order, as ``epiloq.grouped_mm`` takes them.
+    partial
+        Whether rows of other experts follow, which other processes have; their values are not read.
     """
 
     order: Tensor
     ends: Tensor
     top_k: int
+    partial: bool = False
 
     @classmethod
-    def of(cls, top_k_index: Tensor, experts: int) -> Routing:
-        """Of the numbers ``[T, top_k]`` of each token's experts. Nothing is read back to the host."""
+    def of(cls, top_k_index: Tensor, experts: int, part: range | None = None) -> Routing:
+        """Of the numbers ``[T, top_k]`` of each token's experts, of which those of `part` are here if it is given.
+
+        Nothing is read back to the host.
+        """
+        if part is not None:
+            here = (top_k_index >= part.start) & (top_k_index < part.stop)
+            top_k_index = torch.where(here, top_k_index - part.start, experts)
         expert, order = top_k_index.flatten().sort(stable=True)
         numbers = torch.arange(experts, device=expert.device, dtype=expert.dtype)
-        return cls(order, torch.searchsorted(expert, numbers, right=True, out_int32=True), top_k_index.shape[1])
+        return cls(order, torch.searchsorted(expert, numbers, right=True, out_int32=True), top_k_index.shape[1], part is not None)
 
     @property
     def tokens(self) -> Tensor:
@@ -69,6 +78,9 @@ class Routing:
 
     def combined(self, y: Tensor, top_k_weights: Tensor) -> Tensor:
         """Rows ``[T top_k, H]``, sorted by expert, as each token's weighted sum ``[T, H]``, in fp32 and in order."""
+        if self.partial:
+            rows = torch.arange(y.shape[0], device=y.device).unsqueeze(-1)
+            y = y.masked_fill(rows >= self.ends[-1], 0)
         back = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(self.order), device=y.device))
         each = y[back].view(*top_k_weights.shape, y.shape[-1])
         return (each.float() * top_k_weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
@@ -82,7 +94,13 @@ class ExpertLinears(nn.Module):
     ``7.gate_proj`` (or as `experts` has it, gate, up and down in this order), and may be of any kind, quantised or
     not. Each call reads on the host how many rows each expert has; ``GatedExperts`` does not. Raises ValueError for
     other shapes, and for numbers of experts that there are not (on a GPU those are not looked at).
+
+    part, whole
+        Which experts of how many these are, where other processes have the others: see ``epiloq.parallel``.
     """
+
+    part: range | None = None
+    whole: int | None = None
 
     def __init__(self, experts: Sequence[Mapping[str, nn.Module]], act_fn: nn.Module) -> None:
         super().__init__()
@@ -99,8 +117,9 @@ class ExpertLinears(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden = getattr(self.layers(0)[0], "in_features", None)
-        check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, self.experts)
-        routing = Routing.of(top_k_index, self.experts)
+        count = self.whole or self.experts
+        check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, count)
+        routing = Routing.of(top_k_index, self.experts, self.part)
         ends = routing.ends.tolist()
         rows, parts = hidden_states[routing.tokens], []
         for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -108,4 +127,7 @@ class ExpertLinears(nn.Module):
                 gate, up, down = self.layers(expert)
                 x = rows[begin:end]
                 parts.append(down(self.act_fn(gate(x)) * up(x)))
-        return routing.combined(torch.cat(parts) if parts else rows, top_k_weights)
+        y = torch.cat(parts) if parts else rows[:0]
+        if y.shape[0] < rows.shape[0]:
+            y = torch.cat((y, torch.zeros_like(rows[y.shape[0] :])))
+        return routing.combined(y, top_k_weights)

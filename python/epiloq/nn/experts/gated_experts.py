@@ -74,7 +74,13 @@ class GatedExperts(nn.Module):
     `gate_up` and `down`. State dicts may also hold a matrix an expert, as `file_state` gives them and checkpoints have
     them: what the linear layers of `kind` hold, under names like ``7.gate_proj.weight``. Layers that scale
     activations by the tensor (``Fp8Linear`` of activation "tensor") are run with a scale a token, which is finer.
+
+    part, whole
+        Which experts of how many these are, where other processes have the others: see ``epiloq.parallel``.
     """
+
+    part: range | None = None
+    whole: int | None = None
 
     def __init__(
         self,
@@ -128,6 +134,7 @@ class GatedExperts(nn.Module):
                         place.copy_(state[part])
             module._clear_padding()
             module._settle()
+        module.part, module.whole = linears.part, linears.whole
         return module.train(linears.training)
 
     def linears(self, device: torch.device | str | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -158,9 +165,12 @@ class GatedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden_states = convert_input(self, hidden_states)
         # Kernels see padded widths only, so that they would take some others too.
-        check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, self.experts)
-        routing = Routing.of(top_k_index, self.experts)
+        count = self.whole or self.experts
+        check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, count)
+        routing = Routing.of(top_k_index, self.experts, self.part)
         if wants_gradient(hidden_states):
+            if self.part is not None:
+                raise NotImplementedError("GatedExperts: gradients: expected all experts in one process")
             return self._one_by_one(hidden_states, routing, top_k_weights)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = _gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")

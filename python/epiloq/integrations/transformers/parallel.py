@@ -1,0 +1,190 @@
+"""Models of transformers over several ranks: each opens its part of every quantised layer, one layer at a time."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.readers import BIAS
+from epiloq.integrations.transformers.stored import StoredLinear
+from epiloq.mixtures import put_, settle_
+from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.parallel.experts import as_linears, join_experts
+from epiloq.parallel.ranks import everyone_says, to_first, together
+from epiloq.parallel.shards import bare, join, part_of
+from epiloq.parallel.styles import ColwiseParallel, RowwiseParallel, sum_experts
+
+_NAME = "epiloq.integrations.transformers: tp_plan"
+# Styles of transformers by name, as this package has them; None leaves a layer whole.
+_STYLES: dict[str, ParallelStyle | None] = {
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "replicate": None,
+    "replicated_with_grad_allreduce": None,
+    "mla_kv_a_proj": None,
+}
+_SAMPLE = 4096
+"""Bytes of each tensor by which ranks tell files apart."""
+
+
+def is_parallel(model: Any) -> bool:
+    """Whether a model is opened by several ranks."""
+    asked = getattr(model.config, "distributed_config", None)
+    return asked is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+class Split:
+    """How the ranks share a model: which layers are cut, and by which style each."""
+
+    def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
+        """Take the quantised layers of a model out of what transformers loads and cuts.
+
+        Raises ValueError on every rank: other kinds of parallelism, heads that the ranks do not divide, ranks whose
+        directories differ, layers with a style that quantised layers have not.
+        """
+        asked = model.config.distributed_config
+        with together():
+            _check(model, asked)
+        said = everyone_says((_outline(model), _fingerprint(checkpoint)))
+        for what, values in zip(("model", "directory"), zip(*said, strict=True), strict=True):
+            if (other := next((r for r, value in enumerate(values) if value != values[0]), None)) is not None:
+                raise ValueError(f"{_NAME}: expected the same {what} on every rank, but rank {other}'s is another")
+        self.checkpoint, self.names = checkpoint, list[str]()
+        """Names of layers of which each rank has a part."""
+        stored = {name: module for name, module in model.named_modules() if isinstance(module, StoredLinear)}
+        self.experts = [name for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
+        for module in stored.values():
+            module.leave_to(self._reader(module))
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        patterns = {rf"(^|\.){re.sub(r'[0-9]+', '[0-9]+', re.escape(name))}\." for name in stored}
+        model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
+        self.plan = self._without(model, stored)
+
+    def _reader(self, module: StoredLinear) -> Any:
+        def read() -> dict[str, Tensor]:
+            tensors = {part: self.checkpoint.tensor(f"{module.layer}.{part}").clone() for part in module.parts}
+            if BIAS in tensors:
+                tensors[BIAS] = tensors[BIAS].to(module.dtype)
+            return tensors
+
+        return read
+
+    def _without(self, model: Any, stored: dict[str, StoredLinear]) -> dict[str, str]:
+        """Take rules that are about quantised layers alone out of the model's plan, and give them."""
+        mine = {_generic(name) for name in stored}
+        others = {_generic(name) for name, module in model.named_modules() if name not in stored}
+        experts = tuple(_generic(name) for name in self.experts)
+        plan = dict(model.tp_plan or {})
+        taken = {
+            rule: style
+            for rule, style in plan.items()
+            if (rule in mine and rule not in others) or any(rule == e or rule.startswith(f"{e}.") for e in experts)
+        }
+        if len(taken) < len(plan):  # transformers takes no empty plan
+            model._tp_plan = {rule: style for rule, style in plan.items() if rule not in taken}
+        return taken
+
+    def open_(self, model: Any) -> None:
+        """Put this rank's part of every quantised layer in its place. Raises ValueError, on every rank."""
+        manager = model._mesh_manager
+        if manager is None:
+            raise ValueError(f"{_NAME}: expected a device mesh of transformers, found none")
+        mesh = manager.get_mesh("tp")
+        index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        device = torch.device(mesh.device_type, index)
+        plan = self.plan | dict(model.tp_plan)
+        with together():
+            for name in self.experts:
+                own = part_of(model.get_submodule(name).experts, mesh.get_local_rank(), mesh.size())
+                put_(model, name, _opened_experts(model.get_submodule(name), own).to(device))
+                settle_(model, name)
+                sum_experts(model.get_submodule(name), mesh)
+                self.names.append(name)
+            for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
+                style, layer = plan.get(_generic(name)), model.get_submodule(name).opened()
+                if style is not None and style not in _STYLES:
+                    expected = ", ".join(_STYLES)
+                    raise FormatError(f"{_NAME}: {name}: expected of a quantised layer {expected}, got {style}")
+                if style is not None and (mine := _STYLES[style]) is not None:
+                    layer = parallelize_module(layer, mesh, mine)
+                    self.names.append(name)
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, layer.to(device))
+        model._tp_plan = plan
+
+    @contextmanager
+    def whole(self, model: Any) -> Iterator[bool]:
+        """The whole layers in the places of the parts, on the first rank, which is told by True."""
+        group, parts = model._mesh_manager.get_mesh("tp").get_group(), dict[str, nn.Module]()
+        try:
+            for name in self.names:
+                part = model.get_submodule(name)
+                gathered = to_first(as_linears(part) if name in self.experts else bare(part), group)
+                if gathered is not None:
+                    parts[name] = part
+                    put_(model, name, join_experts(gathered) if name in self.experts else join(gathered))
+            yield torch.distributed.get_rank(group) == 0
+        finally:
+            for name, part in parts.items():
+                put_(model, name, part)
+
+
+def _opened_experts(module: Any, own: range) -> ExpertLinears:
+    module.__dict__.pop("forward", None)  # What transformers would do around experts that it cuts.
+    experts = []
+    for expert in own:
+        layers = zip(module.projections, module.layers(expert), strict=True)
+        experts.append({name: each.opened() if isinstance(each, StoredLinear) else each for name, each in layers})
+    opened = ExpertLinears(experts, module.act_fn).train(module.training)
+    opened.part, opened.whole = own, module.experts
+    return opened
+
+
+def _generic(name: str) -> str:
+    """A name as plans have it, with a star for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _check(model: Any, asked: Any) -> None:
+    sizes = {name: getattr(asked, name, 1) for name in ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")}
+    for name, size in sizes.items():
+        if size not in (None, 1):
+            raise ValueError(f"{_NAME}: {name}: expected 1, for quantised layers are shared by tp_size alone, got {size}")
+    config = model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % asked.tp_size:
+            raise ValueError(f"{_NAME}: expected a number of ranks that divides {name} ({heads}), got {asked.tp_size}")
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertLinears) and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1:
+            raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as experts serve, {module.experts}")
+
+
+def _outline(model: Any) -> Any:
+    said = {key: value for key, value in model.config.to_dict().items() if key not in ("_name_or_path",)}
+    return type(model).__name__, zlib.crc32(repr(sorted(said.items(), key=str)).encode()), str(model.dtype)
+
+
+def _fingerprint(checkpoint: Checkpoint) -> int:
+    """Of names, types, shapes and the first bytes of every tensor."""
+    found = 0
+    for name in sorted(checkpoint.entries):
+        entry = checkpoint.entries[name]
+        found = zlib.crc32(f"{name} {entry.dtype} {entry.shape}".encode(), found)
+        values = checkpoint.tensor(name).contiguous().flatten().view(torch.uint8)[:_SAMPLE]
+        found = zlib.crc32(values.numpy().tobytes(), found)
+    return found

@@ -1,0 +1,48 @@
+"""Some experts of a layer as a layer of their own, and all of them from such parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from epiloq.nn import ExpertLinears, GatedExperts
+
+
+@torch.no_grad()
+def expert_part(module: GatedExperts | ExpertLinears, part: range) -> None:
+    """Keep the experts of `part` alone, of a layer that has all. The module gives their share of each sum."""
+    if module.part is not None:
+        raise ValueError("epiloq.parallel: experts: expected all experts of a layer, got a part of them")
+    if isinstance(module, GatedExperts):
+        layers = dict(module.linears())
+        own = [{name: layers[f"{e}.{name}"] for name in module.projections} for e in part]
+        kept = GatedExperts.from_linears(ExpertLinears(own, module.act_fn or nn.SiLU()))
+        assert kept is not None
+        module.gate_up, module.down = kept.gate_up, kept.down
+    else:
+        children = [module._modules[str(expert)] for expert in part]
+        for expert in range(module.experts):
+            del module._modules[str(expert)]
+        for expert, child in enumerate(children):
+            module.add_module(str(expert), child)
+    module.part, module.whole, module.experts = part, module.experts, len(part)
+
+
+def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
+    """Experts as a layer for each matrix, on the CPU, without hooks: what is sent."""
+    layers = dict(module.linears()) if isinstance(module, GatedExperts) else None
+    experts = []
+    for e in range(module.experts):
+        found = [layers[f"{e}.{name}"] for name in module.projections] if layers else module.layers(e)  # type: ignore[operator]
+        experts.append({name: copy.deepcopy(layer).cpu() for name, layer in zip(module.projections, found, strict=True)})
+    return ExpertLinears(experts, module.act_fn or nn.SiLU()).train(module.training)
+
+
+def join_experts(parts: Sequence[ExpertLinears]) -> nn.Module:
+    """All experts of the layer whose parts, in their order, these are, run together where they can be."""
+    experts = [dict(zip(p.projections, p.layers(e), strict=True)) for p in parts for e in range(p.experts)]
+    linears = ExpertLinears(experts, parts[0].act_fn).train(parts[0].training)
+    return GatedExperts.from_linears(linears) or linears

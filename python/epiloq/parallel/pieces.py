@@ -1,0 +1,163 @@
+"""A quantised linear layer as matrices that can be cut: integers, scales and zero points in the order of its weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.epiloq_modules import KINDS, Options
+from epiloq.nn import (
+    Fp8BlockLinear,
+    Fp8Linear,
+    Fp8WeightOnlyLinear,
+    Int8Linear,
+    OnlineQuantLinear,
+    TableLinear,
+    W4A8Linear,
+    WeightOnlyLinear,
+)
+from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.weights.block_quant_weight import prepare
+from epiloq.weights.packed_weight import pack_weight
+
+
+class Piece(NamedTuple):
+    """A tensor of a layer, ``[rows, columns]`` or ``[rows]``, and how many of the weight's rows and columns share an
+    element. 0 means all of them: such a tensor is the same in every shard."""
+
+    tensor: Tensor
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layers of a class come apart and are put together.
+
+    take
+        A layer's pieces by name, with the integers under "q".
+    make
+        A layer ``[n, k]`` of tensors with these names, in the manner of another, which says the rest.
+    tail
+        Whether columns must end on a scale, too.
+    """
+
+    take: Callable[[Any], dict[str, Piece]]
+    make: Callable[[Any, Mapping[str, Tensor], int, int, Options], Any]
+    tail: bool = False
+
+
+def _prepared(**units: Callable[[Any], tuple[int, int]]) -> Cut:
+    """Layers that store their tensors as they are; `units` are those of the scales."""
+
+    def take(layer: Any) -> dict[str, Piece]:
+        pieces = {"q": Piece(layer._stored("weight_q"), 1, 1)}
+        for name, unit in units.items():
+            if (tensor := layer._stored(name)) is not None:
+                pieces[name] = Piece(tensor, *unit(layer))
+        return pieces
+
+    def make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
+        q = tensors["q"]
+        made = type(layer)(k, n, False, **options, device="meta", dtype=layer.dtype)
+        made._store("weight_q", q.contiguous())
+        for name in units.keys() & tensors.keys():
+            made._store(name, tensors[name].contiguous())
+        return made
+
+    return Cut(take, make)
+
+
+def _all(layer: Any) -> tuple[int, int]:
+    return 0, 0
+
+
+def _packed_take(layer: Any) -> dict[str, Piece]:
+    q, scale, zero = layer.packed.unpack()
+    length = max(layer.group_size, 0)
+    pieces = {"q": Piece(q, 1, 1), "scale": Piece(scale, 1, length)}
+    return pieces if zero is None else pieces | {layer.zeros: Piece(zero, 1, length)}
+
+
+def _packed_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
+    bits = options.get("bits", 4)
+    rest = {name: tensor for name, tensor in tensors.items() if name in ("zero", "offset", "perm")}
+    packed = pack_weight(tensors["q"], tensors["scale"], **rest, bits=bits, group_size=options["group_size"])
+    more = {"activation": options["activation"]} if "activation" in options else {}
+    made = type(layer).from_packed(packed, **more)
+    made._dtype = layer.dtype
+    return made
+
+
+def _online_take(layer: Any) -> dict[str, Piece]:
+    q, scale, offset = layer.prepared.unpack()
+    pieces = {"q": Piece(q, 1, 1), "scale": Piece(scale, 1, layer.group_size)}
+    return pieces if offset is None else pieces | {"offset": Piece(offset, 1, layer.group_size)}
+
+
+def _online_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
+    weight = prepare(tensors["q"], tensors["scale"], tensors.get("offset"), options["group_size"], options["bits"])
+    made = OnlineQuantLinear.from_prepared(weight)
+    made._dtype = layer.dtype
+    return made
+
+
+def _table_take(layer: Any) -> dict[str, Piece]:
+    n, k, block = layer.out_features, layer.in_features, layer.block_size
+    packed = layer._stored("weight_q")
+    codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
+    # Blocks run through the rows: of as many columns as divide both, every row begins one.
+    unit = math.gcd(block, k)
+    scale = layer._stored("weight_scale").repeat_interleave(block // unit)[: n * k // unit].view(n, k // unit)
+    table = Piece(layer._stored("weight_table"), 0, 0)
+    return {"q": Piece(codes, 1, 1), "weight_scale": Piece(scale, 1, unit), "weight_table": table}
+
+
+def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
+    block, scale = options["block_size"], tensors["weight_scale"]
+    unit = k // scale.shape[1]
+    # A shard whose rows do not begin on blocks has smaller ones.
+    length = block if k % unit == 0 and (n, k) == (layer.out_features, layer.in_features) else unit
+    codes = nn.functional.pad(tensors["q"].flatten(), (0, n * k % 2)).view(-1, 2)
+    made = TableLinear(k, n, False, block_size=length, device="meta", dtype=layer.dtype)
+    made._store("weight_q", (codes[:, 0] << 4) | codes[:, 1])
+    made._store("weight_table", tensors["weight_table"])
+    made._store("weight_scale", scale.flatten()[:: length // unit].contiguous())
+    return made
+
+
+def _fp8_only(layer: Any) -> tuple[int, int]:
+    rows, columns = layer.block
+    return max(rows, 0), max(columns, 0)
+
+
+CUTS: Mapping[type[nn.Module], Cut] = {
+    Int8Linear: _prepared(weight_scale=lambda layer: (1, 0), input_scale=_all, input_zero_point=_all),
+    Fp8Linear: _prepared(
+        weight_scale=lambda layer: (1 if layer.weight_scales == "channel" else 0, 0), input_scale=_all
+    ),
+    Fp8BlockLinear: _prepared(weight_scale_inv=lambda layer: (layer.rows, FP8_BLOCK)),
+    Fp8WeightOnlyLinear: _prepared(weight_scale=_fp8_only),
+    WeightOnlyLinear: Cut(_packed_take, _packed_make),
+    W4A8Linear: Cut(_packed_take, _packed_make),
+    OnlineQuantLinear: Cut(_online_take, _online_make),
+    TableLinear: Cut(_table_take, _table_make, tail=True),
+}
+
+
+def cut_of(layer: nn.Module) -> Cut:
+    """How a layer comes apart. Raises ValueError for what is no quantised linear layer of epiloq."""
+    if type(layer) not in CUTS:
+        known = ", ".join(kind.__name__ for kind in CUTS)
+        raise ValueError(f"epiloq.parallel: layer: expected one of {known}, got {type(layer).__name__}")
+    return CUTS[type(layer)]
+
+
+def options_of(layer: nn.Module) -> Options:
+    """The arguments of a layer's constructor beside its sizes."""
+    return KINDS[type(layer).__name__].said(layer)

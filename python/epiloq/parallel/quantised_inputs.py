@@ -1,0 +1,127 @@
+"""Tokens that are quantised before they are gathered: bytes and scales travel in the place of 16-bit numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import epiloq
+from epiloq.nn import Fp8Linear, Int8Linear, W4A8Linear
+from epiloq.nn.dense_rows import dense_rows
+from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE
+from epiloq.nn.quantized_layer import convert_input
+
+_NAME = "epiloq.parallel: quantise_first"
+
+
+class _Tokens(NamedTuple):
+    """Bytes ``[M, K padded]``, a scale float32 ``[M, 1]`` and a zero point int32 ``[M, 1]`` a token, or None: static."""
+
+    q: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+
+    def gathered(self, mesh: DeviceMesh) -> _Tokens:
+        """Those of all ranks, of which each has as many, in one message."""
+        parts = [None if t is None else t.contiguous().view(torch.uint8) for t in self]
+        own = torch.cat([part for part in parts if part is not None], 1)
+        whole = own.new_empty((mesh.size() * own.shape[0], own.shape[1]))
+        dist.all_gather_into_tensor(whole, own, group=mesh.get_group())
+        found, begin = [], 0
+        for part, like in zip(parts, self, strict=True):
+            if part is None or like is None:
+                found.append(None)
+                continue
+            found.append(whole[:, begin : begin + part.shape[1]].contiguous().view(like.dtype))
+            begin += part.shape[1]
+        q, scale, zero = found
+        assert q is not None
+        return _Tokens(q, scale, zero)
+
+
+def _out(x: Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.is_cuda and x.dtype not in HALF_DTYPES else x.dtype
+
+
+def _int8(layer: Int8Linear, x: Tensor) -> _Tokens:
+    static = layer.activation == "static"
+    q, scale, azp = epiloq.quantize_int8(
+        x, scale=layer.input_scale, azp=layer.input_zero_point, symmetric=layer.symmetric, pad_to=K_MULTIPLE
+    )
+    return _Tokens(q, None, None) if static else _Tokens(q, scale, azp)
+
+
+def _int8_product(layer: Int8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
+    weight_q, bias, weight_scale, azp_adj, input_scale, _ = layer._made
+    scale, bias = tokens.scale if tokens.scale is not None else input_scale, None if bias is None else bias.to(dtype)
+    rest: Any = {"out_dtype": dtype, "constant_b": True}
+    if azp_adj is None:
+        return epiloq.scaled_mm(tokens.q, weight_q.t(), scale, weight_scale, bias, **rest)
+    return epiloq.scaled_mm_azp(tokens.q, weight_q.t(), scale, weight_scale, azp_adj, tokens.zero, bias, **rest)
+
+
+def _fp8(layer: Fp8Linear, x: Tensor) -> _Tokens:
+    granularity = "token" if layer.activation == "token" else "tensor"
+    q, scale = epiloq.quantize_fp8(
+        layer._limited(x), granularity=granularity, scale=layer.input_scale, pad_to=K_MULTIPLE
+    )
+    return _Tokens(q, scale if layer.activation == "token" else None, None)
+
+
+def _fp8_product(layer: Fp8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
+    weight_q, bias, weight_scale, input_scale = layer._made
+    scale, bias = tokens.scale if tokens.scale is not None else input_scale, None if bias is None else bias.to(dtype)
+    return epiloq.scaled_mm(tokens.q, weight_q.t(), scale, weight_scale, bias, out_dtype=dtype, constant_b=True)
+
+
+def _w4a8(layer: W4A8Linear, x: Tensor) -> _Tokens:
+    if layer.activation == "int8":
+        q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
+    else:
+        q, scale = epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)
+    return _Tokens(q, scale, None)
+
+
+def _w4a8_product(layer: W4A8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
+    assert tokens.scale is not None
+    return layer.multiply(tokens.q, tokens.scale, dtype)
+
+
+_Kind = tuple[Callable[[Any, Tensor], _Tokens], Callable[[Any, _Tokens, torch.dtype], Tensor]]
+_KINDS: Mapping[type[nn.Module], _Kind] = {
+    Int8Linear: (_int8, _int8_product),
+    Fp8Linear: (_fp8, _fp8_product),
+    W4A8Linear: (_w4a8, _w4a8_product),
+}
+
+
+def check_takes(layer: nn.Module) -> None:
+    """Raise ValueError for layers that do not quantise each token by itself."""
+    if type(layer) not in _KINDS:
+        known = ", ".join(kind.__name__ for kind in _KINDS)
+        raise ValueError(f"{_NAME}: expected one of {known}, got {type(layer).__name__}")
+    if isinstance(layer, Fp8Linear) and layer.activation == "tensor":
+        raise ValueError(f"{_NAME}: expected activations with a scale a token or a static one, got one a tensor")
+
+
+def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
+    """Let a layer take inputs of which each rank has as many tokens, along `dim`, and give the product for all."""
+    check_takes(layer)
+    quantise, multiply = _KINDS[type(layer)]
+
+    def forward(x: Tensor) -> Tensor:
+        x = convert_input(layer, x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise NotImplementedError(f"{_NAME}: gradients: expected none, for integers travel")
+        first = x.movedim(dim, 0)
+        layer._check_width(first)
+        tokens = quantise(layer, dense_rows(first.reshape(-1, layer.in_features))).gathered(mesh)
+        y = multiply(layer, tokens, _out(x))[:, : layer.out_features].to(x.dtype)
+        return y.reshape(-1, *first.shape[1:-1], layer.out_features).movedim(0, dim).contiguous()
+
+    layer.forward = forward

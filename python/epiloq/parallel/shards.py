@@ -1,0 +1,299 @@
+"""Rows or columns of a quantised linear layer as a layer of their own, and the whole layer from its shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from epiloq._parameters import FrozenParameter
+from epiloq.formats.epiloq_modules import Options
+from epiloq.parallel.pieces import Piece, cut_of, options_of
+
+# Columns that share a scale in a shard of columns in activation order, whose groups came apart.
+_SUBGROUP = 32
+_BIAS = "bias_of_sum"
+_HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules", "training"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a layer is a shard of, in the attribute ``shard`` of the layer.
+
+    rows, columns
+        Of the whole weight, whose shape is ``[out_features, in_features]``.
+    head, tail, above
+        Columns of zeros before and behind the input, so that scale groups begin and end where they did, and rows of
+        the layer above the first of the shard, which share its scales.
+    """
+
+    out_features: int
+    in_features: int
+    rows: range
+    columns: range
+    options: Options
+    head: int = 0
+    tail: int = 0
+    above: int = 0
+    order: Tensor | None = None
+    """The whole weight's activation order."""
+
+
+def part_of(size: int, rank: int, parts: int) -> range:
+    """Which of `size` rows or columns are a rank's, as ``torch.chunk`` splits: the last ranks may have fewer or none.
+    """
+    length = -(-size // parts)
+    return range(min(size, rank * length), min(size, (rank + 1) * length))
+
+
+@torch.no_grad()
+def shard_rows(layer: nn.Module, begin: int, end: int) -> nn.Module:
+    """Output features `begin` to `end` (any, but at least one) of a quantised linear layer, with their bias.
+
+    For the whole input ``[.., in_features]`` it gives ``[.., end - begin]``: the same columns of the layer's output, in
+    the same bits where products are exact sums. The layer is left as it is. Raises ValueError for what is no quantised
+    linear layer of epiloq, a shard of one, or other rows.
+    """
+    return _shard(layer, range(begin, end), None)
+
+
+@torch.no_grad()
+def shard_columns(layer: nn.Module, begin: int, end: int) -> nn.Module:
+    """Input features `begin` to `end` (any, but at least one) of a quantised linear layer, without its bias.
+
+    For ``[.., end - begin]`` of the input it gives ``[.., out_features]``, a summand of the layer's output; the bias is
+    the shard's `bias_of_sum`, to be added once to the sum. Activations with measured scales are quantised by these
+    columns alone, so that their scales are at most those of the whole token. A cut inside a scale group keeps the
+    group's scale: the input is preceded by zeros. The layer is left as it is. Raises ValueError as `shard_rows` does.
+    """
+    return _shard(layer, None, range(begin, end))
+
+
+def _shard(layer: Any, rows: range | None, columns: range | None) -> nn.Module:
+    made, bias = _cut(layer, rows, columns)
+    _finish(made, bias, columns is not None)
+    install(made)
+    return cast(nn.Module, made.train(layer.training))
+
+
+def shard_(layer: Any, rows: range | None, columns: range | None) -> None:
+    """Make a shard of a layer itself; its hooks stay."""
+    made, bias = _cut(layer, rows, columns)
+    _finish(made, bias, columns is not None)
+    vars(layer).update({name: value for name, value in vars(made).items() if name not in _HOOKS | {"training"}})
+
+
+def _cut(layer: Any, rows: range | None, columns: range | None) -> tuple[Any, Tensor | None]:
+    cut = cut_of(layer)
+    if getattr(layer, "shard", None) is not None:
+        raise ValueError("epiloq.parallel: layer: expected a whole layer, got a shard of one")
+    n, k, options = layer.out_features, layer.in_features, options_of(layer)
+    for name, given, size in (("rows", rows, n), ("columns", columns, k)):
+        if given is not None and not 0 <= given.start < given.stop <= size:
+            raise ValueError(f"epiloq.parallel: {name}: expected some of 0 to {size}, got {given.start} to {given.stop}")
+    rows, columns = rows or range(n), columns or range(k)
+    pieces = cut.take(layer)
+    order, bias = getattr(layer, "weight_perm", None), layer._stored("bias")
+    bias = None if bias is None else bias.detach().clone()
+    step_rows = math.lcm(*(p.rows for p in pieces.values() if p.rows))
+    first = rows.start // step_rows * step_rows
+    whole_columns = len(columns) == k
+    if order is not None and not whole_columns:
+        tensors, group = _reordered(pieces, order, columns, layer.group_size)
+        width = tensors["q"].shape[1]
+        made = cut.make(layer, tensors, n, width, {**options, "group_size": group})
+        made.shard = Shard(n, k, rows, columns, options, tail=width - len(columns), order=order.detach().clone())
+        return made, bias
+    step = math.lcm(*(p.columns for p in pieces.values() if p.columns))
+    left = columns.start // step * step
+    right = min(k, -(-columns.stop // step) * step) if cut.tail else columns.stop
+    found = {name: _slice(piece, range(first, rows.stop), range(left, right)) for name, piece in pieces.items()}
+    if order is not None:
+        found["perm"] = order.detach().clone()
+    made = cut.make(layer, found, rows.stop - first, right - left, options)
+    gaps = {"head": columns.start - left, "tail": right - columns.stop, "above": rows.start - first}
+    made.shard = Shard(n, k, rows, columns, options, **gaps)
+    if bias is not None and not whole_columns:
+        return made, bias
+    return made, None if bias is None else bias[first : rows.stop]
+
+
+def _finish(made: Any, bias: Tensor | None, of_sum: bool) -> None:
+    if of_sum:
+        made.register_parameter(_BIAS, None if bias is None else FrozenParameter(bias))
+    elif bias is not None:
+        made._store("bias", bias)
+    made._settle()
+
+
+def _slice(piece: Piece, rows: range, columns: range) -> Tensor:
+    found = piece.tensor.detach()
+    if piece.rows:
+        found = found[rows.start // piece.rows : -(-rows.stop // piece.rows)]
+    if piece.columns:
+        found = found[:, columns.start // piece.columns : -(-columns.stop // piece.columns)]
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Where columns in activation order go in a shard of some input features.
+
+    Each group's columns fill subgroups of `length`: `kept` positions of the whole order go to `places` of `width`, and
+    the subgroups have the scales of `groups`.
+    """
+
+    kept: Tensor
+    places: Tensor
+    groups: Tensor
+    width: int
+    length: int
+
+    @classmethod
+    def of(cls, order: Tensor, columns: range, group_size: int) -> _Slots:
+        kept = ((order >= columns.start) & (order < columns.stop)).nonzero().flatten()
+        if group_size == -1:
+            return cls(kept, torch.arange(len(kept), device=order.device), kept.new_zeros(1), len(kept), -1)
+        length, group = min(group_size, _SUBGROUP), kept // group_size
+        count = torch.bincount(group, minlength=-(-len(order) // group_size))
+        subgroups = -(-count // length)
+        begins, first = (subgroups.cumsum(0) - subgroups) * length, count.cumsum(0) - count
+        places = begins[group] + torch.arange(len(kept), device=order.device) - first[group]
+        groups = torch.repeat_interleave(subgroups)
+        return cls(kept, places, groups, len(groups) * length, length)
+
+
+def _reordered(
+    pieces: Mapping[str, Piece], order: Tensor, columns: range, group_size: int
+) -> tuple[dict[str, Tensor], int]:
+    slots = _Slots.of(order, columns, group_size)
+    q = pieces["q"].tensor
+    wide = q.new_zeros((q.shape[0], slots.width))
+    wide[:, slots.places] = q[:, slots.kept]
+    perm = torch.full((slots.width,), -1, dtype=torch.int64, device=q.device)
+    perm[slots.places] = order[slots.kept] - columns.start
+    empty = perm == -1
+    perm[empty] = torch.arange(len(columns), slots.width, device=q.device)
+    rest = {name: p.tensor[:, slots.groups].contiguous() for name, p in pieces.items() if name != "q"}
+    return {"q": wide, "perm": perm, **rest}, slots.length
+
+
+def padded_input(shard: Shard, x: Tensor) -> Tensor:
+    """The input of a shard with its zeros. Raises ValueError for another width."""
+    if x.dim() == 0 or x.shape[-1] != len(shard.columns):
+        raise ValueError(
+            f"epiloq.parallel: x: expected shape [.., {len(shard.columns)}], the input features {shard.columns.start} "
+            f"to {shard.columns.stop}, got {list(x.shape)}"
+        )
+    return functional.pad(x, (shard.head, shard.tail)) if shard.head or shard.tail else x
+
+
+def install(layer: nn.Module, pads: bool = True) -> None:
+    """Let a shard pad its input, unless that is whole, and cut off rows above its own."""
+    if pads:
+        layer.register_forward_pre_hook(_before)
+    layer.register_forward_hook(_after)
+
+
+def _before(layer: Any, inputs: tuple[Any, ...]) -> Any:
+    return (padded_input(layer.shard, inputs[0]), *inputs[1:])
+
+
+def _after(layer: Any, inputs: Any, y: Tensor) -> Tensor:
+    return y[..., layer.shard.above :].contiguous() if layer.shard.above else y
+
+
+def bare(layer: nn.Module) -> nn.Module:
+    """A shard without hooks, on the CPU: what is sent."""
+    found = type(layer).__new__(type(layer))
+    nn.Module.__init__(found)
+    vars(found).update({name: value for name, value in vars(layer).items() if name not in _HOOKS and name != "forward"})
+    vars(found)["_parameters"] = {
+        name: None if t is None else FrozenParameter(t.detach().cpu()) for name, t in layer._parameters.items()
+    }
+    vars(found)["_held"] = None
+    return found
+
+
+@torch.no_grad()
+def join(shards: Sequence[Any]) -> nn.Module:
+    """The whole layer of its shards, which may overlap but leave nothing out, on the first one's device.
+
+    Its tensors are those of the layer that was cut, bit for bit. Raises ValueError for layers that are no shards of
+    one layer, or where rows or columns are missing.
+    """
+    first: Shard = shards[0].shard
+    n, k, options = first.out_features, first.in_features, first.options
+    missing = _missing([each.shard for each in shards])
+    if missing or any((s.shard.out_features, s.shard.in_features, s.shard.options) != (n, k, options) for s in shards):
+        raise ValueError(f"epiloq.parallel.join: shards: expected all of one layer [{n}, {k}]{missing}")
+    cut, device = cut_of(shards[0]), shards[0].weight_q.device
+    whole: dict[str, Tensor] = {}
+    for layer in shards:
+        shard: Shard = layer.shard
+        for name, piece in cut.take(layer).items():
+            given = piece.tensor.to(device)
+            if shard.order is not None:
+                _put_back(whole, name, given, shard, options["group_size"])
+            else:
+                _place(whole, name, piece._replace(tensor=given), shard)
+    order = first.order if first.order is not None else getattr(shards[0], "weight_perm", None)
+    if order is not None:
+        whole["perm"] = order.to(device)
+    like = shards[0].__class__.__new__(shards[0].__class__)
+    vars(like).update(vars(shards[0]))
+    like.out_features, like.in_features = n, k
+    made = cut.make(like, whole, n, k, options)
+    bias = getattr(shards[0], _BIAS, None)
+    if bias is None and shards[0].bias is not None:
+        bias = shards[0].bias.new_empty(n)
+        for layer in shards:
+            bias[layer.shard.rows.start : layer.shard.rows.stop] = layer.bias[layer.shard.above :].to(device)
+    if bias is not None:
+        made._store("bias", bias.detach().clone())
+    made._settle()
+    return cast(nn.Module, made.train(shards[0].training))
+
+
+def _missing(shards: Sequence[Shard]) -> str:
+    for what, size in (("rows", shards[0].out_features), ("columns", shards[0].in_features)):
+        end = 0
+        for given in sorted((getattr(shard, what) for shard in shards), key=lambda given: given.start):
+            if given.start > end:
+                break
+            end = max(end, given.stop)
+        if end < size:
+            return f", but {what} from {end} are missing"
+    return ""
+
+
+def _place(whole: dict[str, Tensor], name: str, piece: Piece, shard: Shard) -> None:
+    """Put a shard's piece in its place in the whole layer's."""
+    given, n, k = piece.tensor, shard.out_features, shard.in_features
+    # Zeros in front begin a group, so that pieces begin on whole elements.
+    row, column = shard.rows.start - shard.above, shard.columns.start - shard.head
+    shape, place = list(given.shape), [slice(None)] * given.ndim
+    for dim, (unit, begin, size) in enumerate(((piece.rows, row, n), (piece.columns, column, k))):
+        if unit and dim < given.ndim:
+            shape[dim] = -(-size // unit)
+            place[dim] = slice(begin // unit, begin // unit + given.shape[dim])
+    if name not in whole:
+        whole[name] = given.new_zeros(shape)
+    whole[name][tuple(place)] = given
+
+
+def _put_back(whole: dict[str, Tensor], name: str, given: Tensor, shard: Shard, group_size: int) -> None:
+    assert shard.order is not None
+    slots = _Slots.of(shard.order.to(given.device), shard.columns, group_size)
+    if name == "q":
+        whole.setdefault(name, given.new_zeros((given.shape[0], shard.in_features)))[:, slots.kept] = given[
+            :, slots.places
+        ]
+        return
+    groups = 1 if group_size == -1 else -(-shard.in_features // group_size)
+    whole.setdefault(name, given.new_zeros((given.shape[0], groups)))[:, slots.groups] = given
