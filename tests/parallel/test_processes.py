@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, multiprocessing
+from test_shards import MADE
+from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from epiloq.nn import ExpertLinears, GatedExperts, Int8Linear, WeightOnlyLinear
 from epiloq.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
-from every_layer import LAYERS
-from test_shards import MADE
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -28,7 +27,7 @@ import epiloq
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 from epiloq.formats import epiloq_modules
-from opened_models import TOKENS, logits
+from opened_models import logits
 
 integration.unregister()
 pytestmark = pytest.mark.skipif(
@@ -36,8 +35,15 @@ pytestmark = pytest.mark.skipif(
 )
 K, N = 90, 58
 SEQUENCE = 12
-SCHEMES = {"int8": "w8a8-int8", "fp8": "fp8", "blocks": "w4a8-block", "w4": "w4a16-g32", "mix-int8": "w8a8-int8", "mix-w4": "w4a16-g32"}
-TOOLS = ("gptq in activation order", "awq", "pack-quantized", "static int-quantized", "static float-quantized", "fp8")
+SCHEMES = {
+    "int8": "w8a8-int8",
+    "fp8": "fp8",
+    "blocks": "w4a8-block",
+    "w4": "w4a16-g32",
+    "mix-int8": "w8a8-int8",
+    "mix-w4": "w4a16-g32",
+}
+TOOLS = ("gptq in activation order", "awq", "static int-quantized", "fp8")
 
 
 def made(name: str, k: int = K, n: int = N) -> Any:
@@ -83,7 +89,9 @@ def of_rows(name: str, mesh: Any) -> None:
         given, other = x.clone().requires_grad_(), x.clone().requires_grad_()
         (cut(given) * wanted).sum().backward()
         (layer(other) * wanted).sum().backward()
-        torch.testing.assert_close(given.grad[:, own.start : own.stop], other.grad[:, own.start : own.stop], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            given.grad[:, own.start : own.stop], other.grad[:, own.start : own.stop], rtol=1e-4, atol=1e-3
+        )
     scattered = parallelize_module(made(name), mesh, RowwiseParallel(output_layouts=Shard(0)))
     rows = scattered(x[:, own.start : own.stop])
     length = -(-SEQUENCE // mesh.size())
@@ -105,7 +113,8 @@ def of_experts(name: str, mesh: Any) -> None:
     torch.manual_seed(5)
     linear = [[nn.Linear(*size, bias=False) for size in ((32, 48), (32, 48), (48, 32))] for _ in range(5)]
     kind = {"int8": Int8Linear, "w4": WeightOnlyLinear}[name]
-    each = [dict(zip(("gate_proj", "up_proj", "down_proj"), map(kind.from_linear, three))) for three in linear]
+    names = ("gate_proj", "up_proj", "down_proj")
+    each = [dict(zip(names, map(kind.from_linear, three), strict=True)) for three in linear]
     whole = ExpertLinears(each, nn.SiLU())
     x, index = torch.randn(17, 32), torch.stack([torch.randperm(5)[:2] for _ in range(17)])
     weights = torch.rand(17, 2)
@@ -120,7 +129,7 @@ def of_experts(name: str, mesh: Any) -> None:
 
 
 def of_model(folder: Path, target: Path, rank: int) -> None:
-    """The logits are near those of one process, greedy text is its, and what is saved is what was opened."""
+    """The logits are near those of one process, and what is saved is what one process saves."""
     expected = torch.load(folder / "logits.pt")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
     cut = [module for module in model.modules() if getattr(module, "shard", None) is not None]
@@ -138,7 +147,7 @@ def of_model(folder: Path, target: Path, rank: int) -> None:
         def tensors(where: Path) -> dict[str, torch.Tensor]:
             return {k: v for file in where.glob("*.safetensors") for k, v in safetensors.torch.load_file(file).items()}
 
-        one, other = tensors(folder), tensors(target)
+        one, other = tensors(folder.with_name(f"alone-{folder.name[6:]}")), tensors(target)
         assert one.keys() == other.keys(), (folder, one.keys() ^ other.keys())
         for key, tensor in one.items():
             assert tensor.dtype == other[key].dtype, key
@@ -150,6 +159,7 @@ def of_model(folder: Path, target: Path, rank: int) -> None:
 
 def refused(folder: Path, rank: int, world: int, change: Any, expected: str) -> None:
     own = folder.parent / f"{folder.name}.{rank}.{world}"
+    shutil.rmtree(own, ignore_errors=True)
     shutil.copytree(folder, own)
     change(own)
     try:
@@ -160,13 +170,31 @@ def refused(folder: Path, rank: int, world: int, change: Any, expected: str) -> 
         raise AssertionError(f"expected: {expected}")
 
 
+def edit(folder: Path, values: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def vocabulary(rank: int) -> dict[str, Any]:
+    return {"rms_norm_eps": 1e-6 * (rank + 1)}
+
+
+def spoil(folder: Path, rank: int) -> None:
+    """Change one value of one tensor, on the last rank."""
+    if rank > 0:
+        file = next(folder.glob("*.safetensors"))
+        values = bytearray(file.read_bytes())
+        values[-1] ^= 1
+        file.write_bytes(values)
+
+
 def _on_every_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{world}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     try:
-        for name in MADE if not os.environ.get("SKIP") else ():
+        for name in MADE:
             torch.manual_seed(11)
             of_columns(name, mesh)
             of_rows(name, mesh)
@@ -178,6 +206,16 @@ def _on_every_rank(rank: int, world: int, folder: str) -> None:
         integration.register()
         for path in sorted(Path(folder).glob("model-*")):
             of_model(path, Path(folder) / f"{path.name[6:]}.saved{world}", rank)
+        path = Path(folder) / "model-int8"
+        refused(path, rank, world, lambda own: edit(own, vocabulary(rank)), "expected the same model on every rank")
+        refused(path, rank, world, lambda own: spoil(own, rank), "expected the same directory on every rank")
+        refused(
+            path,
+            rank,
+            world,
+            lambda own: edit(own, {"num_attention_heads": 5}),
+            "expected a number of ranks that divides",
+        )
         (Path(folder) / f"done.{world}.{rank}").touch()
     finally:
         dist.destroy_process_group()
@@ -192,10 +230,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories of tiny models, and the logits of one process."""
     folder: Path = tmp_path_factory.mktemp("models")
     sizes = {
-        "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6,
-        "num_key_value_heads": 6, "head_dim": 16, "vocab_size": 192, "max_position_embeddings": 64,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 16,
+        "vocab_size": 192,
+        "max_position_embeddings": 64,
     }
-    configs = {"int8": "Llama", "fp8": "Qwen2", "blocks": "Qwen2", "w4": "Llama", "mix-int8": "Mixtral", "mix-w4": "Mixtral"}
+    configs = {
+        "int8": "Llama",
+        "fp8": "Qwen2",
+        "blocks": "Qwen2",
+        "w4": "Llama",
+        "mix-int8": "Mixtral",
+        "mix-w4": "Mixtral",
+    }
     for name, family in configs.items():
         torch.manual_seed(1)
         config = getattr(transformers, f"{family}Config")(**sizes)
@@ -209,12 +260,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tool in TOOLS:
         torch.manual_seed(2)
         config = transformers.LlamaConfig(**sizes)
-        foreign.write(folder / f"model-by-{tool.replace(chr(32), chr(45))}", transformers.LlamaForCausalLM(config).eval(), tool)
+        foreign.write(
+            folder / f"model-by-{tool.replace(chr(32), chr(45))}", transformers.LlamaForCausalLM(config).eval(), tool
+        )
     integration.register()
     try:
         for path in folder.glob("model-*"):
             model = transformers.AutoModelForCausalLM.from_pretrained(path)
             torch.save(logits(model), path / "logits.pt")
+            model.save_pretrained(folder / f"alone-{path.name[6:]}")
     finally:
         integration.unregister()
     return folder

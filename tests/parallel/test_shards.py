@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from epiloq.nn import WeightOnlyLinear, W4A8Linear
+from epiloq.nn import W4A8Linear, WeightOnlyLinear
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.frozen import FrozenLinear
 from epiloq.parallel import join, shard_columns, shard_rows
@@ -53,7 +54,7 @@ def weight(layer: Any) -> Tensor:
 
 
 def parts(ends: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(ends, ends[1:]))
+    return list(itertools.pairwise(ends))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -77,7 +78,7 @@ def test_rows(name: str, case: Any) -> None:
     x = torch.randn(3, 2, k)
     whole, shards = layer(x), [shard_rows(layer, *part) for part in parts(ends)]
     assert same(layer, before)
-    for (begin, end), shard in zip(parts(ends), shards):
+    for (begin, end), shard in zip(parts(ends), shards, strict=True):
         if "ordered" not in name:
             assert torch.equal(weight(shard), weight(layer)[begin:end])
         y = shard(x)
@@ -100,7 +101,7 @@ def test_columns(name: str, case: Any) -> None:
     shards: list[Any] = [shard_columns(layer, *part) for part in parts(ends)]
     assert same(layer, before)
     exact = torch.zeros(3, 2, n, dtype=torch.float64)
-    for (begin, end), shard in zip(parts(ends), shards):
+    for (begin, end), shard in zip(parts(ends), shards, strict=True):
         given = x[..., begin:end]
         if "ordered" not in name:
             assert torch.equal(weight(shard), weight(layer)[:, begin:end])
@@ -128,7 +129,7 @@ def bound_of(name: str, x: Tensor, wide: Tensor, ends: tuple[int, ...]) -> Tenso
     if name.startswith("int8") or name in ("w4a8-int8", "w4a8-ordered", "w8a8-block", "w4a8-block"):
         # A step of a symmetric grid is a 127th of the reach, and one with a zero point no larger.
         return (reach / 127 / 2 * (1.01 if "azp" not in name else 2.02) + float_sums) @ wide.abs().t()
-    if name.startswith("fp8") and name != "fp8-weight-only" or name == "w4a8-fp8":
+    if (name.startswith("fp8") and name != "fp8-weight-only") or name == "w4a8-fp8":
         return (x.abs() / 16 + reach / 448 / 512 + float_sums) @ wide.abs().t()
     return float_sums @ wide.abs().t()
 
@@ -138,7 +139,7 @@ def test_through_transformed_dtypes_and_bad_cuts() -> None:
     for cut, ends in ((shard_rows, (0, 25)), (shard_rows, (5, 5)), (shard_columns, (-1, 4)), (shard_columns, (9, 3))):
         with pytest.raises(ValueError, match=r"expected some of 0 to (16|24), got"):
             cut(layer, *ends)
-    with pytest.raises(ValueError, match="expected one of Int8Linear.*got Linear"):
+    with pytest.raises(ValueError, match=r"expected one of Int8Linear.*got Linear"):
         shard_rows(nn.Linear(4, 4), 0, 2)
     shard = shard_columns(layer, 3, 9)
     with pytest.raises(ValueError, match=r"expected shape \[\.\., 6\], the input features 3 to 9"):

@@ -37,7 +37,9 @@ def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
     experts = []
     for e in range(module.experts):
         found = [layers[f"{e}.{name}"] for name in module.projections] if layers else module.layers(e)  # type: ignore[operator]
-        experts.append({name: copy.deepcopy(layer).cpu() for name, layer in zip(module.projections, found, strict=True)})
+        experts.append(
+            {name: copy.deepcopy(layer).cpu() for name, layer in zip(module.projections, found, strict=True)}
+        )
     return ExpertLinears(experts, module.act_fn or nn.SiLU()).train(module.training)
 
 

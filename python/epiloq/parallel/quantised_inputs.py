@@ -20,7 +20,7 @@ _NAME = "epiloq.parallel: quantise_first"
 
 
 class _Tokens(NamedTuple):
-    """Bytes ``[M, K padded]``, a scale float32 ``[M, 1]`` and a zero point int32 ``[M, 1]`` a token, or None: static."""
+    """Bytes ``[M, K padded]``, a scale float32 ``[M, 1]`` and a zero point int32 ``[M, 1]`` a token; None: static."""
 
     q: Tensor
     scale: Tensor | None

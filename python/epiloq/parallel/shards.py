@@ -45,8 +45,7 @@ class Shard:
 
 
 def part_of(size: int, rank: int, parts: int) -> range:
-    """Which of `size` rows or columns are a rank's, as ``torch.chunk`` splits: the last ranks may have fewer or none.
-    """
+    """Which of `size` rows or columns are a rank's, as ``torch.chunk`` splits: the last may have fewer or none."""
     length = -(-size // parts)
     return range(min(size, rank * length), min(size, (rank + 1) * length))
 
@@ -95,7 +94,9 @@ def _cut(layer: Any, rows: range | None, columns: range | None) -> tuple[Any, Te
     n, k, options = layer.out_features, layer.in_features, options_of(layer)
     for name, given, size in (("rows", rows, n), ("columns", columns, k)):
         if given is not None and not 0 <= given.start < given.stop <= size:
-            raise ValueError(f"epiloq.parallel: {name}: expected some of 0 to {size}, got {given.start} to {given.stop}")
+            raise ValueError(
+                f"epiloq.parallel: {name}: expected some of 0 to {size}, got {given.start} to {given.stop}"
+            )
     rows, columns = rows or range(n), columns or range(k)
     pieces = cut.take(layer)
     order, bias = getattr(layer, "weight_perm", None), layer._stored("bias")

@@ -72,7 +72,9 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 def _own(size: int, what: str, mesh: DeviceMesh) -> range:
     own = part_of(size, mesh.get_local_rank(), mesh.size())
     if (mesh.size() - 1) * -(-size // mesh.size()) >= size:
-        raise ValueError(f"{_NAME}: device_mesh: expected ranks of which each gets some of {size} {what}, got {mesh.size()}")
+        raise ValueError(
+            f"{_NAME}: device_mesh: expected ranks of which each gets some of {size} {what}, got {mesh.size()}"
+        )
     return own
 
 
@@ -105,11 +107,11 @@ class ColwiseParallel(TorchColwise):
         use_local_output: bool = True,
         quantise_first: bool = False,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
-        )
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         if quantise_first and not isinstance(input_layouts, Shard):
-            raise ValueError(f"{_NAME}: quantise_first: expected input_layouts=Shard(dim of tokens), got {input_layouts}")
+            raise ValueError(
+                f"{_NAME}: quantise_first: expected input_layouts=Shard(dim of tokens), got {input_layouts}"
+            )
         self.quantise_first = quantise_first
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -180,7 +182,9 @@ class RowwiseParallel(TorchRowwise):
         # One rank adds it before the sum, for ranks that share a sum may each get a part of it.
         if bias is not None and mesh.get_local_rank() == 0:
             y = y + bias.to(y.dtype)
-        return _laid_out(DTensor.from_local(y, mesh, [Partial()], run_check=False), self.output_layouts, self.use_local_output)
+        return _laid_out(
+            DTensor.from_local(y, mesh, [Partial()], run_check=False), self.output_layouts, self.use_local_output
+        )
 
 
 class ExpertParallel(ParallelStyle):
@@ -192,7 +196,9 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (ExpertLinears, GatedExperts)):
-            raise ValueError(f"{_NAME}: ExpertParallel: expected GatedExperts or ExpertLinears, got {type(module).__name__}")
+            raise ValueError(
+                f"{_NAME}: ExpertParallel: expected GatedExperts or ExpertLinears, got {type(module).__name__}"
+            )
         _check_mesh(device_mesh)
         expert_part(module, _own(module.experts, "experts", device_mesh))
         return sum_experts(module, device_mesh)

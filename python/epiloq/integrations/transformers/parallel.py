@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS
-from epiloq.integrations.transformers.stored import StoredLinear
+from epiloq.integrations.transformers.stored import SharedLayer, StoredLinear
 from epiloq.mixtures import put_, settle_
-from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.nn import ExpertLinears
 from epiloq.parallel.experts import as_linears, join_experts
 from epiloq.parallel.ranks import everyone_says, to_first, together
 from epiloq.parallel.shards import bare, join, part_of
@@ -33,6 +33,9 @@ _STYLES: dict[str, ParallelStyle | None] = {
     "rowwise": RowwiseParallel(),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    # An embedding has a row for every token, of few bits.
+    "embedding_rowwise": None,
+    "embedding_colwise": None,
     "replicate": None,
     "replicated_with_grad_allreduce": None,
     "mla_kv_a_proj": None,
@@ -72,7 +75,7 @@ class Split:
         known = model._keys_to_ignore_on_load_unexpected or ()
         patterns = {rf"(^|\.){re.sub(r'[0-9]+', '[0-9]+', re.escape(name))}\." for name in stored}
         model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
-        self.plan = self._without(model, stored)
+        self.plan = self._without(model)
 
     def _reader(self, module: StoredLinear) -> Any:
         def read() -> dict[str, Tensor]:
@@ -83,10 +86,11 @@ class Split:
 
         return read
 
-    def _without(self, model: Any, stored: dict[str, StoredLinear]) -> dict[str, str]:
+    def _without(self, model: Any) -> dict[str, str]:
         """Take rules that are about quantised layers alone out of the model's plan, and give them."""
-        mine = {_generic(name) for name in stored}
-        others = {_generic(name) for name, module in model.named_modules() if name not in stored}
+        modules = dict(model.named_modules())
+        stored = {name for name, module in modules.items() if isinstance(module, (SharedLayer, StoredLinear))}
+        mine, others = ({_generic(name) for name in names} for names in (stored, modules.keys() - stored))
         experts = tuple(_generic(name) for name in self.experts)
         plan = dict(model.tp_plan or {})
         taken = {
@@ -163,14 +167,19 @@ def _check(model: Any, asked: Any) -> None:
     sizes = {name: getattr(asked, name, 1) for name in ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")}
     for name, size in sizes.items():
         if size not in (None, 1):
-            raise ValueError(f"{_NAME}: {name}: expected 1, for quantised layers are shared by tp_size alone, got {size}")
+            raise ValueError(
+                f"{_NAME}: {name}: expected 1, for quantised layers are shared by tp_size alone, got {size}"
+            )
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % asked.tp_size:
             raise ValueError(f"{_NAME}: expected a number of ranks that divides {name} ({heads}), got {asked.tp_size}")
     for name, module in model.named_modules():
-        if isinstance(module, ExpertLinears) and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1:
+        if (
+            isinstance(module, ExpertLinears)
+            and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1
+        ):
             raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as experts serve, {module.experts}")
 
 

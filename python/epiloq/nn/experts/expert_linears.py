@@ -69,7 +69,12 @@ class Routing:
             top_k_index = torch.where(here, top_k_index - part.start, experts)
         expert, order = top_k_index.flatten().sort(stable=True)
         numbers = torch.arange(experts, device=expert.device, dtype=expert.dtype)
-        return cls(order, torch.searchsorted(expert, numbers, right=True, out_int32=True), top_k_index.shape[1], part is not None)
+        return cls(
+            order,
+            torch.searchsorted(expert, numbers, right=True, out_int32=True),
+            top_k_index.shape[1],
+            part is not None,
+        )
 
     @property
     def tokens(self) -> Tensor:
