@@ -41,7 +41,7 @@ _STYLES: dict[str, ParallelStyle | None] = {
     "mla_kv_a_proj": None,
 }
 _SAMPLE = 4096
-"""Bytes of each tensor by which ranks tell files apart."""
+"""Bytes at either end of each tensor by which ranks tell files apart."""
 
 
 def is_parallel(model: Any) -> bool:
@@ -189,11 +189,12 @@ def _outline(model: Any) -> Any:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> int:
-    """Of names, types, shapes and the first bytes of every tensor."""
+    """Of names, types, shapes and the bytes at both ends of every tensor."""
     found = 0
     for name in sorted(checkpoint.entries):
         entry = checkpoint.entries[name]
         found = zlib.crc32(f"{name} {entry.dtype} {entry.shape}".encode(), found)
-        values = checkpoint.tensor(name).contiguous().flatten().view(torch.uint8)[:_SAMPLE]
-        found = zlib.crc32(values.numpy().tobytes(), found)
+        values = checkpoint.tensor(name).contiguous().flatten().view(torch.uint8)
+        for sample in (values[:_SAMPLE], values[-_SAMPLE:]):
+            found = zlib.crc32(sample.numpy().tobytes(), found)
     return found
