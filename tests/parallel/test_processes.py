@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(
 )
 K, N = 90, 58
 SEQUENCE = 12
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 96}
 SCHEMES = {
     "int8": "w8a8-int8",
     "fp8": "fp8",
@@ -158,7 +159,7 @@ def of_model(folder: Path, target: Path, rank: int) -> None:
 
 
 def refused(folder: Path, rank: int, world: int, change: Any, expected: str) -> None:
-    own = folder.parent / f"{folder.name}.{rank}.{world}"
+    own = folder.parent / f"bad-{rank}-{world}"
     shutil.rmtree(own, ignore_errors=True)
     shutil.copytree(folder, own)
     change(own)
@@ -213,7 +214,7 @@ def _on_every_rank(rank: int, world: int, folder: str) -> None:
             path,
             rank,
             world,
-            lambda own: edit(own, {"num_attention_heads": 5}),
+            lambda own: edit(own, ONE_HEAD),
             "expected a number of ranks that divides",
         )
         (Path(folder) / f"done.{world}.{rank}").touch()

@@ -32,7 +32,8 @@ class _Tokens(NamedTuple):
         own = torch.cat([part for part in parts if part is not None], 1)
         whole = own.new_empty((mesh.size() * own.shape[0], own.shape[1]))
         dist.all_gather_into_tensor(whole, own, group=mesh.get_group())
-        found, begin = [], 0
+        found: list[Tensor | None] = []
+        begin = 0
         for part, like in zip(parts, self, strict=True):
             if part is None or like is None:
                 found.append(None)

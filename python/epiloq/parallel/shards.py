@@ -117,7 +117,7 @@ def _cut(layer: Any, rows: range | None, columns: range | None) -> tuple[Any, Te
     if order is not None:
         found["perm"] = order.detach().clone()
     made = cut.make(layer, found, rows.stop - first, right - left, options)
-    gaps = {"head": columns.start - left, "tail": right - columns.stop, "above": rows.start - first}
+    gaps: dict[str, Any] = {"head": columns.start - left, "tail": right - columns.stop, "above": rows.start - first}
     made.shard = Shard(n, k, rows, columns, options, **gaps)
     if bias is not None and not whole_columns:
         return made, bias

@@ -108,8 +108,9 @@ class Split:
         if manager is None:
             raise ValueError(f"{_NAME}: expected a device mesh of transformers, found none")
         mesh = manager.get_mesh("tp")
-        index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        device = torch.device(mesh.device_type, index)
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
         plan = self.plan | dict(model.tp_plan)
         with together():
             for name in self.experts:
