@@ -64,7 +64,7 @@ def calibrate(
             The first rank's is asked for all ranks.
         device: where a block is while it is worked on; by default where it is already.
         ranks: the processes that do this together, which all call it alike; by default this one alone.
-        residence: where blocks are before and after; by default in memory. Of `Streamed` ones the model has no values
+        residence: where blocks are before and after; by default in memory. Of streamed ones the model has no values
             at the end.
 
     Raises:
