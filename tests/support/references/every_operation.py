@@ -141,9 +141,9 @@ def _of_a_table() -> Arguments:
 
 
 def _w4a8() -> Arguments:
-    few, out = _few_bits(), torch.full((SIZE, SIZE), 7.0)
-    scale_a = positive(SIZE, 1)
-    return {"x_q": fp8(SIZE, SIZE), "weight": few["weight"], "scale_a": scale_a, "bias": few["bias"], "out": out}
+    weight, out = _few_bits()["weight"], torch.full((SIZE, SIZE), 7.0).bfloat16()
+    bias = torch.randn(SIZE).bfloat16()
+    return {"x_q": fp8(SIZE, SIZE), "weight": weight, "scale_a": positive(SIZE, 1), "bias": bias, "out": out}
 
 
 def _w4a8_of(x_q: Tensor, weight: Any, scale_a: Tensor, bias: Tensor, out: Tensor, **parts: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _grouped_packed() -> Arguments:
         "weight": weight,
         "scale_a": positive(SIZE, 1),
         "offs": torch.tensor([5, SIZE], dtype=torch.int32),
-        "out": torch.full((SIZE, SIZE), 7.0),
+        "out": torch.full((SIZE, SIZE), 7.0).bfloat16(),
     }
 
 
