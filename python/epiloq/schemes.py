@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
+from epiloq.integrations.in_memory import describe_on_saving
 from epiloq.layer_filter import Filter
 from epiloq.linears.choice import choose
 from epiloq.linears.conv1d import transposed
@@ -219,6 +220,8 @@ def quantize_(
     else one by one in ``nn.ExpertLinears``. A warning names experts of other structures, which stay in floating point,
     and, unless `filter_fn` chose them, layers that cannot be quantised or whose weight other code reads.
 
+    ``save_pretrained`` of a model of transformers then writes the format "epiloq", which opens as it was saved.
+
     Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
     else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not
     carried over.
@@ -247,6 +250,7 @@ def quantize_(
         left = _quantize_layers(model, SCHEMES[scheme], filter_fn, ignore, calibrate, OBSERVERS[observer], ends.names)
     if ends.names:
         quantize_ends_(model, ends)
+    describe_on_saving(model)
     if left:
         said = "; ".join(f"{name} ({reason})" for name, reason in left.items())
         warnings.warn(f"quantize_: left in floating point: {said}", stacklevel=2)

@@ -1,0 +1,79 @@
+"""A model of transformers that `quantize_` changed in memory opens as it was saved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+import epiloq
+import epiloq.integrations.transformers as integration
+
+SCHEMES = ["w8a8-int8", "fp8-token", "fp8-block", "w4a16-g32", "w4a8-fp8", "w4a8-block", "w8a16"]
+
+
+def model_of(tied: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(torch.arange(24).view(2, 12)).logits
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    integration.register()
+    yield
+    integration.unregister()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_was_quantised_opens(scheme: str, tmp_path: Path) -> None:
+    model = epiloq.quantize_(model_of(), scheme)
+    found = logits(model)
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert said["format"] == "epiloq"
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), found)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_heads_and_a_second_scheme(tmp_path: Path) -> None:
+    model = epiloq.quantize_(model_of(tied=True), None, head="w8a16")
+    epiloq.quantize_(model, "w8a8-int8", ignore="*.o_proj")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_nothing_is_registered() -> None:
+    code = """
+import torch, transformers, epiloq
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+before = dict(AUTO_QUANTIZER_MAPPING)
+config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=16)
+epiloq.quantize_(transformers.LlamaForCausalLM(config), "w8a8-int8")
+assert dict(AUTO_QUANTIZER_MAPPING) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
