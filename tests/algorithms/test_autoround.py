@@ -85,6 +85,7 @@ def test_blocks_of_a_model(seed: int) -> None:
 @pytest.mark.parametrize("algorithm", ["autoround", "gptq-guided", "gptq+refine"])
 def test_reloads_bit_for_bit(seed: int, tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "autoround", AUTOROUND)
+    monkeypatch.setattr("epiloq.quantize.streaming.streamed", lambda *_: "the model is looked at afterwards")
     model = tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
     source = save(tmp_path / "model", model)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
@@ -109,7 +110,7 @@ def test_refused(seed: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finite"):
         autoround(run, {"up": weights["up"] * float("inf")}, 5, Grid(3))
     with pytest.raises(ValueError, match="fp8-block has not"):
-        prepare(Settings(tmp_path, tmp_path / "out", "fp8-block", "autoround"))
+        prepare(Settings(save(tmp_path / "model", tiny_model()), tmp_path / "out", "fp8-block", "autoround"))
     windows = [torch.randint(0, VOCABULARY, (1, 12))]
     with pytest.raises(ValueError, match="expected integers"):
         calibrate(llama(), windows, Float8Grid(), AUTOROUND)

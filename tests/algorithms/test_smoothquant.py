@@ -185,9 +185,7 @@ def test_calibrating_folds_alike_in_every_type(seed: int, dtype: torch.dtype, mo
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = with_outliers(transformers.LlamaForCausalLM(config)).to(dtype)
     names, folded = {module: name.rpartition(".")[2] for name, module in model.named_modules()}, []
-    monkeypatch.setattr(
-        "epiloq.quantize.calibration.calibrate.fold_", lambda producer, *_: folded.append(names[producer])
-    )
+    monkeypatch.setattr("epiloq.quantize.calibration.work.fold_", lambda producer, *_: folded.append(names[producer]))
     list(calibrate(model, [torch.randint(0, 64, (1, 20))], INT8, ALGORITHMS["smoothquant"]))
     assert folded == 2 * ["input_layernorm", "post_attention_layernorm", "up_proj", "v_proj"]
 

@@ -194,11 +194,11 @@ def test_a_rank_dies_and_the_run_goes_on_later(models: Path, whole: Path, tmp_pa
 
 
 def full_disk(rank: int) -> None:
-    """The first rank cannot keep the second block."""
+    """The first rank cannot keep the first block; of the last one the other ranks, which are done, would not hear."""
     before = store.Store.write
 
     def write(self: store.Store, block: Any) -> None:
-        if block.name.endswith("1"):
+        if block.name.endswith("0"):
             raise OSError(28, "No space left on device")
         before(self, block)
 
