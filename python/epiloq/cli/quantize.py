@@ -29,6 +29,8 @@ from epiloq.cli.progress import progress_stages
 from epiloq.files import write_text
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.budget.amount import Budget, parse_bytes
+from epiloq.quantize.budget.candidates import BASE, DEFAULT
 from epiloq.schemes import SCHEMES, available
 from epiloq.vocabulary import weight_only_schemes
 
@@ -81,6 +83,20 @@ def _end(reason: str) -> None:
     os._exit(FAILED)
 
 
+def budget_of(scheme: str | None, file_bytes: str | None, bits: float | None, candidates: str | None) -> Budget | None:
+    """What the options say; None for a scheme. Raises ValueError unless there is exactly one of both."""
+    given = {"--scheme": scheme, "--bytes": file_bytes, "--bits": bits}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise ValueError(f"expected one of {', '.join(given)}, got {' and '.join(named) or 'none'}")
+    if scheme is not None:
+        if candidates is not None:
+            raise ValueError("--candidates: expected --bytes or --bits beside it, got --scheme")
+        return None
+    names = DEFAULT if candidates is None else tuple(name.strip() for name in candidates.split(","))
+    return Budget(None if file_bytes is None else parse_bytes(file_bytes), bits, names)
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Print what came of it."""
     before, after = report["bytes_before"], report["bytes_after"]
@@ -88,6 +104,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{report['output']}: {after / 1e6:.1f} MB of weights, {before / 1e6:.1f} MB before ({before / after:.2f}x)",
         f"{report['seconds']:.0f} s, at most {report['peak_memory_bytes'] / 1e9:.2f} GB of memory",
     ]
+    budget = report["budget"]
+    if budget:
+        counts = ", ".join(f"{count} of {name}" for name, count in budget["counts"].items())
+        lines.append(f"{budget['asked']}: {counts}")
+        lines.append(
+            f"KL divergence {budget['measured']:.4f} nats per token on {budget['measured_on']} text, "
+            f"{budget['estimated']:.4f} estimated"
+        )
     if report["perplexity"]:
         first, last = report["perplexity"]["before"], report["perplexity"]["after"]
         lines.append(f"perplexity {first:.3f} before, {last:.3f} after ({100 * (last / first - 1):+.2f} %)")
@@ -133,8 +157,38 @@ def left_in_floating_point(layers: dict[str, str]) -> list[str]:
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    scheme: Annotated[str, choices("What the layers become", available(), "--scheme", "SCHEME")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
+    scheme: Annotated[
+        str | None,
+        choices("What the layers become; or a budget, --bytes or --bits", available(), "--scheme", "SCHEME"),
+    ] = None,
+    file_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes",
+            metavar="SIZE",
+            help="In the place of a scheme, the size of the weight files, such as 90MB: schemes are chosen for each "
+            "layer, for the least KL divergence.",
+            show_default=False,
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            metavar="BITS",
+            help="The same by bits per weight of the quantised layers, scales included.",
+            show_default=False,
+        ),
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help=f"What a budget chooses from: w<bits>a16 or w<bits>a16-g<size>, with commas; {','.join(DEFAULT)} by "
+            "default.",
+            show_default=False,
+        ),
+    ] = None,
     algorithm: Annotated[
         str | None,
         choices("How weights are rounded", ALGORITHMS, "--algorithm", "NAME", "gptq, or rtn for fp8* and *-block"),
@@ -222,6 +276,7 @@ def quantize(
     Examples:\n
       epiloq quantize model --scheme w8a8-int8 --algorithm rtn --output model-w8\n
       epiloq quantize model --scheme w4a16-g64 --calibration text.txt --output model-w4\n
+      epiloq quantize model --bytes 90MB --calibration text.txt --output model-90\n
       epiloq quantize model --scheme fp8-block --output model-fp8\n
       epiloq quantize model --scheme w4a16-g64 --head w8a16 --calibration text.txt --output model-w4h8\n
       epiloq quantize model --scheme w4a8-block --algorithm gptq --calibration text.txt --output model-w4a8\n
@@ -241,6 +296,8 @@ def quantize(
             device = device_of(device)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--device") from None
+        budget = budget_of(scheme, file_bytes, bits, candidates)
+        scheme = BASE if scheme is None else scheme
         one_of(scheme, schemes(), "--scheme")
         for name, value, known in (("--head", head, ready()), ("--embedding", embedding, weight_only())):
             if value is not None:
@@ -273,6 +330,7 @@ def quantize(
             head,
             embedding,
             rotate,
+            budget,
         )
         found = run(settings)
         if found is None:

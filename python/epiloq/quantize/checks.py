@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -19,6 +20,8 @@ from epiloq.linears.conv1d import TransposedConv1D, transpose_
 from epiloq.quantize.algorithms.rotate import check_rotatable, untie_head_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.budget.amount import Budget
+from epiloq.quantize.budget.candidates import LAYOUTS, grids
 from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
 from epiloq.quantize.plan import Plan, plan
@@ -34,6 +37,10 @@ def check_request(settings: Settings) -> None:
     """Raise ValueError for settings that fit no model, or an output that cannot be made."""
     choose(settings.scheme, settings.layout, settings.symmetric)
     output, target = settings.output, TARGETS[settings.scheme]
+    if settings.budget is not None:
+        check_budget(settings.budget, settings.layout, settings.symmetric)
+        if ALGORITHMS[settings.algorithm].learn:
+            raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
     if output.exists() or output.is_symlink():
         raise ValueError(f"{output} exists already: choose another output, or move it away")
     nearest = next(folder for folder in output.absolute().parents if folder.exists())
@@ -53,6 +60,21 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
 
 
+def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:
+    """Raise ValueError for a budget that fits no model."""
+    if layout is not None and layout not in LAYOUTS:
+        raise FormatError(f"{layout}: a budget makes layers of several schemes; take --format {' or '.join(LAYOUTS)}")
+    found = grids(budget.candidates, symmetric)
+    if budget.bits is None:
+        return
+    least, most = min(grid.bits for grid in found.values()), max(grid.bits for grid in found.values())
+    if not least <= budget.bits < math.inf:
+        raise ValueError(
+            f"--bits: expected at least {least}, the fewest of {', '.join(found)} (scales come on top, and {most} is "
+            f"the most), got {budget.bits:g}"
+        )
+
+
 def check_model(settings: Settings, source: Checkpoint) -> Plan:
     """What becomes of a model's layers, after comparing the request with its outline, which has no values.
 
@@ -63,7 +85,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
     carried(source.folder)
     outline = transpose_(skeleton(source, "meta"))
-    if settings.evaluation is not None:
+    if settings.evaluation is not None or settings.budget is not None:
         check_generates(outline, settings.model)
     if settings.rotate:
         check_rotatable(outline)

@@ -62,6 +62,30 @@ def sizes(report: Mapping[str, Any]) -> str:
         return to_svg(figure, f"Weights: {before:.1f} MB before, {after:.1f} MB after")
 
 
+def frontier(report: Mapping[str, Any]) -> str:
+    """Estimated divergence of the best choice for every budget, of one scheme for all layers, and what was measured."""
+    budget = report["budget"]
+    curve, uniform = budget["frontier"], budget["uniform"]
+    with canvas(3.4) as figure:
+        axes = figure.subplots()
+        axes.plot([size / 1e6 for size, _ in curve], [loss for _, loss in curve], color=COLOURS[0], label="best choice")
+        if uniform:
+            points = [size / 1e6 for size, _ in uniform.values()], [loss for _, loss in uniform.values()]
+            axes.scatter(*points, s=20, color=FLOAT_COLOUR, label="one scheme")
+            for name, (size, loss) in uniform.items():
+                axes.annotate(name, (size / 1e6, loss), (4, 3), textcoords="offset points", fontsize=8)
+        at = budget["bytes"] / 1e6
+        axes.scatter([at], [budget["estimated"]], s=36, color=COLOURS[0], label="chosen")
+        if budget["measured"] > 0:
+            axes.scatter([at], [budget["measured"]], s=40, marker="x", color=COLOURS[1], label="measured")
+        axes.set_yscale("log")
+        axes.grid(axis="y", color=FAINT, linewidth=0.6)
+        axes.set_xlabel("MB of weight files" if budget["counts_all"] else "MB of quantised layers")
+        axes.set_ylabel("KL divergence")
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9.5, columnspacing=1.2)
+        return to_svg(figure, f"Divergence by bytes of weights; {budget['asked']} gives {budget['measured']:.4f}")
+
+
 def perplexities(report: Mapping[str, Any]) -> str:
     """Perplexity before and after."""
     found = report["perplexity"]

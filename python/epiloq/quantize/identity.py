@@ -33,6 +33,7 @@ def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Seque
         "algorithm": settings.algorithm,
         "alpha": settings.alpha,
         "keep_dynamic": settings.keep_dynamic,
+        "budget": None if settings.budget is None else asdict(settings.budget),
         "blocks": list(plan.lists),
         "layers in floating point": sorted(plan.left),
         "rotation": settings.seed if settings.rotate else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from epiloq.evaluation.divergence import divergence
 from epiloq.evaluation.perplexity import perplexity
 from epiloq.evaluation.text import SEED
 from epiloq.files import check_free, held
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.model import load, save
+from epiloq.formats.io.model import load, load_float, save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
 from epiloq.mixtures import reason_against, stacked
@@ -25,6 +26,8 @@ from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.budget import search
+from epiloq.quantize.budget.amount import Budget
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.joining import check_alike
 from epiloq.quantize.calibration.ranks import Ranks
@@ -42,6 +45,7 @@ from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, evaluated_length, needs_text, read_windows, tokens_in
 from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook
 
 LOCK = "lock"
@@ -53,6 +57,8 @@ COMPARED = 4
 class Settings:
     """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
 
+    budget
+        None, or what to choose a scheme for each layer by; `scheme` is `candidates.BASE` then.
     layout
         None: the first format that can hold the layers as the scheme has them.
     ignore
@@ -90,6 +96,7 @@ class Settings:
     head: str | None = None
     embedding: str | None = None
     rotate: bool = False
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,10 @@ class Job:
         That opening took.
     ranks
         The processes that do this together; the first writes.
+    prices
+        Where there is a budget, what the layers may take.
+    choice
+        What it buys, once that is known.
     """
 
     settings: Settings
@@ -126,6 +137,8 @@ class Job:
     bytes_before: int
     seconds: float
     ranks: Ranks
+    prices: search.Prices | None = None
+    choice: search.Choice | None = None
 
     @property
     def target(self) -> Target:
@@ -140,7 +153,17 @@ class Job:
     @property
     def warnings(self) -> list[str]:
         """What a user should know before the work, a sentence each."""
-        return [*self.plan.notes, *self.texts.warnings, *_untied(self)]
+        said = [] if self.prices is None else search.warnings(self.settings, self.prices, self.plan)
+        return [*self.plan.notes, *self.texts.warnings, *_untied(self), *said]
+
+    @property
+    def grids(self) -> Mapping[str, Grid]:
+        """Of layers by name, where there is a budget."""
+        return {} if self.choice is None or self.prices is None else search.grids_of(self.choice, self.prices)
+
+    def grid_of(self, layer: str) -> Codebook[Calibrated]:
+        """Of any layer."""
+        return self.grids.get(layer, self.grid)
 
     @property
     def float_experts(self) -> dict[str, str]:
@@ -155,6 +178,14 @@ class Job:
             return None
         with tally.timed(title, len(windows)) as advance:
             return perplexity(model, windows, advance)
+
+    def _divergence(self, model: nn.Module, tally: Tally) -> tuple[float, str]:
+        """Of the model that was written from the one that was read, and on what text it was measured."""
+        text = "evaluation" if self.texts.evaluation else "calibration"
+        windows = (self.texts.evaluation or self.texts.calibration)[: search.WINDOWS]
+        teacher = load_float(self.source).to(self.settings.device)
+        with tally.timed("measure divergence", len(windows)) as advance:
+            return divergence(teacher, model, windows, advance), text
 
     def report(self, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
         """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
@@ -177,12 +208,17 @@ class Job:
             "bytes_before": self.bytes_before,
             "bytes_after": weight_bytes(whole),
             "perplexity": None,
+            "budget": None,
         }
         ends = self.plan.ends
-        loaded = load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names else None
+        loaded = (
+            load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names or self.choice else None
+        )
         if loaded is not None and ends.names:
             texts = self.texts.evaluation or self.texts.calibration[:COMPARED]
             found["vocabulary"] = costs(self.model, loaded, ends, texts, FORMATS[self.plan.layout])
+        if loaded is not None and self.choice is not None:
+            found["budget"] = search.report(self, self.choice, self._divergence(loaded, tally))
         if before is not None and loaded is not None:
             after = self.perplexity(loaded, tally, "evaluate after")
             found["perplexity"] = {
@@ -226,13 +262,14 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
             check_free(_aside(settings) / LOCK)
         check_resumable(_aside(settings), identity)
     layout = FORMATS[plan.layout]
-    model, residence = opened(source, layout.name, plan.lists, whole=settings.rotate)
+    model, residence = opened(source, layout.name, plan.lists, whole=settings.rotate or settings.budget is not None)
     some = None if needs_text(settings) else {*plan.layers, *plan.ends.names}
     check_finite_weights(islice(residence.values(model), ranks.rank, None, ranks.world), some, source)
     if settings.rotate and rotate_(model, seed=settings.seed).untied:
         source.config["tie_word_embeddings"] = False
     wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
     grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
+    prices = None if settings.budget is None else search.prices(settings, model, plan)
     seconds = time.perf_counter() - start
     return Job(
         settings,
@@ -247,6 +284,7 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
         weight_bytes(settings.model),
         seconds,
         ranks,
+        prices,
     )
 
 
@@ -275,7 +313,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
     tally.seconds["load"] = job.seconds
     tally.error_of = "output" if ALGORITHMS[settings.algorithm].needs_inputs else "weight"
     if job.ranks.rank:
-        _quantise(job, None, tally)
+        _quantise(_chosen(job, tally), None, tally)
         return None
     with said_who_holds(settings), held(job.aside / LOCK):
         if settings.output.exists():
@@ -286,10 +324,12 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
 def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     """What is left of a run, which nobody else is at work on."""
     settings = job.settings
-    store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid)
+    store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid_of)
     with job.residence.on_demand():
         before = job.perplexity(job.model, tally, "evaluate before")
     try:
+        job = _chosen(job, tally)
+        store.grid_of = job.grid_of
         _quantise(job, store, tally)
     except ValueError:
         store.discard()
@@ -299,7 +339,7 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     with tally.timed("write", 1) as advance:
         finished = (block.weights for block in map(store.read, tally.blocks) if block is not None)
         layout, all_of = FORMATS[job.plan.layout], job.quantization
-        quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic)
+        quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic, grids=job.grids)
         weights = (
             (name, job.target.said(weight), None if quantization is None else quantization.of(name))
             for found in finished
@@ -318,6 +358,18 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     whole.rename(settings.output)
     store.discard()
     return found
+
+
+def _chosen(job: Job, tally: Tally) -> Job:
+    """The job with a scheme for each layer, which the first rank chooses, where there is a budget."""
+    if job.settings.budget is None:
+        return job
+    choice = None
+    with job.ranks.together():
+        if job.ranks.rank == 0:
+            with tally.timed("choose schemes", search.steps(job)) as advance:
+                choice = search.find(job, advance)
+    return replace(job, choice=job.ranks.share(choice))
 
 
 def _quantise(job: Job, store: Store | None, tally: Tally) -> None:
@@ -342,6 +394,7 @@ def _walk(job: Job, store: Store | None) -> Iterator[Block]:
         inputs=job.target.inputs,
         alpha=settings.alpha,
         static=Static(settings.keep_dynamic) if job.target.static else None,
+        grids=job.grids,
         blocks=job.plan.lists,
         filter_fn=lambda module, name: name in job.plan.layers,
         finished=store.read if store is not None else lambda name: None,

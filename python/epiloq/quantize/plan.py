@@ -16,6 +16,7 @@ from epiloq.layer_filter import check_patterns, ignored, reasons
 from epiloq.linears.conv1d import TransposedConv1D
 from epiloq.linears.sequential_experts import unstack_
 from epiloq.mixtures import take_apart_
+from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
 from epiloq.quantize.ends import preferred, reasons_against, settled
 from epiloq.quantize.outputs import refusals
@@ -76,6 +77,8 @@ def plan(settings: Settings, outline: Any) -> Plan:
     formats = [name for name, reason in refusals(settings.scheme, settings.symmetric).items() if reason is None]
     formats = preferred([name for name in formats if against[name] is None or name == layout], ends)
     unfit = {name: _unfit(settings, wanted, name, settings.scheme) for name in formats}
+    if settings.budget is not None:
+        formats = [name for name in formats if name in LAYOUTS]
     parts = {name: _part(wanted, unfit[name]) for name in formats}
     notes: tuple[str, ...] = ()
     if layout is None:

@@ -56,6 +56,8 @@ def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
     """What decided the result, in words."""
     found = {name: "none" if report[key] is None else str(report[key]) for name, key in SETTINGS.items()}
+    if report["budget"]:
+        found["scheme"] = f"chosen for each layer by {report['budget']['asked']}"
     found["calibrated on"] = f"{report['calibration_tokens']} tokens in {report['calibration_windows']} windows"
     ends = report.get("vocabulary")
     if ends is not None:
@@ -82,6 +84,8 @@ def render(report: Mapping[str, Any]) -> str:
     return pages.render(
         "epiloq.quantize/report.html",
         report=report,
+        scheme=report["budget"]["asked"] if report["budget"] else report["scheme"],
+        frontier=figures.frontier(report) if report["budget"] else None,
         name=Path(report["model"]).resolve().name,
         cards=cards(report),
         settings=settings(report),

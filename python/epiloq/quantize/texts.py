@@ -34,7 +34,7 @@ class Texts:
 
 def needs_text(settings: Settings) -> bool:
     """Whether a run looks at what the model computes."""
-    return TARGETS[settings.scheme].static or ALGORITHMS[settings.algorithm].needs_inputs
+    return settings.budget is not None or TARGETS[settings.scheme].static or ALGORITHMS[settings.algorithm].needs_inputs
 
 
 def read_windows(settings: Settings, source: Checkpoint) -> Texts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ Activations = Literal["int8", "int8-azp", "int8-static", "fp8"] | None
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the layers of a checkpoint are quantised: all alike, but for those in `dynamic`."""
+    """How the layers of a checkpoint are quantised: all alike, but for those in `dynamic` and `grids`."""
 
     grid: Grid
     activations: Activations = None
@@ -25,6 +25,8 @@ class Quantization:
     tokens. None leaves them in floating point."""
     dynamic: tuple[str, ...] = ()
     """Of int8-static, the layers that are int8-azp instead."""
+    grids: Mapping[str, Grid] = field(default_factory=dict, compare=False)
+    """Layers by name that have a grid of their own."""
 
     @property
     def w4a8(self) -> bool:
@@ -33,7 +35,8 @@ class Quantization:
 
     def of(self, layer: str) -> Quantization:
         """How one layer is quantised."""
-        return Quantization(self.grid, "int8-azp") if layer in self.dynamic else replace(self, dynamic=())
+        activations = "int8-azp" if layer in self.dynamic else self.activations
+        return Quantization(self.grids.get(layer, self.grid), activations)
 
     @staticmethod
     def of_all(layers: Mapping[str, Quantization | None]) -> Quantization | None:

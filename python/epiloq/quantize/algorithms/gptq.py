@@ -61,7 +61,7 @@ def gptq(
     if dampening < 0:
         raise ValueError(f"gptq: dampening: expected at least 0, got {dampening}")
     check_finite("hessian", hessian)
-    matrix = _without_dead(hessian.to(dtype))
+    matrix = without_dead(hessian.to(dtype))
     order = matrix.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
     order = order.to(weight.device)
     upper = inverse_factor(matrix[order][:, order], dampening).float()
@@ -98,7 +98,7 @@ def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
     )
 
 
-def _without_dead(hessian: Tensor) -> Tensor:
+def without_dead(hessian: Tensor) -> Tensor:
     """A copy with an ordinary diagonal where channels never occurred, which decouples them."""
     matrix = hessian.clone()
     diagonal = matrix.diagonal()

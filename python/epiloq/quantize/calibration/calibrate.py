@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -33,6 +33,7 @@ def calibrate(
     inputs: Codebook[Calibrated] = INT8,
     alpha: float = ALPHA,
     static: Static | None = None,
+    grids: Mapping[str, Codebook[Calibrated]] | None = None,
     blocks: str | Sequence[str] | None = None,
     filter_fn: Filter | None = None,
     finished: Callable[[str], Block | None] = lambda name: None,
@@ -57,6 +58,7 @@ def calibrate(
         inputs: how the layers' inputs will be rounded, which the search for SmoothQuant's alpha looks at.
         alpha: of SmoothQuant, where it is not searched for; see `smooth_scale`.
         static: fix scales of the layers' int8 inputs too, as the quantised (and folded) blocks before make them.
+        grids: layers by name that have another grid. With AWQ, those that read one input should have the same.
         blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default. Several
             where neither the algorithm nor `static` looks at inputs.
         filter_fn: as for `epiloq.quantize_`, within the blocks.
@@ -84,7 +86,7 @@ def calibrate(
         raise ValueError(f"calibrate: {algorithm.name}: expected integers with zero points to learn, got {grid}")
     if algorithm.learn and ranks is not None and ranks.world > 1:
         raise ValueError(f"calibrate: {algorithm.name}: expected one process, got {ranks.world}")
-    work = Work(grid, inputs, algorithm, alpha, static, ranks or Ranks())
+    work = Work(grid, inputs, algorithm, alpha, static, ranks or Ranks(), grids or {})
     if work.needs_inputs and not windows:
         wish = algorithm.name if static is None else "static scales"
         raise ValueError(f"calibrate: windows: expected at least one for {wish}, got none")

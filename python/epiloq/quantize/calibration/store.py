@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,14 @@ class Store:
 
     settings
         Whatever decides the result, as JSON. A directory made with others is refused with ValueError.
+    grid_of
+        The grid of each layer by name.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], grid: Codebook[Calibrated]) -> None:
-        self.folder, self.grid = folder, grid
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], grid_of: Callable[[str], Codebook[Calibrated]]
+    ) -> None:
+        self.folder, self.grid_of = folder, grid_of
         check_resumable(folder, settings)
         file = folder / SETTINGS
         if not file.is_file():
@@ -77,7 +81,7 @@ class Store:
 
     def _weight(self, tensors: Mapping[str, Tensor], layer: str) -> Calibrated:
         parameters = Parameters(tensors[f"scale/{layer}"], tensors.get(f"shift/{layer}"))
-        weight = self.grid.kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
+        weight = self.grid_of(layer).kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
         return replace(weight, inputs=_inputs(tensors, layer)) if isinstance(weight, QuantizedWeight) else weight
 
     def discard(self) -> None:

@@ -80,6 +80,12 @@ class Work:
     alpha: float
     static: Static | None
     ranks: Ranks
+    grids: Mapping[str, Codebook[Calibrated]] = field(default_factory=dict)
+    """Of layers by name that do not have `grid`."""
+
+    def grid_of(self, layer: str) -> Codebook[Calibrated]:
+        """The grid of a layer."""
+        return self.grids.get(layer, self.grid)
 
     @property
     def slices(self) -> int:
@@ -148,7 +154,7 @@ class Work:
         owners = balanced([layer.weight.numel() for layer in layers.values()], self.ranks.world)
         for (name, layer), owner in zip(layers.items(), owners, strict=True):
             if owner == self.ranks.rank:
-                weights[name] = rtn(layer.weight, self.grid, self._moments(None, layer.weight))
+                weights[name] = rtn(layer.weight, self.grid_of(name), self._moments(None, layer.weight))
                 lost = (weights[name].dequantize() - layer.weight.float()).norm()
                 whole = layer.weight.float().norm()
                 errors[name] = float(lost / whole) if whole else 0.0
@@ -162,8 +168,7 @@ class Work:
         errors: dict[str, float] = {}
         for group in groups:
             if group.statistics is not None:
-                # Rows that share scales are those of one layer.
-                for stacked in [group.names] if self.grid.rows == 1 else [[n] for n in group.names]:
+                for stacked in self._stacks(group.names):
                     part, part_errors = self._round({n: layers[n] for n in stacked}, group)
                     weights |= part
                     errors |= part_errors
@@ -189,9 +194,18 @@ class Work:
             errors |= _errors(members, [weights[name] for name in members], group.statistics)
         return weights, errors
 
+    def _stacks(self, names: Sequence[str]) -> list[list[str]]:
+        """Layers of one input by what can be rounded together: rows that share scales are those of one layer."""
+        if self.grid.rows != 1:
+            return [[name] for name in names]
+        stacks: dict[Codebook[Calibrated], list[str]] = {}
+        for name in names:
+            stacks.setdefault(self.grid_of(name), []).append(name)
+        return list(stacks.values())
+
     def _round(self, layers: dict[str, nn.Linear], group: InputGroup) -> tuple[dict[str, Calibrated], dict[str, float]]:
         """Layers that read one input, stacked, for their rows do not depend on each other."""
-        statistics = group.statistics
+        statistics, grid = group.statistics, self.grid_of(next(iter(layers)))
         assert statistics is not None
         try:
             hessian, _ = statistics.steady
@@ -199,25 +213,25 @@ class Work:
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         if guided is None:
-            whole = self._rounded(torch.cat([layer.weight.float() for layer in layers.values()]), hessian)
+            whole = self._rounded(torch.cat([layer.weight.float() for layer in layers.values()]), hessian, grid)
             parts: Sequence[Calibrated] = whole.split([layer.out_features for layer in layers.values()])
         else:
             of_layer = dict(zip(group.names, guided.chunk(len(group.names)), strict=True))
-            parts = [self._guided(layer.weight.float(), of_layer[name]) for name, layer in layers.items()]
+            parts = [self._guided(layer.weight.float(), of_layer[name], grid) for name, layer in layers.items()]
         return dict(zip(layers, parts, strict=True)), _errors(layers, parts, statistics)
 
-    def _rounded(self, weight: Tensor, hessian: Tensor) -> Calibrated:
+    def _rounded(self, weight: Tensor, hessian: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
         """Rows of a weight whose errors cost what one Hessian says."""
         moments = self._moments(hessian, weight)
         if not self.algorithm.compensate:
-            return rtn(weight, self.grid, moments)
-        value: Calibrated = gptq(weight, hessian, self.grid, moments=moments)
+            return rtn(weight, grid, moments)
+        value: Calibrated = gptq(weight, hessian, grid, moments=moments)
         return refine(value, weight, hessian) if self.algorithm.refine else value
 
-    def _guided(self, weight: Tensor, hessians: Tensor) -> Calibrated:
+    def _guided(self, weight: Tensor, hessians: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
         """A layer's weight, slices of its rows each by their own Hessian."""
         slices = weight.tensor_split(len(hessians))
-        return joined([self._rounded(part, own) for part, own in zip(slices, hessians, strict=True) if len(part)])
+        return joined([self._rounded(part, own, grid) for part, own in zip(slices, hessians, strict=True) if len(part)])
 
     def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
         if self.algorithm.clip == "mse":
@@ -245,7 +259,9 @@ class Work:
             weights = [layers[name].weight for name in full]
             x = self.ranks.move(samples.get(full[0]), 0, group.owner) if searches else None
             with self.ranks.together():
-                scale = None if group.statistics is None else self._scale(group.statistics, weights, channels, x)
+                scale = None
+                if group.statistics is not None:
+                    scale = self._scale(group.statistics, weights, channels, x, self.grid_of(full[0]))
             scale = self.ranks.share(scale, group.owner)
             fold_(runs.block.get_submodule(producer), [layers[name] for name in full], scale, channels)
             if group.statistics is not None:
@@ -259,16 +275,21 @@ class Work:
         return foldings(block, seen, lambda module, n: f"{prefix}.{n}" in layers)
 
     def _scale(
-        self, statistics: InputStatistics, weights: Sequence[Tensor], channels: Tensor | None, x: Tensor | None
+        self,
+        statistics: InputStatistics,
+        weights: Sequence[Tensor],
+        channels: Tensor | None,
+        x: Tensor | None,
+        grid: Codebook[Calibrated],
     ) -> Tensor:
         """What the inputs of layers are divided by; `x` is a sample of them, for a search."""
         if self.algorithm.fold == "awq":
-            return awq_scale(weights, *statistics.steady, self.grid, channels=channels)
+            return awq_scale(weights, *statistics.steady, grid, channels=channels)
         if self.algorithm.fold == "smoothquant":
             return smooth_scale(statistics.amax, weights, self.alpha, channels)
         assert x is not None
         static = self.static is not None
-        return search_smooth_scale(x, statistics.amax, weights, static, channels, grid=self.grid, inputs=self.inputs)
+        return search_smooth_scale(x, statistics.amax, weights, static, channels, grid=grid, inputs=self.inputs)
 
 
 def _errors(

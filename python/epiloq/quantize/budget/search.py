@@ -1,0 +1,236 @@
+"""From a budget to a scheme for each layer, and what other budgets would give."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from epiloq.files import write_text
+from epiloq.formats.io.architecture import distinct
+from epiloq.formats.table import FORMATS
+from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.budget import knapsack
+from epiloq.quantize.budget.amount import megabytes
+from epiloq.quantize.budget.candidates import HEADER, Sizes, grids
+from epiloq.quantize.budget.sensitivity import Losses, losses, squared_gradients
+from epiloq.quantize.ends import rounded_ends
+from epiloq.weights.grid import Grid
+
+if TYPE_CHECKING:
+    from epiloq.quantize.job import Job, Settings
+    from epiloq.quantize.plan import Plan
+
+FILE = "schemes.json"
+WINDOWS = 8
+"""At most so many of the calibration's windows: the estimate is a mean over tokens, which soon is accurate enough."""
+POINTS = 24
+"""Of the frontier."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a model's layers may take, in bytes of weight files.
+
+    kept
+        Of what stays in floating point; 0 where the budget does not count it.
+    sizes
+        Of layers by each candidate.
+    most
+        What the quantised layers may take together.
+    """
+
+    kept: int
+    sizes: Sizes
+    most: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schemes that a budget buys.
+
+    schemes
+        A candidate for each layer by name.
+    estimated
+        The estimated KL divergence from the model in floating point, nats per token.
+    size
+        Bytes of the weight files, or of the quantised layers where the budget is in bits.
+    frontier
+        Bytes and estimated divergence of the best choice for other budgets, ascending.
+    uniform
+        The same of one candidate for all layers that can have it.
+    """
+
+    schemes: Mapping[str, str]
+    estimated: float
+    size: int
+    frontier: Sequence[tuple[int, float]]
+    uniform: Mapping[str, tuple[int, float]]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many layers each candidate has, most first."""
+        return dict(Counter(self.schemes.values()).most_common())
+
+
+def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
+    """What a budget leaves for a model's layers, the model with values.
+
+    Raises ValueError for one that no choice of candidates meets, with the least that is possible.
+    """
+    budget, layers, symmetric, layout = settings.budget, plan.layers, settings.symmetric, FORMATS[plan.layout]
+    assert budget is not None
+    in_bytes, dtype = budget.file_bytes is not None, next(model.parameters()).dtype
+    sizes = Sizes(grids(budget.candidates, symmetric), layout.name, dtype, HEADER if in_bytes else 0)
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    kept = 0
+    if in_bytes:
+        ends = {name: (weight, how) for name, weight, how in rounded_ends(model, plan.ends, layout, symmetric)}
+        apart = {*layers, *ends, *plan.ends.names}
+        rest = {name: tensor for name, tensor in distinct(model).items() if name.removesuffix(".weight") not in apart}
+        for layer, (weight, how) in ends.items():
+            rest |= {f"{layer}.{part}": tensor for part, tensor in layout.to_tensors(weight, how, dtype).items()}
+        kept = sum(tensor.nbytes + HEADER + len(name) for name, tensor in rest.items())
+    most = budget.file_bytes - kept if budget.file_bytes is not None else int((budget.bits or 0) * weights / 8)
+    each = {name: sizes.options({name: layer}) for name, layer in layers.items()}
+    without = [name for name, found in each.items() if not found]
+    if without:
+        names = ", ".join(budget.candidates)
+        raise ValueError(
+            f"--candidates: {layout.name} can hold none of {names} for {without[0]}: add w8a16, which fits all"
+        )
+    least = sum(min(found.values()) for found in each.values())
+    if most < least:
+        possible = f"--bytes {megabytes(kept + least)}" if in_bytes else f"--bits {_up(8 * least / weights):g}"
+        beside = f", {kept / 1e6:.1f} MB of them for what stays in floating point" if in_bytes else ""
+        raise ValueError(
+            f"{budget.said}: the smallest of {', '.join(budget.candidates)} need {possible}{beside}; or add smaller "
+            "--candidates, such as w3a16-g64"
+        )
+    return Prices(kept, sizes, most)
+
+
+def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
+    """What a user of a budget should know before the work, a sentence each."""
+    budget, layers, said = settings.budget, plan.layers, []
+    assert budget is not None
+    largest = sum(max(found.sizes.options({name: layer}).values()) for name, layer in layers.items())
+    if found.most > largest:
+        weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+        enough = (
+            f"--bits {_up(8 * largest / weights):g}" if budget.bits else f"--bytes {megabytes(found.kept + largest)}"
+        )
+        said.append(f"{budget.said} is more than the largest candidates take: {enough} gives the same")
+    if plan.layout == "compressed-tensors" and not settings.symmetric:
+        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape; see its `config`.
+        said.append(
+            "transformers itself does not open several schemes with zero points (epiloq's integration does): take "
+            "--symmetric for it"
+        )
+    return said
+
+
+def _up(bits: float) -> float:
+    """Bits per weight rounded up, so that what is said suffices."""
+    return -(-bits * 100 // 1) / 100
+
+
+def find(job: Job, advance: Callable[[], None] = lambda: None) -> Choice:
+    """The schemes for a job that has a budget; of an interrupted run, those that it found."""
+    file = job.aside / FILE
+    if file.is_file():
+        return Choice(**json.loads(file.read_text(encoding="utf-8")))
+    assert job.prices is not None
+    settings, windows = job.settings, job.texts.calibration[:WINDOWS]
+    layers = {name: m for name, m in job.model.named_modules() if isinstance(m, nn.Linear) and name in job.plan.layers}
+    home = next(job.model.parameters()).device
+    job.model.to(settings.device)
+    gradients = squared_gradients(job.model, layers, windows, settings.seed, advance)
+    job.model.to(home)
+    lost = losses(
+        job.model,
+        windows,
+        job.prices.sizes.grids,
+        gradients,
+        compensate=ALGORITHMS[settings.algorithm].compensate,
+        blocks=job.plan.lists,
+        filter_fn=lambda module, name: name in layers,
+        device=settings.device,
+        advance=advance,
+    )
+    found = buy(lost, layers, job.prices)
+    write_text(file, json.dumps(asdict(found), indent=1) + "\n")
+    return found
+
+
+def steps(job: Job) -> int:
+    """How often `find` advances."""
+    return min(WINDOWS, len(job.texts.calibration)) + job.plan.blocks
+
+
+def buy(lost: Losses, layers: Mapping[str, nn.Linear], found: Prices) -> Choice:
+    """The choice of least loss, and the frontier. Raises ValueError where layers of one input leave none."""
+    items = _fused(lost)
+    options = [found.sizes.options({name: layers[name] for name in names}) for names in items]
+    bad = next((names for names, each in zip(items, options, strict=True) if not each), None)
+    if bad is not None:
+        raise ValueError(f"--candidates: expected one that {', '.join(bad)} can have together, got none: add w8a16")
+    sizes = [list(each.values()) for each in options]
+    costs = [[value[name] for name in each] for each, value in zip(options, items.values(), strict=True)]
+
+    def best(most: int) -> tuple[list[int], int, float]:
+        chosen = knapsack.choose(sizes, costs, most)
+        total = sum(each[option] for each, option in zip(sizes, chosen, strict=True))
+        return chosen, found.kept + total, sum(each[option] for each, option in zip(costs, chosen, strict=True))
+
+    least, largest = sum(map(min, sizes)), sum(map(max, sizes))
+    if found.most < least:
+        raise ValueError(f"the layers that read one input need {megabytes(found.kept + least)} together; give more")
+    chosen, size, estimated = best(found.most)
+    names = {name: list(options[i])[option] for i, option in enumerate(chosen) for name in list(items)[i]}
+    curve = [best(least + (largest - least) * i // (POINTS - 1))[1:] for i in range(POINTS)]
+    uniform = {
+        name: (found.kept + sum(each[name] for each in options), sum(value[name] for value in items.values()))
+        for name in found.sizes.grids
+        if all(name in each for each in options)
+    }
+    return Choice(names, estimated, size, sorted(set(curve)), uniform)
+
+
+def _fused(lost: Losses) -> Losses:
+    """Losses of layers that must have one scheme: those of one input, and all experts of a mixture.
+
+    Engines multiply the former as one matrix and the latter as one stack.
+    """
+    found: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {}
+    for names, values in lost.items():
+        key = names[0].partition(".experts.")[0] if ".experts." in names[0] else names[0]
+        before, sums = found.get(key, ((), dict.fromkeys(values, 0.0)))
+        found[key] = (*before, *names), {name: sums[name] + value for name, value in values.items()}
+    return dict(found.values())
+
+
+def grids_of(choice: Choice, found: Prices) -> dict[str, Grid]:
+    """The grid of every layer."""
+    return {layer: found.sizes.grids[name] for layer, name in choice.schemes.items()}
+
+
+def report(job: Job, choice: Choice, divergence: tuple[float, str]) -> dict[str, Any]:
+    """What the report says of the budget; `divergence` was measured, on what text."""
+    assert job.settings.budget is not None
+    return {
+        "asked": job.settings.budget.said,
+        "counts_all": job.settings.budget.file_bytes is not None,
+        "counts": choice.counts,
+        "bytes": choice.size,
+        "estimated": choice.estimated,
+        "measured": divergence[0],
+        "measured_on": divergence[1],
+        "frontier": choice.frontier,
+        "uniform": choice.uniform,
+        "schemes": choice.schemes,
+    }

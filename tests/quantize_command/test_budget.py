@@ -1,0 +1,287 @@
+"""``epiloq quantize --bytes`` and ``--bits``: the choice, what it writes, who reads that, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+for needed in ("typer", "rich", "safetensors", "transformers"):
+    pytest.importorskip(needed, reason="the command needs the extra hf")
+
+import transformers
+from safetensors.torch import load_file
+
+import epiloq.integrations.transformers as integration
+from command_line import ROUND, logits, quantize, run, teacher_and_text
+from epiloq.evaluation.divergence import divergence
+from epiloq.formats.io import model as models
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.layer_filter import default_filter
+from epiloq.nn import WeightOnlyLinear
+from epiloq.quantize import job as jobs
+from epiloq.quantize import report as report_page
+from epiloq.quantize.budget import amount, candidates, knapsack, search, sensitivity
+from epiloq.weights.rounding import rtn
+from tiny_teacher import save, tiny_model
+
+# Other tests want transformers as it is.
+integration.unregister()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some of its layers matter more than others."""
+    folder = tmp_path_factory.mktemp("teacher")
+    path = teacher_and_text(folder, ROUND)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    sharpen(model)
+    model.save_pretrained(path)
+    return path
+
+
+def sharpen(model: Any) -> None:
+    """Give a random model predictions that depend on its layers, on some of them more."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * (0.3 if "layers.0" in name else 0.1)
+                )
+
+
+def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
+    model, _ = models.load(Checkpoint(folder))
+    return {name: m for name, m in model.named_modules() if isinstance(m, WeightOnlyLinear)}
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_the_choice_is_the_best_of_all(seed: int, trial: int) -> None:
+    generator = np.random.default_rng(seed + trial)
+    items = int(generator.integers(1, 6))
+    sizes = [generator.integers(1, 50, int(generator.integers(1, 5))).tolist() for _ in range(items)]
+    losses = [generator.random(len(each)).tolist() for each in sizes]
+    least, largest = sum(map(min, sizes)), sum(map(max, sizes))
+    most = int(generator.integers(least, largest + 10))
+    chosen = knapsack.choose(sizes, losses, most)
+
+    def total(values: list[list[float]], options: Any) -> float:
+        return sum(each[option] for each, option in zip(values, options, strict=True))
+
+    every = itertools.product(*(range(len(each)) for each in sizes))
+    best = min(total(losses, options) for options in every if total(sizes, options) <= most)
+    assert total(sizes, chosen) <= most
+    assert total(losses, chosen) == pytest.approx(best)
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        knapsack.choose(sizes, losses, least - 1)
+
+
+def test_a_choice_by_coarse_units_stays_within(seed: int) -> None:
+    """Sizes of millions without a common divisor, in rounded units: no more than allowed, nearly all of it."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(10**6, 10**7, (60, 4)).tolist()
+    losses = [sorted(generator.random(4), reverse=True) for _ in sizes]
+    sizes = [sorted(each) for each in sizes]
+    most = (sum(map(min, sizes)) + sum(map(max, sizes))) // 2
+    chosen = knapsack.choose(sizes, losses, most)
+    spent = sum(each[option] for each, option in zip(sizes, chosen, strict=True))
+    assert most - 10**7 < spent <= most
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [("90MB", 90_000_000), ("1.5 GiB", 3 << 29), ("7kB", 7000), ("123456B", 123456), (".5mb", 500_000)],
+)
+def test_sizes_are_read(said: str, count: int) -> None:
+    assert amount.parse_bytes(said) == count
+
+
+@pytest.mark.parametrize("said", ["", "90", "MB", "-3MB", "90 MBit", "1e9B", "0MB", "nan", "9O MB", "1..5MB"])
+def test_other_sizes_are_refused(said: str) -> None:
+    with pytest.raises(ValueError, match=r"--bytes: expected a number and a unit .* as in 90MB"):
+        amount.parse_bytes(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--bytes", "1kB"), r"need --bytes 0\.\d+MB, 0\.\d MB of them for what stays"),
+        (("--bits", 4.01), r"need --bits \d\.\d+; or add smaller --candidates"),
+        (("--bits", 3), r"--bits: expected at least 4, the fewest of w4a16"),
+        (("--bits", "nan"), "--bits: expected at least 4"),
+        (("--bits", -1), "--bits: expected at least 4"),
+        (("--bytes", "many"), "--bytes: expected a number and a unit"),
+        (("--bytes", "1MB", "--bits", 5), "expected one of --scheme, --bytes, --bits, got --bytes and --bits"),
+        (("--bytes", "1MB", "--scheme", "w8a16"), "got --scheme and --bytes"),
+        ((), "expected one of --scheme, --bytes, --bits, got none"),
+        (("--scheme", "w8a16", "--candidates", "w8a16"), "--candidates: expected --bytes or --bits beside it"),
+        (("--bits", 5, "--candidates", "w5a16-g32"), r"--candidates: expected w<bits>a16 .* got 'w5a16-g32'"),
+        (("--bits", 5, "--candidates", "fp8"), "got 'fp8'"),
+        (("--bits", 5, "--candidates", "w4a16-g0"), "got 'w4a16-g0'"),
+        (("--bits", 8, "--candidates", "w4a16-g48"), "can hold none of w4a16-g48 for .*: add w8a16"),
+        (("--bits", 5, "--format", "awq"), "awq.*cannot|a budget makes layers of several schemes"),
+    ],
+)
+def test_refused(teacher: Path, tmp_path: Path, options: tuple[object, ...], said: str) -> None:
+    result = quantize(teacher, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert re.search(said, result.output), result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_said_to_be_possible_is(teacher: Path, tmp_path: Path) -> None:
+    refused = quantize(teacher, tmp_path / "out", "--bytes", "1kB").output
+    possible = refused.split("need --bytes ")[1].split(",")[0]
+    result = quantize(teacher, tmp_path / "out", "--bytes", possible)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("layout", candidates.LAYOUTS)
+@pytest.mark.parametrize("algorithm", ["gptq", "rtn", "awq+gptq"])
+def test_bytes_are_kept_and_bits_differ(teacher: Path, tmp_path: Path, algorithm: str, layout: str) -> None:
+    most = {"compressed-tensors": 118_000, "epiloq": 155_000}[layout]  # Headers count, and buffers of ours are more.
+    options = ("--bytes", f"{most}B", "--algorithm", algorithm, "--format", layout, "--json", tmp_path / "r.json")
+    result = quantize(teacher, tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert 0.85 * most < size == report["bytes_after"] <= most
+    budget, layers = report["budget"], layers_of(tmp_path / "out")
+    assert set(budget["schemes"]) == set(layers) and len(layers) == 14
+    assert len(budget["counts"]) > 1
+    for name, layer in layers.items():
+        grid = candidates.grids([budget["schemes"][name]], False)[budget["schemes"][name]]
+        assert layer.bits == grid.bits
+        assert grid.length(layer.in_features) == (layer.in_features if layer.group_size == -1 else layer.group_size)
+    # One engine's layer is made of those that read one input.
+    for block in range(2):
+        for path, names in {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}.items():
+            assert len({budget["schemes"][f"model.layers.{block}.{path}.{name}"] for name in names}) == 1
+    assert budget["measured"] > 0
+    losses = [loss for _, loss in budget["frontier"]]
+    assert losses == sorted(losses, reverse=True)
+    if not report_page.missing():
+        page = (tmp_path / "out" / "report.html").read_text()
+        assert f"Divergence by bytes of weights; --bytes {amount.megabytes(most)} gives" in page
+
+
+def test_the_estimate_against_the_divergence(teacher: Path) -> None:
+    """Each group of layers rounded alone: estimates rank as what is measured does, and are of its size."""
+    model = models.load_float(Checkpoint(teacher))
+    takes = default_filter(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and takes(m, n)}
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randint(0, 256, (1, 64), generator=generator) for _ in range(8)]
+    grids = candidates.grids(["w4a16-g32", "w3a16-g32"], False)
+    gradients = sensitivity.squared_gradients(model, layers, windows)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    options = {"compensate": False, "blocks": None, "filter_fn": takes}
+    estimated = sensitivity.losses(model, windows, grids, gradients, **options)  # type: ignore[arg-type]
+    assert {name for names in estimated for name in names} == set(layers)
+    reference, pairs = models.load_float(Checkpoint(teacher)), []
+    for names, values in estimated.items():
+        for candidate, value in values.items():
+            before = {name: layers[name].weight.detach().clone() for name in names}
+            with torch.no_grad():
+                for name in names:
+                    layers[name].weight.copy_(rtn(before[name], grids[candidate]).dequantize())
+            pairs.append((value, divergence(reference, model, windows)))
+            with torch.no_grad():
+                for name in names:
+                    layers[name].weight.copy_(before[name])
+    guessed, measured = np.array(pairs).T
+    ratio = guessed / measured
+    assert np.corrcoef(np.log(guessed), np.log(measured))[0, 1] > 0.9, pairs
+    assert 0.3 < np.median(ratio) < 3, pairs
+
+
+def test_an_interrupted_run_keeps_its_choice(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--bits", 5.2)
+    assert quantize(teacher, tmp_path / "whole", *options).exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "save", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+        assert quantize(teacher, tmp_path / "out", *options).exit_code != 0
+    other = quantize(teacher, tmp_path / "out", "--bits", 5.5)
+    assert other.exit_code == 2 and "budget" in other.output
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "squared_gradients", lambda *args: pytest.fail("measured again"))
+        assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_transformers_reads_it(teacher: Path, tmp_path: Path) -> None:
+    """The package's own reader. It knows several groups, but none with packed zero points (as of 0.20)."""
+    pytest.importorskip("compressed_tensors")
+    result = quantize(teacher, tmp_path / "out", "--bits", 5.2, "--symmetric")
+    assert result.exit_code == 0, result.output
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert len(said["config_groups"]) > 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    expected = logits(models.load(Checkpoint(tmp_path / "out"))[0])
+    assert float((logits(theirs) - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_the_package_reads_zero_points_too(teacher: Path, tmp_path: Path) -> None:
+    """Each layer by the scheme that the package itself finds for its name, decompressed by the package."""
+    config = pytest.importorskip("compressed_tensors.quantization")
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    base = pytest.importorskip("compressed_tensors.compressors")
+    result = quantize(teacher, tmp_path / "out", "--bits", 5.2)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    said = config.QuantizationConfig.model_validate({k: v for k, v in found.items() if k != "dequantize"})
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    float_model = models.load_float(Checkpoint(teacher))
+    for name, layer in layers_of(tmp_path / "out").items():
+        schemes = [(target, scheme) for scheme in said.config_groups.values() for target in scheme.targets]
+        module = float_model.get_submodule(name)
+        named = [scheme for target, scheme in schemes if target == name]
+        by_class = [scheme for target, scheme in schemes if match.is_match(name, module, target)]
+        scheme = (named or by_class)[0]
+        parts = {key.rpartition(".")[2]: value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        compressor = base.BaseCompressor.get_value_from_registry(scheme.format)
+        theirs: Tensor = compressor.decompress(parts, scheme)["weight"]
+        torch.testing.assert_close(theirs.float(), layer.weight.dequantize(), rtol=1e-6, atol=0)
+
+
+def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path) -> None:
+    result = quantize(teacher, tmp_path / "out", "--bytes", "1GB", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    assert "is more than the largest candidates take" in " ".join(result.output.split())
+    assert json.loads((tmp_path / "r.json").read_text())["budget"]["counts"] == {"w8a16": 14}
+
+
+def test_layers_of_odd_sizes_have_what_fits(tmp_path: Path) -> None:
+    """36 and 100 channels are whole groups of no candidate but per channel."""
+    save(tmp_path / "model", tiny_model())
+    (tmp_path / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    short = ("--windows", 8, "--length", 32, "--calibration", tmp_path / "text")
+    result = run(
+        "quantize", tmp_path / "model", "--bits", 6, "--output", tmp_path / "out", *short, "--json", tmp_path / "r"
+    )
+    assert result.exit_code == 0, result.output
+    assert set(json.loads((tmp_path / "r").read_text())["budget"]["counts"]) <= {"w4a16", "w8a16"}
+
+
+def test_divergence_against_float64(seed: int) -> None:
+    torch.manual_seed(seed)
+    teacher, model = tiny_model(), tiny_model()
+    windows = [torch.randint(0, 256, (1, n)) for n in (7, 30)]
+    total = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for window in windows:
+            p, q = (m(window).logits[0].double().log_softmax(-1) for m in (teacher, model))
+            total += (p.exp() * (p - q)).sum()
+    assert divergence(teacher, model, windows) == pytest.approx(float(total) / 37, rel=1e-4)
+    assert divergence(teacher, teacher, windows) == 0
+    with pytest.raises(ValueError, match="windows: expected at least one"):
+        divergence(teacher, model, [])
