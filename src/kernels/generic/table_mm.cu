@@ -3,9 +3,8 @@
 // The decode kernel multiplies up to 64 tokens with mma.sync m16n8k16: weight rows are its rows, tokens its columns.
 // K may be permuted alike in both operands, so that a lane's A fragments are eight neighbouring columns, one word of
 // codes, and its B fragments the same eight columns of a token, one 16-byte load. A byte of codes is looked up in
-// shared memory as a pair of columns; each lane has its own copy of the 256 pairs in its own bank. (Looking up by byte
-// permutation takes two PRMT a weight, and ran at 1.3 TB/s on an H100.) Every 64 columns, which share a scale, sums are
-// promoted. The warps of a CTA split K and meet in shared memory. Memory-bound by the codes for few tokens.
+// shared memory as a pair of columns; each lane has its own copy of the 256 pairs in its own bank. Every 64 columns,
+// which share a scale, sums are promoted. The warps of a CTA split K and meet in shared memory.
 
 #include <type_traits>
 
