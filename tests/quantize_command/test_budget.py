@@ -128,6 +128,7 @@ def test_other_sizes_are_refused(said: str) -> None:
         (("--bits", 5, "--candidates", "w4a16-g0"), "got 'w4a16-g0'"),
         (("--bits", 8, "--candidates", "w4a16-g48"), "can hold none of w4a16-g48 for .*: add w8a16"),
         (("--bits", 5, "--format", "awq"), "awq.*cannot|a budget makes layers of several schemes"),
+        (("--bits", "4.5", "--algorithm", "autoround"), "trains a block's layers by one scheme"),
     ],
 )
 def test_refused(teacher: Path, tmp_path: Path, options: tuple[object, ...], said: str) -> None:
