@@ -1,4 +1,5 @@
-// SM90: 8-bit tokens in the order of columns that byte_tokens.cuh multiplies; a thread permutes 16 columns.
+// 8-bit tokens in the order of columns that sm90/w4a16/byte_tokens.cuh multiplies; a thread permutes 16 columns. Has no
+// tensor-core product, so it is compiled for every architecture rather than for SM90a.
 
 #include <algorithm>
 
