@@ -52,14 +52,14 @@ BLOCKS = {
     **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},
 }
 
-STREAM = re.compile(r"stream (\d+) slabs of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
+STREAM = re.compile(r"stream (\d+) panels of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
 RING = re.compile(r"ring (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
 WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
 
 
 def name_in_sweep(explained: str) -> str:
-    """As in the sweeps: "stream slabs,warps,stages,blocks", "ring teams,ways along K,slabs,tokens", "wgmma warpgroups,
-    ways along K,blocks of rows,tokens"."""
+    """As in the sweeps: "stream panels,warps,stages,blocks", "ring teams,ways along K,panels,tokens", "wgmma
+    warpgroups,ways along K,blocks of rows,tokens"."""
     kernel, _, split = explained.partition(", K over clusters of ")
     if found := STREAM.fullmatch(kernel):
         row = ",".join(found.groups()[:3])

@@ -10,7 +10,8 @@ from epiloq.ops import w4a8_unpacked
 from reference import poisoned
 from w4a8_reference import KINDS, assert_close, make_problem, run_and_assert_close
 
-WAYS = [(-1, torch.float8_e4m3fn), (128, torch.float8_e4m3fn), (-1, torch.int8)]
+WAYS = [(-1, torch.float8_e4m3fn), (-1, torch.int8)]
+OTHERS = [(128, torch.float8_e4m3fn), (64, torch.float8_e4m3fn), (128, torch.int8)]
 MANY = w4a8_unpacked.MANY_TOKENS
 
 
@@ -28,22 +29,36 @@ def test_arithmetic(seed: int, n: int, k: int, group_size: int, activations: tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("group_size", "activations"), [*WAYS, (64, torch.float8_e4m3fn), (128, torch.int8)])
+@pytest.mark.parametrize(("group_size", "activations"), [*WAYS, *OTHERS])
 def test_many_tokens(seed: int, group_size: int, activations: torch.dtype, kind: str) -> None:
-    for m, n, k in ((MANY, 70, 640), (MANY + 33, 520, 1040), (1000, 129, 16)):
+    for m, n, k in ((MANY, 70, 640), (MANY + 33, 520, 1040), (MANY, 129, 16)):
         more = {"bias": torch.bfloat16, "act_order": group_size == 128, "device": "cuda"}
         problem = make_problem(m, n, k, group_size, kind, activations, **more)
         run_and_assert_close(problem, torch.bfloat16)
-        by_8_bits = w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
+        by_8_bits = "unpacked" in epiloq.explain("w4a8_mm", *problem.arguments)
         assert by_8_bits == ((group_size, activations) in WAYS or k <= group_size)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_size", [-1, 32, 64, 128, 512])
+def test_the_kernel_of_groups(seed: int, group_size: int, kind: str) -> None:
+    """From 256 tokens on, for symmetric weights on SM90; any sizes."""
+    for m, n, k in ((256, 70, 640), (300, 520, 1040), (257, 129, 1000)):
+        more = {"bias": torch.float16, "act_order": group_size == 64, "device": "cuda"}
+        problem = make_problem(m, n, k, group_size, kind, **more)
+        run_and_assert_close(problem, torch.float16)
+        taken = "float8 in registers" in epiloq.explain("w4a8_mm", *problem.arguments)
+        on_sm90 = torch.cuda.get_device_capability() == (9, 0)
+        assert taken == (kind == "symmetric" and on_sm90)
+
+
+@pytest.mark.gpu
 def test_older_kernels_and_odd_sizes_go_the_other_way(seed: int) -> None:
-    problem = make_problem(MANY, 64, 256, 128, device="cuda")
+    problem = make_problem(MANY, 64, 256, -1, device="cuda")
     assert w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
     assert not w4a8_unpacked.fits(problem.x_q[1:], problem.weight.packed)
     with epiloq.config(arch="sm80"):
         assert not w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
         run_and_assert_close(problem, torch.float16)
-    run_and_assert_close(make_problem(MANY, 64, 250, 128, device="cuda"), torch.float16)
+    run_and_assert_close(make_problem(MANY, 64, 250, -1, device="cuda"), torch.float16)

@@ -109,7 +109,7 @@ def dequantized(
     """Some rows ``[len(rows), k]`` of the weight: products in float32, rounded once to ``dtype``."""
     begin, end = rows.start * k, rows.stop * k
     if torch.compiler.is_compiling():
-        # inductor (torch 2.13) reads past the end of what is stacked below and cut to an odd length.
+        # inductor (torch 2.13) reads out of bounds in a slice of odd length of the stacked tensor below.
         place = torch.arange(begin, end, device=codes.device)
         byte = codes[place // 2].int()
         values = table[torch.where(place % 2 == 0, byte >> 4, byte & 15)]

@@ -40,10 +40,9 @@ def w4a8_mm(
 
     ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`. Every ``x_q`` and ``q - zero`` is
     multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
-    multiplied in 8 bits: float8 by a symmetric weight in a kernel of SM90, else by the weight's unpacked integers where
-    `groupwise_mm` or `scaled_mm` have its scales (float8 with groups of 128 or whole rows, int8 with whole rows).
-    Otherwise, and for few tokens, which wait for the weight, activations and their scales become bfloat16 for
-    `weight_only_mm`. docs/numerics.md has the bounds.
+    multiplied in 8 bits: with scales per channel by the weight's unpacked integers and `scaled_mm`, float8 by a
+    symmetric weight in groups in a kernel of SM90. Otherwise, and for few tokens, which wait for the weight,
+    activations and their scales become bfloat16 for `weight_only_mm`. docs/numerics.md has the bounds.
 
     Args:
         x_q: float8_e4m3fn or int8 ``[…, M, K]``, as `quantize_fp8` per token or a symmetric `quantize_int8` gives it;
@@ -127,10 +126,10 @@ def _multiply(call: Call) -> None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
-    if _may_be_float8(x_q) and _by_float8_kernel(out, x_q, call):
-        return
     if w4a8_unpacked.fits(x_q, weight):
         return w4a8_unpacked.multiply(out, x_q, weight, scale_a, call.bias)
+    if _may_be_float8(x_q) and _by_float8_kernel(out, x_q, call):
+        return
     step = max(_AT_ONCE // max(weight.n, weight.k), _TOKENS)
     for first in range(0, m, step):
         rows = slice(first, first + step)
@@ -249,6 +248,8 @@ def explain(
         return "nothing to launch: the output is empty"
     if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(m, w):
         return "CPU: int8 products of each group, summed in fp32"
+    if w4a8_unpacked.fits(x_q.view(m, w.k), w):
+        return "the weight's integers unpacked to 8 bits, then a product of 8-bit operands"
     if _may_be_float8(x_q.view(m, w.k)):
         padded_k = -(-w.k // PADDING) * PADDING
         scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)
@@ -257,8 +258,6 @@ def explain(
         said = _core.explain_w4a8_mm(*rows, *packed, scratch, bias, *numbers)
         if not said.startswith("no "):
             return said
-    if w4a8_unpacked.fits(x_q.view(m, w.k), w):
-        return "the weight's integers unpacked to 8 bits, then a product of 8-bit operands"
     dtype = _floating(x_q)
     said = explain_weight_only(x_q.new_empty((m, w.k), dtype=dtype), w)
     return f"activations as {str(dtype).removeprefix('torch.')}: {said}"

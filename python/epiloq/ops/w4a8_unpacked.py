@@ -1,7 +1,7 @@
-"""`w4a8_mm` for many tokens on a GPU: the weight's integers in 8 bits, and a product of 8-bit operands.
+"""`w4a8_mm` at large M on a GPU, with scales per channel: the weight unpacked to 8-bit integers for `scaled_mm`.
 
 Unpacking reads 0.5 and writes 1 byte a weight, which a product of many tokens hides; it then runs at the tensor cores'
-8-bit rate, with group scales in its promotion. Few tokens read the packed weight itself.
+8-bit rate. Weights in scale groups, and few tokens, are faster by the packed weight.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.scaled_mm import scaled_mm
 from epiloq.weights.packed_layout import parameters_of
 from epiloq.weights.packed_weight import PackedWeight
 
-# Tokens from which unpacking pays, on an H100: a 4096 x 14336 weight takes 40 us to unpack.
-MANY_TOKENS = 384
-_GROUP = 128  # of `groupwise_mm`
+# Tokens from which a product of 8 bits gains more than unpacking costs.
+MANY_TOKENS = 2048
 _ALIGNED = 16  # elements: rows that TMA reads
 _FLOAT8_ARCHS = ("sm89", "sm90")
 
@@ -26,10 +24,9 @@ def fits(x_q: Tensor, weight: PackedWeight) -> bool:
     """Whether a product of ``x_q`` ``[M, K]`` goes this way."""
     if not x_q.is_cuda or len(x_q) < MANY_TOKENS or weight.k % _ALIGNED != 0:
         return False
-    whole_rows = weight.group_size == -1 or weight.group_size >= weight.k
-    if x_q.dtype == torch.int8:
-        return whole_rows
-    return (whole_rows or weight.group_size == _GROUP) and _multiplies_float8(x_q.device)
+    if weight.group_size != -1 and weight.group_size < weight.k:
+        return False
+    return x_q.dtype == torch.int8 or _multiplies_float8(x_q.device)
 
 
 def _multiplies_float8(device: torch.device) -> bool:
@@ -42,11 +39,5 @@ def _multiplies_float8(device: torch.device) -> bool:
 def multiply(out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None) -> None:
     """``out`` ``[M, N]``, 16-bit, from ``x_q`` ``[M, K]`` and ``scale_a`` ``[M, 1]``."""
     x_q = x_q if x_q.data_ptr() % _ALIGNED == 0 and x_q.stride(0) % _ALIGNED == 0 else x_q.clone()
-    b = weight.integers(x_q.dtype).t()
-    scale = parameters_of(weight.scale)[: weight.n].float()
-    if weight.group_size == _GROUP and weight.k > _GROUP:
-        groups = -(-weight.k // _GROUP)
-        rows = scale_a.expand(-1, groups)
-        groupwise_mm(x_q, b, rows, scale[:, :groups].t(), bias, recipe=(1, 1, _GROUP), out=out)
-    else:
-        scaled_mm(x_q, b, scale_a.contiguous(), scale[:, :1].contiguous(), bias, out=out)
+    scale = parameters_of(weight.scale)[: weight.n, :1].float().contiguous()
+    scaled_mm(x_q, weight.integers(x_q.dtype).t(), scale_a.contiguous(), scale, bias, out=out)

@@ -1,9 +1,9 @@
 #pragma once
 
-// Two panels of a weight by many tokens with AMX. The 64 bytes of rows g and g + 8 in a packed tile become lines of
-// bfloat16, 32 columns of a row in the order in which they lie, and tokens come in that order: integers less their zero
-// points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32. Or, for very many
-// tokens, weights rounded with their scales.
+// W4A16 GEMM with AMX for large M, two weight panels at a time. The 64 bytes of rows g and g + 8 in a packed tile
+// become lines of bfloat16, 32 columns of a row in the order in which they lie, and tokens come in that order: integers
+// less their zero points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32. Or, for
+// even larger M, weights rounded with their scales.
 
 #include <array>
 #include <bit>

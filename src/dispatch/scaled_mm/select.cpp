@@ -200,7 +200,7 @@ std::string describe(WgmmaConfig const& c) {
 
 std::string describe(SkinnyConfig const& c) {
   std::ostringstream text;
-  text << "sm80 skinny " << c.panels << " slabs of 16 weight rows, " << c.tokens << " tokens, " << c.warps
+  text << "sm80 skinny " << c.panels << " panels of 16 weight rows, " << c.tokens << " tokens, " << c.warps
        << " warps, unroll " << c.unroll;
   return text.str();
 }

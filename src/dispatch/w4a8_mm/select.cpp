@@ -10,10 +10,11 @@
 namespace epiloq::ops::w4a8_mm {
 namespace {
 
-// Cycles of an SM90 SM per K step of 128 columns, from counts of what it does, not fitted: the tensor cores' rate;
-// about 1.4 instructions of the integer pipes per weight and what memory delivers of 4-bit weights, per SM.
+// Cycles of an SM90 SM per K step of 128 columns, from counts, not fitted: the tensor cores' rate; about 1.4
+// instructions of the integer pipes per weight; what memory delivers of 4-bit weights, per SM.
 constexpr double kFma = 4096, kConversions = 64 / 1.4, kWeightBytes = 14.5;
-// And per tile: prologue and epilogue; bytes of sums that split-K sends.
+// Assumed, not measured: cycles per tile for prologue and epilogue; bytes per cycle of the sums that split-K sends;
+// cycles per K step beside the longest of the above.
 constexpr double kTile = 1500, kSentBytes = 12, kStep = 80;
 
 double cycles(weight_only_mm::WgmmaConfig const& c, int split, std::int64_t m, std::int64_t n, std::int64_t k,

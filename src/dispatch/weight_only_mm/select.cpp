@@ -285,7 +285,7 @@ std::string describe(Choice const& choice) {
     text << "de-quantise, then a dense product (" << choice.why << ')';
   } else if (choice.family == Family::kStream) {
     GemvConfig const& c = kGemvRows[choice.row];
-    text << "stream " << c.panels << " slabs of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
+    text << "stream " << c.panels << " panels of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
          << (c.digits ? ", tokens as digits" : "");
   } else if (choice.family == Family::kRing) {
     DecodeConfig const& c = kDecodeRows[choice.row];
