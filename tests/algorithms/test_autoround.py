@@ -18,7 +18,8 @@ from epiloq.quantize import Float8Grid, Grid, autoround, rtn
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.ranks import Ranks
-from epiloq.quantize.job import Settings, perform, prepare
+from epiloq.quantize.job import perform, prepare
+from epiloq.quantize.settings import Settings
 from model_families import VOCABULARY, llama
 from tiny_teacher import save, tiny_model
 

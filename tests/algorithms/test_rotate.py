@@ -17,7 +17,8 @@ from epiloq.formats.io.model import from_directory
 from epiloq.quantize import Grid, hadamard, rotate_, rtn
 from epiloq.quantize.algorithms.hadamard import rotation
 from epiloq.quantize.algorithms.rotate import BOUNDS
-from epiloq.quantize.job import Settings, perform, prepare
+from epiloq.quantize.job import perform, prepare
+from epiloq.quantize.settings import Settings
 from model_families import SIZES, VOCABULARY, bert, neox, opt
 from tiny_teacher import save, tiny_model
 

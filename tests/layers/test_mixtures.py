@@ -32,7 +32,8 @@ from epiloq.nn import (
     W4A8Experts,
     WeightOnlyLinear,
 )
-from epiloq.quantize.job import Settings, perform, prepare
+from epiloq.quantize.job import perform, prepare
+from epiloq.quantize.settings import Settings
 from reference import typical_error
 from tiny_mixtures import deepseek, error, gpt_oss, granite, logits, mixtral, qwen3
 

@@ -28,6 +28,7 @@ from epiloq.files import Held, check_free, held
 from epiloq.formats import convert
 from epiloq.formats.io import checkpoint
 from epiloq.quantize import job as jobs
+from epiloq.quantize.settings import Settings
 
 W8 = ("--scheme", "w8a16", "--algorithm", "rtn")
 
@@ -39,7 +40,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is told who is at work, before a weight is read and when both have passed the checks."""
-    settings = jobs.Settings(teacher, tmp_path / "out", "w8a16", "rtn")
+    settings = Settings(teacher, tmp_path / "out", "w8a16", "rtn")
     second = jobs.prepare(settings)
     said = rf"out: process {os.getpid()} on .*, since 20.*, is at work on it"
     with held(tmp_path / ".out.partial" / jobs.LOCK):

@@ -20,6 +20,7 @@ from command_line import ROUND, quantize, run, teacher_and_text, text
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize import Grid, gptq
 from epiloq.quantize import job as jobs
+from epiloq.quantize.settings import Settings
 from epiloq.weights.codebooks import Float8Grid, OffsetGrid
 from rounded_models import INT4, ordered, unchanged, written
 from tiny_teacher import save, tiny_model
@@ -127,7 +128,7 @@ def test_models(
 ) -> None:
     folder = make(tmp_path / "model")
     request.getfixturevalue("unread")
-    settings = jobs.Settings(folder, tmp_path / "out", "w4a16-g32", calibration=text(teacher), evaluation=text(teacher))
+    settings = Settings(folder, tmp_path / "out", "w4a16-g32", calibration=text(teacher), evaluation=text(teacher))
     with pytest.raises(ValueError, match=said):
         jobs.prepare(settings)
 
@@ -148,7 +149,7 @@ def test_settings(teacher: Path, changed: dict[str, Any], said: str) -> None:
     usual = {"output": "out", "scheme": "w4a16-g32", "calibration": text(teacher)}
     options = usual | changed
     with pytest.raises(ValueError, match=said):
-        jobs.prepare(jobs.Settings(teacher, **(options | {"output": teacher.parent / str(options["output"])})))
+        jobs.prepare(Settings(teacher, **(options | {"output": teacher.parent / str(options["output"])})))
 
 
 def test_texts_that_will_not_do(tmp_path: Path, teacher: Path, unread: None) -> None:

@@ -23,6 +23,7 @@ import epiloq
 import more_families
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize import job, streaming
+from epiloq.quantize.settings import Settings
 from epiloq.quantize.streaming import Streamed, streamed
 from model_families import FAMILIES, outlying
 from tiny_mixtures import deepseek, granite, mixtral, qwen3
@@ -71,7 +72,7 @@ def text(folder: Path) -> Path:
 
 def files_of(folder: Path, model: Path, output: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     asked = {"count": 5, "length": 24, "force": True, "calibration": text(folder)} | options
-    settings = job.Settings(model, folder / output, **asked)
+    settings = Settings(model, folder / output, **asked)
     job.perform(job.prepare(settings))
     return load_file(folder / output / "model.safetensors")
 

@@ -21,6 +21,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.integrations.transformers import EpiloqConfig
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
+from epiloq.quantize.settings import Settings
 from opened_models import layers, logits, opened
 
 # Other tests want transformers as it is.
@@ -43,7 +44,7 @@ def dequantised(layer: Any) -> torch.Tensor:
 def quantised(folder: Path, scheme: str, layout: str, model: str = "llama", symmetric: bool = False) -> Path:
     """A directory of ``epiloq quantize``, rounded to nearest."""
     foreign.MODELS[model]().save_pretrained(folder / "float")
-    settings = jobs.Settings(folder / "float", folder / "out", scheme, "rtn", layout, symmetric=symmetric)
+    settings = Settings(folder / "float", folder / "out", scheme, "rtn", layout, symmetric=symmetric)
     jobs.perform(jobs.prepare(settings))
     return folder / "out"
 

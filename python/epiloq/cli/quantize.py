@@ -37,7 +37,7 @@ from epiloq.vocabulary import weight_only_schemes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from epiloq.quantize.job import Settings
+    from epiloq.quantize.settings import Settings
 
 
 def ready() -> list[str]:
@@ -288,8 +288,8 @@ def quantize(
         quiet()
         from epiloq.quantize import report as page
         from epiloq.quantize.calibration.joining import device_of
-        from epiloq.quantize.job import Settings
         from epiloq.quantize.outputs import schemes
+        from epiloq.quantize.settings import Settings
         from epiloq.quantize.targets import TARGETS
 
         try:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,10 @@ from epiloq.quantize.budget.candidates import LAYOUTS, grids
 from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
 from epiloq.quantize.plan import Plan, plan
+from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
 from epiloq.weights.grid import Grid
-
-if TYPE_CHECKING:
-    from epiloq.quantize.job import Settings
 
 
 def check_request(settings: Settings) -> None:

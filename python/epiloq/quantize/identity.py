@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ import epiloq
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize.calibration.joining import fingerprint
 from epiloq.quantize.plan import Plan
-
-if TYPE_CHECKING:
-    from epiloq.quantize.job import Settings
+from epiloq.quantize.settings import Settings
 
 
 def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:

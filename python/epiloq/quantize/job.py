@@ -14,7 +14,6 @@ from torch import nn
 
 from epiloq.evaluation.divergence import divergence
 from epiloq.evaluation.perplexity import perplexity
-from epiloq.evaluation.text import SEED
 from epiloq.files import check_free, held
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load, load_float, save
@@ -24,10 +23,8 @@ from epiloq.mixtures import reason_against, stacked
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.rotate import rotate_
-from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.budget import search
-from epiloq.quantize.budget.amount import Budget
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.joining import check_alike
 from epiloq.quantize.calibration.ranks import Ranks
@@ -41,6 +38,7 @@ from epiloq.quantize.ends import costs, rounded_ends
 from epiloq.quantize.identity import facts, identity_of
 from epiloq.quantize.measures import environment, peak_memory, weight_bytes
 from epiloq.quantize.plan import Plan
+from epiloq.quantize.settings import Settings
 from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, evaluated_length, needs_text, read_windows, tokens_in
@@ -51,52 +49,6 @@ from epiloq.weights.rounding import Codebook
 LOCK = "lock"
 COMPARED = 4
 """Windows of calibration text on which a quantised head is compared, where there is none to evaluate on."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
-
-    budget
-        None, or what to choose a scheme for each layer by; `scheme` is `candidates.BASE` then.
-    layout
-        None: the first format that can hold the layers as the scheme has them.
-    ignore
-        Patterns of names of layers to leave in floating point; see `epiloq.layer_filter.ignored`.
-    head, embedding
-        Schemes for the output head and the input embedding, rounded to nearest; None leaves them in floating point.
-    evaluation
-        Text to measure perplexity on, before and after.
-    force
-        Whether to go on with too little text, or with text to evaluate on that calibration sees.
-    command
-        What the report says this was asked by.
-    rotate
-        Whether to fold rotations into the weights first; see `algorithms.rotate`.
-    """
-
-    model: Path
-    output: Path
-    scheme: str
-    algorithm: str = "gptq"
-    layout: str | None = None
-    calibration: Path | None = None
-    symmetric: bool = False
-    count: int = 32
-    length: int = 512
-    seed: int = SEED
-    alpha: float = ALPHA
-    keep_dynamic: str | None = None
-    blocks: str | None = None
-    device: str = "cpu"
-    evaluation: Path | None = None
-    force: bool = False
-    ignore: tuple[str, ...] = ()
-    command: str = ""
-    head: str | None = None
-    embedding: str | None = None
-    rotate: bool = False
-    budget: Budget | None = None
 
 
 @dataclass(frozen=True)

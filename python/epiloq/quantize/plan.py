@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -20,14 +20,12 @@ from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
 from epiloq.quantize.ends import preferred, reasons_against, settled
 from epiloq.quantize.outputs import refusals
+from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
 from epiloq.schemes import SCHEMES
 from epiloq.vocabulary import Ends, planned
 from epiloq.weights.computed import computed_parts
-
-if TYPE_CHECKING:
-    from epiloq.quantize.job import Settings
 
 FEW, MOST = 0.05, 0.5
 """Parts of the weights that a format may leave in floating point to be chosen, or at all."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,10 +11,8 @@ from epiloq.evaluation.text import first_tokens, load_tokenizer, place, read_doc
 from epiloq.formats.io.architecture import positions, vocabulary
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
-
-if TYPE_CHECKING:
-    from epiloq.quantize.job import Settings
 
 # As `epiloq eval` has them unless told otherwise, so that both print the same figure.
 EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512

@@ -19,10 +19,11 @@ from epiloq.quantize.budget.amount import megabytes
 from epiloq.quantize.budget.candidates import HEADER, Sizes, grids
 from epiloq.quantize.budget.sensitivity import Losses, losses, squared_gradients
 from epiloq.quantize.ends import rounded_ends
+from epiloq.quantize.settings import Settings
 from epiloq.weights.grid import Grid
 
 if TYPE_CHECKING:
-    from epiloq.quantize.job import Job, Settings
+    from epiloq.quantize.job import Job
     from epiloq.quantize.plan import Plan
 
 FILE = "schemes.json"
