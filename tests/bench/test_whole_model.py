@@ -10,15 +10,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from epiloq.bench import whole_model
 from epiloq.bench.cli import bench
-from epiloq.bench.whole_model import Plan, run_plan, table
+from epiloq.bench.models import contenders, measure
+from epiloq.bench.models.measure import run_plan
+from epiloq.bench.models.plan import Beside, Plan
+from epiloq.bench.models.report import table
+from epiloq.bench.peers.whole_models import PEERS
 
 PLAN = Plan("tiny", ["w4a16-g32", "w8a8-int8"], ["eager"], [1, 3], 16)
 
 
 def test_every_contender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(whole_model._REPEATS, "cpu", 1)
+    monkeypatch.setitem(measure._REPEATS, "cpu", 1)
     said: list[str] = []
     results = run_plan(PLAN, "cpu", said.append)
     assert len(results) == len(said) == 5 * 3
@@ -31,6 +34,23 @@ def test_every_contender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert weights["w4a16-g32"] < weights["w8a8-int8"] < weights["none"]
     lines = table(results).splitlines()
     assert len(lines) == 16 and lines[1].endswith("1.00") and "w4a16-g32 optimised" in lines[8]
+
+
+def test_figures_of_more_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure._REPEATS, "cpu", 1)
+    plan = Plan("tiny", ["w4a16-g32"], ["eager"], [2], 8, prompt=24, forms=["optimised"])
+    kept: list[int] = []
+    results = run_plan(plan, "cpu", lambda _: None, keep=lambda rows: kept.append(len(rows)))
+    assert kept == [2, 4] and [r.optimized for r in results] == 2 * [False] + 2 * [True]
+    assert [(r.phase, r.batch, r.tokens) for r in results] == 2 * [("prefill", 1, 24), ("decode", 2, 8)]
+    for row in results:
+        model = contenders.prepare(contenders.build("tiny", 5, torch.bfloat16, "cpu"), row.scheme, row.optimized)
+        more = row.of_layers(5)
+        assert more.weight_megabytes == pytest.approx(sum(p.nbytes for p in model.parameters()) / 1e6)
+        assert more.milliseconds == pytest.approx(row.milliseconds + 3e-3 * row.us_a_layer)
+        count = row.batch * (24 if row.phase == "prefill" else 1)
+        assert more.tokens_per_second == pytest.approx(1e3 * count / more.milliseconds)
+        assert row.of_layers(2) == row
 
 
 def test_command(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,10 +84,10 @@ def test_shares_head_and_cache(seed: int, tmp_path: Path, capsys: pytest.Capture
 
 def test_peers(seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are installed are measured, the others named."""
-    monkeypatch.setitem(whole_model._REPEATS, "cpu", 1)
-    beside, plan = whole_model.Beside(), Plan("tiny", [], ["eager"], [1], 8, peers=tuple(whole_model.PEERS))
+    monkeypatch.setitem(measure._REPEATS, "cpu", 1)
+    beside, plan = Beside(), Plan("tiny", [], ["eager"], [1], 8, peers=tuple(PEERS))
     results = run_plan(plan, "cpu", print, beside)
-    assert {r.scheme for r in results} | beside.left_out.keys() == {"none", *whole_model.PEERS}
+    assert {r.scheme for r in results} | beside.left_out.keys() == {"none", *PEERS}
     assert all(reason for reason in beside.left_out.values())
     with pytest.raises(SystemExit):
         bench(model="tiny", device="cpu", peer=["torch"])
@@ -76,10 +96,10 @@ def test_peers(seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_bitsandbytes_layers(seed: int) -> None:
     package = pytest.importorskip("bitsandbytes")
-    model = whole_model.build("tiny", None, torch.bfloat16, "cpu")
+    model = contenders.build("tiny", None, torch.bfloat16, "cpu")
     ids = torch.arange(12)[None]
     expected = model(ids).logits
-    quantised = whole_model.prepare(model, "bitsandbytes-nf4", False)
+    quantised = contenders.prepare(model, "bitsandbytes-nf4", False)
     layer = quantised.get_submodule("model.layers.0.mlp.up_proj")
     assert type(layer) is package.nn.Linear4bit and layer.weight.dtype == torch.uint8
     assert type(quantised.get_submodule("lm_head")) is torch.nn.Linear
@@ -96,6 +116,8 @@ def test_bitsandbytes_layers(seed: int) -> None:
         ({"model": "tiny", "mode": ["fast"]}, "bench: --mode: expected one of eager, graph, compile, got 'fast'"),
         ({"model": "tiny", "head": "w5"}, "bench: --head: expected one of w8a8-int8"),
         ({"model": "tiny", "cache": "int4"}, "bench: --cache: expected one of int8, fp8, got 'int4'"),
+        ({"model": "tiny", "form": ["fast"]}, "bench: --form: expected one of plain, optimised, got 'fast'"),
+        ({"model": "tiny", "prompt": -1}, "bench: --prompt: expected at least 1, got -1"),
         ({"model": "tiny", "shares": -1}, "bench: --shares: expected at least 0, got -1"),
         ({"model": "tiny", "batch": [0]}, "bench: --batch: expected at least 1, got 0"),
         ({"model": "tiny", "json": Path("/no/such/m.json")}, "bench: --json: expected a file in a folder that exists"),

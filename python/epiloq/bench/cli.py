@@ -17,14 +17,16 @@ import torch
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.environment import describe, gpu_state
 from epiloq.bench.floor import CEILINGS, measure_read_floor
+from epiloq.bench.models.measure import run_plan
+from epiloq.bench.models.plan import FORMS, MODES, SHAPES, Beside, Measured, Plan
+from epiloq.bench.models.report import draw_models, table, write_json
+from epiloq.bench.models.shares import draw_shares, shares_table
 from epiloq.bench.operations import OPERATIONS, default_peers, expand
 from epiloq.bench.peers.whole_models import PEERS as MODEL_PEERS
 from epiloq.bench.plot import plot as draw
 from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
-from epiloq.bench.shares import draw_shares, shares_table
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
-from epiloq.bench.whole_model import MODES, SHAPES, Beside, Plan, draw_models, run_plan, table, write_json
 from epiloq.cli.output import STDOUT, display
 from epiloq.cli.progress import clock, time_left
 
@@ -73,7 +75,11 @@ def bench(
     head: Annotated[str, option("With --model: a scheme for the output head of quantised models.")] = "",
     cache: Annotated[str, option(f"With --model: their key-value cache in {' or '.join(CACHES)}.")] = "",
     shares: Annotated[int, option("With --model: list so many kernels of a decode step by their share of time.")] = 0,
-    context: Annotated[int, option("With --model: tokens of a prefill, and before a step of decode.")] = 512,
+    context: Annotated[int, option("With --model: tokens before a step of decode.")] = 512,
+    prompt: Annotated[int, option("With --model: tokens of a prefill, by default those of --context.")] = 0,
+    form: Annotated[
+        list[str] | None, option(f"With --model: quantised models as they are, optimised: {', '.join(FORMS)}. [both]")
+    ] = None,
 ) -> None:
     """Time the operations and their peers, check the results, and compare times with the roofline floor.
 
@@ -82,7 +88,8 @@ def bench(
     Exit codes: 1 when a result is wrong, 2 when an option is.
     """
     if model:
-        options = {"head": head or None, "cache": cache or None, "peers": peer or ()}
+        options: dict[str, Any] = {"head": head or None, "cache": cache or None, "peers": peer or ()}
+        options |= {"prompt": prompt or None, "forms": form or tuple(FORMS)}
         return _bench_model(model, scheme, layers, mode, batch, context, device, json, plot, shares, options)
     try:
         for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
@@ -133,16 +140,28 @@ def _bench_model(
         if shares < 0:
             raise ValueError(f"bench: --shares: expected at least 0, got {shares}")
         _check_names("mode", mode, MODES)
+        _check_names("form", options["forms"], FORMS)
         target = _device(device)
         _check_targets(json, plot)
-        for name, numbers in (("layers", [layers or 1]), ("batch", batch or [1]), ("context", [context])):
+        counts = {
+            "layers": [layers or 1],
+            "batch": batch or [1],
+            "context": [context],
+            "prompt": [options["prompt"] or 1],
+        }
+        for name, numbers in counts.items():
             if min(numbers) < 1:
                 raise ValueError(f"bench: --{name}: expected at least 1, got {min(numbers)}")
         if find_spec("transformers") is None:
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
         plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
-        plan, beside = replace(plan, shares=shares > 0, **options), Beside()
-        results = run_plan(plan, target.type, _progress, beside)
+        plan, beside, environment = replace(plan, shares=shares > 0, **options), Beside(), describe(target, "")
+
+        def keep(results: Sequence[Measured]) -> None:
+            if json and json != STDOUT:
+                write_json(json, environment, results, beside)
+
+        results = run_plan(plan, target.type, _progress, beside, keep)
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -152,8 +171,8 @@ def _bench_model(
         print(f"{name} is left out: {reason}", file=to)
     if beside.shares:
         print("\n" + shares_table(beside.shares, shares), file=to)
-    if json:
-        write_json(json, describe(target, ""), results, beside)
+    if json == STDOUT:
+        write_json(STDOUT, environment, results, beside)
     if plot:
         draw_models(results, plot)
     if plot and beside.shares:

@@ -12,12 +12,14 @@ import torch
 
 @dataclass(frozen=True)
 class Share:
-    """One kernel (or, on a CPU, operation of torch) of a contender's step: its part of the device's time, and calls."""
+    """One kernel (or, on a CPU, operation of torch) of a contender's step: its part of the device's time, which is
+    `us` microseconds in all, and calls."""
 
     contender: str
     kernel: str
     share: float
     calls: int
+    us: float
 
 
 def profiled(contender: str, run: Callable[[], object], device: str) -> list[Share]:
@@ -34,7 +36,7 @@ def profiled(contender: str, run: Callable[[], object], device: str) -> list[Sha
 
     events = [event for event in profile.key_averages() if spent(event) > 0]
     total = sum(map(spent, events)) or 1.0
-    found = [Share(contender, event.key, spent(event) / total, int(event.count)) for event in events]
+    found = [Share(contender, event.key, spent(event) / total, int(event.count), spent(event)) for event in events]
     return sorted(found, key=lambda share: -share.share)
 
 

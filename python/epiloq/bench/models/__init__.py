@@ -1,0 +1,1 @@
+"""Whole language models: prefill, decode and memory (``epiloq bench --model``)."""

@@ -1,0 +1,46 @@
+"""The models that are measured: a known shape or a directory, in 16 bits, quantised, or another package's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import epiloq
+from epiloq.bench.contract import Unavailable
+from epiloq.bench.models.plan import SHAPES
+from epiloq.bench.peers.whole_models import PEERS
+
+
+def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str) -> Any:
+    """The model of a shape's name, with random weights, or of a directory, in eval mode."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if str(model) not in SHAPES:
+        if not Path(model).is_dir():
+            raise ValueError(f"bench: --model: expected a directory or one of {', '.join(SHAPES)}, got {str(model)!r}")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        return loaded.to(device).eval()
+    sizes: dict[str, Any] = SHAPES[str(model)] | ({} if layers is None else {"num_hidden_layers": layers})
+    with torch.device(device):
+        made: Any = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192))
+    return made.to(dtype).eval()
+
+
+def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = None) -> nn.Module:
+    """The model quantised by `scheme`, unless that is "none", and optimised; or another package's of that name.
+
+    Raises Unavailable for a package that is not installed, or cannot.
+    """
+    if scheme in PEERS:
+        try:
+            return PEERS[scheme](model)
+        except (ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
+            raise Unavailable(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    if scheme != "none":
+        epiloq.quantize_(model, scheme, head=head)
+        if optimized:
+            epiloq.optimize_(model)
+    return model

@@ -1,0 +1,199 @@
+"""A whole language model: prefill, decode and memory, quantised and optimised beside its 16-bit self.
+
+Random weights of a known shape by default, for speed does not depend on values; a directory works too. Each contender
+is measured alone, in eager torch, in a CUDA graph of eager torch, or compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import epiloq
+from epiloq.bench.contract import Unavailable
+from epiloq.bench.models.contenders import build, prepare
+from epiloq.bench.models.plan import FORMS, Beside, Measured, Plan
+from epiloq.bench.models.shares import Share, profiled
+from epiloq.bench.peers.whole_models import PEERS
+
+_REPEATS = {"cuda": 30, "cpu": 3}
+
+
+def _timed(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Median milliseconds of a call, on the GPU's own clock where there is one."""
+    times = []
+    for _ in range(repeats):
+        if device == "cpu":
+            start = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - start))
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times)
+
+
+def _cache_argument(model: nn.Module) -> str:
+    """What this version of transformers calls the cache."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def _step(
+    model: Any, mode: str, batch: int, context: int, kind: str | None = None
+) -> tuple[Callable[[], object], Callable[[], None]]:
+    """One step of decode behind `context` tokens, and what puts the cache back."""
+    from transformers import StaticCache
+
+    device, name = model.device, _cache_argument(model)
+    length = context + 256
+    cache: Any = StaticCache(config=model.config, max_cache_len=length)
+    if kind is not None:
+        cache = epiloq.QuantizedCache(model.config, kind, length)
+    tokens = torch.randint(model.config.vocab_size, (batch, context), device=device)
+    model(tokens, use_cache=True, logits_to_keep=1, **{name: cache})
+    token = tokens[:, :1].clone()
+
+    def reset() -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context)
+
+    called = torch.compile(model, fullgraph=True) if mode == "compile" else model
+    return lambda: called(token, use_cache=True, **{name: cache}), reset
+
+
+def _replayed(run: Callable[[], object]) -> Callable[[], object]:
+    """`run` as the replay of a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+
+    def replay(_: object = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        yield
+
+
+def _nothing() -> None:
+    pass
+
+
+def measure(
+    model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int, cache: str | None = None
+) -> Measured:
+    """Figures of one phase: prefill of ``[batch, tokens]``, or a step of decode behind `tokens` in a static cache."""
+    device = model.device.type
+    repeats, layers = _REPEATS[device], model.config.num_hidden_layers
+    with _settled():
+        if phase == "prefill":
+            ids = torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
+            called = torch.compile(model, fullgraph=True) if mode == "compile" else model
+
+            def run() -> object:
+                return called(ids, use_cache=False, logits_to_keep=1)
+
+            reset = _nothing
+        else:
+            run, reset = _step(model, mode, batch, tokens, cache)
+        run()  # which compiles
+        timed = _replayed(run) if mode != "eager" and device == "cuda" else run
+        reset()
+        whole = _timed(timed, device, repeats)
+        weights = sum(p.nbytes for p in model.parameters()) / 1e6
+        of_layers = sum(p.nbytes for p in model.model.layers.parameters()) / 1e6 / layers
+        peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else 0.0
+        rest = _timed(_outside(model, batch, 1 if phase == "decode" else tokens), device, repeats)
+    count = batch * (tokens if phase == "prefill" else 1)
+    a_layer = 1e3 * max(whole - rest, 0) / layers
+    figures = (whole, 1e3 * count / whole, a_layer, weights, peak, layers, of_layers)
+    return Measured(scheme, optimized, mode, phase, batch, tokens, *figures, cache=cache)
+
+
+def _outside(model: Any, batch: int, tokens: int) -> Callable[[], object]:
+    """Embedding, last norm and head, as a graph where there is a GPU."""
+    ids = torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
+
+    def run() -> object:
+        hidden = model.model.norm(model.model.embed_tokens(ids))
+        return model.lm_head(hidden[:, -1:])
+
+    return _replayed(run) if model.device.type == "cuda" else run
+
+
+def run_plan(
+    plan: Plan,
+    device: str,
+    progress: Callable[[str], None],
+    beside: Beside | None = None,
+    keep: Callable[[list[Measured]], None] = lambda _: None,
+) -> list[Measured]:
+    """Every contender of a plan, the 16-bit model first; `progress` is told of each, `beside` filled, and `keep` called
+    after each with all results so far."""
+    beside = Beside() if beside is None else beside
+    results: list[Measured] = []
+    quantised = [(scheme, FORMS[form]) for scheme in plan.schemes for form in plan.forms]
+    contenders = [("none", False), *quantised]
+    for scheme, optimized in (*contenders, *((peer, False) for peer in plan.peers)):
+        ours = scheme != "none" and scheme not in PEERS
+        model = build(plan.model, plan.layers, torch.bfloat16, device)
+        try:
+            model = prepare(model, scheme, optimized, plan.head)
+        except Unavailable as error:
+            beside.left_out[scheme] = str(error)
+            progress(f"{scheme} is left out: {error}")
+            continue
+        cache = plan.cache if ours else None
+        for mode in plan.modes:
+            prompt = plan.context if plan.prompt is None else plan.prompt
+            phases = [("prefill", 1, prompt), *(("decode", batch, plan.context) for batch in plan.batches)]
+            for phase, batch, tokens in phases:
+                progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, {phase}, batch {batch}")
+                row = measure(model, scheme, optimized, mode, phase, batch, tokens, cache)
+                results.append(replace(row, head=plan.head if ours else None))
+        if plan.shares:
+            progress(f"{scheme}{' optimised' if optimized else ''}: share of time")
+            name = scheme + (" optimised" if optimized else "")
+            mode = "compile" if "compile" in plan.modes else "eager"
+            beside.shares += step_shares(model, name, mode, plan.batches[0], plan.context, cache)
+        keep(results)
+        del model
+    return results
+
+
+def step_shares(model: Any, name: str, mode: str, batch: int, tokens: int, cache: str | None = None) -> list[Share]:
+    """Kernels of one step of decode by their share of the time, largest first."""
+    with _settled():
+        run, reset = _step(model, mode, batch, tokens, cache)
+        for _ in range(2):
+            run()
+        reset()
+        return profiled(name, run, model.device.type)

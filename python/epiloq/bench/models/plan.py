@@ -1,0 +1,105 @@
+"""What is measured of whole models, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import nan
+
+from epiloq.bench.models.shares import Share
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    },
+    "llama-3-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 80,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+    },
+}
+MODES = ("eager", "graph", "compile")
+FORMS = {"plain": False, "optimised": True}
+"""Of a quantised model: as `quantize_` leaves it, and after `optimize_`."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender's figures. Times are medians; `us_a_layer` leaves the embedding, last norm and head out."""
+
+    scheme: str  # or the name of a peer
+    optimized: bool
+    mode: str
+    phase: str  # "prefill" or "decode"
+    batch: int
+    tokens: int
+    milliseconds: float
+    tokens_per_second: float
+    us_a_layer: float
+    weight_megabytes: float
+    peak_megabytes: float
+    layers: int
+    layer_megabytes: float
+    """Weights of one decoder layer."""
+    head: str | None = None
+    cache: str | None = None
+
+    def of_layers(self, layers: int) -> Measured:
+        """The figures of a model with as many layers, by the time and size of one; its peak memory is not known."""
+        more = layers - self.layers
+        milliseconds = self.milliseconds + more * self.us_a_layer / 1e3
+        return replace(
+            self,
+            layers=layers,
+            milliseconds=milliseconds,
+            tokens_per_second=self.tokens_per_second * self.milliseconds / milliseconds,
+            weight_megabytes=self.weight_megabytes + more * self.layer_megabytes,
+            peak_megabytes=self.peak_megabytes if more == 0 else nan,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model by each scheme, in each form and mode: a prefill of `prompt` tokens, and decode behind `context`."""
+
+    model: str
+    schemes: Sequence[str]
+    modes: Sequence[str]
+    batches: Sequence[int]
+    context: int
+    layers: int | None = None
+    prompt: int | None = None
+    """As many as `context` unless given."""
+    forms: Sequence[str] = tuple(FORMS)
+    head: str | None = None
+    """A scheme for the output head of every quantised model (and the embedding that it is tied to)."""
+    cache: str | None = None
+    """The type of a quantised key-value cache, "int8" or "fp8", of every quantised model."""
+    peers: Sequence[str] = ()
+    """Other packages' models, keys of `whole_models.PEERS`."""
+    shares: bool = False
+    """Whether a step of decode is profiled."""
+
+
+@dataclass
+class Beside:
+    """What a run gives beside its figures: why peers were left out, and where the time of a step goes."""
+
+    left_out: dict[str, str] = field(default_factory=dict)
+    shares: list[Share] = field(default_factory=list)
