@@ -28,6 +28,7 @@ if find_spec("torch") is not None:
     from epiloq.ops import (
         conv2d_int8,
         conv2d_weight_only,
+        fp4_mm,
         grouped_mm,
         grouped_packed_mm,
         groupwise_mm,
@@ -48,6 +49,7 @@ if find_spec("torch") is not None:
         weight_only_mm,
     )
     from epiloq.weights.block_quant_weight import BlockQuantWeight
+    from epiloq.weights.fp4 import fp4_dequantize, fp4_quantize
     from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
     from epiloq.weights.packed_weight import PackedWeight, pack_weight
     from epiloq.weights.prepared_int8_weight import PreparedInt8Weight
@@ -66,6 +68,9 @@ __all__ = [
     "conv2d_weight_only",
     "explain",
     "formats",
+    "fp4_dequantize",
+    "fp4_mm",
+    "fp4_quantize",
     "grouped_mm",
     "grouped_packed_mm",
     "groupwise_mm",

@@ -10,6 +10,7 @@ from typing import Any
 from epiloq import _core
 from epiloq.ops.conv2d_int8 import explain as explain_conv2d_int8
 from epiloq.ops.conv2d_weight_only import explain as explain_conv2d_weight_only
+from epiloq.ops.fp4_mm import explain as explain_fp4_mm
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.grouped_packed_mm import explain as explain_grouped_packed
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
@@ -32,6 +33,7 @@ from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 _EXPLAIN: dict[str, Callable[..., str]] = {
     "conv2d_int8": partial(explain_conv2d_int8, "conv2d_int8"),
     "conv2d_weight_only": explain_conv2d_weight_only,
+    "fp4_mm": explain_fp4_mm,
     "grouped_mm": partial(explain_groupwise, grouped_mm),
     "grouped_packed_mm": explain_grouped_packed,
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),

@@ -3,6 +3,7 @@
 from epiloq._threads import lend_threads
 from epiloq.ops.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.conv2d_weight_only import conv2d_weight_only
+from epiloq.ops.fp4_mm import fp4_mm
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.grouped_packed_mm import grouped_packed_mm
 from epiloq.ops.groupwise_mm import groupwise_mm
@@ -23,6 +24,7 @@ from epiloq.ops.weight_only_mm import weight_only_mm
 __all__ = [
     "conv2d_int8",
     "conv2d_weight_only",
+    "fp4_mm",
     "grouped_mm",
     "grouped_packed_mm",
     "groupwise_mm",

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq.ops.checks.w4a8_mm import check_memory, check_weight
+from epiloq.ops.checks.w4a8_mm import check_weight
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
 from epiloq.ops.weight_only_mm import run as weight_only
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
+from epiloq.weights.tensor_checks import check_memory
 
 _NAME = "grouped_packed_mm"
 

@@ -140,6 +140,17 @@ def _of_a_table() -> Arguments:
     }
 
 
+def _fp4() -> Arguments:
+    return {
+        "x": torch.randn(SIZE, SIZE),
+        "codes": torch.randint(0, 256, (SIZE, SIZE // 2), dtype=torch.uint8),
+        "scale": torch.randint(110, 130, (SIZE, -(-SIZE // 32)), dtype=torch.uint8),
+        "bias": torch.randn(SIZE),
+        "global_scale": positive(SIZE),
+        "out": torch.full((SIZE, SIZE), 7.0),
+    }
+
+
 def _w4a8() -> Arguments:
     weight, out = _few_bits()["weight"], torch.full((SIZE, SIZE), 7.0).bfloat16()
     bias = torch.randn(SIZE).bfloat16()
@@ -276,6 +287,7 @@ OPERATIONS = (
         {"scale": ((1, 1, 16),), "zero": ((1, 1, 16),), "perm": _VECTOR},
     ),
     Operation("table_mm", epiloq.table_mm, _of_a_table, {"table": _VECTOR, "scale": _VECTOR, "bias": _VECTOR}),
+    Operation("fp4_mm", epiloq.fp4_mm, _fp4, {"scale": ((SIZE, 1),), "bias": _VECTOR, "global_scale": _VECTOR}),
     Operation("w4a8_mm", epiloq.w4a8_mm, _w4a8, {"scale_a": _ROWS, "bias": _VECTOR}),
     Operation(
         "w4a8_mm",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import blockwise_reference
 import conv_reference
+import fp4_reference
 import weight_reference
 from reference import make_problem
 
@@ -29,6 +30,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from groupwise_products(x.to(torch.float8_e4m3fn), n, out)
     yield from weight_only_products(x.half(), n, out)
     yield from w4a8_products(x, n, out)
+    yield from fp4_products(x, n)
     yield from convolutions(m, n, device)
     codes = torch.zeros(-(-n * k // 2), dtype=torch.uint8, device=device)
     numbers, scale = torch.randn(16, device=device), torch.rand(-(-n * k // 24), device=device)
@@ -153,6 +155,16 @@ def w4a8_products(x: Tensor, n: int, out: Tensor) -> Calls:
         yield OPS.w4a8_mm, (*tensors, n, k, 32), {"out_dtype": torch.bfloat16 if bias is None else torch.float16}
         yield OPS.w4a8_mm_out, (*tensors, n, k, 32), {"out": out}
     yield from grouped_packed_products(x, device)
+
+
+def fp4_products(x: Tensor, n: int) -> Calls:
+    m, k = x.shape
+    for dtype, whole in ((torch.uint8, "none"), (torch.float8_e4m3fn, "rows")):
+        weight = fp4_reference.weight(n, k, dtype, str(x.device), whole)
+        for bias in (None, x.new_zeros(n)):
+            yield OPS.fp4_mm, (x.clone().requires_grad_(), *weight, bias), {}
+            yield OPS.fp4_mm_out, (x, *weight, bias), {"out": x.new_zeros(m, n)}
+        yield OPS.fp4_dequantize, (*weight, k, torch.bfloat16), {}
 
 
 def grouped_packed_products(x: Tensor, device: str) -> Calls:

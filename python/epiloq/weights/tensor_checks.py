@@ -1,0 +1,67 @@
+"""What operations that are checked in Python refuse of a tensor's memory, whatever the operation."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+
+def refuse(operation: str, argument: str, expected: object, got: object) -> NoReturn:
+    """Raise ValueError that names the operation and the argument."""
+    raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
+
+
+def described(tensor: Tensor) -> str:
+    """Type, shape and strides, for messages."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    strides = f" of strides {tensor.stride()}" if tensor.layout == torch.strided else ""
+    return f"{dtype} {list(tensor.shape)}{strides}"
+
+
+def check_memory(name: str, tensor: Tensor, device: torch.device, operation: str) -> None:
+    """Raise ValueError for a tensor on another device, or without memory."""
+    if tensor.layout != torch.strided:
+        refuse(operation, name, "strided memory", f"{tensor.layout}")
+    if tensor.device != device or tensor.is_meta:
+        refuse(operation, name, f"a tensor with values on {device}", f"one on {tensor.device}")
+    if tensor.numel() and (tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0):
+        refuse(operation, name, "memory", f"{described(tensor)} without any")
+
+
+def check_rows(name: str, tensor: Tensor, operation: str) -> None:
+    """Raise ValueError unless rows are dense and leading dimensions collapse into one."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        refuse(operation, name, "row-major memory, rows dense", described(tensor))
+    strides, sizes = tensor.stride(), tensor.shape
+    outer = [i for i in range(tensor.ndim - 1) if sizes[i] != 1]
+    if tensor.numel() and any(strides[i] != strides[j] * sizes[j] for i, j in pairwise(outer)):
+        refuse(operation, name, "leading dimensions that collapse into one", described(tensor))
+
+
+def check_written(name: str, tensor: Tensor, shape: tuple[int, ...], operation: str) -> None:
+    """Raise ValueError unless an output has this shape, and rows of its own that do not overlap."""
+    if tensor.shape != shape:
+        refuse(operation, name, f"{list(shape)}", described(tensor))
+    check_rows(name, tensor, operation)
+    if tensor.numel() and tensor.numel() > shape[-1]:
+        rows = tensor.view(-1, shape[-1])
+        if rows.stride(0) < shape[-1]:
+            refuse(operation, name, "rows that do not overlap", described(tensor))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory between two tensors' first and last bytes overlaps."""
+    begin, end = _span(one)
+    first, last = _span(other)
+    return begin < last and first < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.itemsize
