@@ -120,7 +120,8 @@ def test_a_weight_quantised_right_before_its_layer(seed: int, kind: str, m: int)
         expected = [make(linear)(x) for linear in linears]
         layer = make(linears[0])
         scale = getattr(layer, scale_name)
-        outputs = (layer.weight_q, scale if kind == "float8 in groups" else scale.unsqueeze(1))
+        stored = layer.weight_q if kind == "int8" else layer.weight_q.view(E4M3)
+        outputs = (stored, scale if kind == "float8 in groups" else scale.unsqueeze(1))
         out = (*outputs, None) if kind == "int8" else outputs
         torch.cuda.synchronize()
         for turn in range(60):
