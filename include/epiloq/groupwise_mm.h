@@ -44,7 +44,8 @@ struct GroupwiseMmProblem {
   int experts = 1;             // whose rows are shared out evenly, as far as the host knows
   bool whole_rows = false;     // scales of all of K
   DType a = DType::kFloat8E4M3;
-  bool has_experts = false;  // offs or masked_m, if for one expert
+  bool has_experts = false;      // offs or masked_m, if for one expert
+  bool batch_invariant = false;  // batch_invariant.h
 };
 
 EPILOQ_API void check(GroupwiseMm const& call);

@@ -41,8 +41,9 @@ struct ScaledMmProblem {
   bool aligned = true;  // 16-byte rows in A, B and D: what TMA and 128-bit copies need
   DType a = DType::kInt8, b = DType::kInt8;
   bool fast_accum = false;
-  std::int64_t batches = 1;  // of a scaled_bmm
-  bool int8_out = false;     // scaled_bmm's, with an output scale
+  std::int64_t batches = 1;      // of a scaled_bmm
+  bool int8_out = false;         // scaled_bmm's, with an output scale
+  bool batch_invariant = false;  // batch_invariant.h
 };
 
 // Throws InvalidArgument where an argument does not fit. Works without CUDA.

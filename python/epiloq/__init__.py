@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:
-    from epiloq.introspect import config, explain, supports
+    from epiloq.introspect import config, explain, set_batch_invariant, supports
     from epiloq.ops import (
         conv2d_int8,
         conv2d_weight_only,
@@ -92,6 +92,7 @@ __all__ = [
     "scaled_mm",
     "scaled_mm_azp",
     "schemes",
+    "set_batch_invariant",
     "silu_and_mul_quant",
     "supports",
     "table_mm",

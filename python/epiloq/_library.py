@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from epiloq import _threads
+from epiloq import _core, _threads
 from epiloq._parameters import FrozenParameter
 
 # define/impl rather than custom_op, which costs 10 us a call.
@@ -91,6 +91,25 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     if forward_ad._current_level >= 0:
         return False
     return not (_dispatch_modes() or _function_modes() or _transform() is not None or _tracing_state() is not None)
+
+
+def is_batch_invariant() -> bool:
+    """Whether this thread's calls are to be batch invariant; in a graph, whether they were when it was traced."""
+    return _core.batch_invariant()
+
+
+# As torch.compiler.assume_constant_result marks it, which would import the compiler with epiloq.
+is_batch_invariant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# Why many cannot.
+DENSE_PRODUCT = "torch's product of the dequantised weight sums K in an order that depends on M"
+
+
+def refuse_batch_invariant(where: str, reason: str) -> None:
+    """Raise NotImplementedError where batch invariance is asked for and `where` cannot hold it."""
+    if is_batch_invariant():
+        raise NotImplementedError(f"{where}: batch_invariant: {reason}")
 
 
 def mark_written(*tensors: Tensor | None) -> None:

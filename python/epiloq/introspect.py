@@ -81,15 +81,48 @@ def supports(name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
 
 
 @contextmanager
-def config(*, arch: str = "auto") -> Iterator[None]:
-    """Within the context, calls of this thread use kernels of ``arch``: "sm75", "sm80", "sm89", "sm90",
-    or "auto" for the best.
+def config(*, arch: str | None = None, batch_invariant: bool | None = None) -> Iterator[None]:
+    """Within the context, calls of this thread run as asked; None leaves a setting as it is.
 
-    An older architecture's kernels can so be tested on a newer GPU.
+    Args:
+        arch: "sm75", "sm80", "sm89" or "sm90" for kernels of that architecture, so that an older one's can be tested
+            on a newer GPU; "auto" for the best.
+        batch_invariant: whether a row of tokens gets the same bits whatever rows are beside it, see
+            `set_batch_invariant`, which this precedes.
+
+    Raises:
+        ValueError: another arch.
+        TypeError: ``batch_invariant`` is no bool.
     """
-    previous = _core.forced_arch()
-    _core.force_arch(arch)
+    previous = _core.forced_arch(), _core.batch_invariant_here()
+    if batch_invariant is not None:
+        _expect_bool("config", "batch_invariant", batch_invariant)
+    if arch is not None:
+        _core.force_arch(arch)
+    if batch_invariant is not None:
+        _core.set_batch_invariant_here(batch_invariant)
     try:
         yield
     finally:
-        _core.force_arch(previous)
+        _core.force_arch(previous[0])
+        _core.set_batch_invariant_here(previous[1])
+
+
+def set_batch_invariant(on: bool = True) -> None:
+    """In all threads, give a row of tokens the same bits whatever rows are beside it, for any M, and for any rows of
+    other experts.
+
+    epiloq's products then keep to kernels that sum K in one order; `explain` says which, and what has none raises
+    NotImplementedError. What torch computes, such as attention and an unquantised output head, is not covered.
+    docs/numerics.md says what holds it and what it costs. A compiled graph runs as set when it is called.
+
+    Raises:
+        TypeError: ``on`` is no bool.
+    """
+    _expect_bool("set_batch_invariant", "on", on)
+    _core.set_batch_invariant(on)
+
+
+def _expect_bool(function: str, argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"epiloq.{function}: {argument}: expected True or False, got {value!r}")

@@ -5,6 +5,8 @@
 #include "cpu/w4a16/weight_only.h"
 #include "dispatch/arch.h"
 #include "dispatch/conv2d_weight_only/launch.h"
+#include "epiloq/batch_invariant.h"
+#include "epiloq/error.h"
 
 namespace epiloq {
 namespace {
@@ -102,6 +104,13 @@ conv::Choice choice_of(conv::Problem const& problem, Conv2dWeightOnly const& cal
   return call.kernel ? conv::choose(problem, target, *call.kernel) : conv::choose(problem, target);
 }
 
+void refuse_batch_invariance() {
+  if (!batch_invariant()) return;
+  throw Unsupported(
+      "epiloq.conv2d_weight_only: batch_invariant: its kernels are chosen by the number of pixels, which "
+      "changes the order of sums");
+}
+
 // A 1 x 1 kernel with unit strides: a product of the weight with the pixels.
 std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
   Conv2dGeometry const& g = call.geometry;
@@ -124,6 +133,7 @@ void check(Conv2dWeightOnly const& call) { checked(call); }
 bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return true;
+  refuse_batch_invariance();
   if (auto const product = product_of(call)) return weight_only_mm(*product, stream);
   if (call.x.device.type == Device::Type::kCpu) return false;
   conv::Choice const choice = choice_of(problem, call);
@@ -135,6 +145,7 @@ bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream) {
 std::string explain(Conv2dWeightOnly const& call) {
   conv::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
+  refuse_batch_invariance();
   if (auto const product = product_of(call)) return "the pixels as rows of a product: " + explain(*product);
   bool const on_cpu = call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto;
   if (on_cpu) return "cpu, de-quantised, then a convolution (oneDNN) in fp32";

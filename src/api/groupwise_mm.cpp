@@ -10,6 +10,7 @@
 #include "dispatch/arch.h"
 #include "dispatch/groupwise_mm/launch.h"
 #include "dispatch/groupwise_mm/select.h"
+#include "epiloq/batch_invariant.h"
 #include "problems/groupwise_gemm.h"
 
 namespace epiloq {
@@ -210,7 +211,8 @@ GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
           static_cast<int>(sizes.experts),
           has_whole_rows(call),
           call.a.dtype,
-          has_experts(call)};
+          has_experts(call),
+          batch_invariant()};
 }
 
 Target target_of(GroupwiseMm const& call) {
@@ -286,7 +288,9 @@ void groupwise_mm(GroupwiseMm const& call) {
                                  call.threads);
 }
 
-std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count) {
+std::string explain_groupwise_mm(GroupwiseMmProblem const& asked, Arch arch, int sm_count) {
+  GroupwiseMmProblem problem = asked;
+  problem.batch_invariant |= batch_invariant();
   if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "problems/rms_norm_quant.h"
 
@@ -67,7 +68,10 @@ RowPlan plan_of(RmsNormQuant const& call, Problem const& p) {
     whole = whole && in_vectors(p.residual, call.x.dtype, p.stride_residual, cols) &&
             in_vectors(p.residual_out, call.x.dtype, p.stride_residual_out, cols);
   }
-  return plan_rows(p.out, whole, device_properties(call.x.device.index).sm_count,
+  QuantizedRows rows = p.out;
+  // The order in which a row's squares are summed depends on its threads.
+  if (batch_invariant()) rows.rows = 1;
+  return plan_rows(rows, whole, device_properties(call.x.device.index).sm_count,
                    ops::rms_norm_quant::kernels(call.x.dtype));
 }
 

@@ -10,6 +10,7 @@
 #include "dispatch/arch.h"
 #include "dispatch/scaled_mm/launch.h"
 #include "dispatch/scaled_mm/select.h"
+#include "epiloq/batch_invariant.h"
 #include "epiloq/scaled_mm.h"
 
 namespace epiloq {
@@ -142,9 +143,15 @@ ScaledMmProblem problem_of(ScaledBmm const& call, Sizes const& s) {
     return m.cols % per_16_bytes == 0 && m.stride % per_16_bytes == 0 && m.batch_stride % per_16_bytes == 0;
   };
   bool const aligned = whole(s.a, 16) && whole(s.weight, 16) && whole(s.out, 8);
-  return {s.a.rows, s.weight.rows, s.a.cols,
-          aligned,  call.a.dtype,  call.b.dtype,
-          false,    s.a.batches,   call.out.dtype == DType::kInt8};
+  return {.m = s.a.rows,
+          .n = s.weight.rows,
+          .k = s.a.cols,
+          .aligned = aligned,
+          .a = call.a.dtype,
+          .b = call.b.dtype,
+          .batches = s.a.batches,
+          .int8_out = call.out.dtype == DType::kInt8,
+          .batch_invariant = batch_invariant()};
 }
 
 ops::scaled_mm::Choice choice_of(ScaledBmm const& call, ScaledMmProblem const& problem) {

@@ -11,6 +11,7 @@
 #include "dispatch/scaled_mm/select.h"
 #include "epilogue/eval.h"
 #include "epilogue/library.h"
+#include "epiloq/batch_invariant.h"
 #include "problems/gemm.h"
 
 namespace epiloq {
@@ -117,7 +118,14 @@ ScaledMmProblem problem_of(ScaledMm const& call, Sizes const& sizes) {
   auto const whole = [](std::int64_t elements, int per_16_bytes) { return elements % per_16_bytes == 0; };
   bool const aligned = whole(sizes.a.cols, 16) && whole(sizes.a.stride, 16) && whole(sizes.weight.stride, 16) &&
                        whole(sizes.out.cols, 8) && whole(sizes.out.stride, 8);
-  return {sizes.a.rows, sizes.weight.rows, sizes.a.cols, aligned, call.a.dtype, call.b.dtype, call.fast_accum};
+  return {.m = sizes.a.rows,
+          .n = sizes.weight.rows,
+          .k = sizes.a.cols,
+          .aligned = aligned,
+          .a = call.a.dtype,
+          .b = call.b.dtype,
+          .fast_accum = call.fast_accum,
+          .batch_invariant = batch_invariant()};
 }
 
 epilogue::Operands operands_of(ScaledMm const& call) {
@@ -191,7 +199,9 @@ void scaled_mm(ScaledMm const& call) {
                               call.azp_adj.has_value(), call.threads);
 }
 
-std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count) {
+std::string explain_scaled_mm(ScaledMmProblem const& asked, Arch arch, int sm_count) {
+  ScaledMmProblem problem = asked;
+  problem.batch_invariant |= batch_invariant();
   for (DType operand : {problem.a, problem.b}) {
     if (operand != DType::kInt8 && operand != DType::kFloat8E4M3 && operand != DType::kFloat8E5M2) {
       throw InvalidArgument("epiloq.explain: dtype: expected int8, float8_e4m3fn or float8_e5m2, got " +

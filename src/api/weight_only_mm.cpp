@@ -8,6 +8,7 @@
 #include "dispatch/choice_cache.h"
 #include "dispatch/weight_only_mm/launch.h"
 #include "dispatch/weight_only_mm/select.h"
+#include "epiloq/batch_invariant.h"
 #include "problems/weight_only.h"
 
 namespace epiloq {
@@ -84,7 +85,8 @@ Target target_of(WeightOnlyMm const& call) {
 
 wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
   WeightOnlyMmProblem const p = problem_of(problem, call);
-  return call.kernel ? wo::choose(p, target_of(call), *call.kernel) : wo::choose(p, target_of(call));
+  if (call.kernel) return wo::choose(p, target_of(call), *call.kernel);
+  return batch_invariant() ? wo::choose_batch_invariant(p, target_of(call)) : wo::choose(p, target_of(call));
 }
 
 wo::Choice remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
@@ -124,7 +126,7 @@ std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch
   Target target = nominal(KernelSet::kWeightOnly, arch);
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
-  return wo::describe(wo::choose(problem, target));
+  return wo::describe(batch_invariant() ? wo::choose_batch_invariant(problem, target) : wo::choose(problem, target));
 }
 
 std::string explain(WeightOnlyMm const& call) {

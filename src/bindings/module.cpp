@@ -1,4 +1,5 @@
 #include "bindings/register.h"
+#include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "epiloq/error.h"
 #include "epiloq/threads.h"
@@ -46,6 +47,10 @@ PYBIND11_MODULE(_core, module) {
   module.def("device_properties", &properties_of, py::arg("device_index"));
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
+  module.def("set_batch_invariant", &set_batch_invariant, py::arg("on"));
+  module.def("set_batch_invariant_here", &set_batch_invariant_here, py::arg("on"));
+  module.def("batch_invariant_here", &batch_invariant_here);
+  module.def("batch_invariant", &batch_invariant);
   module.def(
       "use_openmp", [](std::uintptr_t parallel) { use_openmp(reinterpret_cast<OpenMpParallel>(parallel)); },
       py::arg("parallel"));

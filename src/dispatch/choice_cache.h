@@ -1,22 +1,24 @@
 #pragma once
 
+#include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "kernels/common/params_cache.h"
 
 namespace epiloq::gemm {
 
 // Evaluating the cost model of dozens of candidates takes as long as a launch, so each thread caches its choices by
-// problem, device and the architecture that epiloq.config forces.
+// problem, device and what epiloq.config asks for.
 template <class Problem, class Choose>
 auto remembered_choice(Problem const& problem, int device, Choose const& choose) {
   struct Question {
     Problem problem;
     Arch arch;
+    bool batch_invariant;
     bool operator==(Question const&) const = default;
   };
   thread_local ParamsCache<Question, decltype(choose())> cache;
   auto const key = static_cast<std::uintptr_t>(problem.n * 31 + problem.k * 7 + problem.m);
-  return cache.get(key, {problem, forced_arch()}, device, choose);
+  return cache.get(key, {problem, forced_arch(), batch_invariant()}, device, choose);
 }
 
 }  // namespace epiloq::gemm

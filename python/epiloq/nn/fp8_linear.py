@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._library import refuse_batch_invariant
 from epiloq._threads import threads_for
 from epiloq.nn.prepared_linear import (
     FLOAT32,
@@ -129,6 +130,8 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.activation == "tensor":
+            refuse_batch_invariant("epiloq.nn.Fp8Linear", "one scale of all tokens depends on all of them")
         x, parts = convert_input(self, x), self._made
         call = self._direct(self._limited(x), HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
         if call is not None:

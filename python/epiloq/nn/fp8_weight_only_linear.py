@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq._library import DENSE_PRODUCT, refuse_batch_invariant
 from epiloq.nn.prepared_linear import FLOAT_DTYPES, PreparedLinear
 from epiloq.nn.quantized_layer import convert_input
 
@@ -72,6 +73,7 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         return self._call(x, self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
+        refuse_batch_invariant("epiloq.nn.Fp8WeightOnlyLinear", DENSE_PRODUCT)
         weight, bias = self._rows(0, self.out_features, *tensors).to(x.dtype), tensors[1]
         return nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from epiloq._library import (
+    DENSE_PRODUCT,
     LIBRARY,
     direct,
     expect_tensors,
     is_transformed,
     mark_written,
+    refuse_batch_invariant,
     register_product,
     without_autocast,
 )
@@ -87,6 +89,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`fp4_mm` for plain tensors."""
+    refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     weight = (codes, scale, global_scale)
     result = _empty(x, codes) if out is None else out
     _check(result, x, weight, bias, out is not None)
@@ -167,6 +170,7 @@ def explain(
     out: Tensor | None = None,
 ) -> str:
     """`epiloq.explain` for `fp4_mm` by its own arguments."""
+    refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     optional = {"bias": bias, "global_scale": global_scale, "out": out}
     expect_tensors(_NAME, {"x": x, "codes": codes, "scale": scale}, optional, writes=False)
     result = _empty(x, codes) if out is None else out

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product, without_autocast
+from epiloq._library import (
+    DENSE_PRODUCT,
+    direct,
+    expect_tensors,
+    mark_written,
+    refuse_backward,
+    refuse_batch_invariant,
+    register_product,
+    without_autocast,
+)
 
 _NAME = "table_mm"
 # Weights that a CPU dequantises at once: 4 MiB of float32, which caches hold.
@@ -73,6 +82,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`table_mm` for plain tensors."""
+    refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     result = _empty(x, n) if out is None else out
     k = x.shape[-1]
     weight = (codes, table, scale)
@@ -167,6 +177,7 @@ def explain(
     out: Tensor | None = None,
 ) -> str:
     """`epiloq.explain` for `table_mm` by its own arguments."""
+    refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     result = _empty(x, out_features) if out is None else out
     return _core.explain_table_mm(result, x, codes, table, scale, bias, out_features, x.shape[-1], block_size)
 

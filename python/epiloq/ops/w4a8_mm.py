@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._library import (
+    direct,
+    expect_tensors,
+    is_batch_invariant,
+    mark_written,
+    refuse_backward,
+    register_product,
+)
 from epiloq._threads import threads_for
 from epiloq.ops import w4a8_unpacked
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, check, check_out_dtype, check_weight
@@ -41,8 +48,9 @@ def w4a8_mm(
     ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`. Every ``x_q`` and ``q - zero`` is
     multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
     multiplied in 8 bits: with scales per channel by the weight's unpacked integers and `scaled_mm`, float8 by a
-    symmetric weight in groups in a kernel of SM90. Otherwise, and for few tokens, which wait for the weight,
-    activations and their scales become bfloat16 for `weight_only_mm`. docs/numerics.md has the bounds.
+    symmetric weight in groups in a kernel of SM90. Otherwise, for few tokens, which wait for the weight, and with
+    `set_batch_invariant`, activations and their scales become bfloat16 for `weight_only_mm`. docs/numerics.md has the
+    bounds.
 
     Args:
         x_q: float8_e4m3fn or int8 ``[…, M, K]``, as `quantize_fp8` per token or a symmetric `quantize_int8` gives it;
@@ -126,7 +134,7 @@ def _multiply(call: Call) -> None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
-    if w4a8_unpacked.fits(x_q, weight):
+    if not is_batch_invariant() and w4a8_unpacked.fits(x_q, weight):
         return w4a8_unpacked.multiply(out, x_q, weight, scale_a, call.bias)
     if _may_be_float8(x_q) and _by_float8_kernel(out, x_q, call):
         return
@@ -137,7 +145,7 @@ def _multiply(call: Call) -> None:
 
 
 def _may_be_float8(x_q: Tensor) -> bool:
-    return x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= _MANY_TOKENS
+    return not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= _MANY_TOKENS
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, call: Call) -> bool:
@@ -188,7 +196,7 @@ def _by_weight_only(
 
 
 def _summed_by_group(m: int, weight: PackedWeight) -> bool:
-    return m > _FEW_TOKENS and _FEW_COLUMNS <= _length(weight) <= _MOST_COLUMNS
+    return not is_batch_invariant() and m > _FEW_TOKENS and _FEW_COLUMNS <= _length(weight) <= _MOST_COLUMNS
 
 
 def _length(weight: PackedWeight) -> int:
@@ -248,7 +256,7 @@ def explain(
         return "nothing to launch: the output is empty"
     if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(m, w):
         return "CPU: int8 products of each group, summed in fp32"
-    if w4a8_unpacked.fits(x_q.view(m, w.k), w):
+    if not is_batch_invariant() and w4a8_unpacked.fits(x_q.view(m, w.k), w):
         return "the weight's integers unpacked to 8 bits, then a product of 8-bit operands"
     if _may_be_float8(x_q.view(m, w.k)):
         padded_k = -(-w.k // PADDING) * PADDING

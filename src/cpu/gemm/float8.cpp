@@ -8,6 +8,7 @@
 #include "cpu/gemm/float8_avx512_columns.h"
 #include "cpu/gemm/float8_vectors.h"
 #include "cpu/isa/versions.h"
+#include "epiloq/batch_invariant.h"
 
 namespace epiloq {
 namespace {
@@ -163,7 +164,8 @@ constexpr Float8Way kWays[] = {
 
 std::span<Float8Way const> float8_ways() { return kWays; }
 
-Float8Way const& float8_way(std::int64_t tokens) {
+Float8Way const& float8_way(std::int64_t rows) {
+  std::int64_t const tokens = batch_invariant() ? kAny : rows;
   return *std::ranges::find_if(
       kWays, [tokens](Float8Way const& way) { return way.fewest <= tokens && tokens <= way.most && way.is_here(); });
 }

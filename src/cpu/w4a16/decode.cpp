@@ -6,6 +6,7 @@
 
 #include "cpu/isa/versions.h"
 #include "cpu/w4a16/weight_only.h"
+#include "epiloq/batch_invariant.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
@@ -60,6 +61,7 @@ Multiply multiply_of(Weight const& w, int block) {
 }  // namespace
 
 bool is_for_few(Problem const& p, DType dtype) {
+  if (batch_invariant()) return false;
   Weight const& w = p.weight;
   // Tiles repay the work on a panel from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
   // 2026-11-21).

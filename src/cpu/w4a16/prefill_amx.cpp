@@ -4,6 +4,7 @@
 
 #include "core/threads.h"
 #include "cpu/common/rows.h"
+#include "epiloq/batch_invariant.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -17,7 +18,8 @@ bool has_groups_of_lines(Problem const& p) {
 
 bool rounds_weights(Problem const& p, DType dtype) {
   bool const has_few_sums = p.weight.offset == nullptr && p.weight.group >= kWholePiece;
-  return has_groups_of_lines(p) && dtype == DType::kBFloat16 && p.m > kMostUnrounded && !has_few_sums;
+  return has_groups_of_lines(p) && dtype == DType::kBFloat16 && p.m > kMostUnrounded && !has_few_sums &&
+         !batch_invariant();
 }
 
 bool by_tiles(Problem const& p, DType dtype) {

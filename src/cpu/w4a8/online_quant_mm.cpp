@@ -10,6 +10,7 @@
 #include "cpu/common/columns.h"
 #include "cpu/common/panels.h"
 #include "cpu/w4a8/w4a8_amx.h"
+#include "epiloq/batch_invariant.h"
 
 namespace epiloq::ops::online_quant_mm {
 namespace {
@@ -66,7 +67,10 @@ void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int b
 }
 
 #ifdef EPILOQ_HAS_CLONES
-bool takes_tiles(std::int64_t tokens, int group) { return MultiplyBlocksInTiles::serves(tokens, group); }
+bool takes_tiles(std::int64_t rows, int group) {
+  std::int64_t const tokens = batch_invariant() ? MultiplyBlocksInTiles::kFewest : rows;
+  return MultiplyBlocksInTiles::serves(tokens, group);
+}
 
 struct TiledTokens {
   TokenTiles tiles;

@@ -23,15 +23,21 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
   return kNs * beyond_half * beyond_half;
 }
 
+// Two warpgroups take the K steps in turn, and their sums commute: one order of sums for every number of columns, and
+// what is fastest where tokens are few.
+bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
+
 // The cheapest row; of equals the last, whose tiles are larger, and one CTA per tile. Few tokens are bound by memory,
 // which larger tiles do not read faster.
 template <class Tiles>
 WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
+  bool const one_order = p.batch_invariant && p.a != DType::kInt8;  // sums of int8 are exact
   auto const best_of = [&](int split_k) {
     WholeRowsChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
       if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
+      if (one_order && !keeps_order(tiles[row].config)) continue;
       double const ns = expected_ns(tiles[row], p, sm_count, split_k);
       if (ns <= best.ns) best = {{family, row, split_k}, ns};
     }
@@ -40,7 +46,9 @@ WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem c
   auto const late_next = [&](Choice const& choice) {
     return late_next_ns(tiles_of(tiles[choice.row], p) * choice.split_k, sm_count);
   };
-  auto const alone = best_of(1), shared = best_of(2);
+  auto const alone = best_of(1);
+  if (one_order) return alone;  // which tiles are split depends on M
+  auto const shared = best_of(2);
   return shared.ns + late_next(shared.choice) < alone.ns + late_next(alone.choice) ? shared : alone;
 }
 

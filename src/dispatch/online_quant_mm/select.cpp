@@ -174,6 +174,21 @@ Choice choose(OnlineQuantProblem const& p, Target const& t) {
   return mma_choice(Family::kSm80, kTiles, kRules, p, t);
 }
 
+Choice choose_batch_invariant(OnlineQuantProblem const& p, Target const& t) {
+  if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
+  if (!t.has_wgmma || p.group_size != kSm90Group) {
+    OnlineQuantProblem many = p;
+    many.m = kAny;
+    return choose(many, {t.arch, t.sm_count, t.shared_bytes, false, t.memory_gb_s});
+  }
+  Choice best{Family::kSm90, 0};
+  for (int row = 1; row < static_cast<int>(kSm90Tokens.size()); ++row) {
+    Choice const other{Family::kSm90, row};
+    if (suits(kSm90Tokens[row], p) && time_of(other, p, t) < time_of(best, p, t)) best = other;
+  }
+  return best;
+}
+
 Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel const& kernel) {
   bool const shares = kernel.split != 1 || kernel.last_wave;
   std::int64_t whole = 0;

@@ -22,6 +22,8 @@ struct Choice {
 };
 
 Choice choose(OnlineQuantProblem const& problem, Target const& target);
+// Batch invariance (batch_invariant.h): whole sums of K, by tiles of one family that differ in their tokens alone.
+Choice choose_batch_invariant(OnlineQuantProblem const& problem, Target const& target);
 // Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(OnlineQuantProblem const& problem, Target const& target, OnlineQuantKernel const& kernel);
 bool has_fused_kernel(std::int64_t group_size);

@@ -110,7 +110,8 @@ static_assert(all_as_their_rows(kSm90Tiles, kSm90ForMany) && all_as_their_rows(k
 // One of groupwise_mm's tiles with per-row scales, or a TileForMany.
 Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
-  GroupwiseMmProblem const product{.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a};
+  GroupwiseMmProblem const product{
+      .m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a, .batch_invariant = p.batch_invariant};
   auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
   Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.split_k};
   double best_ns = own.ns;
@@ -128,7 +129,7 @@ Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   };
   if (is_int8) {
     consider(Family::kSm90, kSm90ForMany);
-  } else if (p.fast_accum) {
+  } else if (p.fast_accum && !p.batch_invariant) {
     consider(Family::kSm90Float8, kSm90FastForMany);
   }
   return best;
@@ -145,8 +146,14 @@ Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {
   return sm90_choice(Family::kSm90, kSm90Rules, p, t);
 }
 
+// int8 sums are exact, so any kernel keeps batch invariance; float8 by rules takes those for one row.
+ScaledMmProblem ruled(ScaledMmProblem p) {
+  if (p.batch_invariant) p.m = 1;
+  return p;
+}
+
 Choice sm90_float8_choice(ScaledMmProblem const& p, Target const& t) {
-  if (p.batches > 1) return sm90_choice(Family::kSm90Float8, kSm90Float8BatchRules, p, t);
+  if (p.batches > 1) return sm90_choice(Family::kSm90Float8, kSm90Float8BatchRules, ruled(p), t);
   return whole_rows_choice(p, t);
 }
 
@@ -162,7 +169,7 @@ Choice float8_choice(ScaledMmProblem const& p, Target const& t) {
     case Arch::kSm90:
       return has_e5m2 ? Choice{Family::kSm90Float8, kE5M2Row} : sm90_float8_choice(p, t);
     case Arch::kSm89:
-      return has_e5m2 ? Choice{Family::kSm89, kE5M2Row} : sm89_choice(p, t);
+      return has_e5m2 ? Choice{Family::kSm89, kE5M2Row} : sm89_choice(ruled(p), t);
     default:
       throw Unsupported("epiloq.scaled_mm: arch: expected sm89 or sm90 for float8 operands, got " + name(t.arch));
   }

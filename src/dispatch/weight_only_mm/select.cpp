@@ -202,6 +202,33 @@ Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
 }
 
+// Exact weights by two K groups: all such rows sum a scale group's columns in order, and K steps in turn by group. Two
+// partial sums commute, so K may be split in two, too; in which order more are added depends on the tokens of a tile.
+bool keeps_order(WgmmaConfig const& c) { return c.k_groups == 2 && !c.rounds; }
+
+// The fastest such row, split as is best for few tokens.
+Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
+  constexpr int kMostSplit = 2;
+  int const few = kWgmmaRows.front().tokens;
+  auto const fastest_of = [&](WeightOnlyMmProblem const& problem, int first_split, int last_split) {
+    Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
+    for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
+      WgmmaConfig const& c = kWgmmaRows[row];
+      if (!keeps_order(c) || !is_there(Family::kWgmma, row, problem, t)) continue;
+      if (c.tokens != few && c.tokens >= 2 * problem.m) continue;
+      for (int split = first_split; split <= last_split; ++split) {
+        best.consider({Family::kWgmma, row, split}, time_of_row(kWgmmaRows, row, problem, split, t));
+      }
+    }
+    return best.choice;
+  };
+  WeightOnlyMmProblem of_few = p;
+  of_few.m = few / 2;
+  auto const most = static_cast<int>(std::min<std::int64_t>(ceil_div(p.k, kPadding), kMostSplit));
+  int const split = fastest_of(of_few, 1, most).split;
+  return fastest_of(p, split, split);
+}
+
 bool has_kernel(std::int64_t group) {
   std::int64_t const steps = group / kPadding;
   return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
@@ -257,6 +284,17 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (p.m >= kDenseTokens) return {Family::kDense, 0, 1, "many tokens"};
   if (p.m <= kGemvTokens) return gemv_choice(p, t);
   return tiled_choice(p, t);
+}
+
+Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
+  Choice choice{Family::kDense, 0, 1, why_dense(p, t)};
+  if (choice.why == nullptr) choice = t.has_wgmma && !p.offsets ? in_one_order(p, t) : tiled_choice(p, t);
+  if (choice.family != Family::kDense) {
+    if (choice.family == Family::kTiled) choice.split = 1;
+    return choice;
+  }
+  throw Unsupported(std::string("epiloq.weight_only_mm: batch_invariant: no kernel for this product (") + choice.why +
+                    "), and the dense product that takes its place sums K in an order that depends on M");
 }
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {

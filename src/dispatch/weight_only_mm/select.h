@@ -21,6 +21,9 @@ struct Choice {
 };
 
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target);
+// Batch invariance (batch_invariant.h): kernels that sum K in one order for every number of tokens; throws Unsupported
+// if there is none.
+Choice choose_batch_invariant(WeightOnlyMmProblem const& problem, Target const& target);
 // Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
