@@ -131,3 +131,21 @@ OFFSETS = make_weight(33, 100, 4, 32, "offset").packed
 def test_refuses(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"W4A8Linear: {message}"):
         make()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_weight_only_below(seed: int, device: str, activation: str) -> None:
+    """Fewer tokens run as in a `WeightOnlyLinear`, bit for bit, with its gradient; the state dict is the same."""
+    linear = nn.Linear(100, 17, dtype=torch.bfloat16, device=device)
+    layer = W4A8Linear.from_linear(linear, activation=activation, group_size=32)
+    alone = WeightOnlyLinear.from_packed(layer.packed, layer.bias)
+    x, before = torch.randn(3, 5, 100, dtype=torch.bfloat16, device=device), layer.state_dict().keys()
+    quantised_tokens = layer(x)
+    layer.weight_only_below = 15
+    assert torch.equal(layer(x), quantised_tokens) and layer.state_dict().keys() == before
+    for few in (x[:, :4], x[:2], x[0, 0], x[:0]):
+        assert torch.equal(layer(few), alone(few))
+    few = x[:2].clone().requires_grad_()
+    layer(few).sum().backward()
+    assert few.grad is not None and few.grad.shape == few.shape
+    assert copy.deepcopy(layer).weight_only_below == 15

@@ -271,3 +271,37 @@ def test_compiles_as_one_graph(seed: int, scheme: str) -> None:
     optimize_(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert relative(logits(compiled, x), logits(model, x)) <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-fp8", "w4a8-int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])  # with norms fused, and without
+def test_weight_only_for_few_tokens(seed: int, family: str, scheme: str) -> None:
+    """Below the number of tokens the model is that of weights alone, from there on that of the scheme."""
+    model, x = quantised(family, scheme), tokens()  # 22 of them
+    of_scheme = copy.deepcopy(model)
+    alone = copy.deepcopy(model)
+    for layer in alone.modules():
+        if isinstance(layer, epiloq.nn.W4A8Linear):
+            layer.weight_only_below = 10**9
+    assert relative(logits(alone, x), logits(of_scheme, x)) > 1e-3
+    optimize_(model, weight_only_below=22)
+    assert relative(logits(model, x), logits(of_scheme, x)) <= 2e-3
+    assert relative(logits(model, x[:1]), logits(alone, x[:1])) <= 1e-5
+    assert relative(logits(alone, x[:1]), logits(of_scheme, x[:1])) > 1e-3
+    optimize_(model, weight_only_below=0)
+    assert relative(logits(model, x[:1]), logits(of_scheme, x[:1])) <= 2e-3
+    optimize_(model, weight_only_below=22)
+    with epiloq.config(batch_invariant=True), pytest.raises(NotImplementedError, match="weight_only_below"):
+        logits(model, x)
+
+
+def test_weight_only_below_is_checked_before_anything_changes(seed: int) -> None:
+    for scheme, below, message in (
+        ("w8a8-int8", 256, "expected a model with W4A8Linear layers"),
+        ("w4a8-fp8", -1, "expected a number of tokens from 0 on, got -1"),
+        ("w4a8-fp8", 2.5, "expected a number of tokens from 0 on, got 2.5"),
+    ):
+        model = quantised("llama", scheme)
+        with pytest.raises(ValueError, match=f"weight_only_below: {message}"):
+            optimize_(model, weight_only_below=below)  # type: ignore[arg-type]
+        assert all("forward" not in vars(module) for module in model.modules())

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq._library import refuse_batch_invariant
 from epiloq.nn.dense_rows import dense_rows
+from epiloq.nn.direct_call import takes_directly
 from epiloq.nn.packed_linear import PackedLinear, check_grid, packed_nearest
 from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
 from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.weight_only_linear import run_weight_only
 from epiloq.weights.packed_weight import PackedWeight
 
 ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -32,10 +35,18 @@ class W4A8Linear(PackedLinear):
     act_order
         Whether input features are permuted.
 
+    `weight_only_below`, 0 by default, is an attribute that may be set at any time and is in no state dict: a call of
+    fewer tokens (rows of `x`) leaves them unquantised and runs as a `WeightOnlyLinear`. That is closer to the float
+    layer and, for fewer than 256 tokens on a GPU, faster, as such a product waits for the weight and a quantiser only
+    adds to it; but a token's result then depends on how many there are, so it is refused with
+    ``epiloq.set_batch_invariant``, and it is not what the scheme says. ``epiloq.optimize_`` sets it for a model.
+
     Parameters without gradients, which are the state dict: those of `WeightOnlyLinear`.
 
     Raises ValueError for sizes below 1, other activations, group sizes or zeros.
     """
+
+    weight_only_below: int = 0
 
     def __init__(
         self,
@@ -89,12 +100,26 @@ class W4A8Linear(PackedLinear):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
+        x, parts = convert_input(self, x), self._parts()
+        if self.weight_only_below > 0 and not self.quantises(x) and takes_directly(x, self.in_features, parts):
+            return run_weight_only(self, x, parts)
         self._check_width(x)
-        return self._call(x, self._parts())
+        return self._call(x, parts)
+
+    def quantises(self, x: Tensor) -> bool:
+        """Whether a call with `x` ``[.., in_features]`` quantises its tokens, or they are fewer than
+        `weight_only_below`. Raises NotImplementedError where that depends on M and batch invariance is asked for."""
+        if self.weight_only_below <= 0:
+            return True
+        refuse_batch_invariant("epiloq.nn.W4A8Linear", "weight_only_below makes a token's result depend on M")
+        return x.numel() >= self.weight_only_below * self.in_features
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         rows = dense_rows(x.reshape(-1, self.in_features))
+        if not self.quantises(x):
+            bias = None if tensors[1] is None else tensors[1].to(x.dtype)
+            y = epiloq.weight_only_mm(rows, self._value(*tensors), bias)
+            return y.view(*x.shape[:-1], self.out_features)
         if self.activation == "int8":
             q, scale, _ = epiloq.quantize_int8(rows, pad_to=K_MULTIPLE)
         else:

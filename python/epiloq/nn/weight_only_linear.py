@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -84,9 +85,7 @@ class WeightOnlyLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, parts = convert_input(self, x), self._all_stored(STORED)
         if takes_directly(x, self.in_features, parts):
-            q, bias, scale, zero, offset, perm = parts
-            numbers = (self.bits, self.out_features, self.in_features, self.group_size)
-            return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)
+            return run_weight_only(self, x, parts)
         self._check_width(x)
         return self._call(x, parts)
 
@@ -101,3 +100,10 @@ class WeightOnlyLinear(PackedLinear):
             f"bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}, "
             f"act_order={self.weight_perm is not None}"
         )
+
+
+def run_weight_only(layer: PackedLinear, x: Tensor, parts: Sequence[Any]) -> Tensor:
+    """The product of what `takes_directly` accepts with a layer's tensors, in the order of `STORED`."""
+    q, bias, scale, zero, offset, perm = parts
+    numbers = (layer.bits, layer.out_features, layer.in_features, layer.group_size)
+    return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)

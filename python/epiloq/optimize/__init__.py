@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from epiloq.nn import W4A8Linear
 from epiloq.optimize import fused, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
 from epiloq.optimize.siblings import ROWS, Siblings, reason_against, siblings_of
@@ -39,7 +40,7 @@ class Report:
         return "\n".join(lines)
 
 
-def optimize_(model: nn.Module) -> Report:
+def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Report:
     """Merge and fuse the quantised layers of `model` in place, so that it runs faster; its state dict stays as it is.
 
     - Query, key and value projections, and gate and up projections, become one product each. The layers keep their
@@ -56,12 +57,15 @@ def optimize_(model: nn.Module) -> Report:
 
     Args:
         model: a model quantised by `epiloq.quantize_` or opened by transformers with epiloq, in eval mode.
+        weight_only_below: of ``w4a8-fp8`` and ``w4a8-int8``, set on each layer (`epiloq.nn.W4A8Linear` says what it
+            does and why it is off by default); 256 is right for an H100. None leaves the layers as they are.
 
     Returns:
         What was merged and fused, and what was left and why; ``print`` it.
 
     Raises:
-        ValueError: the model is in training mode, or holds no quantised linear layer. Nothing is changed then.
+        ValueError: the model is in training mode, or holds no quantised linear layer; or `weight_only_below` is
+            negative, or given for a model without `W4A8Linear`. Nothing is changed then.
     """
     if model.training:
         raise ValueError(
@@ -72,6 +76,8 @@ def optimize_(model: nn.Module) -> Report:
             "epiloq.optimize_: model: expected quantised linear layers, got none; "
             "call epiloq.quantize_(model, scheme) first, or open a quantised checkpoint"
         )
+    if weight_only_below is not None:
+        _set_weight_only_below(model, weight_only_below)
     report = Report()
     modules = list(model.named_modules())
     for name, module in modules:
@@ -82,6 +88,19 @@ def optimize_(model: nn.Module) -> Report:
         _fuse(name, module, report)
     report.grouped_attention = use_grouped_sdpa_(model)
     return report
+
+
+def _set_weight_only_below(model: nn.Module, below: int) -> None:
+    layers = [module for module in model.modules() if isinstance(module, W4A8Linear)]
+    if isinstance(below, bool) or not isinstance(below, int) or below < 0:
+        raise ValueError(f"epiloq.optimize_: weight_only_below: expected a number of tokens from 0 on, got {below!r}")
+    if not layers:
+        raise ValueError(
+            "epiloq.optimize_: weight_only_below: expected a model with W4A8Linear layers (schemes w4a8-fp8 and "
+            "w4a8-int8), got none; leave it out"
+        )
+    for layer in layers:
+        layer.weight_only_below = below
 
 
 def _merge(name: str, module: nn.Module, names: tuple[str, ...], report: Report) -> None:

@@ -18,7 +18,7 @@ import epiloq
 from epiloq.nn.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
 from epiloq.optimize.siblings import Siblings, siblings_of
-from epiloq.optimize.tokens import Quantized, multiply, quantizer_of
+from epiloq.optimize.tokens import Quantized, multiply, quantises, quantizer_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -78,9 +78,11 @@ def gated_mlp(mlp: Any, siblings: Siblings, x: Tensor) -> Tensor:
         return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
     gate_up, down = siblings.whole(x), mlp.down_proj
     quantizer = quantizer_of(down)
-    if quantizer is None or down._forward_pre_hooks or down._forward_hooks:
+    own = quantizer is None or down._forward_pre_hooks or down._forward_hooks
+    if own or not quantises(down, gate_up[..., : siblings.sizes[0]]):
         gate, up = gate_up.chunk(2, -1)
         return down(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
+    assert quantizer is not None
     q, scale = epiloq.silu_and_mul_quant(gate_up.view(-1, gate_up.shape[-1]), **quantizer)
     return multiply(down, Quantized(q, scale, gate_up.shape[:-1], gate_up.dtype))
 
@@ -112,7 +114,7 @@ def pre_norm_decoder(
 
 def _normed(norm: Any, x: Tensor, residual: Tensor | None, reader: Siblings | None) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``, the norm as the reader's integers where there is one."""
-    if reader is None or norm.weight.dtype != x.dtype:
+    if reader is None or norm.weight.dtype != x.dtype or not quantises(reader.layers[0], x):
         total = x if residual is None else residual + x
         return norm(total), total
     quantizer = quantizer_of(reader.layers[0])

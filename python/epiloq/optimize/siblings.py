@@ -8,8 +8,10 @@ the result is right whatever the model does, and in whatever threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +131,23 @@ def _version(x: Tensor) -> int:
     return 0 if is_compiling() or x.is_inference() else x._version
 
 
+_versions_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class _Sources:
+    """Tensors that something was made of. Asked at every call, so that the loops are in C."""
+
+    def __init__(self, tensors: Sequence[Tensor | None] = ()) -> None:
+        self._tensors = list(tensors)
+        self._written = [t for t in tensors if t is not None and not t.is_inference()]
+        self._versions = [*map(_versions_of, self._written)]
+
+    def are(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether `tensors` are these, and nobody wrote into them."""
+        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        return same and [*map(_versions_of, self._written)] == self._versions
+
+
 class Siblings:
     """Layers that share a product. Copied and pickled with them; what is merged follows when they change or move."""
 
@@ -137,30 +156,29 @@ class Siblings:
         self.sizes = [layer.out_features for layer in layers]
         self._handed: tuple[Tensor, Quantized] | None = None
         self._product: _Product | None = None
-        self._sources: list[tuple[Tensor | None, int]] = []
+        self._sources = _Sources()
         self._merged: Any = None
         self.merged()
         for index, layer in enumerate(layers):
             layer.forward = partial(member, self, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handed": None, "_product": None, "_sources": [], "_merged": None}
+        return vars(self) | {"_handed": None, "_product": None, "_sources": _Sources(), "_merged": None}
 
     def merged(self) -> Any:
         """The merged layer of the layers' tensors as they now are."""
         if is_compiling():
             return self._merged
-        held = [t for layer in self.layers for t in layer._parameters.values()]
-        if len(held) == len(self._sources):
-            pairs = zip(held, self._sources, strict=True)
-            if all(t is source and (t is None or _version(t) == version) for t, (source, version) in pairs):
-                return self._merged
+        if self._merged is not None and self._sources.are(self._held()):
+            return self._merged
         with torch.inference_mode(False):
             self._merged = None  # before another copy of the weights is made
             self._merged = concatenated(self.layers)
-        held = [t for layer in self.layers for t in layer._parameters.values()]
-        self._sources = [(t, 0 if t is None else _version(t)) for t in held]
+        self._sources = _Sources(self._held())
         return self._merged
+
+    def _held(self) -> list[Tensor | None]:
+        return [*chain.from_iterable(layer._parameters.values() for layer in self.layers)]
 
     def hand(self, x: Quantized) -> Tensor:
         """Tokens that are quantised already, and a tensor of their shape that stands for them as the next input."""
@@ -180,7 +198,10 @@ class Siblings:
             self._handed = None
         if tokens is not None:
             return multiply(self.merged(), tokens)
-        return self.merged()(x)  # type: ignore[no-any-return]
+        merged = self.merged()
+        if isinstance(merged, W4A8Linear):
+            merged.weight_only_below = self.layers[0].weight_only_below  # type: ignore[assignment]
+        return merged.forward(x)  # type: ignore[no-any-return]
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """The product of one layer, with the others' kept for when they are called with the same input."""

@@ -43,6 +43,11 @@ def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
     return None
 
 
+def quantises(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer of which `quantizer_of` says how quantises this input."""
+    return not isinstance(layer, W4A8Linear) or layer.quantises(x)
+
+
 def multiply(layer: Any, tokens: Quantized) -> Tensor:
     """``forward`` of a layer on quantised tokens: ``[.., out_features]`` of their dtype."""
     if isinstance(layer, W4A8Linear):
