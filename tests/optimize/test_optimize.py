@@ -80,7 +80,7 @@ def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
     assert len(report.merged) == (2 if scheme == "fp8-block" else merged)
     assert len(report.fused) == fused
     # An input that lies on the edge between two integers may be rounded the other way.
-    assert relative(logits(model, x), expected) <= (1e-5 if scheme in EXACT else 2e-3)
+    assert relative(logits(model, x), expected) <= (1e-5 if scheme in EXACT else 5e-3)
     assert_same_state(model, before)
 
 
@@ -102,7 +102,7 @@ def test_what_is_loaded_or_moved_is_followed(seed: int, scheme: str) -> None:
     logits(model, x)
     model.load_state_dict(other.state_dict())
     expected = logits(other, x)
-    assert relative(logits(model, x), expected) <= 2e-3
+    assert relative(logits(model, x), expected) <= 5e-3
     copies = {"deepcopy": copy.deepcopy(model)}
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -156,7 +156,7 @@ def test_an_adapter_put_in_afterwards(seed: int, scheme: str, place: str) -> Non
         made = Adapter(base)
         made.a, made.b = adapter.a, adapter.b
         setattr(target.model.layers[0].get_submodule(parent), leaf, made)
-    assert relative(logits(model, x), logits(other, x)) <= 2e-3
+    assert relative(logits(model, x), logits(other, x)) <= 5e-3
     adapter.b.weight.data.zero_()
 
 
@@ -170,7 +170,7 @@ def test_hooks_are_respected(seed: int) -> None:
     assert report.left["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"] == "a layer has hooks"
     assert report.left["model.layers.0"] == "it has hooks"
     assert "left as it is" in str(report)
-    assert relative(logits(model, x), expected) <= 2e-3
+    assert relative(logits(model, x), expected) <= 5e-3
     assert seen == 2 * [torch.float32]
 
 
@@ -207,7 +207,7 @@ def test_shared_modules_and_mixed_schemes(seed: int) -> None:
     reasons = {name.split(".")[2]: reason for name, reason in report.left.items()}
     assert reasons["0"] == "one layer under several names"
     assert reasons["1"] == "not layers of one quantised kind: Int8Linear, Int8Linear, Linear"
-    assert relative(logits(model, x), expected) <= 2e-3
+    assert relative(logits(model, x), expected) <= 5e-3
 
 
 def test_a_forward_of_another_form_stays(seed: int) -> None:
@@ -222,7 +222,7 @@ def test_a_forward_of_another_form_stays(seed: int) -> None:
     expected = logits(model, x)
     report = optimize_(model)
     assert not any(name.endswith(".mlp") for name in report.fused) and len(report.merged) == 4
-    assert relative(logits(model, x), expected) <= 2e-3
+    assert relative(logits(model, x), expected) <= 5e-3
 
 
 def test_gradients_go_through(seed: int) -> None:
@@ -278,18 +278,15 @@ def test_compiles_as_one_graph(seed: int, scheme: str) -> None:
 def test_weight_only_for_few_tokens(seed: int, family: str, scheme: str) -> None:
     """Below the number of tokens the model is that of weights alone, from there on that of the scheme."""
     model, x = quantised(family, scheme), tokens()  # 22 of them
-    of_scheme = copy.deepcopy(model)
-    alone = copy.deepcopy(model)
-    for layer in alone.modules():
-        if isinstance(layer, epiloq.nn.W4A8Linear):
-            layer.weight_only_below = 10**9
-    assert relative(logits(alone, x), logits(of_scheme, x)) > 1e-3
+    of_scheme, alone = copy.deepcopy(model), copy.deepcopy(model)
+    optimize_(of_scheme)
+    optimize_(alone, weight_only_below=10**9)
+    assert relative(logits(alone, x), logits(of_scheme, x)) > 1e-4
     optimize_(model, weight_only_below=22)
-    assert relative(logits(model, x), logits(of_scheme, x)) <= 2e-3
-    assert relative(logits(model, x[:1]), logits(alone, x[:1])) <= 1e-5
-    assert relative(logits(alone, x[:1]), logits(of_scheme, x[:1])) > 1e-3
+    assert torch.equal(logits(model, x), logits(of_scheme, x))
+    assert torch.equal(logits(model, x[:1]), logits(alone, x[:1]))
     optimize_(model, weight_only_below=0)
-    assert relative(logits(model, x[:1]), logits(of_scheme, x[:1])) <= 2e-3
+    assert torch.equal(logits(model, x[:1]), logits(of_scheme, x[:1]))
     optimize_(model, weight_only_below=22)
     with epiloq.config(batch_invariant=True), pytest.raises(NotImplementedError, match="weight_only_below"):
         logits(model, x)
