@@ -31,7 +31,7 @@ from epiloq.bench.contract import Call
 from epiloq.bench.convolutions import LAYERS
 from epiloq.bench.operations.convolution import INT8
 from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
-from epiloq.ops.conv2d import geometry
+from epiloq.ops.convolutions.conv2d import geometry
 
 NAME = "conv2d_int8"
 MOST_SETS = 160

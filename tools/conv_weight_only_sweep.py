@@ -31,7 +31,7 @@ from epiloq.bench.contract import Call
 from epiloq.bench.convolutions import LAYERS
 from epiloq.bench.operations.convolution import KINDS, WEIGHT_ONLY
 from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
-from epiloq.ops.conv2d import Geometry, geometry
+from epiloq.ops.convolutions.conv2d import Geometry, geometry
 
 NAME = "conv2d_weight_only"
 # Weight rows and pixels of a tile, by row of the tables in src/dispatch/conv2d_weight_only/tables.h.

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
-from epiloq.ops.conv2d_int8 import explain as explain_conv2d_int8
-from epiloq.ops.conv2d_weight_only import explain as explain_conv2d_weight_only
+from epiloq.ops.convolutions.conv2d_int8 import explain as explain_conv2d_int8
+from epiloq.ops.convolutions.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.fp4_mm import explain as explain_fp4_mm
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.grouped_packed_mm import explain as explain_grouped_packed

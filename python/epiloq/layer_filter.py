@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.linears.parent_reads import read_by_parents
-from epiloq.linears.subclasses import is_plain
-from epiloq.mixtures import routers
+from epiloq.models.mixtures import routers
+from epiloq.models.parent_reads import read_by_parents
+from epiloq.models.subclasses import is_plain
 
 Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]

@@ -12,9 +12,9 @@ from torch import nn
 
 from epiloq.integrations.in_memory import describe_on_saving
 from epiloq.layer_filter import Filter
-from epiloq.linears.choice import choose
-from epiloq.linears.conv1d import transposed
-from epiloq.mixtures import apart, left_stacked, settle_
+from epiloq.models.choice import choose
+from epiloq.models.conv1d import transposed
+from epiloq.models.mixtures import apart, left_stacked, settle_
 from epiloq.nn import (
     Fp8BlockLinear,
     Fp8Linear,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from epiloq.layer_filter import identity
-from epiloq.linears.subclasses import is_plain
+from epiloq.models.subclasses import is_plain
 from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from epiloq.mixtures import take_apart_
+from epiloq.models.mixtures import take_apart_
 from epiloq.quantize import Float8Grid, Grid, InputStatistics
 from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
 from epiloq.quantize.calibration.calibrate import calibrate

@@ -12,7 +12,7 @@ from torch import Tensor
 import epiloq
 from conv_arguments import assert_same, conv2d_int8, int8_arguments
 from epiloq import _core
-from epiloq.ops.conv2d import Geometry, geometry
+from epiloq.ops.convolutions.conv2d import Geometry, geometry
 
 NAME = "conv2d_int8"
 # Of the rows in src/dispatch/conv2d_int8/tables.h: the columns of a stage and the channels that are copied at a time.

@@ -46,7 +46,7 @@ def run(
     clamp: tuple[float, float] = (-math.inf, math.inf),
 ) -> Tensor:
     """The kernel (row, blocks that share K) whatever the tables say: ``[B, H, W, Ci]`` to ``[B, P, Q, Co]``."""
-    where = epiloq.ops.conv2d.geometry("", weight.kernel, *list(place.arguments.values()))
+    where = epiloq.ops.convolutions.conv2d.geometry("", weight.kernel, *list(place.arguments.values()))
     out = poisoned((x.shape[0], *where.output_size(x.shape[1:3], weight.kernel), weight.n), x.dtype, str(x.device))
     given = arguments(x, weight, place, bias, clamp)
     assert _core.conv2d_weight_only(out, *given, forced=("wgmma", *kernel))

@@ -17,8 +17,8 @@ from epiloq.nn import (
     TableLinear,
     W4A8Linear,
     WeightOnlyLinear,
-    frozen,
 )
+from epiloq.nn.base import frozen
 
 Make = Callable[[nn.Linear], nn.Module]
 PERM = 7

@@ -17,9 +17,9 @@ pytest.importorskip("safetensors")
 from torch import nn
 
 import epiloq
-from epiloq import mixtures
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.models import mixtures
 from epiloq.nn import (
     ExpertLinears,
     Fp8BlockExperts,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.nn import W4A8Linear, WeightOnlyLinear
+from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.experts.row_experts import Experts
-from epiloq.nn.frozen import FrozenLinear
 from epiloq.parallel import join, shard_columns, shard_rows
 from epiloq.parallel.pieces import CUTS
 from epiloq.weights.packed_weight import pack_weight

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.ops.conv2d_host import exact_int_mm
+from epiloq.ops.convolutions.conv2d_host import exact_int_mm
 from reference import make_problem
 
 VALUES = (-128, -1, 127)
@@ -55,7 +55,7 @@ def test_this_cpu(seed: int) -> None:
 
 def test_epiloqs_own_product(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which serves where oneDNN's saturates, also at the longest K and with the largest sums."""
-    monkeypatch.setattr(sys.modules["epiloq.ops.conv2d_host"], "_int_mm_is_exact", lambda: False)
+    monkeypatch.setattr(sys.modules["epiloq.ops.convolutions.conv2d_host"], "_int_mm_is_exact", lambda: False)
     assert wrong_products() == []
     for value_a, value_b in ((-128, -128), (-128, 127), (127, 127)):
         a = torch.full((3, 131071), value_a, dtype=torch.int8)
@@ -70,7 +70,7 @@ RUN = """
 import torch
 torch.set_num_threads(1)
 from test_cpu_exactness import reference, wrong_products
-from epiloq.ops.conv2d_host import int_mm_in_words
+from epiloq.ops.convolutions.conv2d_host import int_mm_in_words
 a = torch.full((64, 64), 127, dtype=torch.int8)
 print("saturates" if not torch.equal(torch._int_mm(a, a), reference(a, a)) else "exact")
 print("epiloq" if "epiloq" in int_mm_in_words() else "torch")

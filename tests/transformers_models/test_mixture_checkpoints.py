@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import epiloq
 from command_line import run
-from epiloq import mixtures
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
+from epiloq.models import mixtures
 from epiloq.nn import Fp8BlockExperts, Fp8BlockLinear, GatedExperts
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from epiloq.nn.dense_rows import dense_rows
+from epiloq.nn.base.dense_rows import dense_rows
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 INT8 = (torch.int8,)

@@ -27,7 +27,7 @@ from epiloq.formats.layouts.base import (
 )
 from epiloq.formats.layouts.words import BITS, pack, unpack, words_of
 from epiloq.nn import Fp8BlockLinear, Fp8Linear
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.packed_weight import PackedWeight
 
 _NAME = "compressed-tensors"

@@ -14,9 +14,9 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, Written, blank
 from epiloq.formats.weights import Weight
-from epiloq.linears.conv1d import TransposedConv1D
-from epiloq.linears.sequential_experts import splitter
-from epiloq.mixtures import left_beside
+from epiloq.models.conv1d import TransposedConv1D
+from epiloq.models.mixtures import left_beside
+from epiloq.models.sequential_experts import splitter
 
 
 @dataclass(frozen=True)

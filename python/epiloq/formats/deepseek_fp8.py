@@ -18,9 +18,9 @@ from epiloq.formats.configs import fp8
 from epiloq.formats.io.architecture import distinct, model_config, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts.base import FormatError
-from epiloq.mixtures import left_beside, named_layers, release_, together_
+from epiloq.models.mixtures import left_beside, named_layers, release_, together_
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
-from epiloq.nn.prepared_linear import FP8_BLOCK as BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK as BLOCK
 
 METHOD = fp8.METHOD
 SCALE = "weight_scale_inv"

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.grid import Grid
 
 Kind = Literal["int", "fp8", "table"]

@@ -27,8 +27,8 @@ from epiloq.formats.io.architecture import distinct, model_config
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, written_whole
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
-from epiloq.mixtures import named_layers
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.models.mixtures import named_layers
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.schemes import SCHEMES
 from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.weights.packed_weight import BITS

@@ -12,9 +12,9 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
-from epiloq.mixtures import reason_against, stacked
+from epiloq.models.mixtures import reason_against, stacked
 from epiloq.nn import ExpertLinears
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.targets import TARGETS
 from epiloq.weights.grid import Grid
 

@@ -15,8 +15,8 @@ from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
-from epiloq.linears.conv1d import TransposedConv1D, as_linear
-from epiloq.mixtures import why_stacked
+from epiloq.models.conv1d import TransposedConv1D, as_linear
+from epiloq.models.mixtures import why_stacked
 
 _Found = TypeVar("_Found")
 

@@ -19,7 +19,7 @@ from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import LAYOUTS
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.grid import QuantizedWeight
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq.formats.layouts.base import FormatError
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.grid import QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight
 

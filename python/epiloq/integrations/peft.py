@@ -16,8 +16,8 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
+from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.experts.row_experts import Experts
-from epiloq.nn.frozen import FrozenLinear
 
 _NAME = "epiloq.integrations.peft"
 # Ways to begin that look at the weight, or change it, and variants that do.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from epiloq.nn.convolutions.int8_conv2d import Int8Conv2d
+from epiloq.nn.convolutions.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
@@ -10,14 +12,12 @@ from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.fp8_weight_only_linear import Fp8WeightOnlyLinear
-from epiloq.nn.int8_conv2d import Int8Conv2d
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.int8_table import Int8Quantize, Int8Table
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
 from epiloq.nn.quantized_embedding import QuantizedEmbedding
 from epiloq.nn.table_linear import TableLinear
 from epiloq.nn.w4a8_linear import W4A8Linear
-from epiloq.nn.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
 __all__ = [

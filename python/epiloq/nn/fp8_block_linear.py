@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
-from epiloq._threads import threads_for
-from epiloq.nn.prepared_linear import (
+from epiloq._torch.threads import threads_for
+from epiloq.nn.base.prepared_linear import (
     FLOAT_DTYPES,
     FP8_BLOCK,
     K_MULTIPLE,
@@ -18,7 +18,7 @@ from epiloq.nn.prepared_linear import (
     PreparedLinear,
     check_linear,
 )
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.quantized_layer import convert_input
 
 
 class Fp8BlockLinear(PreparedLinear):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq._library import DENSE_PRODUCT, refuse_batch_invariant
-from epiloq.nn.prepared_linear import FLOAT_DTYPES, PreparedLinear
-from epiloq.nn.quantized_layer import convert_input
+from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear
+from epiloq.nn.base.quantized_layer import convert_input
 
 
 class Fp8WeightOnlyLinear(PreparedLinear):

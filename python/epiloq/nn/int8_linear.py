@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
-from epiloq._threads import threads_for
-from epiloq.nn.prepared_linear import (
+from epiloq._torch.threads import threads_for
+from epiloq.nn.base.prepared_linear import (
     FLOAT32,
     FLOAT_DTYPES,
     HALF_DTYPES,
@@ -22,7 +22,7 @@ from epiloq.nn.prepared_linear import (
     number,
     padded,
 )
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.quantized_layer import convert_input
 
 ACTIVATIONS = ("dynamic", "static")
 

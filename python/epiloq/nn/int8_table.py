@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.nn.quantized_layer import StoredTensors
+from epiloq.nn.base.quantized_layer import StoredTensors
 from epiloq.weights.prepared_int8_weight import Quantizer
 
 

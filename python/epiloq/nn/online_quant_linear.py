@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import takes_directly
-from epiloq.nn.frozen import FrozenLinear
-from epiloq.nn.prepared_linear import check_linear
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.direct_call import takes_directly
+from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.prepared_linear import check_linear
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.online_quant_mm import run
 from epiloq.ops.online_quant_weight import MAX_GROUP
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs

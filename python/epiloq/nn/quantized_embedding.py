@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from epiloq._library import PLAIN
-from epiloq._parameters import FrozenParameter
-from epiloq.nn.packed_linear import check_grid, kind_of_zeros, nearest
-from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.nn.quantized_layer import QuantizedLayer, expected
+from epiloq._torch.library import PLAIN
+from epiloq._torch.parameters import FrozenParameter
+from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
+from epiloq.nn.base.quantized_layer import QuantizedLayer, expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 from epiloq.weights.packed_rows import rows_of
 from epiloq.weights.packed_weight import SCALE_DTYPES, PackedWeight, pack_weight

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.prepared_linear import FLOAT_DTYPES, PreparedLinear
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.table_mm import dequantized
 
 ENTRIES = 16

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq._library import refuse_batch_invariant
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import takes_directly
-from epiloq.nn.packed_linear import PackedLinear, check_grid, packed_nearest
-from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
-from epiloq.nn.quantized_layer import convert_input
+from epiloq._torch.library import refuse_batch_invariant
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.direct_call import takes_directly
+from epiloq.nn.base.packed_linear import PackedLinear, check_grid, packed_nearest
+from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.weight_only_linear import run_weight_only
 from epiloq.weights.packed_weight import PackedWeight
 

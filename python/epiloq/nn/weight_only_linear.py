@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import takes_directly
-from epiloq.nn.packed_linear import STORED, PackedLinear, check_grid, packed_nearest
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.direct_call import takes_directly
+from epiloq.nn.base.packed_linear import STORED, PackedLinear, check_grid, packed_nearest
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight
 

@@ -1,8 +1,8 @@
-"""The operations, one file each."""
+"""The operations: matrix products one file each, `convolutions`, and `quantizers` of activations."""
 
-from epiloq._threads import lend_threads
-from epiloq.ops.conv2d_int8 import conv2d_int8, requantized_mm
-from epiloq.ops.conv2d_weight_only import conv2d_weight_only
+from epiloq._torch.threads import lend_threads
+from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8, requantized_mm
+from epiloq.ops.convolutions.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.fp4_mm import fp4_mm
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.grouped_packed_mm import grouped_packed_mm

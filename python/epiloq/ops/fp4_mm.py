@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq._library import (
+from epiloq._torch.library import (
     DENSE_PRODUCT,
     LIBRARY,
     direct,

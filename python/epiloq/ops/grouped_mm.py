@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq._threads import threads_for
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.threads import threads_for
 from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, granularity_of
 
 _GROUPED = (

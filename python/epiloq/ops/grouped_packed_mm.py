@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq.ops.checks.w4a8_mm import check_weight
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8

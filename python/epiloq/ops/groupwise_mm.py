@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq._threads import threads_for
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))

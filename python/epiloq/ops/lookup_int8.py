@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, register_product
+from epiloq._torch.library import direct, expect_tensors, mark_written, register_product
 
 
 def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:

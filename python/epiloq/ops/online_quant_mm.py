@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._checks import as_operator, for_operator, limits
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq._threads import threads_for
+from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epiloq._library import expect_tensors
+from epiloq._torch.library import expect_tensors
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
 
 # int32 holds the sum of as many products of at most 2^14.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import (
+from epiloq._torch.library import (
     DENSE_PRODUCT,
     direct,
     expect_tensors,

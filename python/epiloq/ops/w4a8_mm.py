@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import (
+from epiloq._torch.library import (
     direct,
     expect_tensors,
     is_batch_invariant,
@@ -17,7 +17,7 @@ from epiloq._library import (
     refuse_backward,
     register_product,
 )
-from epiloq._threads import threads_for
+from epiloq._torch.threads import threads_for
 from epiloq.ops import w4a8_unpacked
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, check, check_out_dtype, check_weight
 from epiloq.ops.weight_only_mm import explain as explain_weight_only

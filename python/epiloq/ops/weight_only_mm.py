@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._checks import as_operator, for_operator, limits
-from epiloq._library import (
+from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.library import (
     direct,
     expect_tensors,
     mark_written,
@@ -17,7 +17,7 @@ from epiloq._library import (
     register_product,
     without_autocast,
 )
-from epiloq._threads import threads_for
+from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.prepared_linear import K_MULTIPLE
+from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
 from epiloq.optimize.siblings import Siblings, siblings_of
 from epiloq.optimize.tokens import Quantized, multiply, quantises, quantizer_of

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from epiloq._parameters import FrozenParameter
+from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
-from epiloq.nn.prepared_linear import FP8_BLOCK, N_MULTIPLE
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, N_MULTIPLE
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
 

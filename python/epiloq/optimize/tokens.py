@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
-from epiloq.nn.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.w4a8_linear import ACTIVATIONS
 
 _TOKENS: dict[str, Any] = {"granularity": "token", "pad_to": K_MULTIPLE}

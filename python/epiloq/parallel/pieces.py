@@ -21,7 +21,7 @@ from epiloq.nn import (
     W4A8Linear,
     WeightOnlyLinear,
 )
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.block_quant_weight import prepare
 from epiloq.weights.packed_weight import pack_weight
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import epiloq
 from epiloq.nn import Fp8Linear, Int8Linear, W4A8Linear
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.prepared_linear import HALF_DTYPES, K_MULTIPLE
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
+from epiloq.nn.base.quantized_layer import convert_input
 
 _NAME = "epiloq.parallel: quantise_first"
 

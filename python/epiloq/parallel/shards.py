@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epiloq._parameters import FrozenParameter
+from epiloq._torch.parameters import FrozenParameter
 from epiloq.formats.epiloq_modules import Options
 from epiloq.parallel.pieces import Piece, cut_of, options_of
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
 from epiloq.nn import ExpertLinears, GatedExperts
-from epiloq.nn.frozen import FrozenLinear
+from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.parallel.experts import expert_part
 from epiloq.parallel.quantised_inputs import check_takes, gathered_products
 from epiloq.parallel.ranks import ended

@@ -15,7 +15,7 @@ from epiloq.files import Held
 from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint, carried
 from epiloq.formats.layouts.base import FormatError
-from epiloq.linears.conv1d import TransposedConv1D, transpose_
+from epiloq.models.conv1d import TransposedConv1D, transpose_
 from epiloq.quantize.algorithms.rotate import check_rotatable, untie_head_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS

@@ -19,7 +19,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load, load_float, save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
-from epiloq.mixtures import reason_against, stacked
+from epiloq.models.mixtures import reason_against, stacked
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.rotate import rotate_

@@ -13,9 +13,9 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import check_patterns, ignored, reasons
-from epiloq.linears.conv1d import TransposedConv1D
-from epiloq.linears.sequential_experts import unstack_
-from epiloq.mixtures import take_apart_
+from epiloq.models.conv1d import TransposedConv1D
+from epiloq.models.mixtures import take_apart_
+from epiloq.models.sequential_experts import unstack_
 from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
 from epiloq.quantize.ends import preferred, reasons_against, settled

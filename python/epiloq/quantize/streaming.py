@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epiloq.formats.io.architecture import hollow, renamed, untie_
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
-from epiloq.linears.conv1d import transpose_
+from epiloq.models.conv1d import transpose_
 from epiloq.quantize.calibration.residence import Resident
 from epiloq.quantize.calibration.store import Store
 from epiloq.quantize.plan import take_experts_apart_

@@ -11,7 +11,7 @@ from epiloq.formats.layouts.base import Activations, Quantization
 from epiloq.formats.table import blank
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.nn import Fp8BlockLinear, OnlineQuantLinear
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.algorithms.smoothquant import INT8
 from epiloq.schemes import SCHEMES
 from epiloq.weights.block_quant_weight import pack_pairs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, register
+from epiloq._torch.library import direct, register
 
 
 def dequantize_weight(

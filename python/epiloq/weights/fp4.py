@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from epiloq._library import direct, expect_tensors, register
+from epiloq._torch.library import direct, expect_tensors, register
 from epiloq.weights.tensor_checks import check_memory, described, refuse
 
 _DEQUANTIZE, _QUANTIZE = "fp4_dequantize", "fp4_quantize"

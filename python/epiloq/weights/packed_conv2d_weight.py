@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epiloq._library import expect_tensors
+from epiloq._torch.library import expect_tensors
 from epiloq.weights.dequantize import dequantize_weight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 

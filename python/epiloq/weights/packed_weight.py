@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from epiloq._library import expect_tensors
+from epiloq._torch.library import expect_tensors
 from epiloq.weights.dequantize import dequantize_weight
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,

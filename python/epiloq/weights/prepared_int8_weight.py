@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from epiloq._checks import limits
-from epiloq._threads import use_own_threads
+from epiloq._torch.checks import limits
+from epiloq._torch.threads import use_own_threads
 
 Quantizer = tuple[float, int]
 

@@ -10,7 +10,7 @@ from torch import nn
 from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
 from epiloq.formats.description import Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 BLOCKS, TENSORS, SCALARS, ROWS = "fp8 blocks", "fp8 tensors", "fp8 scalars", "fp8 rows"

@@ -19,9 +19,9 @@ from epiloq.formats.io.names import Names
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
-from epiloq.linears.sequential_experts import unstack_
-from epiloq.mixtures import file_state, stacked, take_apart_
-from epiloq.nn.quantized_layer import QuantizedLayer
+from epiloq.models.mixtures import file_state, stacked, take_apart_
+from epiloq.models.sequential_experts import unstack_
+from epiloq.nn.base.quantized_layer import QuantizedLayer
 
 
 def architecture(checkpoint: Checkpoint) -> Any:

@@ -19,8 +19,8 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
-from epiloq.linears.conv1d import TransposedConv1D
-from epiloq.mixtures import left_beside, settle_, together_
+from epiloq.models.conv1d import TransposedConv1D
+from epiloq.models.mixtures import left_beside, settle_, together_
 from epiloq.weights.grid import QuantizedWeight
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from epiloq.formats.description import Description
 from epiloq.formats.layouts.base import Expected, FormatError, divides, require
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, spread
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 
 FP8 = torch.float8_e4m3fn
 

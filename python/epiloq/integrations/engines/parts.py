@@ -13,8 +13,8 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.epiloq_modules import Group, Options
 from epiloq.formats.layouts.base import FormatError
 from epiloq.integrations.engines.slices import Window, rules_of
-from epiloq.nn.frozen import FrozenLinear
-from epiloq.nn.prepared_linear import PreparedLinear, padded
+from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.prepared_linear import PreparedLinear, padded
 
 
 def layers_by_name(config: Mapping[str, Any]) -> dict[str, Group]:

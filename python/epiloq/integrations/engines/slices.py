@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from epiloq.formats.layouts.base import FormatError
-from epiloq.nn.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.packed_layout import PADDING, PANEL_ROWS
 
 Axis: TypeAlias = "tuple[Literal['rows', 'columns'], int] | None"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from epiloq.formats.epiloq_modules import METHOD, Group
 from epiloq.integrations.engines.parts import Part, PartsLinear, layers_by_name
-from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 
 _QKV = ("q", "k", "v")
 _MERGED: Mapping[str, list[str]] = {

@@ -11,7 +11,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import LAYOUTS, Reader
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
-from epiloq.nn.quantized_layer import QuantizedLayer
+from epiloq.nn.base.quantized_layer import QuantizedLayer
 from epiloq.weights.grid import QuantizedWeight
 
 

@@ -17,7 +17,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS
 from epiloq.integrations.transformers.stored import SharedLayer, StoredLinear
-from epiloq.mixtures import put_, settle_
+from epiloq.models.mixtures import put_, settle_
 from epiloq.nn import ExpertLinears
 from epiloq.parallel.experts import as_linears, join_experts
 from epiloq.parallel.ranks import everyone_says, to_first, together

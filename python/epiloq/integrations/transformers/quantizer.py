@@ -20,8 +20,8 @@ from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import tensors_of
 from epiloq.integrations.transformers.parallel import Split, is_parallel
 from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
-from epiloq.mixtures import file_state, named_layers
-from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.models.mixtures import file_state, named_layers
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.parallel.ranks import together
 from epiloq.schemes import SCHEMES, available, quantize_
 

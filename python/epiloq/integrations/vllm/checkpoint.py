@@ -21,7 +21,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 
 from epiloq.formats.epiloq_modules import METHOD, Group
 from epiloq.integrations.engines.parts import Part, PartsLinear, layers_by_name
-from epiloq.nn.prepared_linear import FLOAT_DTYPES
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 
 _QKV = ("q", "k", "v")
 

@@ -15,7 +15,7 @@ from vllm.platforms import PlatformEnum
 import epiloq
 from epiloq.integrations.vllm.device import Answer, supported
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
-from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, padded
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, padded
 
 _FP8 = torch.float8_e4m3fn
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, as_stored
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.fp8_block_linear import rows_of_blocks
-from epiloq.nn.prepared_linear import FP8_BLOCK, K_MULTIPLE, as_stored
 
 
 class Fp8BlockExperts(Experts):

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import epiloq
+from epiloq.nn.base.frozen import wants_gradient
+from epiloq.nn.base.prepared_linear import K_MULTIPLE, as_stored
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
-from epiloq.nn.frozen import wants_gradient
 from epiloq.nn.int8_linear import Int8Linear
-from epiloq.nn.prepared_linear import K_MULTIPLE, as_stored
-from epiloq.nn.quantized_layer import convert_input
 from epiloq.nn.w4a8_linear import W4A8Linear
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear, as_stored
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear, as_stored
+from epiloq.nn.base.quantized_layer import convert_input
 
 _Layer = TypeVar("_Layer", bound="Experts")
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from epiloq._checks import expect_positive
+from epiloq._torch.checks import expect_positive
 
 
 def round_up(value: int, multiple: int) -> int:

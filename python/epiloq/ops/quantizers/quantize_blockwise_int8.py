@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._checks import expect_positive
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.checks import expect_positive
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)

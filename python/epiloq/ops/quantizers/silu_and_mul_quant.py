@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from epiloq import _core
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 from epiloq.ops.quantizers.rms_norm_quant import DTYPES, quantise_on_cpu
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._checks import as_operator, for_operator
-from epiloq._library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq._threads import threads_for
-from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.ops.conv2d_host import blocks_of_sums, int_mm_in_words
+from epiloq._torch.checks import as_operator, for_operator
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.threads import threads_for
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, int_mm_in_words
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
 _NAME = "conv2d_int8"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epiloq._library import direct
+from epiloq._torch.library import direct
 
 # Of what crosses into C++.
 _MOST_DIMENSIONS = 6

@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from epiloq import _core, _threads
-from epiloq._parameters import FrozenParameter
+from epiloq import _core
+from epiloq._torch import threads
+from epiloq._torch.parameters import FrozenParameter
 
 # define/impl rather than custom_op, which costs 10 us a call.
 LIBRARY = torch.library.Library("epiloq", "DEF")
@@ -78,8 +79,8 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     """
     if is_dynamo_compiling():
         return False
-    if _threads.forked:
-        _threads.use_own_threads()
+    if threads.forked:
+        threads.use_own_threads()
     for tensor in required:
         if type(tensor) not in PLAIN or _is_neg(tensor):
             return False
@@ -136,7 +137,7 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
     ``writes``: the call has outputs to write into, which as elsewhere in torch excludes gradients.
     """
     if not is_dynamo_compiling():
-        _threads.use_own_threads()
+        threads.use_own_threads()
     for name, value in {**required, **optional}.items():
         if value is None and name in optional:
             continue

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from epiloq.linears.conv1d import TransposedConv1D
+from epiloq.models.conv1d import TransposedConv1D
 
 _IN, _OUT, _ROWS = 3, 5, 2
 

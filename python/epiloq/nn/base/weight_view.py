@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
-    from epiloq.nn.quantized_layer import QuantizedLayer
+    from epiloq.nn.base.quantized_layer import QuantizedLayer
 
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

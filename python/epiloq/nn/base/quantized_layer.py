@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from epiloq._library import PLAIN
-from epiloq._parameters import FrozenParameter
-from epiloq.nn.weight_view import WeightView
+from epiloq._torch.library import PLAIN
+from epiloq._torch.parameters import FrozenParameter
+from epiloq.nn.base.weight_view import WeightView
 
 _Layer = TypeVar("_Layer", bound="StoredTensors")
 

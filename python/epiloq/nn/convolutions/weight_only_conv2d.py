@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
-from epiloq.nn.packed_linear import check_grid, kind_of_zeros, nearest
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
+from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.convolutions.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")

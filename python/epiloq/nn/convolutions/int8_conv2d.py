@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq._library import is_transformed
-from epiloq.nn.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
-from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT, convert_input
-from epiloq.ops.conv2d import Padding, Pair
-from epiloq.ops.conv2d_int8 import convolve
+from epiloq._torch.library import is_transformed
+from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
+from epiloq.nn.convolutions.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.ops.convolutions.conv2d import Padding, Pair
+from epiloq.ops.convolutions.conv2d_int8 import convolve
 from epiloq.weights.prepared_int8_weight import (
     Int8Parameters,
     PreparedInt8Weight,

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from epiloq._library import PLAIN
-from epiloq.nn.frozen import FrozenLinear
-from epiloq.nn.prepared_linear import FLOAT_DTYPES, check_linear
-from epiloq.nn.quantized_layer import expected
+from epiloq._torch.library import PLAIN
+from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
+from epiloq.nn.base.quantized_layer import expected
 from epiloq.weights.packed_weight import PackedWeight, check_sizes, checked_perm, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
 

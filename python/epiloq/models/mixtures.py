@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
+from epiloq.nn.base.quantized_layer import StoredTensors
 from epiloq.nn.experts.expert_linears import Projections
-from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.nn.quantized_layer import StoredTensors
 
 # What transformers' experts interface says of a module, and must say of one that can be taken apart: the first two in
 # every version, the others since there is a choice.

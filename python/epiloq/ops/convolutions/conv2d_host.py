@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from epiloq import _core
-from epiloq._threads import threads_for
-from epiloq.ops.conv2d import Geometry
+from epiloq._torch.threads import threads_for
+from epiloq.ops.convolutions.conv2d import Geometry
 
 # Bytes of a matrix of patches at a time, which second-level caches of a few cores keep.
 _PATCHES = 1 << 20

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from epiloq._library import is_traced, is_transformed
-from epiloq.nn.quantized_layer import QuantizedLayer
+from epiloq._torch.library import is_traced, is_transformed
+from epiloq.nn.base.quantized_layer import QuantizedLayer
 
 # Elements of a weight that are de-quantised at a time.
 _PIECE = 1 << 24

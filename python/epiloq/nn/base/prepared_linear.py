@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from epiloq._library import PLAIN
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.direct_call import takes_directly
-from epiloq.nn.frozen import FrozenLinear
-from epiloq.nn.quantized_layer import FILES_SAY_WEIGHT
+from epiloq._torch.library import PLAIN
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.direct_call import takes_directly
+from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT
 from epiloq.weights.computed import refresh
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

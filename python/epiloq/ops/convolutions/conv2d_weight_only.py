@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
-from epiloq._checks import as_operator, for_operator, limits
-from epiloq._library import (
+from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.library import (
     direct,
     expect_tensors,
     mark_written,
@@ -18,8 +18,8 @@ from epiloq._library import (
     register_product,
     without_autocast,
 )
-from epiloq._threads import threads_for
-from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
+from epiloq._torch.threads import threads_for
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.ops.weight_only_mm import dense_product
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
 

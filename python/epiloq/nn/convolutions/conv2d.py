@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, conv_transpose2d, pad
 
-from epiloq.nn.frozen import Frozen
-from epiloq.nn.prepared_linear import FLOAT_DTYPES
-from epiloq.ops.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.nn.base.frozen import Frozen
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.weights.computed import refresh
 
 Clamp = tuple[float, float]

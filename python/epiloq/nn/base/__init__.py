@@ -1,0 +1,1 @@
+"""Base classes of the quantised layers: stored tensors, prepared weights, gradients of frozen weights."""

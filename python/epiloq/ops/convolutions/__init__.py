@@ -1,0 +1,1 @@
+"""Convolution operations, one file each, and the geometry that they share."""
