@@ -16,6 +16,7 @@ from epiloq.models.choice import choose
 from epiloq.models.conv1d import transposed
 from epiloq.models.mixtures import apart, left_stacked, settle_
 from epiloq.nn import (
+    Fp4Linear,
     Fp8BlockLinear,
     Fp8Linear,
     Int8Conv2d,
@@ -29,7 +30,9 @@ from epiloq.observers import OBSERVERS, Observer, evaluating, input_quantizers
 from epiloq.vocabulary import planned, quantize_ends_
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
-QuantisedLinear: TypeAlias = Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | W4A8Linear | WeightOnlyLinear
+QuantisedLinear: TypeAlias = (
+    Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | W4A8Linear | WeightOnlyLinear
+)
 # The same with from_conv2d.
 QuantisedConv2d: TypeAlias = Int8Conv2d | WeightOnlyConv2d
 
@@ -140,6 +143,18 @@ _TABLE = (
     _weight_only("w4a16-g128", 4, 128),
     _weight_only("w4a16-g64", 4, 64),
     _weight_only("w4a16-g32", 4, 32),
+    Scheme(
+        "w4a16-mxfp4",
+        "FP4 (E2M1) weights per block of 32 input features, scales of powers of two; floating-point activations",
+        Fp4Linear,
+        {"format": "mxfp4"},
+    ),
+    Scheme(
+        "w4a16-nvfp4",
+        "FP4 (E2M1) weights per block of 16 input features, FP8 scales; floating-point activations",
+        Fp4Linear,
+        {"format": "nvfp4"},
+    ),
     Scheme(
         "conv-w8a8-int8",
         "convolutions: int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",

@@ -12,6 +12,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.quantize import (
     CodedWeight,
     Float8Grid,
+    Fp4Grid,
     InputStatistics,
     OffsetGrid,
     awq,
@@ -32,6 +33,8 @@ GRIDS = {
     "fp8": Float8Grid(rows=-1),
     "fp8-token": Float8Grid(),
     "fp8-block": Float8Grid(128, 128),
+    "w4a16-mxfp4": Fp4Grid("mxfp4"),
+    "w4a16-nvfp4": Fp4Grid("nvfp4"),
     "w8a8-block": OffsetGrid(8, 128, symmetric=True),
     "w4a8-block": OffsetGrid(4, 32),
 }
@@ -40,6 +43,7 @@ OTHERS = {
     "narrow blocks": Float8Grid(7, 20),
     "4 bits around 0": OffsetGrid(4, 32, True),
 }
+E2M1 = torch.tensor([-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 ALL = pytest.mark.parametrize("grid", [*GRIDS.values(), *OTHERS.values()], ids=[*GRIDS, *OTHERS])
 
 
@@ -114,7 +118,10 @@ def test_parameters_and_values(seed: int, grid: Float8Grid | OffsetGrid) -> None
         other = (
             value.q.view(torch.uint8).to(torch.int16) + step if isinstance(grid, Float8Grid) else value.q.float() + step
         )
-        if isinstance(grid, Float8Grid):
+        if isinstance(grid, Fp4Grid):
+            at = torch.searchsorted(E2M1, value.q.float()) + step
+            neighbour = E2M1[at.clamp(0, len(E2M1) - 1)].to(grid.dtype)
+        elif isinstance(grid, Float8Grid):
             neighbour = other.clamp(0, 255).to(torch.uint8).view(torch.float8_e4m3fn)
         else:
             neighbour = other.clamp(-(1 << grid.bits - 1), (1 << grid.bits - 1) - 1).to(torch.int8)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import schemes
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
+from epiloq.nn import Fp4Linear, Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
@@ -21,9 +21,10 @@ BLOCKS = ("w8a8-block", "w4a8-block")
 FP8 = ("fp8", "fp8-token", "fp8-block")
 WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")
 W4A8 = ("w4a8-fp8", "w4a8-int8")
-NAMES = (*INT8, *BLOCKS, *FP8, *W4A8, *WEIGHT_ONLY)
+FP4 = ("w4a16-mxfp4", "w4a16-nvfp4")
+NAMES = (*INT8, *BLOCKS, *FP8, *W4A8, *WEIGHT_ONLY, *FP4)
 INTEGERS = (*INT8, *BLOCKS, *W4A8, *WEIGHT_ONLY)
-QUANTISED = (Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear)
+QUANTISED = (Fp4Linear, Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear)
 
 
 def quantised(model: nn.Module) -> list[str]:

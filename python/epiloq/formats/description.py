@@ -10,17 +10,20 @@ from torch import nn
 
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import Grid
 
-Kind = Literal["int", "fp8", "table"]
+Kind = Literal["int", "fp8", "fp4", "table"]
 INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES = "bitsandbytes int8", "bitsandbytes 4 bits"
 OFFSETS = "gemv_fast"
 """The layout whose groups have real offsets in the place of integer zero points."""
+FP4_OF_BLOCKS = {one.block_size: name for name, one in FP4_FORMATS.items()}
+"""FP4 formats by the weights that share a scale."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """How activations are quantised, to 8 bits.
+    """How activations are quantised, to 8 bits (FP4: to 4).
 
     strategy
         What shares a scale: "token", "tensor", or "group" (of `group_size` features of a token).
@@ -45,7 +48,8 @@ class Description:
     layout
         The name of the layout of its tensors, a key of `readers.LAYOUTS`.
     kind, bits
-        The numbers that weights are: integers of `bits` bits, float8_e4m3fn, or places of `bits` bits in a table.
+        The numbers that weights are: integers of `bits` bits, float8_e4m3fn, E2M1 (fp4), or places of `bits` bits in a
+        table.
     strategy
         What shares a scale: "tensor", "channel", "group" (of `group_size` input features) or "block" (of `block` rows
         and columns).
@@ -106,7 +110,7 @@ class Description:
     @property
     def weights(self) -> str:
         """The weights in words."""
-        what = {"fp8": "fp8", "table": f"{self.bits}-bit table"}.get(self.kind, f"int{self.bits}")
+        what = {"fp8": "fp8", "fp4": "fp4", "table": f"{self.bits}-bit table"}.get(self.kind, f"int{self.bits}")
         size = {"group": f" of {self.group_size}", "block": f" of {self.block}"}.get(self.strategy, "")
         return f"{what} per {self.strategy}{size}, {'symmetric' if self.symmetric else 'asymmetric'}"
 
@@ -125,6 +129,8 @@ class Description:
         """
         if self.kind == "table":
             return "TableLinear", {"block_size": self.group_size}
+        if self.kind == "fp4":
+            return "Fp4Linear", {"format": FP4_OF_BLOCKS[self.group_size]}
         inputs = self.inputs
         if inputs is None or (self.strategy == "block" and self.rows is None):
             return "Fp8WeightOnlyLinear", {"block": self.spans}
@@ -153,6 +159,9 @@ class Description:
                 f"no kernel multiplies FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
                 "in floating point"
             )
+        if self.kind == "fp4" and self.inputs is not None:
+            bits = 4 if self.inputs.kind == "fp4" else 8
+            return f"FP4 weights are used as they are, but activations stay in floating point, not in FP{bits}"
         if self.layout == INT8_OF_BITSANDBYTES:
             return "activations stay in floating point, where bitsandbytes (LLM.int8) quantises them too"
         return None

@@ -127,7 +127,9 @@ def _state(module: Any) -> dict[str, Tensor]:
 
 def _as_it_is(values: Callable[[Any], Tensor]) -> Callable[[Any, Options], Weight]:
     """A weight in the module's own words; `values` gives the weight that a module stands for."""
-    return lambda module, options: ModuleWeight(type(module).__name__, options, _state(module), lambda: values(module))
+    return lambda module, options: ModuleWeight(
+        type(module).__name__, options, _state(module), lambda: values(module), columns=module.in_features
+    )
 
 
 def _int8(module: modules.Int8Linear, options: Options) -> Weight:
@@ -185,6 +187,7 @@ _TABLE = (
     ),
     Kind(modules.Fp8BlockLinear, _attributes("rows"), _blocks, usual={"rows": FP8_BLOCK}),
     Kind(modules.Fp8WeightOnlyLinear, _attributes("block"), _as_it_is(modules.Fp8WeightOnlyLinear.dequantized_weight)),
+    Kind(modules.Fp4Linear, _attributes("format"), _as_it_is(modules.Fp4Linear.dequantized_weight)),
     Kind(modules.TableLinear, _attributes("block_size"), _as_it_is(modules.TableLinear.dequantized_weight)),
     Kind(
         modules.OnlineQuantLinear,

@@ -16,6 +16,7 @@ from epiloq.models.mixtures import reason_against, stacked
 from epiloq.nn import ExpertLinears
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.targets import TARGETS
+from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import Grid
 
 
@@ -132,6 +133,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         True,
         f"fp8 in groups of {FP8_BLOCK}",
     ),
+    "Fp4Linear": lambda options: (options["format"], 4, FP4_FORMATS[options["format"]].block_size, True, None),
     "Fp8WeightOnlyLinear": lambda options: ("fp8", 8, _spans(options["block"]), True, None),
     "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),
     "OnlineQuantLinear": lambda options: (

@@ -20,7 +20,7 @@ from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
 from epiloq.formats.embeddings import TableOutline, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
-from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float8, gptq
+from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.weights import Weight, exact, on_grid
 
@@ -119,6 +119,10 @@ LAYOUTS: dict[str, Layout] = {
     ),
     ct_config.PACKED: _integers("weight_packed"),
     ct_config.INTEGER: _integers("weight_scale"),
+    **{
+        layout: Layout("weight_packed", float4.parts, float4.from_tensors, float4.to_tensors, float4.checked)
+        for layout in (ct_config.NVFP4, ct_config.MXFP4)
+    },
     ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
     fp8.BLOCKS: _float8(float8.Names("weight_scale_inv")),
     fp8.TENSORS: _float8(float8.Names()),

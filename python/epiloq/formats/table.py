@@ -20,6 +20,7 @@ from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import LAYOUTS
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import QuantizedWeight
 
 
@@ -143,10 +144,14 @@ def _describe_compressed(weight: Weight, quantization: Quantization | None) -> D
 
 
 def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:
-    """FP8 weights of a module that `Description.module` names."""
+    """FP8 and FP4 weights of a module that `Description.module` names."""
     layout, group = compressed_config.FLOAT, Inputs("fp8", "group", group_size=FP8_BLOCK)
     if isinstance(weight, BlockWeight):
         return Description(layout, "fp8", strategy="block", block=(weight.rows, FP8_BLOCK), inputs=group)
+    if weight.module == "Fp4Linear":
+        chosen = FP4_FORMATS[weight.options["format"]]
+        layout = compressed_config.NVFP4 if chosen.has_global_scale else compressed_config.MXFP4
+        return Description(layout, "fp4", 4, "group", chosen.block_size)
     if weight.module == "Fp8Linear" and weight.options.get("limit") is None:
         activation = weight.options["activation"]
         inputs = Inputs("fp8", "token" if activation == "token" else "tensor", dynamic=activation != "static")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -48,12 +48,15 @@ class ModuleWeight:
         Its state dict without the bias.
     values
         Gives the weight that it stands for, float32; activations may be quantised besides.
+    columns
+        Input features, where the shapes of the state do not say them.
     """
 
     module: str
     options: Mapping[str, Any]
     state: Mapping[str, Tensor]
     values: Callable[[], Tensor]
+    columns: int | None = field(default=None, kw_only=True)
 
     def dequantize(self) -> Tensor:
         """The weight, float32."""

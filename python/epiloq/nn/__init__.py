@@ -5,10 +5,12 @@ from __future__ import annotations
 from epiloq.nn.convolutions.int8_conv2d import Int8Conv2d
 from epiloq.nn.convolutions.weight_only_conv2d import WeightOnlyConv2d
 from epiloq.nn.experts.expert_linears import ExpertLinears
+from epiloq.nn.experts.fp4_experts import Fp4Experts
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
+from epiloq.nn.fp4_linear import Fp4Linear
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.fp8_weight_only_linear import Fp8WeightOnlyLinear
@@ -22,6 +24,8 @@ from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
 __all__ = [
     "ExpertLinears",
+    "Fp4Experts",
+    "Fp4Linear",
     "Fp8BlockExperts",
     "Fp8BlockLinear",
     "Fp8Experts",

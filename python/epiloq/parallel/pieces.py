@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from epiloq.formats.epiloq_modules import KINDS, Options
 from epiloq.nn import (
+    Fp4Linear,
     Fp8BlockLinear,
     Fp8Linear,
     Fp8WeightOnlyLinear,
@@ -23,6 +24,8 @@ from epiloq.nn import (
 )
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.block_quant_weight import prepare
+from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
+from epiloq.weights.fp4 import packed as packed_codes
 from epiloq.weights.packed_weight import pack_weight
 
 
@@ -131,6 +134,22 @@ def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, optio
     return made
 
 
+def _fp4_take(layer: Any) -> dict[str, Piece]:
+    packed, unit = layer._stored("weight_q"), FP4_FORMATS[layer.format].block_size
+    codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, : layer.in_features]
+    pieces = {"q": Piece(codes, 1, 1), "weight_scale": Piece(layer._stored("weight_scale"), 1, unit)}
+    whole = layer._stored("weight_global_scale")
+    return pieces if whole is None else pieces | {"weight_global_scale": Piece(whole, 0, 0)}
+
+
+def _fp4_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
+    made = Fp4Linear(k, n, False, **options, device="meta", dtype=layer.dtype)
+    made._store("weight_q", packed_codes(nn.functional.pad(tensors["q"], (0, k % 2))))
+    for name in tensors.keys() - {"q"}:
+        made._store(name, tensors[name].contiguous())
+    return made
+
+
 def _fp8_only(layer: Any) -> tuple[int, int]:
     rows, columns = layer.block
     return max(rows, 0), max(columns, 0)
@@ -146,6 +165,7 @@ CUTS: Mapping[type[nn.Module], Cut] = {
     WeightOnlyLinear: Cut(_packed_take, _packed_make),
     W4A8Linear: Cut(_packed_take, _packed_make),
     OnlineQuantLinear: Cut(_online_take, _online_make),
+    Fp4Linear: Cut(_fp4_take, _fp4_make, tail=True),
     TableLinear: Cut(_table_take, _table_make, tail=True),
 }
 

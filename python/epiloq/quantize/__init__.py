@@ -13,13 +13,14 @@ from epiloq.quantize.algorithms.refine import refine
 from epiloq.quantize.algorithms.rotate import Rotated, rotate_
 from epiloq.quantize.algorithms.smoothquant import Smoothed, fold_, search_smooth_scale, smooth_scale, smoothquant_
 from epiloq.quantize.calibration.statistics import InputStatistics
-from epiloq.weights.codebooks import CodedWeight, Float8Grid, OffsetGrid
+from epiloq.weights.codebooks import CodedWeight, Float8Grid, Fp4Grid, OffsetGrid
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import fit, rtn
 
 __all__ = [
     "CodedWeight",
     "Float8Grid",
+    "Fp4Grid",
     "Grid",
     "InputStatistics",
     "OffsetGrid",

@@ -15,7 +15,7 @@ from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.algorithms.smoothquant import INT8
 from epiloq.schemes import SCHEMES
 from epiloq.weights.block_quant_weight import pack_pairs
-from epiloq.weights.codebooks import Calibrated, CodedWeight, Float8Grid, OffsetGrid
+from epiloq.weights.codebooks import Calibrated, CodedWeight, Float8Grid, Fp4Grid, OffsetGrid
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Codebook
 
@@ -36,7 +36,7 @@ class Target:
     """
 
     name: str
-    base: Grid | Float8Grid | OffsetGrid
+    base: Grid | Float8Grid | Fp4Grid | OffsetGrid
     activations: Activations = None
     inputs: Codebook[Calibrated] = INT8
     algorithm: str = "gptq"
@@ -76,8 +76,13 @@ class Target:
         scheme = SCHEMES[self.name]
         if scheme.module is Fp8BlockLinear:
             return BlockWeight(weight.q, weight.scale)
-        state = _online(weight) if scheme.module is OnlineQuantLinear else _rows(weight)
-        return ModuleWeight(scheme.module.__name__, scheme.options, state, weight.dequantize)
+        if isinstance(weight.grid, Fp4Grid):
+            state = weight.grid.stored(weight)
+            state["weight"] = state.pop("weight_q")
+        else:
+            state = _online(weight) if scheme.module is OnlineQuantLinear else _rows(weight)
+        columns = weight.q.shape[1]
+        return ModuleWeight(scheme.module.__name__, scheme.options, state, weight.dequantize, columns=columns)
 
 
 def _online(weight: CodedWeight) -> dict[str, Tensor]:
@@ -104,6 +109,8 @@ _TABLE = (
     Target("w4a16-g128", Grid(4, 128)),
     Target("w4a16-g64", Grid(4, 64)),
     Target("w4a16-g32", Grid(4, 32)),
+    Target("w4a16-mxfp4", Fp4Grid("mxfp4")),
+    Target("w4a16-nvfp4", Fp4Grid("nvfp4")),
     Target("w8a16", _CHANNELS),
     Target("w8a8-int8", _CHANNELS, activations="int8"),
     Target("w8a8-int8-azp", _CHANNELS, activations="int8-azp"),

@@ -1,7 +1,7 @@
-"""Grids of weights beside integers with zero points: float8 values, and integers with real offsets in blocks.
+"""Grids of weights beside integers with zero points: float8 and FP4 values, and integers with real offsets in blocks.
 
 Their parameters are those that the modules measure which run such weights (``nn.Fp8Linear``, ``nn.Fp8BlockLinear``,
-``nn.OnlineQuantLinear``), so that rounding to nearest gives the weights of ``from_linear``.
+``nn.Fp4Linear``, ``nn.OnlineQuantLinear``), so that rounding to nearest gives the weights of ``from_linear``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from epiloq.weights import fp4
 from epiloq.weights.block_quant_weight import RANGES
 from epiloq.weights.grid import QuantizedWeight
 from epiloq.weights.rounding import Parameters, spread
@@ -39,6 +40,10 @@ class Float8Grid:
 
     def suited(self, weight: Tensor) -> Float8Grid:
         """This one: its scales are float32."""
+        return self
+
+    def for_weight(self, weight: Tensor) -> Float8Grid:
+        """This one: groups have nothing in common."""
         return self
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
@@ -83,6 +88,10 @@ class OffsetGrid:
         """This one: its scales are float32."""
         return self
 
+    def for_weight(self, weight: Tensor) -> OffsetGrid:
+        """This one: groups have nothing in common."""
+        return self
+
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales and offsets that span `low` to `high`."""
         lowest, highest = RANGES[self.bits]
@@ -109,11 +118,82 @@ class OffsetGrid:
 
 
 @dataclass(frozen=True)
+class Fp4Grid:
+    """E2M1 numbers in blocks of input channels, ``W = scale * q``: "mxfp4" or "nvfp4", as `epiloq.fp4_quantize` has
+    them.
+
+    divisor
+        Of "nvfp4": ``2688 / max|W|`` of the whole weight, which `for_weight` finds. Scales are numbers of E4M3 times
+        its reciprocal.
+    """
+
+    format: str
+    divisor: float | None = None
+    rows: ClassVar[int] = 1
+    # Represents every number of E2M1.
+    dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    reorders: ClassVar[bool] = False
+
+    @property
+    def group_size(self) -> int:
+        """Input channels that share a scale."""
+        return fp4.FORMATS[self.format].block_size
+
+    def length(self, channels: int) -> int:
+        """Input channels in a full block, however many a layer has."""
+        return self.group_size
+
+    def suited(self, weight: Tensor) -> Fp4Grid:
+        """This one: the format fixes the type of scales."""
+        return self
+
+    def for_weight(self, weight: Tensor) -> Fp4Grid:
+        """With the divisor of a weight, where the format has one and it is not known."""
+        if self.divisor is not None or not fp4.FORMATS[self.format].has_global_scale:
+            return self
+        return replace(self, divisor=fp4.divisor_of(weight).item())
+
+    def parameters(self, low: Tensor, high: Tensor) -> Parameters:
+        """Scales that span `low` to `high`, as far as the format's rule has them do so."""
+        reach = torch.maximum(-low, high)
+        if self.divisor is None:
+            return Parameters(fp4.scale_values(fp4.e8m0_scales(reach)))
+        factor = reach.new_tensor(self.divisor).reciprocal()
+        return Parameters(fp4.scale_values(fp4.e4m3_scales(reach, factor)) * factor)
+
+    def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
+        """q as float32 numbers: true division, ties to the even code, clamped. All arguments broadcast."""
+        return fp4.nearest(weight / parameters.scale)
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """``scale * q``, in the place of a float32 q."""
+        return q.mul_(parameters.scale)
+
+    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+        """The weight. Raises ValueError for one in another order than the layer's."""
+        _check_order(self, perm)
+        return CodedWeight(q, *parameters, self)
+
+    def stored(self, weight: CodedWeight) -> dict[str, Tensor]:
+        """A weight on this grid as tensors: `weight_q`, `weight_scale` and perhaps `weight_global_scale`, as
+        ``nn.Fp4Linear`` has them."""
+        q = torch.nn.functional.pad(weight.q.float(), (0, weight.q.shape[1] % 2))
+        codes = fp4.packed(fp4.codes_of(q))
+        if not fp4.FORMATS[self.format].has_global_scale:
+            byte = (torch.frexp(weight.scale).exponent - 1 + fp4.BIAS).to(torch.uint8)
+            return {"weight_q": codes, "weight_scale": byte}
+        divisor = weight.scale.new_tensor([1.0 if self.divisor is None else self.divisor])
+        # Whose numbers are so far apart that the product's rounding never reaches another.
+        scale = (weight.scale * divisor).to(torch.float8_e4m3fn)
+        return {"weight_q": codes, "weight_scale": scale, "weight_global_scale": divisor}
+
+
+@dataclass(frozen=True)
 class CodedWeight:
     """A layer's weight on one of these grids.
 
     q
-        float8_e4m3fn or int8 ``[N, K]``.
+        float8_e4m3fn or int8 ``[N, K]``; E2M1 numbers are among those of float8_e4m3fn.
     scale, offset
         float32 ``[ceil(N / rows), ceil(K / group_size)]``; no offset where the grid has none.
     """
@@ -121,7 +201,7 @@ class CodedWeight:
     q: Tensor
     scale: Tensor
     offset: Tensor | None
-    grid: Float8Grid | OffsetGrid
+    grid: Float8Grid | Fp4Grid | OffsetGrid
 
     @property
     def parameters(self) -> Parameters:
@@ -146,6 +226,6 @@ Calibrated: TypeAlias = QuantizedWeight | CodedWeight
 """What algorithms make of a layer's weight."""
 
 
-def _check_order(grid: Float8Grid | OffsetGrid, perm: Tensor | None) -> None:
+def _check_order(grid: Float8Grid | Fp4Grid | OffsetGrid, perm: Tensor | None) -> None:
     if perm is not None:
         raise ValueError(f"{grid}: expected columns in the layer's order: static groups, or no activation order")

@@ -15,10 +15,11 @@ from epiloq.weights.tensor_checks import check_memory, described, refuse
 _DEQUANTIZE, _QUANTIZE = "fp4_dequantize", "fp4_quantize"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 6.0
-# Between two neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6: the largest float32 that rounds down, ties to the even code.
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, LARGEST)
+# Between two neighbours of these: the largest float32 that rounds down, ties to the even code.
 _LAST_DOWN = (0.25, 0.75 - 2.0**-24, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
 # An exponent of E8M0 is stored with this added; 255 is NaN.
-_BIAS, _NAN = 127, 255
+BIAS, _NAN = 127, 255
 # Of E2M1's largest number, 4 * 1.5.
 _LARGEST_EXPONENT = 2
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
@@ -105,15 +106,15 @@ def code_values(codes: Tensor, k: int) -> Tensor:
 def dequantized_rows(
     codes: Tensor, scale: Tensor, global_scale: Tensor | None, k: int, dtype: torch.dtype, rows: slice
 ) -> Tensor:
-    """Some rows of a checked weight: products in float32, rounded once to `dtype`."""
+    """Some rows of a checked weight: code times the product of the scales in float32, rounded once to `dtype`."""
     values, factors = code_values(codes[rows], k), scale_values(scale[rows])
+    if global_scale is not None:
+        factors.mul_(global_scale if global_scale.numel() == 1 else global_scale[rows, None])
     size = _BY_DTYPE[scale.dtype].block_size
     whole = k // size
     values[:, : whole * size].unflatten(1, (whole, size)).mul_(factors[:, :whole, None])
     if k % size:
         values[:, whole * size :].mul_(factors[:, whole:])
-    if global_scale is not None:
-        values.mul_(global_scale if global_scale.numel() == 1 else global_scale[rows, None])
     return values.to(dtype)
 
 
@@ -131,7 +132,7 @@ def fp4_dequantize(
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """``W[n, k] = e2m1(codes[n, k]) * scale[n, k // block] * global_scale``: products in float32, rounded once.
+    """``W[n, k] = e2m1(codes[n, k]) * (scale[n, k // block] * global_scale)``: products in float32, rounded once.
 
     The sixteen codes are ``0, 0.5, 1, 1.5, 2, 3, 4, 6`` and, from 8 on, the same with a minus. A NaN scale (byte 255 of
     E8M0, 127 and 255 of E4M3) makes its block NaN. Without a global scale every W is exact in float32, but for numbers
@@ -186,8 +187,8 @@ def fp4_quantize(
     """Codes, block scales and global scale of a weight ``[N, K]``, each number rounded to the nearest, ties to even.
 
     "mxfp4" takes the scale of the Open Compute specification (OCP MX 1.0): ``2^(floor(log2(max|W|)) - 2)`` of a block,
-    and numbers beyond 6 become 6. "nvfp4" takes the rule of compressed-tensors and ModelOpt: ``global_scale = max|W| /
-    (6 * 448)`` of the weight, ``scale = max|W| / 6 / global_scale`` of a block, rounded to E4M3 and at least 2^-9.
+    and numbers beyond 6 become 6. "nvfp4" takes the rule of compressed-tensors and ModelOpt: ``global_scale = 1 / (6 *
+    448 / max|W|)`` of the weight, ``scale = max|W| / 6 / global_scale`` of a block, rounded to E4M3 and at least 2^-9.
     Numbers are divided by the scale as it is stored, in float32. A block of zeros has scale 1; a block with NaN or an
     infinity, which E2M1 has none of, has a NaN scale.
 
@@ -208,7 +209,7 @@ def fp4_quantize(
     chosen = _checked(weight, format, global_scale)
     n, k = weight.shape
     if chosen.has_global_scale:
-        global_scale = _whole_scale(weight) if global_scale is None else global_scale.reshape(1)
+        global_scale = divisor_of(weight).reciprocal() if global_scale is None else global_scale.reshape(1)
     codes = weight.new_empty((n, -(-k // 2)), dtype=torch.uint8)
     scale = weight.new_empty((n, -(-k // chosen.block_size)), dtype=chosen.scale_dtype)
     for rows in pieces(n, k, _AT_ONCE):
@@ -239,14 +240,17 @@ def _no(argument: str, expected: object, got: object) -> NoReturn:
     refuse(_QUANTIZE, argument, expected, got)
 
 
-def _whole_scale(weight: Tensor) -> Tensor:
-    """``max|W| / (6 * 448)`` of the finite numbers, ``[1]``; 1 of a weight without others than 0."""
+def divisor_of(weight: Tensor) -> Tensor:
+    """``6 * 448 / max|W|`` of the finite numbers, float32 ``[1]``; 1 of a weight without others than 0.
+
+    compressed-tensors stores it; its reciprocal is the global scale. At most 2^126, whose reciprocal is normal.
+    """
     highest = weight.new_zeros(1, dtype=torch.float32)
     for rows in pieces(weight.shape[0], weight.shape[1], _AT_ONCE) if weight.numel() else ():
         size = weight[rows].abs()
         highest = torch.maximum(highest, size.where(size.isfinite(), 0).amax().float())
-    scale = highest / (LARGEST * _E4M3.max)
-    return torch.where(highest == 0, 1.0, scale.clamp(min=torch.finfo(torch.float32).tiny))
+    divisor = highest.new_tensor(LARGEST * _E4M3.max) / highest
+    return torch.where(highest == 0, 1.0, divisor.clamp(max=2.0**126))
 
 
 def _quantized(weight: Tensor, chosen: Fp4Format, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -254,7 +258,7 @@ def _quantized(weight: Tensor, chosen: Fp4Format, global_scale: Tensor | None) -
     (n, k), size = weight.shape, chosen.block_size
     blocks = torch.nn.functional.pad(weight, (0, -k % size)).view(n, -(-k // size), size)
     highest = blocks.abs().amax(2) if blocks.numel() else blocks.new_zeros(blocks.shape[:2])
-    scale = _e8m0(highest) if global_scale is None else _e4m3(highest, global_scale)
+    scale = e8m0_scales(highest) if global_scale is None else e4m3_scales(highest, global_scale)
     factor = scale_values(scale)
     if global_scale is not None:
         factor = factor * global_scale
@@ -263,14 +267,16 @@ def _quantized(weight: Tensor, chosen: Fp4Format, global_scale: Tensor | None) -
     return packed(codes_of(quotients)[:, : k + k % 2]), scale
 
 
-def _e8m0(highest: Tensor) -> Tensor:
+def e8m0_scales(highest: Tensor) -> Tensor:
+    """Bytes of the scales of blocks, given the largest magnitude of each: ``2^(floor(log2(highest)) - 2)``."""
     exponent = torch.frexp(highest).exponent - 1 - _LARGEST_EXPONENT
-    byte = (exponent + _BIAS).clamp(0, _NAN - 1)
-    byte = torch.where(highest == 0, _BIAS, byte)
+    byte = (exponent + BIAS).clamp(0, _NAN - 1)
+    byte = torch.where(highest == 0, BIAS, byte)
     return torch.where(highest.isfinite(), byte, _NAN).to(torch.uint8)
 
 
-def _e4m3(highest: Tensor, global_scale: Tensor) -> Tensor:
+def e4m3_scales(highest: Tensor, global_scale: Tensor) -> Tensor:
+    """Scales of blocks, float8_e4m3fn, given the largest magnitude of each: ``highest / 6 / global_scale``."""
     scale = (highest / LARGEST / global_scale).clamp(_SMALLEST_E4M3, _E4M3.max)
     scale = torch.where(highest == 0, 1.0, scale)
     return torch.where(highest.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
@@ -279,8 +285,14 @@ def _e4m3(highest: Tensor, global_scale: Tensor) -> Tensor:
 def codes_of(values: Tensor) -> Tensor:
     """The codes, uint8 of `values`' shape, of the nearest E2M1 numbers; ties to even, beyond 6 is 6, NaN is a zero."""
     between = torch.tensor(_LAST_DOWN, device=values.device)
-    size = torch.bucketize(values.abs().nan_to_num(nan=0.0), between, out_int32=True).to(torch.uint8)
+    size = torch.bucketize(values.abs().nan_to_num(nan=0.0).contiguous(), between, out_int32=True).to(torch.uint8)
     return size | (values.signbit().to(torch.uint8) << 3)
+
+
+def nearest(values: Tensor) -> Tensor:
+    """The nearest E2M1 numbers, as `codes_of` has them, in float32."""
+    sizes = torch.tensor(_SIZES, device=values.device)
+    return sizes[(codes_of(values) & 7).int()].copysign(values)
 
 
 def packed(codes: Tensor) -> Tensor:

@@ -64,6 +64,9 @@ class Codebook(Protocol[_Kept]):
     def suited(self, weight: Tensor) -> Codebook[_Kept]:
         """The grid to fit to a weight: this one, or one whose parameters are of a finer type."""
 
+    def for_weight(self, weight: Tensor) -> Codebook[_Kept]:
+        """The grid with what all groups of a weight have in common; this one where they have nothing."""
+
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """What spans the values of groups from the smallest to the largest, each float32."""
 
@@ -119,6 +122,7 @@ def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -
 @torch.no_grad()
 def rtn(weight: Tensor, grid: Codebook[Kept], moments: Tensor | None = None) -> Kept:
     """Round a weight ``[N, K]`` to the nearest points of a grid; `moments` clips, as for `fit`."""
+    grid = grid.for_weight(weight)
     parameters = fit(weight, grid, moments)
     q = grid.round(weight.float(), spread(parameters, grid, weight.shape))
     return grid.kept(q.to(grid.dtype), parameters)

@@ -31,8 +31,9 @@ def dequantized(codes: Tensor, scale: Tensor, global_scale: Tensor | None, k: in
     low, high = codes.cpu() & 15, codes.cpu() >> 4
     values = numbers[torch.stack((low, high), 2).flatten(1).long()][:, :k]
     of_blocks = scales[scale.cpu().view(torch.uint8).long()].repeat_interleave(BLOCK[scale.dtype], 1)[:, :k]
-    whole = 1.0 if global_scale is None else global_scale.cpu().double().reshape(-1, 1)
-    return (values * of_blocks * whole).to(codes.device)
+    if global_scale is not None:  # The product of the scales is rounded to float32.
+        of_blocks = (of_blocks * global_scale.cpu().double().reshape(-1, 1)).float().double()
+    return (values * of_blocks).to(codes.device)
 
 
 def weight(

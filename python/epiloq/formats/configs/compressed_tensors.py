@@ -14,6 +14,7 @@ from epiloq.formats.layouts.base import FormatError, flag
 
 METHOD = "compressed-tensors"
 PACKED, INTEGER, FLOAT, FORMER = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
 
 _KNOWN = {"quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}
@@ -25,6 +26,11 @@ _NUMBERS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_st
 # How scales were found, and types of tensors, which the files tell.
 _OBSERVED = {"actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 _STRATEGIES = ("tensor", "channel", "group", "block")
+# Of FP4 weights: what shares scales, weights in a block, and the type of its scale, as the package names them.
+_FP4 = {
+    NVFP4: ("tensor_group", 16, "torch.float8_e4m3fn"),
+    MXFP4: ("group", 32, "torch.uint8"),
+}
 _CACHE = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"} | _OBSERVED
 
 
@@ -109,6 +115,8 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
         if inputs is not None:
             raise FormatError(f"{METHOD}: weights: expected an object beside input_activations, got None")
         return None
+    if weights.kind == "fp4":
+        return _fp4(group, weights, inputs, usual)
     if weights.dynamic or weights.strategy not in _STRATEGIES:
         raise FormatError(f"{METHOD}: weights: expected scales in the files (tensor, channel, group or block)")
     if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric or weights.strategy == "group"):
@@ -138,6 +146,23 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
     return described
 
 
+def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, usual: str | None) -> Description:
+    """Of FP4 weights; whatever is said of activations, they stay in floating point."""
+    found = {(strategy, size): layout for layout, (strategy, size, _) in _FP4.items()}
+    layout = found.get((weights.strategy, weights.group_size))
+    if layout is None or not weights.symmetric or weights.dynamic:
+        said = {key: value for key, value in group["weights"].items() if value is not None}
+        raise FormatError(
+            f"{METHOD}: weights: expected symmetric FP4, tensor_group of 16 or group of 32, with scales in the files, "
+            f"got {said!r}"
+        )
+    named = group.get("format") or (usual if usual != MIXED else None)
+    if named not in (None, layout):
+        raise FormatError(f"{METHOD}: format: expected {layout}, got {named!r}")
+    of_inputs = None if inputs is None else Inputs(inputs.kind, inputs.strategy, inputs.dynamic, inputs.symmetric)
+    return Description(layout, "fp4", 4, "group", weights.group_size, inputs=of_inputs)
+
+
 def _layouts(kind: Kind, with_inputs: bool) -> tuple[str, ...]:
     """The layouts of such layers, the usual one first, and the former name last."""
     if kind == "fp8":
@@ -165,20 +190,23 @@ def _numbers(group: Mapping[str, Any], part: str) -> _Numbers | None:
     block, dynamic = _block(said.get("block_structure"), where), said.get("dynamic") or False
     if kind not in ("int", "float"):
         raise FormatError(f"{where}: type: expected int or float, got {kind!r}")
-    if not isinstance(dynamic, bool):
+    numbers: Kind = "int" if kind == "int" else "fp4" if said.get("num_bits") == 4 else "fp8"
+    # Beside FP4: blocks are scaled at run time, the whole tensor by a scale in the files.
+    if not isinstance(dynamic, bool) and not (numbers == "fp4" and dynamic == "local"):
         raise FormatError(f"{where}: dynamic: expected true or false, got {dynamic!r}")
     if (strategy == "block") != (block is not None):
         raise FormatError(f"{where}: block_structure: expected one of blocks, got {said.get('block_structure')!r}")
-    if strategy == "group" and not (type(size) is int and size > 0):
+    grouped = strategy in ("group", "tensor_group")
+    if grouped and not (type(size) is int and size > 0):
         raise FormatError(f"{where}: group_size: expected at least 1, got {size!r}")
     return _Numbers(
-        "fp8" if kind == "float" else "int",
+        numbers,
         said.get("num_bits", 8),
         strategy,
-        size if strategy == "group" and size is not None else -1,
+        size if grouped and size is not None else -1,
         block,
         flag(said, "symmetric", True, where),
-        dynamic,
+        bool(dynamic),
     )
 
 
@@ -234,7 +262,9 @@ def _group(described: Description, targets: list[str]) -> dict[str, Any]:
         weights["group_size"] = described.group_size
     if described.block is not None:
         weights["block_structure"] = list(described.block)
-    inputs = described.inputs
+    if described.kind == "fp4":
+        weights["strategy"], weights["group_size"], weights["scale_dtype"] = _FP4[described.layout]
+    inputs = None if described.kind == "fp4" else described.inputs
     activations = None if inputs is None else _said(inputs.kind, inputs.symmetric, inputs.strategy, 8, inputs.dynamic)
     if inputs is not None and activations is not None and inputs.strategy == "group":
         activations["group_size"] = inputs.group_size
@@ -242,5 +272,5 @@ def _group(described: Description, targets: list[str]) -> dict[str, Any]:
 
 
 def _said(kind: Kind, symmetric: bool, strategy: str, bits: int, dynamic: bool) -> dict[str, Any]:
-    number = "float" if kind == "fp8" else "int"
+    number = "int" if kind == "int" else "float"
     return {"num_bits": bits, "type": number, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}

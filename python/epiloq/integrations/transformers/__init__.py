@@ -29,10 +29,11 @@ from transformers.quantizers.auto import (
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint, described_beside
 from epiloq.formats.readers import CONFIGS
+from epiloq.integrations.transformers import mxfp4
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.quantizer import EpiloqQuantizer
 
-METHODS = (METHOD, *CONFIGS)
+METHODS = (METHOD, *CONFIGS, mxfp4.METHOD)
 
 __all__ = ["METHODS", "EpiloqConfig", "EpiloqQuantizer", "register", "unregister"]
 

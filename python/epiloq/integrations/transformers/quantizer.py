@@ -16,6 +16,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import apart, without_stacking
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, shared
+from epiloq.integrations.transformers import mxfp4
 from epiloq.integrations.transformers.config import EpiloqConfig
 from epiloq.integrations.transformers.layers import tensors_of
 from epiloq.integrations.transformers.parallel import Split, is_parallel
@@ -48,6 +49,11 @@ class EpiloqQuantizer(HfQuantizer):
         """Weights of experts that are apart, which transformers would stack."""
         self.split: Split | None = None
         """How several ranks share the model."""
+
+    @property
+    def _is_mxfp4(self) -> bool:
+        """Whether a directory was written as GPT-OSS's own are."""
+        return bool(self.pre_quantized and self.quantization_config.quant_method == mxfp4.METHOD)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
@@ -82,6 +88,11 @@ class EpiloqQuantizer(HfQuantizer):
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
             checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+            if self._is_mxfp4:
+                if parallel:
+                    raise ValueError(f"{_NAME}: tp_plan: expected none for experts of {mxfp4.METHOD}, got one")
+                mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
+                return model
             self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
             self.apart, self.sharing = apart(model), shared(checkpoint)
             self.split = Split(model, checkpoint) if parallel else None
@@ -90,6 +101,9 @@ class EpiloqQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.split is not None:
             self.split.open_(model)
+        if self._is_mxfp4:
+            mxfp4.settle_experts_(model)
+            return model
         if self.pre_quantized:
             open_layers(model, self.sharing)
             return model
@@ -118,6 +132,8 @@ class EpiloqQuantizer(HfQuantizer):
 
     def _whole_state(self, model: Any) -> dict[str, Tensor]:
         said, state = self.quantization_config.to_dict(), file_state(model)
+        if self._is_mxfp4:
+            return state
         layers = epiloq_modules.layers_of(model)
         if self.quantization_config.quant_method == epiloq_modules.METHOD:
             said, sharing = epiloq_modules.said_of(model)

@@ -65,7 +65,7 @@ def gptq(
     order = matrix.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
     order = order.to(weight.device)
     upper = inverse_factor(matrix[order][:, order], dampening).float()
-    groups = _Groups(weight, grid, moments, order, static_groups)
+    groups = _Groups(weight, grid.for_weight(weight), moments, order, static_groups)
     # Transposed, so that each step works on contiguous rows.
     rest = weight.t()[order].float()
     q = torch.empty(rest.shape, dtype=grid.dtype, device=weight.device)

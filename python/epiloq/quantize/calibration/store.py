@@ -14,7 +14,7 @@ from torch import Tensor
 from epiloq.files import write_text
 from epiloq.quantize.calibration.static import InputErrors
 from epiloq.quantize.calibration.work import Block
-from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.codebooks import Calibrated, Fp4Grid
 from epiloq.weights.grid import InputGrid, QuantizedWeight
 from epiloq.weights.rounding import Codebook, Parameters
 
@@ -81,7 +81,10 @@ class Store:
 
     def _weight(self, tensors: Mapping[str, Tensor], layer: str) -> Calibrated:
         parameters = Parameters(tensors[f"scale/{layer}"], tensors.get(f"shift/{layer}"))
-        weight = self.grid_of(layer).kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
+        grid, divisor = self.grid_of(layer), tensors.get(f"divisor/{layer}")
+        if isinstance(grid, Fp4Grid) and divisor is not None:
+            grid = replace(grid, divisor=divisor.item())
+        weight = grid.kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
         return replace(weight, inputs=_inputs(tensors, layer)) if isinstance(weight, QuantizedWeight) else weight
 
     def discard(self) -> None:
@@ -121,6 +124,8 @@ def _parts(weight: Calibrated) -> dict[str, Tensor | None]:
         parts["perm"] = weight.perm
         if weight.inputs is not None:
             parts |= {"input_scale": weight.inputs.scale, "input_zero": weight.inputs.zero}
+    elif isinstance(weight.grid, Fp4Grid) and weight.grid.divisor is not None:
+        parts["divisor"] = scale.new_tensor([weight.grid.divisor])
     return parts
 
 

@@ -230,7 +230,7 @@ class Work:
 
     def _guided(self, weight: Tensor, hessians: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
         """A layer's weight, slices of its rows each by their own Hessian."""
-        slices = weight.tensor_split(len(hessians))
+        slices, grid = weight.tensor_split(len(hessians)), grid.for_weight(weight)
         return joined([self._rounded(part, own, grid) for part, own in zip(slices, hessians, strict=True) if len(part)])
 
     def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -1,0 +1,215 @@
+"""GPT-OSS's own checkpoints, experts in MXFP4: opened without the packages that transformers needs for that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import epiloq
+import epiloq.integrations.transformers as integration
+import fp4_reference
+from epiloq.nn import Fp4Experts
+
+# Other tests want transformers as it is.
+integration.unregister()
+
+TOKENS = torch.arange(24).view(2, 12) * 5 + 1
+LAYER = "model.layers.0.mlp.experts"
+EXPERTS, HIDDEN, INTERMEDIATE = 5, 64, 96
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        vocab_size=256,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    model = transformers.GptOssForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.3 if "bias" in name or "router" in name else 0.1)
+    return model
+
+
+def blocks_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and scales, as the files have them, of stacked matrices ``[E, K, N]``."""
+    parts = [epiloq.fp4_quantize(matrix.t(), "mxfp4")[:2] for matrix in weight.float()]
+    codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
+    return codes.view(*scales.shape, 16), scales
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model in bfloat16, its experts in blocks."""
+    torch.manual_seed(0)
+    where = tmp_path_factory.mktemp("gpt_oss") / "model"
+    gpt_oss().bfloat16().save_pretrained(where)
+    tensors = load_file(where / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks_of(tensors.pop(name))
+    save_file(tensors, where / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((where / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    (where / "config.json").write_text(json.dumps(config))
+    return where
+
+
+def opened(where: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS.to(model.device)).logits.float()  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_it_computes_what_transformers_does(folder: Path) -> None:
+    integration.unregister()
+    expected = logits(opened(folder))
+    integration.register()
+    ours = opened(folder)
+    experts = ours.get_submodule(LAYER)
+    assert isinstance(experts, Fp4Experts) and (experts.alpha, experts.limit) == (1.702, 7.0)
+    found = logits(ours)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    half = logits(opened(folder, torch.bfloat16))
+    assert float((half - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_experts_stay_in_four_bits(folder: Path, tmp_path: Path) -> None:
+    ours = opened(folder)
+    experts = ours.get_submodule(LAYER)
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in experts.state_dict().items():
+        assert torch.equal(tensor, stored[f"{LAYER}.{name}"].to(tensor.dtype)), name
+        assert tensor.dtype == (torch.float32 if "bias" in name else torch.uint8)
+    assert not any(parameter.requires_grad for parameter in experts.parameters())
+    half = opened(folder, torch.bfloat16)
+    half.save_pretrained(tmp_path / "saved")
+    again = load_file(tmp_path / "saved" / "model.safetensors")
+    assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
+    assert torch.equal(logits(opened(tmp_path / "saved", torch.bfloat16)), logits(half))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_against_float64(dtype: torch.dtype, seed: int, device: str) -> None:
+    tokens, top_k = 11, 3
+    experts = Fp4Experts(EXPERTS, HIDDEN, INTERMEDIATE, limit=2.0, dtype=dtype)
+    state = {name: torch.randint(0, 256, t.shape, dtype=torch.uint8) for name, t in experts.state_dict().items()}
+    for name, tensor in state.items():
+        if name.endswith("scales"):
+            state[name] = tensor % 6 + 120
+        if name.endswith("bias"):
+            state[name] = torch.randn(tensor.shape).to(dtype)
+    experts.load_state_dict(state)
+    experts.to(device)
+    x = torch.randn(tokens, HIDDEN).to(dtype)
+    index = torch.rand(tokens, EXPERTS).argsort(1)[:, :top_k]
+    weights = torch.rand(tokens, top_k).to(dtype)
+    found = experts(x.to(device), index.to(device), weights.to(device))
+    wide = {
+        name: fp4_reference.dequantized(blocks.flatten(2).flatten(0, 1), state[f"{name}_scales"].flatten(0, 1), None, k)
+        for name, k in (("gate_up_proj", HIDDEN), ("down_proj", INTERMEDIATE))
+        for blocks in [state[f"{name}_blocks"]]
+    }
+    expected = torch.zeros(tokens, HIDDEN, dtype=torch.float64)
+    for token in range(tokens):
+        for place in range(top_k):
+            expert = int(index[token, place])
+            gate_up = wide["gate_up_proj"].view(EXPERTS, -1, HIDDEN)[expert] @ x[token].double()
+            gate_up += state["gate_up_proj_bias"][expert].double()
+            gate, up = gate_up[::2].clamp(max=2.0), gate_up[1::2].clamp(-2.0, 2.0)
+            gated = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            down = (
+                wide["down_proj"].view(EXPERTS, HIDDEN, -1)[expert] @ gated + state["down_proj_bias"][expert].double()
+            )
+            expected[token] += weights[token, place].double() * down
+    error = (found.cpu().double() - expected).norm() / expected.norm()
+    assert found.dtype == dtype and error < (1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
+
+
+def test_gradients_reach_the_input(seed: int) -> None:
+    experts = Fp4Experts(2, 32, 32)
+    experts.gate_up_proj_blocks.random_(0, 256)
+    experts.down_proj_blocks.random_(0, 256)
+    experts.gate_up_proj_scales.fill_(124)
+    experts.down_proj_scales.fill_(124)
+    x = torch.randn(3, 32, requires_grad=True)
+    index, weights = torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    v, dy = torch.randn(3, 32), torch.randn(3, 32)
+    (dx,) = torch.autograd.grad(experts(x, index, weights), x, dy)
+    step = 1e-2
+    with torch.no_grad():
+        slope = ((experts(x + step * v, index, weights) - experts(x - step * v, index, weights)) * dy).sum() / 2 / step
+    torch.testing.assert_close((dx * v).sum(), slope, rtol=0.02, atol=0.02)
+
+
+def test_no_tokens_and_wrong_inputs() -> None:
+    experts = Fp4Experts(3, 32, 64)
+    none = experts(torch.zeros(0, 32), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    assert none.shape == (0, 32)
+    for arguments, said in (
+        ((torch.zeros(2, 31), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)), r"hidden_states: .*\[T, 32\]"),
+        ((torch.zeros(2, 32), torch.full((2, 1), 3), torch.zeros(2, 1)), "top_k_index: expected numbers of 0 to 2"),
+        ((torch.zeros(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 2)), "top_k_weights: expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            experts(*arguments)
+    for sizes, said in (((3, 33, 64), "hidden: expected a multiple of 32"), ((0, 32, 32), "experts: expected")):
+        with pytest.raises(ValueError, match=said):
+            Fp4Experts(*sizes)
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("tensor", (f"{LAYER}.down_proj_scales", None), r"down_proj_scales: expected a tensor, found none"),
+    ("tensor", (f"{LAYER}.down_proj_scales", torch.zeros(5, 64, 2)), r"down_proj_scales: expected torch\.uint8"),
+    (
+        "tensor",
+        (f"{LAYER}.down_proj_blocks", torch.zeros(5, 64, 3, 8, dtype=torch.uint8)),
+        "down_proj_blocks: expected",
+    ),
+    ("config", {"modules_to_not_convert": [LAYER]}, "leaves them in floating point"),
+    ("config", {"group_size": 16}, "group_size: epiloq does not know what it does"),
+]
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize(("what", "change", "said"), BAD)
+def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, said: str) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    if what == "config":
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    else:
+        tensors = load_file(folder / "model.safetensors")
+        name, tensor = change
+        tensors.pop(name)
+        save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        opened(tmp_path)
