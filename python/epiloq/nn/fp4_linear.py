@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.nn.dense_rows import dense_rows
-from epiloq.nn.prepared_linear import FLOAT_DTYPES, PreparedLinear, as_stored, check_choice, check_linear
-from epiloq.nn.quantized_layer import convert_input
+from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, as_stored, check_choice, check_linear
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.weights.fp4 import FORMATS, divisor_of
 
 

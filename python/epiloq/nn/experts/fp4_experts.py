@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.base.quantized_layer import StoredTensors, convert_input
 from epiloq.nn.experts.expert_linears import Routing, check_routing
-from epiloq.nn.quantized_layer import StoredTensors, convert_input
 from epiloq.weights.fp4 import FORMATS
 
 _BLOCK = FORMATS["mxfp4"].block_size
