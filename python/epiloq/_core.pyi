@@ -26,6 +26,16 @@ def check_conv2d_int8(
     groups: int,
     kernel: tuple[int, int] | None = None,
 ) -> bool: ...
+def check_decode_attention(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
+) -> None: ...
 def check_groupwise_mm(
     out: Tensor,
     a: Tensor,
@@ -187,6 +197,16 @@ def conv2d_weight_only(
     groups: int,
     threads: int = 1,
     forced: tuple[str, int, int] | None = None,
+) -> bool: ...
+def decode_attention(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
 ) -> bool: ...
 def dequantize_table(
     out: Tensor, codes: Tensor, table: Tensor, scale: Tensor, n: int, k: int, block_size: int

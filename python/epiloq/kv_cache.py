@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,22 @@ def dequantize_heads(q: Tensor, scale: Tensor, kind: str) -> Tensor:
     return (values.float() * scale.float()).to(scale.dtype)
 
 
+# The attention of `optimize_` that takes `Stored` in the place of keys and values.
+READS_STORED = "epiloq_sdpa_of_stored"
+
+
+class Stored(NamedTuple):
+    """Keys or values as a cache holds them."""
+
+    q: Tensor
+    scale: Tensor
+    kind: str
+
+    def dequantize(self) -> Tensor:
+        """``[B, H, T, D]`` in the scale's dtype."""
+        return dequantize_heads(self.q, self.scale, self.kind)
+
+
 class _Scaled:
     """What both kinds of layers share: scales beside ``keys`` and ``values``, which are bytes."""
 
@@ -51,6 +67,8 @@ class _Scaled:
     values: Any
     key_scale: Any = None
     value_scale: Any = None
+    config: Any = None
+    """Of the model, which says how it attends now."""
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +76,15 @@ class _Scaled:
         held = (self.keys, self.values, self.key_scale, self.value_scale)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    def _restored(self) -> tuple[Tensor, Tensor]:
-        keys = dequantize_heads(self.keys, self.key_scale, self.kind)
-        return keys, dequantize_heads(self.values, self.value_scale, self.kind)
+    def _handed(self) -> tuple[Any, Any]:
+        """All keys and values for attention: de-quantised, unless it reads them as they are."""
+        keys, values = (
+            Stored(self.keys, self.key_scale, self.kind),
+            Stored(self.values, self.value_scale, self.kind),
+        )
+        if getattr(self.config, "_attn_implementation", None) == READS_STORED:
+            return keys, values
+        return keys.dequantize(), values.dequantize()
 
     def offload(self) -> None:
         super().offload()  # type: ignore[misc]
@@ -79,9 +103,9 @@ class _Scaled:
 class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer that grows: keys and values ``[B, H, T, D]`` as bytes, a scale for each token and head."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, config: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kind = kind
+        self.kind, self.config = kind, config
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin without tokens; type, device and heads are those of the first states."""
@@ -90,15 +114,15 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-c
         self.values, self.value_scale = quantize_heads(value_states[:, :, :0], self.kind)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append tokens; gives the keys and values of all, as they are stored, de-quantised."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens; gives the keys and values of all, as they are stored."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         held = (self.keys, self.key_scale, self.values, self.value_scale)
         new = (*quantize_heads(key_states, self.kind), *quantize_heads(value_states, self.kind))
         joined = [torch.cat((old, tensor), -2) for old, tensor in zip(held, new, strict=True) if old is not None]
         self.keys, self.key_scale, self.values, self.value_scale = joined
-        return self._restored()
+        return self._handed()
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -134,9 +158,9 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-c
 class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-call]
     """A layer of fixed size for compiled code: bytes ``[B, H, max_cache_len, D]``, a scale for each token and head."""
 
-    def __init__(self, max_cache_len: int, kind: str) -> None:
+    def __init__(self, max_cache_len: int, kind: str, config: Any = None) -> None:
         super().__init__(max_cache_len)
-        self.kind = kind
+        self.kind, self.config = kind, config
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the tensors, of zeros; type, device and heads are those of the first states."""
@@ -149,8 +173,8 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
             for tensor in (self.keys, self.values, self.key_scale, self.value_scale):
                 torch._dynamo.mark_static_address(tensor)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write tokens behind those that are there; gives the keys and values of all places, de-quantised."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Write tokens behind those that are there; gives the keys and values of all places, as they are stored."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
@@ -160,7 +184,7 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         new = (*quantize_heads(key_states, self.kind), *quantize_heads(value_states, self.kind))
         for tensor, states in zip(held, new, strict=True):
             tensor.index_copy_(2, places, states)
-        return self._restored()
+        return self._handed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences of these indices, as beam search does, in the same memory."""
@@ -177,7 +201,8 @@ class QuantizedCache(Cache):
     What attention reads is what is stored, of the new tokens too, so that results do not depend on how a prompt was cut
     into calls. Layers with a sliding window keep the model's type, for they hold the window alone.
 
-    A layer's keys and values are de-quantised whole in each call, before attention reads them: a temporary of the
+    After ``epiloq.optimize_(model)`` a step of decode reads the cache as it is stored. Otherwise, and for several new
+    tokens at a time, a layer's keys and values are de-quantised whole before attention reads them: a temporary of the
     layer's size in the model's type, and a pass over it more.
 
     Args:
@@ -200,11 +225,13 @@ class QuantizedCache(Cache):
         else:
             layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
 
+        text_config = config.get_text_config(decoder=True)
+
         def quantised(layer: Any) -> Any:
             if type(layer) is DynamicLayer:
-                return QuantizedDynamicLayer(dtype)
+                return QuantizedDynamicLayer(dtype, text_config)
             if type(layer) is StaticLayer:
-                return QuantizedStaticLayer(layer.max_cache_len, dtype)
+                return QuantizedStaticLayer(layer.max_cache_len, dtype, text_config)
             if type(layer) in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer):
                 return layer
             raise ValueError(

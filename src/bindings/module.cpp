@@ -56,6 +56,7 @@ PYBIND11_MODULE(_core, module) {
       py::arg("parallel"));
   register_conv2d_int8(module);
   register_conv2d_weight_only(module);
+  register_decode_attention(module);
   register_groupwise_mm(module);
   register_host_products(module);
   register_linear(module);

@@ -69,3 +69,38 @@ def test_grouped_attention(seed: int, masked: bool, tokens: int, heads: int, sha
     expected = (scores.softmax(-1) @ value.repeat_interleave(heads // shared, 1)).transpose(1, 2)
     assert result.shape == (3, tokens, heads, 16)
     torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor, cache: object) -> Tensor:
+        keys, values = self.k(x), self.v(x)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer)
+        return attention_interface(self, x, keys, values)  # noqa: F821
+
+
+class Repeats(nn.Module):
+    def forward(self, x: Tensor, cache: object) -> Tensor:
+        keys, values = cache.update(x, x, self.layer)
+        values = repeat_kv(values)  # noqa: F821
+        return attention_interface(self, x, keys, values)  # noqa: F821
+
+
+class Measures(nn.Module):
+    def forward(self, x: Tensor, cache: object) -> Tensor:
+        keys, values = cache.update(x, x, self.layer)
+        return attention_interface(self, x, keys, values, keys.shape[-2])  # noqa: F821
+
+
+class Keeps(nn.Module):
+    def forward(self, x: Tensor, cache: object) -> Tensor:
+        held = cache.update(x, x, self.layer)
+        return attention_interface(self, x, *held)  # noqa: F821
+
+
+def test_who_attends_to_what_is_stored() -> None:
+    assert structure.attends_to_what_is_stored([Attends, Twice])
+    assert structure.attends_to_what_is_stored([llama.LlamaAttention, llama.LlamaMLP])
+    for other in (Repeats, Measures, Keeps):
+        assert not structure.attends_to_what_is_stored([Attends, other]), other
+    assert not structure.attends_to_what_is_stored([Twice])

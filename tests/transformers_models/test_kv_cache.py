@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from torch import Tensor
 
 import epiloq
+from epiloq import kv_cache
 from epiloq.kv_cache import QuantizedCache, dequantize_heads, quantize_heads
 from tiny_teacher import tiny_model
 
@@ -179,3 +180,55 @@ def test_refused() -> None:
     if hybrid is not None:
         with pytest.raises(ValueError, match="expected layers of full attention or sliding windows, got Linear"):
             epiloq.QuantizedCache(hybrid(num_hidden_layers=4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [None, 40])
+def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `optimize_` a step of decode de-quantises nothing, a padded one neither, and gives what it gave before."""
+    found, ids = epiloq.quantize_(model(), "w8a16"), torch.randint(1, 256, (2, 12))
+    name, mask = argument(found), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
+
+    def steps() -> list[Tensor]:
+        cache: Any = QuantizedCache(found.config, kind, length)
+        logits = [found(ids[:, :9], attention_mask=mask[:, :9], use_cache=True, **{name: cache}).logits]
+        for at in (9, 10, 11):
+            if logits[1:]:
+                monkeypatch.setattr(kv_cache, "dequantize_heads", refuse)
+            some = found(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], use_cache=True, **{name: cache})
+            logits.append(some.logits)
+        monkeypatch.undo()
+        return logits[1:]
+
+    def refuse(*_: Any) -> Any:
+        if found.config._attn_implementation == kv_cache.READS_STORED:
+            raise AssertionError("the cache was de-quantised")
+        return original(*_)
+
+    original = kv_cache.dequantize_heads
+    with torch.no_grad():
+        expected = steps()
+        assert epiloq.optimize_(found).grouped_attention
+        assert found.config._attn_implementation == kv_cache.READS_STORED
+        for after, before in zip(steps(), expected, strict=True):
+            torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+        # Back on another attention the same cache gives keys and values de-quantised.
+        found.set_attn_implementation("eager")
+        for after, before in zip(steps(), expected, strict=True):
+            torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_decode_of_what_is_stored_compiles(seed: int) -> None:
+    found, ids = epiloq.optimize_, torch.randint(1, 256, (1, 6))
+    made = epiloq.quantize_(model(), "w8a16")
+    found(made)
+    name = argument(made)
+    logits = []
+    for call in (made, torch.compile(made, fullgraph=True, backend="aot_eager")):
+        cache: Any = QuantizedCache(made.config, "int8", 16)
+        with torch.no_grad():
+            made(ids, use_cache=True, **{name: cache})
+            logits.append(call(ids[:, :1], use_cache=True, **{name: cache}).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)

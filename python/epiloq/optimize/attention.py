@@ -1,14 +1,19 @@
-"""Decode with grouped query heads: keys and values are read once for all query heads that share them.
+"""Decode that reads keys and values once for the query heads that share them, and a quantised cache as it is stored.
 
-transformers repeats keys and values for each query head where there is a mask, as with a static cache. The query heads
-of one key head are rows of one small product instead: for a single new token that is only another shape.
+transformers repeats keys and values for each query head where there is a mask, as with a static cache, and attention
+kernels for many tokens use a fraction of a GPU for one. `epiloq.ops.decode_attention` takes the single new token of
+each sequence instead; several at a time go to transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from epiloq.ops.decode_attention import decode_attention
+from epiloq.optimize.structure import attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
 
@@ -16,39 +21,63 @@ NAME = "epiloq_sdpa"
 def grouped_sdpa(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, result
-    ``[B, T, H, D]``. Anything but one token (T = 1) of grouped heads goes to transformers' own ``sdpa``."""
+    """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, or `Stored`
+    of a quantised cache; result ``[B, T, H, D]``. Anything but one token (T = 1) goes to transformers' own ``sdpa``."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    batch, heads, tokens, width = query.shape
-    shared_mask = attention_mask is None or attention_mask.shape[1] == 1
-    if tokens != 1 or heads == key.shape[1] or not shared_mask or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    from epiloq.kv_cache import Stored
+
+    is_stored = isinstance(key, Stored)
+    keys = key.q if is_stored else key
+    if _decodes(query, keys, value, attention_mask, is_stored) and kwargs.get("position_bias") is None:
+        mask = None if attention_mask is None else attention_mask[:, 0, 0].contiguous()
+        scales = (key.scale[..., 0], value.scale[..., 0]) if is_stored else (None, None)
+        values = value.q if is_stored else value
+        result = decode_attention(
+            query[:, :, 0], keys, values, mask, key_scale=scales[0], value_scale=scales[1], scale=scaling
         )
-    grouped = query.reshape(batch, key.shape[1], -1, width)
-    result = nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        return result.unsqueeze(1), None
+    if is_stored:
+        key, value = key.dequantize(), value.dequantize()
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
-    return result.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
+    """Whether this is a step of decode that `decode_attention` takes."""
+    if query.shape[2] != 1 or (torch.is_grad_enabled() and query.requires_grad):
+        return False
+    by_heads = mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1))
+    if by_heads or (mask is not None and mask.shape[-1] != keys.shape[2]):
+        return False
+    return is_stored or (value.shape[-1] == query.shape[-1] and keys.dtype == query.dtype == value.dtype)
 
 
 def use_grouped_sdpa_(model: Any) -> bool:
-    """Let a model of transformers attend by `grouped_sdpa`, if it uses ``sdpa`` now; whether it does."""
+    """Let a model of transformers attend by `grouped_sdpa`, if it uses ``sdpa`` now; whether it does.
+
+    Where every layer hands what its cache gives to attention and does nothing else with it, a `QuantizedCache` gives
+    what it stores.
+    """
     if getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, grouped_sdpa)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    from epiloq.kv_cache import READS_STORED
+
+    for name in (NAME, READS_STORED):
+        AttentionInterface.register(name, grouped_sdpa)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    kinds = {type(module) for module in model.modules()}
+    model.set_attn_implementation(READS_STORED if attends_to_what_is_stored(kinds) else NAME)
     return True

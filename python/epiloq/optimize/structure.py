@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -96,6 +97,39 @@ def same_input(kind: Any, projections: tuple[str, ...]) -> bool:
     function = _parsed(kind)
     calls = [] if function is None else _calls(function, projections)
     return sorted(child for child, _ in calls) == sorted(projections) and len({name.id for _, name in calls}) == 1
+
+
+def attends_to_what_is_stored(kinds: Iterable[Any]) -> bool:
+    """Whether each class that updates a cache, of which there is one, hands what comes of it to attention alone."""
+    functions = [function for kind in kinds if (function := _parsed(kind)) is not None]
+    found = [(function, update) for function in functions for update in _updates(function)]
+    return bool(found) and all(_only_attends(function, update) for function, update in found)
+
+
+def _updates(function: ast.FunctionDef) -> list[ast.Assign]:
+    """``keys, values = cache.update(…)``."""
+    found = []
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(value=ast.Call(func=ast.Attribute(value=ast.Name(), attr="update"))):
+                found.append(node)
+    return found
+
+
+def _only_attends(function: ast.FunctionDef, update: ast.Assign) -> bool:
+    match update.targets:
+        case [ast.Tuple(elts=[ast.Name(id=keys), ast.Name(id=values)])]:
+            names = {keys, values}
+        case _:
+            return False
+    allowed = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Name(id="attention_interface"), args=arguments):
+                allowed |= {id(argument) for argument in arguments}
+    later = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in names and n.lineno > update.lineno]
+    last = update.end_lineno or update.lineno
+    return all(isinstance(n.ctx, ast.Load) and id(n) in allowed for n in later if n.lineno > last)
 
 
 def only_projects(kind: Any, argument: str, projections: tuple[str, ...]) -> bool:

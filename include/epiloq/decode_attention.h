@@ -1,0 +1,31 @@
+#pragma once
+
+#include <optional>
+
+#include "epiloq/export.h"
+#include "epiloq/tensor.h"
+
+namespace epiloq {
+
+// Attention of one new token per sequence over a key-value cache whose heads several query heads share:
+// out[b, h] = softmax over t of (scale q[b, h] . k[b, h / G, t]) applied to v[b, h / G, t], with G = H / H_kv, in fp32.
+// Keys and values are of the query's type, or integers of 8 bits with a scale per token and head: int8, or float8
+// (E4M3) as uint8. They are read as they are, once for all query heads that share them.
+struct DecodeAttention {
+  TensorView out;                         // [B, H, D] of the query's type, contiguous
+  TensorView query;                       // [B, H, D] float16 or bfloat16, dense along D, like key and value
+  TensorView key;                         // [B, H_kv, T, D]
+  TensorView value;                       // [B, H_kv, T, D] of key's type
+  std::optional<TensorView> mask{};       // bool as uint8 [B or 1, T]: tokens that count; all if there is none
+  std::optional<TensorView> key_scale{};  // [B, H_kv, T] of the query's type, dense along T; with 8 bits only
+  std::optional<TensorView> value_scale{};
+  float scale = 1;
+};
+
+EPILOQ_API void check(DecodeAttention const& call);
+
+// Launches and returns true; or does nothing and returns false where there is no kernel: a head width other than 64,
+// 128 or 256, float32, rows that do not start on 16 bytes, a device before SM80, the CPU.
+EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
+
+}  // namespace epiloq

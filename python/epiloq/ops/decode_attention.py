@@ -1,0 +1,153 @@
+"""Attention of one new token per sequence over a key-value cache, whose heads several query heads share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+
+_NAME = "decode_attention"
+# Tokens of an 8-bit cache that are in float32 at a time where there is no kernel.
+_AT_ONCE = 1024
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``softmax(scale * q @ k.T) @ v`` for one token per sequence, keys and values read as they are stored.
+
+    With G = H / H_kv, query heads ``h G`` to ``h G + G - 1`` share key head ``h``. On CUDA, for heads of 64, 128 or 256
+    elements of 16 bits, a kernel reads keys and values once for them and splits the tokens among CTAs; scores, softmax
+    and sums are in fp32. Scales multiply scores and probabilities, so that no 16-bit copy of an 8-bit cache is made.
+    Elsewhere torch computes it, an 8-bit cache some tokens at a time.
+
+    Args:
+        query: ``[B, H, D]`` float16, bfloat16 or float32, dense along D.
+        key, value: ``[B, H_kv, T, D]`` of query's dtype, dense along D; or int8, or float8_e4m3fn as uint8.
+        mask: bool ``[B, T]`` or ``[1, T]``, dense along T: tokens that count. Where none does the result is 0.
+        key_scale, value_scale: ``[B, H_kv, T]`` of query's dtype, dense along T, beside an 8-bit cache.
+        scale: 1 / sqrt(D) unless given.
+        out: ``[B, H, D]``, contiguous, sharing no memory with inputs; written and returned.
+
+    Returns:
+        ``[B, H, D]`` of query's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    arguments = (query, key, value, mask, key_scale, value_scale, scale)
+    if direct((query, key, value), (mask, key_scale, value_scale, out)):
+        return run(*arguments, out=out)
+    optional = {"mask": mask, "key_scale": key_scale, "value_scale": value_scale, "out": out}
+    expect_tensors(_NAME, {"query": query, "key": key, "value": value}, optional, writes=out is not None)
+    if out is None:
+        return refuse_backward(_NAME, torch.ops.epiloq.decode_attention(*arguments))
+    torch.ops.epiloq.decode_attention_out(*arguments, out=out)
+    return out
+
+
+@torch.no_grad()
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`decode_attention` for plain tensors."""
+    result = query.new_empty(query.shape) if out is None else out
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"epiloq.{_NAME}: mask: expected torch.bool, got {mask.dtype}")
+    of_bytes = None if mask is None else mask.view(torch.uint8)
+    arguments = (result, query, key, value, of_bytes, key_scale, value_scale, scale)
+    if not query.is_cuda:
+        _core.check_decode_attention(*arguments)
+    if query.is_cuda and _core.decode_attention(*arguments):
+        pass
+    elif key_scale is None:
+        _by_sdpa(result, query, key, value, mask, scale)
+    else:
+        _by_torch(result, query, key, value, mask, key_scale, value_scale, scale)
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _by_sdpa(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> None:
+    if out.numel() == 0:
+        return
+    # The query heads of one key head as rows of one product; cuDNN takes another kernel, and more CTAs, with
+    # enable_gqa.
+    (batch, heads, width), by_cudnn = query.shape, query.is_cuda and query.dtype != torch.float32
+    rows = query.unsqueeze(2) if by_cudnn else query.reshape(batch, key.shape[1], heads // key.shape[1], width)
+    result = torch.nn.functional.scaled_dot_product_attention(
+        rows, key, value, attn_mask=None if mask is None else mask[:, None, None], scale=scale, enable_gqa=by_cudnn
+    )
+    result = result.reshape(out.shape)
+    # Where no token counts torch gives NaN or 0.
+    out.copy_(result if mask is None else torch.where(mask.any(-1)[:, None, None], result, 0))
+
+
+def _by_torch(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_scale: Tensor,
+    value_scale: Tensor | None,
+    scale: float,
+) -> None:
+    """An 8-bit cache, in float32."""
+    (batch, heads, width), tokens = query.shape, key.shape[2]
+    if out.numel() == 0:
+        return
+    assert value_scale is not None
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width).float() * scale
+    scores = grouped.new_empty((*grouped.shape[:3], tokens))
+    for some in _pieces(tokens):
+        torch.matmul(grouped, _widened(key[:, :, some]).transpose(-1, -2), out=scores[..., some])
+    scores *= key_scale[:, :, None].float()
+    if mask is not None:
+        scores.masked_fill_(~mask[:, None, None], -torch.inf)
+    weights = torch.softmax(scores, -1).mul_(value_scale[:, :, None].float())
+    total = torch.zeros_like(grouped)
+    for some in _pieces(tokens):
+        total += weights[..., some] @ _widened(value[:, :, some])
+    total = total.reshape(out.shape)
+    out.copy_(total if mask is None else torch.where(mask.any(-1)[:, None, None], total, 0))
+
+
+def _pieces(tokens: int) -> list[slice]:
+    return [slice(first, min(first + _AT_ONCE, tokens)) for first in range(0, tokens, _AT_ONCE)]
+
+
+def _widened(values: Tensor) -> Tensor:
+    return (values.view(torch.float8_e4m3fn) if values.dtype == torch.uint8 else values).float()
+
+
+def _fake(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_scale, Tensor? value_scale"
+register_product(_NAME, f"{_TENSORS}, float scale", run, _fake)

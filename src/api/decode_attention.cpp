@@ -1,0 +1,146 @@
+#include "epiloq/decode_attention.h"
+
+#include "core/checks.h"
+#include "dispatch/arch.h"
+#include "epiloq/batch_invariant.h"
+#include "epiloq/device.h"
+#include "problems/decode_attention.h"
+
+namespace epiloq {
+namespace {
+
+using ops::decode_attention::Kind;
+using ops::decode_attention::Problem;
+using ops::decode_attention::Strides;
+
+constexpr std::int64_t kMostTokens = (std::int64_t{1} << 31) - 1024, kMostOnGrid = 65535;
+
+void expect_shape(Checker const& check, char const* argument, TensorView const& view,
+                  std::initializer_list<std::int64_t> shape) {
+  TensorView const expected(nullptr, view.dtype, view.device, shape);
+  bool fits = view.rank == expected.rank;
+  for (int i = 0; fits && i < view.rank; ++i) fits = view.shape[i] == expected.shape[i];
+  if (!fits) check.fail(argument, "expected ", describe(expected), ", got ", describe(view));
+  if (view.size(-1) > 1 && view.stride(-1) != 1)
+    check.fail(argument, "expected a dense last dimension, got ", describe(view));
+}
+
+Strides strides_of(TensorView const& view) {
+  return {view.strides[0], view.strides[1], view.rank > 3 ? view.strides[2] : 1};
+}
+
+void check_scales(DecodeAttention const& call, Checker const& check, bool has_bytes) {
+  for (auto const& [argument, scale] : {std::pair("key_scale", &call.key_scale), {"value_scale", &call.value_scale}}) {
+    if (scale->has_value() != has_bytes) {
+      check.fail(argument, has_bytes ? "expected scales beside 8-bit keys and values, got none"
+                                     : "expected none beside 16-bit keys and values, got scales");
+    }
+    if (!has_bytes) continue;
+    check.tensor(argument, **scale, {call.query.dtype});
+    expect_shape(check, argument, **scale, {call.key.shape[0], call.key.shape[1], call.key.shape[2]});
+  }
+}
+
+Problem checked(DecodeAttention const& call) {
+  Checker const check("decode_attention", call.query.device);
+  check.tensor("query", call.query, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("key", call.key, {call.query.dtype, DType::kInt8, DType::kUInt8});
+  check.tensor("value", call.value, {call.key.dtype});
+  check.tensor("out", call.out, {call.query.dtype});
+  if (call.key.rank != 4) check.fail("key", "expected [B, H, T, D], got ", describe(call.key));
+  std::int64_t const batches = call.key.shape[0], key_heads = call.key.shape[1], tokens = call.key.shape[2],
+                     width = call.key.shape[3];
+  if (call.query.rank != 3) check.fail("query", "expected [B, H, D], got ", describe(call.query));
+  std::int64_t const heads = call.query.shape[1];
+  if (key_heads < 1 || heads % key_heads != 0) {
+    check.fail("query", "expected a multiple of the ", key_heads, " heads of key, got ", describe(call.query));
+  }
+  expect_shape(check, "query", call.query, {batches, heads, width});
+  expect_shape(check, "key", call.key, {batches, key_heads, tokens, width});
+  expect_shape(check, "value", call.value, {batches, key_heads, tokens, width});
+  expect_shape(check, "out", call.out, {batches, heads, width});
+  check.contiguous("out", call.out);
+  if (tokens > kMostTokens || heads > kMostOnGrid || batches > kMostOnGrid) {
+    check.fail("key", "expected at most ", kMostTokens, " tokens, and ", kMostOnGrid, " heads and sequences, got ",
+               describe(call.key));
+  }
+  check_scales(call, check, call.key.dtype != call.query.dtype);
+  Problem p{};
+  if (call.mask) {
+    check.tensor("mask", *call.mask, {DType::kUInt8});
+    bool const is_shared = call.mask->rank == 2 && call.mask->shape[0] == 1;
+    expect_shape(check, "mask", *call.mask, {is_shared ? 1 : batches, tokens});
+    p.mask = call.mask->as<std::uint8_t>();
+    p.mask_batch = is_shared ? 0 : call.mask->strides[0];
+    check.apart("out", call.out, "mask", *call.mask);
+  }
+  check.apart("out", call.out, "query", call.query);
+  check.apart("out", call.out, "key", call.key);
+  check.apart("out", call.out, "value", call.value);
+  p.query = call.query.data, p.key = call.key.data, p.value = call.value.data, p.out = call.out.data;
+  p.of_query = strides_of(call.query), p.of_key = strides_of(call.key), p.of_value = strides_of(call.value);
+  if (call.key_scale) p.key_scale = call.key_scale->data, p.of_key_scale = strides_of(*call.key_scale);
+  if (call.value_scale) p.value_scale = call.value_scale->data, p.of_value_scale = strides_of(*call.value_scale);
+  p.batches = static_cast<int>(batches), p.key_heads = static_cast<int>(key_heads);
+  p.tokens = static_cast<int>(tokens), p.width = static_cast<int>(width);
+  p.group = static_cast<int>(heads / key_heads);
+  p.scale = call.scale;
+  return p;
+}
+
+bool starts_on_16_bytes(void const* data, Strides const& strides, DType dtype) {
+  auto const whole = [&](std::int64_t stride) { return stride * static_cast<std::int64_t>(size_of(dtype)) % 16 == 0; };
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && whole(strides.batch) && whole(strides.head) &&
+         whole(strides.token);
+}
+
+bool is_served(Problem const& p, DecodeAttention const& call) {
+  if (call.query.device.type != Device::Type::kCuda || call.query.dtype == DType::kFloat32) return false;
+  Strides query = p.of_query;
+  query.token = 0;
+  return ops::decode_attention::has_kernel(p.width) && starts_on_16_bytes(p.query, query, call.query.dtype) &&
+         starts_on_16_bytes(p.key, p.of_key, call.key.dtype) && starts_on_16_bytes(p.value, p.of_value, call.key.dtype);
+}
+
+}  // namespace
+
+void check(DecodeAttention const& call) { checked(call); }
+
+bool decode_attention(DecodeAttention const& call, Stream stream) {
+  Problem const problem = checked(call);
+  if (call.out.numel() == 0) return true;
+  if (!is_served(problem, call)) return false;
+  int const device = call.query.device.index;
+  DeviceProperties const& properties = device_properties(device);
+  if (properties.compute_capability < 80 || !(is_built(Arch::kSm80) || is_built(Arch::kSm90))) return false;
+  bool const may_cluster = forced_arch() == Arch::kAuto || forced_arch() == Arch::kSm90;
+  Problem as_asked = problem;
+  if (batch_invariant()) as_asked.batches = 1;  // the order of sums must not depend on how many there are
+  int const split = ops::decode_attention::split_of(
+      as_asked, properties.sm_count, may_cluster && is_built(Arch::kSm90) && properties.compute_capability >= 90);
+  Kind const kind = call.key.dtype == DType::kInt8    ? Kind::kInt8
+                    : call.key.dtype == DType::kUInt8 ? Kind::kFloat8
+                                                      : Kind::kHalf;
+  ops::decode_attention::launch(problem, call.query.dtype, kind, split, device, stream);
+  return true;
+}
+
+namespace ops::decode_attention {
+
+bool has_kernel(int width) { return width == 64 || width == 128 || width == 256; }
+
+int split_of(Problem const& p, int sm_count, bool has_clusters) {
+  constexpr int kMostSplit = 8, kFewestTokens = 64;
+  if (!has_clusters) return 1;
+  std::int64_t const ctas = std::int64_t{p.batches} * p.key_heads * ceil_div(p.group, kHeadsPerCta);
+  int split = 1;
+  while (split < kMostSplit && ctas * split < sm_count && p.tokens >= 2 * split * kFewestTokens) split *= 2;
+  return split;
+}
+
+#if !EPILOQ_HAS_SM80 && !EPILOQ_HAS_SM90
+void launch(Problem const&, DType, Kind, int, int device, Stream) { device_properties(device); }
+#endif
+
+}  // namespace ops::decode_attention
+}  // namespace epiloq

@@ -1,0 +1,26 @@
+#include "bindings/register.h"
+#include "epiloq/decode_attention.h"
+
+namespace epiloq::bindings {
+
+void register_decode_attention(py::module_& module) {
+  auto const define = [&module](char const* name, auto action) {
+    module.def(
+        name,
+        [action](TensorArg const& out, TensorArg const& query, TensorArg const& key, TensorArg const& value,
+                 std::optional<TensorArg> const& mask, std::optional<TensorArg> const& key_scale,
+                 std::optional<TensorArg> const& value_scale, float scale) {
+          DecodeAttention const call{out.view,           query.view,           key.view, value.view, view_of(mask),
+                                     view_of(key_scale), view_of(value_scale), scale};
+          return action(call, query);
+        },
+        py::arg("out"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("mask"), py::arg("key_scale"),
+        py::arg("value_scale"), py::arg("scale"));
+  };
+  define("decode_attention", [](DecodeAttention const& call, TensorArg const& query) {
+    return decode_attention(call, current_stream(query));
+  });
+  define("check_decode_attention", [](DecodeAttention const& call, TensorArg const&) { check(call); });
+}
+
+}  // namespace epiloq::bindings

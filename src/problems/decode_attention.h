@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+
+#include "epiloq/tensor.h"
+
+namespace epiloq::ops::decode_attention {
+
+// Distances in elements from one batch, head and token to the next.
+struct Strides {
+  std::int64_t batch, head, token;
+};
+
+struct Problem {
+  void const *query, *key, *value;
+  std::uint8_t const* mask;  // null: every token counts
+  void const *key_scale, *value_scale;
+  void* out;
+  Strides of_query, of_key, of_value, of_key_scale, of_value_scale;
+  std::int64_t mask_batch;
+  int batches, key_heads, tokens, width;
+  int group;  // query heads that share a key head
+  float scale;
+};
+
+// What keys and values are.
+enum class Kind { kHalf, kInt8, kFloat8 };
+
+// Query heads per CTA, at most.
+inline constexpr int kHeadsPerCta = 4;
+
+// CTAs of a cluster that split the tokens: enough CTAs for the SMs, with enough tokens each.
+int split_of(Problem const& problem, int sm_count, bool has_clusters);
+bool has_kernel(int width);
+
+void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream);
+
+}  // namespace epiloq::ops::decode_attention
