@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carried, carry_over, written_whole
 from epiloq.formats.io.model import Target
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, Written, blank
-from epiloq.formats.weights import Weight
+from epiloq.formats.weights import ModuleWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
 from epiloq.models.mixtures import left_beside
 from epiloq.models.sequential_experts import splitter
@@ -66,7 +68,7 @@ def refusal(layers: Layers, layout: Format) -> str | None:
             continue
         tried.add(key)
         try:
-            sample = _sample(layers, name)
+            sample = _restated(_sample(layers, name), layout)
             layout.to_tensors(sample, reader.quantization, layers.dtype)
             if layout.describe is not None:
                 described[name] = layout.describe(sample, reader.quantization)
@@ -89,6 +91,13 @@ def _sample(layers: Layers, name: str) -> Weight:
     return blank(reader.quantization, shape, layers.ordered(name))
 
 
+def _restated(weight: Weight, layout: Format) -> Weight:
+    """A weight in other numbers that a format can say, the same weight; itself where there are no such."""
+    if layout.name != "deepseek-fp8" or not isinstance(weight, ModuleWeight) or weight.module != "Fp4Linear":
+        return weight
+    return deepseek_fp8.blocks_of_mxfp4(weight) if weight.options["format"] == "mxfp4" else weight
+
+
 def perform(
     conversion: Conversion, advance: Callable[[], None] = lambda: None, largest_shard: int = LARGEST_SHARD
 ) -> dict[str, Any]:
@@ -105,6 +114,7 @@ def perform(
         target = Target(conversion.layout, layers.dtype, writer, checkpoint, shared)
         target.untie = bool(layers.shared) and not shared
         split, beside = splitter(layers.model, conversion.layout.name), set[str]()
+        rounds_inputs = False
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
         for name in (name for name in checkpoint.names() if name not in layers.unused):
             layer = by_part.get(name)
@@ -115,12 +125,20 @@ def perform(
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
                 try:
+                    stored, weight = weight, _restated(weight, conversion.layout)
+                    rounds_inputs |= weight is not stored
                     target.layer(layer, weight, layers.readers[layer].quantization, layers.tables.get(layer))
                     for other in layers.sharing(layer) if not shared else ():
                         target.layer(other, weight, layers.readers[layer].quantization, layers.tables.get(other))
                 except ValueError as error:
                     raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()
+        if rounds_inputs:
+            warnings.warn(
+                f"{conversion.layout.name}: weights are the same numbers, but activations, in floating point in "
+                f"{checkpoint.folder}, will be quantised to FP8, which the format always has",
+                stacklevel=2,
+            )
         target.close(layers.linears.keys() | left_beside(layers.model, target.quantised) | beside)
         carry_over(checkpoint.folder, aside)
     return {

@@ -12,18 +12,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from epiloq.formats.configs import fp8
 from epiloq.formats.io.architecture import distinct, model_config, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
 from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.weights import BlockWeight, ModuleWeight
 from epiloq.models.mixtures import left_beside, named_layers, release_, together_
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK as BLOCK
 
 METHOD = fp8.METHOD
 SCALE = "weight_scale_inv"
+# Powers of two of float8_e4m3fn, whose numbers have four significant bits: 2^-9 (a subnormal one) to 2^8.
+_HIGHEST, _SPAN = 8, 17
+# Below every exponent of float32.
+_FAR = -1000
 
 
 def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHARD) -> None:
@@ -55,6 +61,46 @@ def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_sha
     for name, tensor in distinct(model).items():
         writer.add(name, tensor)
     writer.close({**source, "quantization_config": fp8.config(left)})
+
+
+def blocks_of_mxfp4(weight: ModuleWeight) -> BlockWeight:
+    """An MXFP4 weight as FP8 blocks of the same numbers.
+
+    E2M1 numbers are 1 or 3 times a power of two, as are their products with scales of E8M0. E4M3 represents those from
+    ``2^-9`` to ``2^8``, times any power of two for a block: so a block of 128 x 128 can be represented if and only if
+    the lowest set bit of every number in it lies at most 17 binary places below the highest bit of its largest. If the
+    scales in a block differ by no more than ``2^14`` that always holds. Raises FormatError for a block of which it does
+    not, and for NaN and infinite numbers.
+    """
+    values = weight.dequantize()
+    q = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-values.shape[0] // BLOCK), -(-values.shape[1] // BLOCK))
+    for stripe, first in enumerate(range(0, values.shape[0], BLOCK)):
+        rows = values[first : first + BLOCK]
+        if not bool(rows.isfinite().all()):
+            raise FormatError("deepseek-fp8: cannot say NaN or infinite numbers of an MXFP4 weight")
+        exponent = _exponents(rows, stripe)
+        scales[stripe] = torch.ldexp(torch.ones_like(scales[stripe]), exponent)
+        spread = scales[stripe].repeat_interleave(BLOCK)[: values.shape[1]]
+        q[first : first + BLOCK].view(torch.uint8).copy_((rows / spread).to(q.dtype).view(torch.uint8))
+    return BlockWeight(q, scales)
+
+
+def _exponents(rows: Tensor, stripe: int) -> Tensor:
+    """The exponent of each block's scale, for up to 128 rows of numbers that are 1 or 3 times a power of two."""
+    padded = nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    mantissa, exponent = torch.frexp(padded)
+    there, three = padded != 0, mantissa.abs() == 0.75
+    highest = torch.where(there, exponent - 1, _FAR).amax((0, 2))
+    lowest = torch.where(there, exponent - 1 - three.int(), -_FAR).amin((0, 2))
+    wide = (highest > _FAR) & (highest - lowest > _SPAN)
+    if bool(wide.any()):
+        column = int(wide.nonzero()[0, 0])
+        raise FormatError(
+            f"deepseek-fp8: cannot say this MXFP4 weight: block [{stripe}, {column}] of {BLOCK} x {BLOCK} reaches from "
+            f"2^{int(lowest[column])} to 2^{int(highest[column])}, more than 2^{_SPAN}, which float8_e4m3fn spans"
+        )
+    return torch.where(highest > _FAR, (highest - _HIGHEST).clamp(min=-126), 0)
 
 
 def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
