@@ -1,0 +1,119 @@
+"""Tables of whole models for README.md and docs/whole_models.md, from a record of ``epiloq bench --model``.
+
+    python tools/model_table.py keep models.json --commit 3e9a0d5 benchmarks/results/nvidia-h100/whole_model.json
+    python tools/model_table.py write benchmarks/results/nvidia-h100/whole_model.json README.md docs/whole_models.md
+
+A record of some layers of a shape stands for all of them: time and size of one layer, times their number, beside
+embedding, last norm and head as they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from epiloq.bench.models.plan import SHAPES, Measured
+
+app = typer.Typer(add_completion=False, help=__doc__)
+SHAPE = "llama-3-8b"
+BEGIN, END = "<!-- made by tools/model_table.py: {} -->", "<!-- end -->"
+KERNELS, NAME = 12, 90  # that are kept of a contender's step, and of each name
+
+
+def read(record: Path) -> list[Measured]:
+    return [Measured(**row) for row in json.loads(record.read_text(encoding="utf-8"))["rows"]]
+
+
+def label(row: Measured) -> str:
+    """What a reader calls a contender."""
+    parts = [] if row.head is None else [f"head `{row.head}`"]
+    parts += [] if row.cache is None else [f"{row.cache} cache"]
+    name = "bf16" if row.scheme == "none" else f"`{row.scheme}`"
+    return ", ".join((name, *parts))
+
+
+def contenders(rows: list[Measured]) -> dict[str, dict[tuple[str, str, int], Measured]]:
+    """Each contender's rows by mode, phase and batch, in the record's order; a quantised one optimised."""
+    found: dict[str, dict[tuple[str, str, int], Measured]] = {}
+    for row in rows:
+        if row.optimized or row.scheme == "none":
+            found.setdefault(label(row), {})[row.mode, row.phase, row.batch] = row
+    return found
+
+
+def lines(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(
+        [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
+
+
+def short(rows: list[Measured], layers: int) -> str:
+    """Tokens per second and gigabytes of a compiled model with as many layers."""
+    phases = {("decode", 1): "decode, batch 1", ("decode", 16): "batch 16", ("prefill", 1): "prefill of 2048"}
+    table, base = [], None
+    for name, own in contenders(rows).items():
+        whole = {phase: own[("compile", *phase)].of_layers(layers) for phase in phases if ("compile", *phase) in own}
+        if len(whole) < len(phases):
+            continue
+        base = whole if base is None else base
+        cells = [f"{whole['decode', 1].weight_megabytes / 1e3:.1f}"]
+        for phase in phases:
+            rate, ratio = whole[phase].tokens_per_second, base[phase].milliseconds / whole[phase].milliseconds
+            cells.append(f"{rate:,.0f}" + ("" if whole is base else f" ({ratio:.2f}x)"))
+        table.append([name, *cells])
+    return lines(["", "weights, GB", *phases.values()], table)
+
+
+def by_layer(rows: list[Measured]) -> str:
+    """Microseconds of a layer, without embedding, last norm and head, and of an eager one on the host."""
+    phases = {
+        ("compile", "decode", 1): "decode, batch 1",
+        ("compile", "decode", 16): "batch 16",
+        ("compile", "prefill", 1): "prefill of 2048",
+        ("eager", "decode", 1): "eager decode",
+    }
+    table = []
+    for name, own in contenders(rows).items():
+        table.append([name, *(f"{own[phase].us_a_layer:,.0f}" if phase in own else "" for phase in phases)])
+    return lines(["µs a layer", *phases.values()], table)
+
+
+TABLES = {"models": lambda rows: short(rows, SHAPES[SHAPE]["num_hidden_layers"]), "layers": by_layer}
+
+
+def written(text: str, rows: list[Measured]) -> str:
+    """A document with its tables made anew."""
+    for name, table in TABLES.items():
+        before, mark, rest = text.partition(BEGIN.format(name))
+        if mark:
+            after = rest.partition(END)[2]
+            text = f"{before}{mark}\n{table(rows)}\n{END}{after}"
+    return text
+
+
+@app.command()
+def keep(record: Path, to: Path, commit: Annotated[str, typer.Option(help="That was measured.")]) -> None:
+    """Keep of a record what the tables and a reader need."""
+    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    shares: list[dict[str, Any]] = []
+    for name in dict.fromkeys(share["contender"] for share in found["shares"]):
+        shares += [share for share in found["shares"] if share["contender"] == name][:KERNELS]
+    for share in shares:
+        share["kernel"] = share["kernel"][:NAME]
+    kept = {"commit": commit, **found, "shares": shares}
+    to.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def write(record: Path, documents: list[Path]) -> None:
+    """Put the tables into documents, between their marks."""
+    rows = read(record)
+    for document in documents:
+        document.write_text(written(document.read_text(encoding="utf-8"), rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()
