@@ -52,10 +52,15 @@ def lines(heads: list[str], rows: list[list[str]]) -> str:
 
 def short(rows: list[Measured], layers: int) -> str:
     """Tokens per second and gigabytes of a compiled model with as many layers."""
-    phases = {("decode", 1): "decode, batch 1", ("decode", 16): "batch 16", ("prefill", 1): "prefill of 2048"}
+    phases = {
+        ("compile", "decode", 1): "decode, batch 1",
+        ("compile", "decode", 16): "batch 16",
+        ("compile", "prefill", 1): "prefill of 2048",
+    }
+    decode = next(iter(phases))
     table, base = [], None
     for name, own in contenders(rows).items():
-        whole = {phase: own[("compile", *phase)].of_layers(layers) for phase in phases if ("compile", *phase) in own}
+        whole = {phase: own[phase].of_layers(layers) for phase in phases if phase in own}
         if len(whole) < len(phases):
             continue
         base = whole if base is None else base
