@@ -64,7 +64,7 @@ def short(rows: list[Measured], layers: int) -> str:
         if len(whole) < len(phases):
             continue
         base = whole if base is None else base
-        cells = [f"{whole['decode', 1].weight_megabytes / 1e3:.1f}"]
+        cells = [f"{whole[decode].weight_megabytes / 1e3:.1f}"]
         for phase in phases:
             rate, ratio = whole[phase].tokens_per_second, base[phase].milliseconds / whole[phase].milliseconds
             cells.append(f"{rate:,.0f}" + ("" if whole is base else f" ({ratio:.2f}x)"))
