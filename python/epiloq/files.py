@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -12,10 +13,35 @@ from pathlib import Path
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part, also of a run that is cut short."""
+    """Write a file so that a reader sees the old content or the new, never a part, also of a run that is cut short.
+
+    A link stays one, and what is no regular file (a FIFO, /dev/null) is written to rather than replaced.
+    """
+    if path.is_symlink():
+        path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(content, encoding="utf-8")
+        return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(content, encoding="utf-8")
     aside.replace(path)
+
+
+def why_not_made(folder: Path) -> str | None:
+    """Why nothing can be made in a folder (it is read-only, or of a kernel), told by trying; None if it can."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".epiloq-", dir=folder))
+    except OSError as error:
+        return f"nothing can be made in {folder}: {error.strerror}"
+    return None
+
+
+def why_not_written(file: Path) -> str | None:
+    """Why `write_text` could not write a file in a folder that is there; None if it could."""
+    file = file.resolve()
+    if file.exists() and not file.is_file():
+        return None if os.access(file, os.W_OK) else f"{file} cannot be written to"
+    return why_not_made(file.parent)
 
 
 class Held(Exception):

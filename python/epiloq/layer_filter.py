@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from epiloq.models.mixtures import routers
 from epiloq.models.parent_reads import read_by_parents
-from epiloq.models.subclasses import is_plain
+from epiloq.models.subclasses import is_plain, is_plain_conv2d
 
 Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]
 REGEX, READS = "re:", " reads its weight"
+ROUTER, HEAD, TIED = "a router of experts", "the output head", "it shares its weight with an embedding"
+EXPECTED = frozenset({ROUTER, HEAD, TIED})
+"""Reasons that nobody needs to be told."""
 LAZY = "its lazy weight has no shape yet: run the model once before quantising it"
 
 
@@ -30,19 +33,19 @@ def reasons(model: nn.Module) -> Reason:
     """Why a linear layer of a model stays in floating point unless it is asked for; None of one that does not."""
     modules = list(model.modules())
     embedded = {identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-    left_out = {id(router): "a router of experts" for router in routers(model).values()}
+    left_out = {id(router): ROUTER for router in routers(model).values()}
     for name, parent in read_by_parents(model).items():
         left_out[id(model.get_submodule(name))] = f"{parent}{READS}"
     output_embeddings = getattr(model, "get_output_embeddings", None)
     if output_embeddings is not None:
-        left_out[id(output_embeddings())] = "the output head"
+        left_out[id(output_embeddings())] = HEAD
     kept = kept_in_float32(model)
 
     def reason(module: nn.Module, name: str) -> str | None:
         if id(module) in left_out:
             return left_out[id(module)]
         if name.rpartition(".")[2] == "lm_head":
-            return "the output head"
+            return HEAD
         if isinstance(module.weight, nn.parameter.UninitializedParameter):
             return LAZY
         if not is_plain(module):
@@ -50,10 +53,17 @@ def reasons(model: nn.Module) -> Reason:
         if kept(f"{name}.weight"):
             return "the model keeps it in float32"
         if identity(module.weight) in embedded:  # type: ignore[arg-type]
-            return "it shares its weight with an embedding"
+            return TIED
         return None
 
     return reason
+
+
+def reason_against_conv2d(module: nn.Module, name: str) -> str | None:
+    """Why a convolution stays in floating point unless it is asked for; None of one that does not."""
+    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        return LAZY
+    return None if is_plain_conv2d(module) else f"{type(module).__name__} is no plain convolution"
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[[str], bool]:

@@ -233,7 +233,8 @@ def quantize_(
     (``model.layers.0.mlp.experts.7.gate_proj``), and run as ``nn.GatedExperts`` where all of a layer's are quantised by
     "fp8-block", "fp8-token", "fp8" (by the token, then), "w8a8-int8", "w4a8-fp8", "w4a8-int8" or a weight-only scheme,
     else one by one in ``nn.ExpertLinears``. A warning names experts of other structures, which stay in floating point,
-    and, unless `filter_fn` chose them, layers that cannot be quantised or whose weight other code reads.
+    and, unless `filter_fn` chose them, layers that cannot be quantised, whose weight other code reads, that the model
+    keeps in float32, or whose class computes something else than its base class.
 
     ``save_pretrained`` of a model of transformers then writes the format "epiloq", which opens as it was saved.
 
@@ -244,9 +245,9 @@ def quantize_(
     Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
     chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
     ``from_linear``); a pattern to ignore that matches nothing; a layer chosen by `filter_fn` that cannot be converted,
-    or no layer that can; a chosen layer that calibration never reached, or reached with
-    NaN or infinite inputs; a `head` or `embedding` of a scheme that it cannot have, of a model that has none, or also
-    chosen by `filter_fn`.
+    or no layer that can; NaN or infinity in the weight of a chosen layer; one that calibration never reached, or
+    reached with NaN or infinite inputs; a `head` or `embedding` of a scheme that it cannot have, of a model that has
+    none, or also chosen by `filter_fn`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -29,6 +29,7 @@ from epiloq.bench.runner import Bench
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
 from epiloq.cli.output import STDOUT, display
 from epiloq.cli.progress import clock, time_left
+from epiloq.files import why_not_written
 
 CACHES = ("int8", "fp8")
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
@@ -191,6 +192,9 @@ def _check_targets(json: Path | None, plot: Path | None) -> None:
             continue
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"bench: --{name}: expected a file in a folder that exists, got {path}")
+        reason = why_not_written(path)
+        if reason is not None:
+            raise ValueError(f"bench: --{name}: {path}: {reason}")
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueError(f"bench: --plot: expected a name that ends in .png or .svg, got {plot}")
     if plot is not None and find_spec("matplotlib") is None:

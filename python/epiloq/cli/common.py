@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from epiloq.cli.output import STDOUT
+from epiloq.files import why_not_written
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -133,6 +134,9 @@ def check_target(path: Path | None, option: str = "--json") -> None:
         raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint=option)
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
+    reason = why_not_written(path)
+    if reason is not None:
+        raise typer.BadParameter(f"{path}: {reason}", param_hint=option)
 
 
 def quiet() -> None:

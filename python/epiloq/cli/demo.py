@@ -12,7 +12,7 @@ from epiloq.cli.common import FAILED, check_target, complain, json_option
 from epiloq.cli.environment import collect
 from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
-from epiloq.files import write_text
+from epiloq.files import why_not_made, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +59,9 @@ def check_folders(output: Path, teacher: Path | None) -> None:
 
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is not a folder", param_hint="--output")
+    reason = why_not_made(next(each for each in (output, *output.absolute().parents) if each.exists()))
+    if reason is not None:
+        raise typer.BadParameter(f"{output}: {reason}", param_hint="--output")
     if teacher is not None and not is_model(teacher):
         raise typer.BadParameter(
             f"{teacher} holds no model: expected config.json, *.safetensors and a tokenizer", param_hint="--teacher"

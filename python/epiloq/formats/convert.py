@@ -12,6 +12,7 @@ from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carried, carry_over, written_whole
 from epiloq.formats.io.model import Target
+from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, Written, blank
@@ -38,10 +39,10 @@ class Conversion:
 def prepare(source: Path, output: Path, name: str) -> Conversion:
     """Open a checkpoint and see whether the format `name` (a key of FORMATS) can say it.
 
-    Raises FormatError: `output` exists, the source is bad or not quantised, or the reason why it cannot be said.
+    Raises FormatError: `output` exists or cannot be made, the source is bad or not quantised, or the reason why it
+    cannot be said.
     """
-    if output.exists() or output.is_symlink():
-        raise FormatError(f"{output} exists already: choose another output, or move it away")
+    check_new(output)
     layers = Layers(Checkpoint(source))
     carried(source)
     if layers.format is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.io.unused import buffers_of, check_unused
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
 from epiloq.formats.table import METHODS
@@ -158,7 +159,7 @@ class Layers:
                 raise FormatError(f"{checkpoint.folder}: {error}") from None
         without = self.readers.keys() | self.shared.keys()
         wanted = {name for name in targets if name.removesuffix(".weight") not in without}
-        seen = set()
+        seen, unused, buffers = set(), set(), buffers_of(self.model)
         for name, entry in checkpoint.entries.items():
             layer, part = split_name(name)
             if layer in self.readers and part != BIAS:
@@ -167,9 +168,12 @@ class Layers:
             if name in self.unused:
                 continue
             if name not in targets or (layer in self.shared and part != BIAS):
-                if has_no_use_for(self.model, name) or self._empty_bias(layer, part):
+                if has_no_use_for(self.model, name) or part in buffers or self._empty_bias(layer, part):
                     continue
                 why = why_stacked(self.model, name)
+                if checkpoint.quantization is None and not why:
+                    unused.add(name)
+                    continue
                 raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model{why}")
             target = targets[name]
             if not entry.fits(target):
@@ -178,6 +182,7 @@ class Layers:
                     f"got {entry.dtype} {list(entry.shape)}"
                 )
             seen.add(id(target))
+        check_unused(self.model, unused, checkpoint)
         for layer, reader in self.readers.items():
             headers = {part: checkpoint.entries[name].outline() for part, name in self.parts[layer].items()}
             try:

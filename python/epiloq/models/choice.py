@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from epiloq.layer_filter import LAZY, READS, Filter, Reason, check_patterns, ignored, reasons
+from epiloq.layer_filter import EXPECTED, Filter, Reason, check_patterns, ignored, reason_against_conv2d, reasons
+from epiloq.weights.computed import NotFiniteError
 
 _WORDS: dict[type[nn.Module], str] = {nn.Linear: "linear layer", nn.Conv2d: "convolution"}
 
@@ -42,13 +43,13 @@ def choose(
         reason = against(module, name)
         if reason is None:
             names.setdefault(module, []).append(name)
-        elif reason.endswith(READS) or reason == LAZY:
+        elif reason and reason not in EXPECTED:
             left[name] = reason
     for layer, (name, *_) in list(names.items()):
         try:
             check(layer)
         except ValueError as error:
-            if filter_fn is not None:
+            if filter_fn is not None or isinstance(error, NotFiniteError):
                 raise ValueError(f"quantize_: layer {name!r}: {error}") from error
             left[name] = str(error)
             del names[layer]
@@ -63,8 +64,7 @@ def choose(
 
 
 def _reasons(model: nn.Module, filter_fn: Filter | None, kind: type[nn.Module]) -> Reason:
-    """Why a layer is not to be replaced; None if it is."""
-    if filter_fn is None and kind is nn.Linear:
-        return reasons(model)
-    takes = filter_fn or (lambda module, name: type(module) is kind)
-    return lambda module, name: None if takes(module, name) else "not chosen"
+    """Why a layer is not to be replaced, "" for one that was not chosen; None if it is."""
+    if filter_fn is None:
+        return reasons(model) if kind is nn.Linear else reason_against_conv2d
+    return lambda module, name: None if filter_fn(module, name) else ""

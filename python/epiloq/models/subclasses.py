@@ -1,4 +1,4 @@
-"""Whether a subclass of ``nn.Linear`` computes what ``nn.Linear`` does, told by running it, not by its name."""
+"""Whether subclasses of ``nn.Linear`` (told by running them) and ``nn.Conv2d`` compute what those classes do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn.utils import parametrize
 from epiloq.models.conv1d import TransposedConv1D
 
 _IN, _OUT, _ROWS = 3, 5, 2
+# What hooks of torch.nn.utils compute a weight from.
+_OF_HOOKS = ("weight_g", "weight_v", "weight_orig", "weight_mask", "weight_u", "bias_orig", "bias_mask")
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -49,3 +51,19 @@ def _computes_linear(module: nn.Linear) -> bool:
         return False
     expected = nn.functional.linear(x, weight, bias)
     return isinstance(y, torch.Tensor) and y.shape == expected.shape and torch.allclose(y, expected)
+
+
+def is_plain_conv2d(module: nn.Module) -> bool:
+    """Whether a module is ``nn.Conv2d``, or a subclass that neither computes anything else nor holds more tensors.
+
+    Weight and bias may be computed by torch.nn.utils.parametrize.
+    """
+    kind, computed = type(module), set[str]()
+    if parametrize.is_parametrized(module):
+        kind = parametrize.type_before_parametrizations(module)
+        computed = set(module.parametrizations)  # type: ignore[arg-type]
+    if not issubclass(kind, nn.Conv2d) or (kind is not nn.Conv2d and kind.__module__.startswith("torch.")):
+        return False
+    inherited = all(getattr(kind, name) is getattr(nn.Conv2d, name) for name in ("forward", "_conv_forward"))
+    held = {name.partition(".")[0] for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    return inherited and held | computed <= {"weight", "bias", "parametrizations", *_OF_HOOKS}

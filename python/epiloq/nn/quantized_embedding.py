@@ -14,6 +14,7 @@ from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.nn.base.quantized_layer import QuantizedLayer, expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
+from epiloq.weights.computed import check_finite
 from epiloq.weights.packed_rows import rows_of
 from epiloq.weights.packed_weight import SCALE_DTYPES, PackedWeight, pack_weight
 
@@ -108,11 +109,13 @@ class QuantizedEmbedding(QuantizedLayer):
         """Round `embedding` (left as it is) to the nearest grid of each group, as ``WeightOnlyLinear.from_linear``.
 
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Embedding``, one with `max_norm`,
-        `scale_grad_by_freq` or `sparse`, a subclass that does more than multiply rows by a number, and other zeros.
+        `scale_grad_by_freq` or `sparse`, a subclass that does more than multiply rows by a number, other zeros, and
+        weights that are not finite.
         """
         check_grid("QuantizedEmbedding", bits, group_size, zeros)
         factor, rounded = factor_of(embedding)
         weight, symmetric = embedding.weight, zeros == "none"
+        check_finite("QuantizedEmbedding: embedding.weight", weight)
         options: dict[str, Any] = {"embed_scale": factor, "embed_scale_rounded": rounded}
         if weight.is_meta:
             options |= {"bits": bits, "group_size": group_size, "zeros": zeros, "device": "meta"}
@@ -127,6 +130,7 @@ class QuantizedEmbedding(QuantizedLayer):
     def check_convertible(embedding: nn.Module, **options: Any) -> None:
         """Raise ValueError unless ``from_embedding`` can take `embedding` as it is."""
         factor_of(embedding)
+        check_finite("QuantizedEmbedding: embedding.weight", embedding.weight)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def hold_scales_in_dtype_(self) -> None:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from epiloq.files import Held
 from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint, carried
+from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layouts.base import FormatError
 from epiloq.models.conv1d import TransposedConv1D, transpose_
 from epiloq.quantize.algorithms.rotate import check_rotatable, untie_head_
@@ -27,6 +27,7 @@ from epiloq.quantize.plan import Plan, plan
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
+from epiloq.weights.computed import check_finite
 from epiloq.weights.grid import Grid
 
 
@@ -38,11 +39,7 @@ def check_request(settings: Settings) -> None:
         check_budget(settings.budget, settings.layout, settings.symmetric)
         if ALGORITHMS[settings.algorithm].learn:
             raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"{output} exists already: choose another output, or move it away")
-    nearest = next(folder for folder in output.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{output}: expected a place in a folder, but {nearest} is a file")
+    check_new(output)
     if settings.keep_dynamic is not None and not target.static:
         raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
     if settings.symmetric and not isinstance(target.base, Grid):
@@ -109,8 +106,7 @@ def check_finite_weights(
     for name, parameter in parameters:
         if layers is not None and name.removesuffix(".weight") not in layers:
             continue
-        if not torch.isfinite(parameter).all():
-            raise ValueError(f"{source.where(name)}: expected finite numbers, got NaN or infinity")
+        check_finite(source.where(name), parameter)
 
 
 def check_generates(model: nn.Module, folder: Path) -> None:

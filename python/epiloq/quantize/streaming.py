@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epiloq.formats.io.architecture import hollow, renamed, untie_
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
+from epiloq.formats.io.unused import check_unused
 from epiloq.models.conv1d import transpose_
 from epiloq.quantize.calibration.residence import Resident
 from epiloq.quantize.calibration.store import Store
@@ -119,7 +120,7 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
     Args:
         lists: names of the lists of blocks.
 
-    Raises FormatError for a model that cannot be built.
+    Raises FormatError for a model that cannot be built, or that has fewer layers than its files.
     """
     model = hollow(source)
     if model is None:
@@ -131,6 +132,7 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
     take_experts_apart_(model, layout)
     wanted = {name: (origins.get(_storage(p), name), p.shape) for name, p in model.named_parameters()}
     wanted |= {name: (name, buffer.shape) for name, buffer in _kept_buffers(model).items()}
+    used = set[str]()
     for name, (origin, shape) in wanted.items():
         stored = origin if origin in source.files else name
         if stored not in source.files:
@@ -138,6 +140,8 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
         expected = originals[origin].shape if stored == origin and origin in originals else shape
         if tuple(source.entries[stored].shape) != tuple(expected):
             return f"{name} has another shape in the files"
+        used.add(stored)
+    check_unused(model, source.files.keys() - used - model.state_dict().keys(), source)
     return Streamed(model, source, originals, lists)
 
 

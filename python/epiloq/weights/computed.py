@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
@@ -27,6 +27,19 @@ _REMOVALS: dict[type, Callable[[nn.Module, str], object]] = {
     SpectralNorm: remove_spectral_norm,
     BasePruningMethod: prune.remove,
 }
+
+
+class NotFiniteError(ValueError):
+    """A weight with NaN or infinity, of which no rounding makes sense."""
+
+
+def check_finite(where: str, weight: Tensor) -> None:
+    """Raise NotFiniteError, for `where`, unless every value of a weight is finite. On "meta" there are none."""
+    if weight.is_meta or weight.numel() == 0:
+        return
+    low, high = torch.aminmax(weight.detach())
+    if not (torch.isfinite(low) & torch.isfinite(high)):
+        raise NotFiniteError(f"{where}: expected finite numbers, got NaN or infinity")
 
 
 def computed_parts(module: nn.Module) -> list[str]:

@@ -24,3 +24,8 @@ def opened(folder: Path, **options: Any) -> Any:
 
 def layers(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+
+
+def rotary_frequencies_of_old(layers: int) -> dict[str, torch.Tensor]:
+    """Tables that a Llama's files held in each layer until 2023, dots in their names given by "__"."""
+    return {f"model__layers__{i}__self_attn__rotary_emb__inv_freq": torch.ones(8) for i in range(layers)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epiloq.files import Held, check_free, held
 from epiloq.formats.io.limits import Limits
-from epiloq.formats.io.safe_files import check_folder, check_regular, read_json, status
+from epiloq.formats.io.safe_files import check_folder, check_new, check_regular, read_json, status
 from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
 from epiloq.formats.layouts.base import FormatError
 
@@ -238,11 +238,10 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
 def written_whole(folder: str | Path) -> Iterator[Path]:
     """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
 
-    What a process left there that was killed is removed, too. Raises FormatError where `folder` exists.
+    What a process left there that was killed is removed, too. Raises FormatError where `folder` exists or cannot be.
     """
     folder = Path(folder)
-    if folder.exists() or folder.is_symlink():
-        raise FormatError(f"{folder} exists already: choose another output, or move it away")
+    check_new(folder)
     _remove_abandoned(folder)
     aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:

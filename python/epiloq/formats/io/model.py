@@ -15,6 +15,7 @@ from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
 from epiloq.formats.io.safe_files import reason
+from epiloq.formats.io.unused import check_unused
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
@@ -27,7 +28,8 @@ from epiloq.weights.grid import QuantizedWeight
 def load_float(checkpoint: Checkpoint) -> nn.Module:
     """A model that is not quantised, in its own type and evaluation mode.
 
-    Raises FormatError: it is quantised, or its tensors are not those that its configuration asks for.
+    Raises FormatError: it is quantised, or its tensors are not those that its configuration asks for, or of more
+    layers. Warns of others that it has no place for.
     """
     if checkpoint.quantization is not None:
         raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
@@ -48,6 +50,7 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
         raise FormatError(f"{where}: expected {', '.join(sorted(map(str, info['missing_keys']))[:3])}, found none")
     for name, found, wanted in info["mismatched_keys"]:
         raise FormatError(f"{where}: {name}: expected {list(wanted)}, got {list(found)}")
+    check_unused(model, info["unexpected_keys"], checkpoint)
     model.eval()
     return model  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from epiloq.files import why_not_made
 from epiloq.formats.layouts.base import FormatError
 
 LARGEST_JSON = 64 << 20
@@ -69,6 +70,18 @@ def _missing(file: Path) -> str:
     if not _HUB_NAME.fullmatch(name):
         return said
     return f"{said}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
+
+
+def check_new(folder: Path) -> None:
+    """Raise FormatError unless a folder can be made that is not there yet, with what it lies in."""
+    if folder.exists() or folder.is_symlink():
+        raise FormatError(f"{folder} exists already: choose another output, or move it away")
+    nearest = next(each for each in folder.absolute().parents if each.exists())
+    if not nearest.is_dir():
+        raise FormatError(f"{folder}: expected a place in a folder, but {nearest} is a file")
+    reason = why_not_made(nearest)
+    if reason is not None:
+        raise FormatError(f"{folder}: {reason}: choose another output")
 
 
 def check_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT
-from epiloq.weights.computed import refresh
+from epiloq.weights.computed import check_finite, refresh
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = FLOAT_DTYPES[1:]
@@ -33,7 +33,8 @@ FP8_BLOCK = 128
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
-    """Raise ValueError, from the class `name`, unless `linear` is a float ``nn.Linear`` that is called."""
+    """Raise ValueError, from the class `name`, unless `linear` is a float ``nn.Linear`` of finite weights that is
+    called."""
     if not isinstance(linear, nn.Linear):
         raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, NonDynamicallyQuantizableLinear):
@@ -45,6 +46,7 @@ def check_linear(name: str, linear: nn.Module) -> None:
         expected = ", ".join(map(str, FLOAT_DTYPES))
         raise ValueError(f"{name}: linear.weight: expected one of {expected}, got {linear.weight.dtype}")
     _check_sizes(name, linear.in_features, linear.out_features)
+    check_finite(f"{name}: linear.weight", linear.weight)
 
 
 def _check_sizes(name: str, in_features: int, out_features: int) -> None:

@@ -13,13 +13,14 @@ from torch.nn.functional import conv2d, conv_transpose2d, pad
 from epiloq.nn.base.frozen import Frozen
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.weights.computed import refresh
+from epiloq.weights.computed import check_finite, refresh
 
 Clamp = tuple[float, float]
 
 
 def check_conv2d(name: str, conv: nn.Module) -> None:
-    """Raise ValueError, from the class `name`, unless `conv` is a float ``nn.Conv2d`` with padding of zeros."""
+    """Raise ValueError, from the class `name`, unless `conv` is a float ``nn.Conv2d`` of finite weights, padded by
+    zeros."""
     if not isinstance(conv, nn.Conv2d):
         raise ValueError(f"{name}: conv: expected a torch.nn.Conv2d, got {type(conv).__name__}")
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
@@ -30,6 +31,7 @@ def check_conv2d(name: str, conv: nn.Module) -> None:
         raise ValueError(f"{name}: conv.weight: expected one of {expected}, got {conv.weight.dtype}")
     if conv.padding_mode != "zeros":
         raise ValueError(f"{name}: conv.padding_mode: expected zeros, got {conv.padding_mode}")
+    check_finite(f"{name}: conv.weight", conv.weight)
 
 
 def padding_of(conv: nn.Conv2d) -> Padding:

@@ -1,0 +1,54 @@
+"""Places that nothing can be written to are refused in a sentence before the work; files keep their kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from command_line import ROUND, quantize, run, teacher_and_text
+
+KERNEL = [Path("/proc"), Path("/sys")]
+
+
+@pytest.mark.parametrize("place", [each for each in KERNEL if each.is_dir()], ids=str)
+@pytest.mark.parametrize("below", ["out", "a/b/out"])
+def test_folders_of_the_kernel(tmp_path: Path, place: Path, below: str) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    found = quantize(model, place / below, "--scheme", "w8a16", "--algorithm", "rtn")
+    assert found.exit_code == 2 and f"{place / below}: nothing can be made in {place}" in found.output
+    assert quantize(model, tmp_path / "w8", "--scheme", "w8a16", "--algorithm", "rtn").exit_code == 0
+    found = run("convert", tmp_path / "w8", place / below, "--format", "gptq")
+    assert found.exit_code == 2 and f"{place / below}: nothing can be made in {place}" in found.output
+    found = run("inspect", model, "--json", place / "figures.json")
+    assert found.exit_code == 2 and "nothing can be made in" in " ".join(found.output.replace("│", "").split())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_read_only(tmp_path: Path) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    (tmp_path / "sealed").mkdir(mode=0o555)
+    found = quantize(model, tmp_path / "sealed/out", "--scheme", "w8a16", "--algorithm", "rtn")
+    assert found.exit_code == 2 and "nothing can be made in" in found.output
+
+
+def test_figures_go_into_a_fifo_and_a_linked_file(tmp_path: Path) -> None:
+    fifo, read = tmp_path / "fifo", list[str]()
+    os.mkfifo(fifo)
+    reader = Thread(target=lambda: read.append(fifo.read_text()), daemon=True)
+    reader.start()
+    assert run("env", "--json", fifo).exit_code == 0
+    reader.join(20)
+    assert "torch" in json.loads(read[0]) and stat.S_ISFIFO(fifo.lstat().st_mode)
+    (tmp_path / "link.json").symlink_to(tmp_path / "figures.json")
+    assert run("env", "--json", tmp_path / "link.json").exit_code == 0
+    assert (tmp_path / "link.json").is_symlink() and "torch" in json.loads((tmp_path / "figures.json").read_text())
+
+
+def test_nothing_replaces_a_device() -> None:
+    assert run("env", "--json", os.devnull).exit_code == 0
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)

@@ -1,0 +1,128 @@
+"""Subclasses that compute something else, and weights that are not finite: named, and nothing else is changed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+import epiloq
+from epiloq.schemes import SCHEMES
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class SameByAnotherName(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        y = torch.einsum("...k,nk->...n", input, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class Centred(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+class Halved(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight / 2, bias)
+
+
+class Gained(nn.Conv2d):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+class Renamed(nn.Conv2d):
+    pass
+
+
+def said_of(model: nn.Module, scheme: str) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epiloq.quantize_(model, scheme)
+    return "".join(str(each.message) for each in caught if "left in" in str(each.message))
+
+
+def kept(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_children() if isinstance(module, (nn.Linear, nn.Conv2d))]
+
+
+def test_linear_layers_that_compute_something_else_are_left_and_named(seed: int) -> None:
+    model = nn.Sequential(
+        nn.Linear(24, 24), Doubled(24, 24), SameByAnotherName(24, 24), SameByAnotherName(24, 9, bias=False)
+    )
+    x = torch.randn(5, 24)
+    expected = model(x)
+    assert said_of(model, "w8a16") == "quantize_: left in floating point: 1 (Doubled is no plain linear layer)"
+    assert kept(model) == ["1"]
+    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
+
+
+def test_convolutions_that_compute_something_else_are_left_and_named(seed: int) -> None:
+    pruned = nn.Conv2d(32, 32, 1)
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    model = nn.Sequential(
+        Centred(3, 32, 3),
+        Renamed(32, 32, 3),
+        Halved(32, 32, 1),
+        parametrizations.weight_norm(nn.Conv2d(32, 32, 3)),
+        pruned,
+        Gained(32, 32, 1),
+    )
+    x = torch.randn(2, 3, 11, 9)
+    expected = model(x)
+    said = said_of(model, "conv-w8a16")
+    assert said == (
+        "quantize_: left in floating point: 0 (Centred is no plain convolution); 2 (Halved is no plain convolution); "
+        "5 (Gained is no plain convolution)"
+    )
+    assert kept(model) == ["0", "2", "5"]
+    torch.testing.assert_close(model(x), expected, rtol=0.03, atol=0.03)
+
+
+def test_a_chosen_subclass_is_taken_without_a_word(seed: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Gained(8, 8, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epiloq.quantize_(model, "conv-w8a16", lambda module, name: name == "1")
+    assert kept(model) == ["0"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_a_weight_that_is_not_finite_is_named_before_anything_changes(scheme: str, value: float, seed: int) -> None:
+    made: Any = nn.Conv2d if SCHEMES[scheme].layer is nn.Conv2d else nn.Linear
+    sizes = (32, 32, 1) if made is nn.Conv2d else (128, 128)
+    model = nn.Sequential(made(*sizes), nn.Sequential(made(*sizes)))
+    bad = model.get_submodule("1.0")
+    with torch.no_grad():
+        bad.weight.view(-1)[-1] = value  # type: ignore[operator,union-attr]
+    with pytest.raises(ValueError, match=r"quantize_: layer '1\.0': .*weight: expected finite numbers"):
+        epiloq.quantize_(model, scheme, calibrate=lambda _: None)
+    assert {type(module) for module in model.modules()} == {nn.Sequential, made}
+    kind = SCHEMES[scheme].module
+    make = kind.from_conv2d if hasattr(kind, "from_conv2d") else kind.from_linear
+    seen = {"input_scale": 1.0, "input_zero_point": 0} if SCHEMES[scheme].static else {}
+    with pytest.raises(ValueError, match=f"{kind.__name__}: .*weight: expected finite numbers"):
+        make(bad, **SCHEMES[scheme].options, **seen)
+
+
+@pytest.mark.parametrize("end", ["head", "embedding"])
+def test_of_embeddings_and_heads_alike(end: str, seed: int) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 32), "body": nn.Linear(32, 32), "lm_head": nn.Linear(32, 50)})
+    name = "lm_head" if end == "head" else "embed"
+    with torch.no_grad():
+        model[name].weight[7, 3] = math.inf  # type: ignore[index,operator]
+    with pytest.raises(ValueError, match=f"quantize_: layer '{name}': .*weight: expected finite numbers"):
+        epiloq.quantize_(model, "w8a16", **{end: "w8a16"})
+    assert type(model["body"]) is nn.Linear
