@@ -30,4 +30,12 @@ EPILOQ_API void check(W4a8Mm const& call);
 EPILOQ_API bool w4a8_mm(W4a8Mm const& call, Stream stream);
 EPILOQ_API std::string explain(W4a8Mm const& call);
 
+// out = bfloat16(scale_a x_q), products in fp32, rounded once: tokens for weight_only_mm. On a CUDA device.
+struct WidenTokens {
+  TensorView out;      // [M, K] bfloat16, rows dense
+  TensorView x_q;      // [M, K] int8 or float8 E4M3, rows dense
+  TensorView scale_a;  // float32 [1] or [M], or [M, 1], contiguous
+};
+EPILOQ_API void widen_tokens(WidenTokens const& call, Stream stream);
+
 }  // namespace epiloq

@@ -654,5 +654,6 @@ def weight_only_mm(
     kernel: tuple[str, int, int] | None = None,
     threads: int = 1,
 ) -> bool: ...
+def widen_tokens(out: Tensor, x_q: Tensor, scale_a: Tensor) -> None: ...
 
 __version__: str

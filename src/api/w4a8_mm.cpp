@@ -80,6 +80,39 @@ bool w4a8_mm(W4a8Mm const& call, Stream stream) {
   return true;
 }
 
+void widen_tokens(WidenTokens const& call, Stream stream) {
+  Checker const check("widen_tokens", call.x_q.device);
+  check.tensor("x_q", call.x_q, {DType::kInt8, DType::kFloat8E4M3});
+  check.tensor("out", call.out, {DType::kBFloat16});
+  check.tensor("scale_a", call.scale_a, {DType::kFloat32});
+  Matrix const x = check.rows("x_q", call.x_q), out = check.rows("out", call.out);
+  if (out.rows != x.rows || out.cols != x.cols) {
+    check.fail("out", "expected the shape of ", describe(call.x_q), ", got ", describe(call.out));
+  }
+  if (x.rows > wo::kMaxSize || x.cols > wo::kMaxSize) {
+    check.fail("x_q", "expected at most ", wo::kMaxSize, " rows and columns, got ", describe(call.x_q));
+  }
+  check.scalar_or_rows("scale_a", call.scale_a, "x_q", call.x_q);
+  check.apart("out", call.out, "x_q", call.x_q);
+  check.apart("out", call.out, "scale_a", call.scale_a);
+  if (call.x_q.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.widen_tokens: x_q: expected a tensor on a CUDA device, got " + describe(call.x_q));
+  }
+  if (x.rows == 0 || x.cols == 0) return;
+  auto const starts = [](void const* data, std::int64_t bytes) {
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
+  };
+  bool const aligned = starts(call.x_q.data, x.stride) && starts(call.out.data, 2 * out.stride);
+  ops::w4a8_mm::launch_widen(
+      {call.x_q.as<std::uint8_t>(), call.scale_a.as<float>(), call.out.data, x.stride, out.stride,
+       static_cast<int>(x.rows), static_cast<int>(x.cols), call.scale_a.numel() > 1 ? 1 : 0, aligned},
+      call.x_q.dtype, call.x_q.device.index, stream);
+}
+
+#if !EPILOQ_HAS_CUDA
+void ops::w4a8_mm::launch_widen(WidenProblem const&, DType, int device, Stream) { device_properties(device); }
+#endif
+
 std::string explain(W4a8Mm const& call) {
   Problem const problem = checked(call);
   std::optional<Target> const target = target_of(call);

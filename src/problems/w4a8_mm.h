@@ -12,4 +12,15 @@ struct Problem {
   std::int64_t stride_x_q;
 };
 
+// Tokens times their scales, as bfloat16.
+struct WidenProblem {
+  std::uint8_t const* x_q;
+  float const* scale_a;
+  void* out;
+  std::int64_t stride_x_q, stride_out;
+  int rows, columns, stride_scale;
+  bool aligned;  // rows of both start on 16 bytes
+};
+void launch_widen(WidenProblem const& problem, DType element, int device, Stream stream);
+
 }  // namespace epiloq::ops::w4a8_mm

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq import _core
+from epiloq._torch.threads import threads_for
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.packed_linear import STORED, PackedLinear, check_grid, packed_nearest
@@ -105,5 +107,10 @@ class WeightOnlyLinear(PackedLinear):
 def run_weight_only(layer: PackedLinear, x: Tensor, parts: Sequence[Any]) -> Tensor:
     """The product of what `takes_directly` accepts with a layer's tensors, in the order of `STORED`."""
     q, bias, scale, zero, offset, perm = parts
-    numbers = (layer.bits, layer.out_features, layer.in_features, layer.group_size)
+    n, k = layer.out_features, layer.in_features
+    numbers = (layer.bits, n, k, layer.group_size)
+    if perm is None and not (x.is_cuda and (k % 8 or x.data_ptr() % 16)):
+        y = x.new_empty((*x.shape[:-1], n))
+        if _core.weight_only_mm(y, x, q, scale, zero, offset, bias, *numbers, -inf, inf, threads=threads_for(x)):
+            return y
     return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)

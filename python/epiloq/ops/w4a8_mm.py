@@ -30,6 +30,8 @@ _AT_ONCE = 1 << 24
 # int8 products of groups on the CPU: more tokens than these, for which they are the faster ones; how few and how many
 # columns a group may have; rows of the weight and tokens at a time, whose sums, one for each group, stay in the cache.
 _FEW_TOKENS, _FEW_COLUMNS, _MOST_COLUMNS, _ROWS, _TOKENS = 16, 16, 131071, 256, 64
+# Elements of 16 bits in 16 bytes.
+_ALIGNED = 8
 # Tokens from which the float8 kernel of SM90 is the faster one: for fewer, reading the weight takes longest.
 _MANY_TOKENS = 256
 
@@ -114,7 +116,7 @@ def run(
     call = Call(result, x_q, weight, scale_a, bias)
     check(call, out is not None)
     if result.numel() > 0:
-        _multiply(call)
+        multiply(call)
     if out is not None:
         mark_written(out)
     return result
@@ -127,13 +129,15 @@ def _empty(x_q: Tensor, n: int, out_dtype: torch.dtype) -> Tensor:
     return x_q.new_empty((*x_q.shape[:-1], n), dtype=out_dtype)
 
 
-def _multiply(call: Call) -> None:
+def multiply(call: Call) -> None:
+    """The product of what was checked, with at least one output."""
     weight, m = call.weight, prod(call.x_q.shape[:-1])
     x_q, out = call.x_q.view(m, weight.k), call.out.view(m, weight.n)
     if weight.perm is not None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
-    scale_a = call.scale_a.reshape(-1, 1).expand(m, 1)
+    scale_a = call.scale_a.reshape(-1, 1).contiguous()
+    scale_a = scale_a if len(scale_a) == m else scale_a.repeat(m, 1)
     if not is_batch_invariant() and w4a8_unpacked.fits(x_q, weight):
         return w4a8_unpacked.multiply(out, x_q, weight, scale_a, call.bias)
     if _may_be_float8(x_q) and _by_float8_kernel(out, x_q, call):
@@ -183,10 +187,15 @@ def _by_weight_only(
     they are rounded with their scales."""
     packed = (weight.q, weight.scale, weight.zero, None, None)
     numbers = (weight.bits, weight.n, weight.k, weight.group_size)
-    x = x_q.to(dtype)
     if dtype == torch.float32:
-        return _finish(out, weight_only(x, *packed, None, *numbers, -inf, inf), scale_a, bias)
-    x = torch.mul(x, scale_a, out=torch.empty_like(x))
+        return _finish(out, weight_only(x_q.to(dtype), *packed, None, *numbers, -inf, inf), scale_a, bias)
+    k = x_q.shape[-1]
+    # Rows on 16 bytes, as the kernel reads them.
+    x = x_q.new_empty((len(x_q), -(-k // _ALIGNED) * _ALIGNED), dtype=dtype)[:, :k]
+    if x.is_cuda:
+        _core.widen_tokens(x, x_q, scale_a)
+    else:
+        x.copy_(x_q.float().mul_(scale_a))
     if out.dtype == dtype:
         weight_only(x, *packed, bias, *numbers, -inf, inf, out=out)
         return None

@@ -17,6 +17,12 @@ void register_w4a8_mm(py::module_& module) {
         py::arg("scratch"), py::arg("bias"), py::arg("n"), py::arg("k"), py::arg("group_size"));
   };
   define("w4a8_mm", [](W4a8Mm const& call, TensorArg const& x_q) { return w4a8_mm(call, current_stream(x_q)); });
+  module.def(
+      "widen_tokens",
+      [](TensorArg const& out, TensorArg const& x_q, TensorArg const& scale_a) {
+        widen_tokens({out.view, x_q.view, scale_a.view}, current_stream(x_q));
+      },
+      py::arg("out"), py::arg("x_q"), py::arg("scale_a"));
   define("explain_w4a8_mm", [](W4a8Mm const& call, TensorArg const&) { return explain(call); });
 }
 
