@@ -4,7 +4,7 @@
 
 `Experts` is a float layer as one might write it, a loop over experts. `Fp8Experts` computes the same in FP8: weights
 with a scale per 128 x 128, activations with a scale per 128 of a token, and two launches whatever the number of
-experts. A model of transformers needs none of this: `epiloq.quantize_(model, "fp8-block")` does it (docs/moe.md).
+experts. A model of transformers needs none of this: `epiloq.quantize_(model, "fp8-block")` does it (docs/guide/moe.md).
 """
 
 from __future__ import annotations

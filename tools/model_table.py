@@ -1,7 +1,7 @@
-"""Tables of whole models for README.md and docs/whole_models.md, from a record of ``epiloq bench --model``.
+"""Tables of whole models for README.md and docs/guide/whole_models.md, from a record of ``epiloq bench --model``.
 
     python tools/model_table.py keep models.json --commit 3e9a0d5 benchmarks/results/nvidia-h100/whole_model.json
-    python tools/model_table.py write benchmarks/results/nvidia-h100/whole_model.json README.md docs/whole_models.md
+    python tools/model_table.py write RECORD README.md docs/guide/whole_models.md
 
 A record of some layers of a shape stands for all of them: time and size of one layer, times their number, beside
 embedding, last norm and head as they were measured.

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "epiloq/online_quant_mm.h"
-#include "problems/quantize_blockwise_int8.h"
+#include "problems/quantizers/quantize_blockwise_int8.h"
 #include "problems/w4a8_gemm.h"
 
 namespace epiloq::ops::online_quant_mm {

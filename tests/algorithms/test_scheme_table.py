@@ -1,4 +1,4 @@
-"""The table of docs/choosing_a_scheme.md, from rows that are made up."""
+"""The table of docs/guide/choosing_a_scheme.md, from rows that are made up."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_writing_keeps_the_rest(tmp_path: Path) -> None:
 
 
 def test_the_document_has_the_marks() -> None:
-    text = (ROOT / "docs" / "choosing_a_scheme.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "choosing_a_scheme.md").read_text(encoding="utf-8")
     assert text.index(scheme_table.BEGIN) < text.index(scheme_table.END)

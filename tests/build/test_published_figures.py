@@ -51,7 +51,7 @@ def test_products() -> None:
             assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in readme, row
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/whole_models.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/whole_models.md"])
 def test_tables_of_whole_models_are_those_of_the_record(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(documents.ROOT / "tools"))
     tables = pytest.importorskip("model_table")  # typer is not always there

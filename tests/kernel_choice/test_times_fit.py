@@ -1,4 +1,4 @@
-"""What tools/weight_only_fit.py and online_quant_fit.py fit is what the library's choices are made of."""
+"""What tools/kernel_times/weight_only_fit.py and online_quant_fit.py fit is what the library's choices are made of."""
 
 from __future__ import annotations
 

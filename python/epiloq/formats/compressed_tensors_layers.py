@@ -1,7 +1,7 @@
 """One layer's tensors in the layouts of the compressed-tensors package, as weights that products take, and back.
 
 Defined by its compressors (``compressed_tensors/compressors/{pack_quantized,naive_quantized}``), drawn in
-docs/weight_layouts.md. ``pack-quantized`` and ``int-quantized`` weights become a `PackedWeight`, FP8 weights of
+docs/guide/weight_layouts.md. ``pack-quantized`` and ``int-quantized`` weights become a `PackedWeight`, FP8 weights of
 ``float-quantized`` a layer, for floating-point numbers of 8 bits are no integers times a scale.
 """
 

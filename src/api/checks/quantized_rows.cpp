@@ -1,4 +1,4 @@
-#include "problems/quantized_rows.h"
+#include "problems/quantizers/quantized_rows.h"
 
 #include <algorithm>
 #include <bit>

@@ -8,7 +8,7 @@
 
 #include "core/float8.h"
 #include "cpu/common/rows.h"
-#include "problems/quantize_blockwise_int8.h"
+#include "problems/quantizers/quantize_blockwise_int8.h"
 
 namespace epiloq::ops::quantize_blockwise_int8 {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cpu/common/rows.h"
-#include "problems/quantize_fp8.h"
+#include "problems/quantizers/quantize_fp8.h"
 
 namespace epiloq::ops::quantize_fp8 {
 namespace {

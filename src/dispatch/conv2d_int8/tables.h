@@ -25,7 +25,7 @@ inline constexpr std::array kTiles{
 };
 inline constexpr int kFirstSm80Tile = 5, kFirstSm75Tile = 8;
 
-// Cost model, in cycles of an SM, fitted to tools/conv_sweep.py; docs/convolutions.md describes it.
+// Cost model, in cycles of an SM, fitted to tools/kernel_times/conv_sweep.py; docs/guide/convolutions.md describes it.
 struct Costs {
   double byte;    // per byte of a stage, overlapped with products
   double stage;   // a CTA's latency at a stage's barriers

@@ -8,7 +8,7 @@
 #include "kernels/common/ptx/tf32.cuh"
 #include "kernels/quantize/quantize.cuh"
 #include "kernels/quantize/spread_launch.cuh"
-#include "problems/quantize_blockwise_int8.h"
+#include "problems/quantizers/quantize_blockwise_int8.h"
 
 namespace epiloq::ops::quantize_blockwise_int8 {
 namespace {

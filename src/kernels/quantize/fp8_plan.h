@@ -1,6 +1,6 @@
 #pragma once
 
-#include "problems/quantize_fp8.h"
+#include "problems/quantizers/quantize_fp8.h"
 
 namespace epiloq::ops::quantize_fp8 {
 

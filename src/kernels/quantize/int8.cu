@@ -5,7 +5,7 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/quantize/quantize.cuh"
 #include "kernels/quantize/spread_launch.cuh"
-#include "problems/quantize_int8.h"
+#include "problems/quantizers/quantize_int8.h"
 
 namespace epiloq::ops::quantize_int8 {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/quantize/quantize.cuh"
-#include "problems/quantized_rows.h"
+#include "problems/quantizers/quantized_rows.h"
 
 namespace epiloq {
 

@@ -1,7 +1,7 @@
 #include "core/cuda_check.h"
 #include "kernels/quantize/quantized_rows.cuh"
 #include "kernels/quantize/spread_launch.cuh"
-#include "problems/rms_norm_quant.h"
+#include "problems/quantizers/rms_norm_quant.h"
 
 namespace epiloq::ops::rms_norm_quant {
 namespace {

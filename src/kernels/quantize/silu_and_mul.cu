@@ -1,7 +1,7 @@
 #include "core/cuda_check.h"
 #include "kernels/quantize/quantized_rows.cuh"
 #include "kernels/quantize/spread_launch.cuh"
-#include "problems/silu_and_mul_quant.h"
+#include "problems/quantizers/silu_and_mul_quant.h"
 
 namespace epiloq::ops::silu_and_mul_quant {
 namespace {

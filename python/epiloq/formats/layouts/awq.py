@@ -1,6 +1,6 @@
 """The AutoAWQ layouts, four bits each: ``gemm`` packs output channels, ``gemv`` and ``gemv_fast`` input channels.
 
-Defined by AutoAWQ (``awq/modules/linear/{gemm,gemv,gemv_fast}.py``), drawn in docs/weight_layouts.md.
+Defined by AutoAWQ (``awq/modules/linear/{gemm,gemv,gemv_fast}.py``), drawn in docs/guide/weight_layouts.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GGUF blocks, of 32 values (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) and super-blocks of 256 (Q2_K to Q6_K), as weights.
 
-How a block holds its values: `gguf_blocks`, and docs/weight_layouts.md. Integers are taken as they are, scales and
-offsets exactly, so that nothing goes through floating point.
+How a block holds its values: `gguf_blocks`, and docs/guide/weight_layouts.md. Integers are taken as they are,
+scales and offsets exactly, so that nothing goes through floating point.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The GPTQ layout: ``qweight`` packed along the input channels, transposed; ``gptq_v2`` stores zero points as they are,
 ``gptq`` stores them less one, which has no word for 0 but has one for 2^bits.
 
-Defined by AutoGPTQ and GPTQModel (``qlinear_cuda_old``, ``qlinear_torch``), drawn in docs/weight_layouts.md.
+Defined by AutoGPTQ and GPTQModel (``qlinear_cuda_old``, ``qlinear_torch``), drawn in docs/guide/weight_layouts.md.
 """
 
 from __future__ import annotations

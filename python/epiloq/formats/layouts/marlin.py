@@ -1,7 +1,7 @@
 """The Marlin layout: tiles of 16 x 64 in the order of mma fragments, scales and zero points permuted to fit.
 
 Defined by IST-DASLab's Marlin (names ``B`` and ``s``) and its descendant in vLLM
-(``model_executor/layers/quantization/utils/marlin_utils*.py``), drawn in docs/weight_layouts.md.
+(``model_executor/layers/quantization/utils/marlin_utils*.py``), drawn in docs/guide/weight_layouts.md.
 """
 
 from __future__ import annotations

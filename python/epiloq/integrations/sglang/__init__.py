@@ -1,7 +1,7 @@
 """epiloq in SGLang (0.5.23): checkpoints of epiloq's own format, and its products in int8 and FP8 layers.
 
 SGLang calls `register` by itself in every process, through the entry point ``sglang.srt.plugins`` of the installed
-package. docs/engines.md shows how to use and to restrict it.
+package. docs/guide/engines.md shows how to use and to restrict it.
 """
 
 from __future__ import annotations

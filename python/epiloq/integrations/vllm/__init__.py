@@ -1,7 +1,7 @@
 """epiloq in vLLM (0.26): its kernels for ordinary checkpoints, and checkpoints of epiloq's own format.
 
 vLLM calls `register` by itself in every process, through the entry point ``vllm.general_plugins`` of the installed
-package. docs/engines.md shows how to use and to restrict it.
+package. docs/guide/engines.md shows how to use and to restrict it.
 """
 
 from __future__ import annotations

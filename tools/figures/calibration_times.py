@@ -1,6 +1,6 @@
 """Time ``epiloq quantize`` of a random model with the shape of Llama-3-8B on 1, 2, 4 … ranks.
 
-    python tools/calibration_times.py --ranks 1 2 4 --device cuda --json times.json
+    python tools/figures/calibration_times.py --ranks 1 2 4 --device cuda --json times.json
 
 A few blocks are timed; the seconds of all of the model's are extrapolated from the time per block. Random weights and
 text take as long as real ones, and say nothing about accuracy.

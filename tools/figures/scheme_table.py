@@ -1,9 +1,9 @@
-"""Measures schemes and algorithms on a model, for docs/choosing_a_scheme.md.
+"""Measures schemes and algorithms on a model, for docs/guide/choosing_a_scheme.md.
 
-    python tools/scheme_table.py text TEXTS
-    python tools/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,..]
-    python tools/scheme_table.py speed MODEL --texts TEXTS --work DIR
-    python tools/scheme_table.py write --work DIR docs/choosing_a_scheme.md
+    python tools/figures/scheme_table.py text TEXTS
+    python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,..]
+    python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
+    python tools/figures/scheme_table.py write --work DIR docs/guide/choosing_a_scheme.md
 
 Rows are kept in DIR/rows.json as they are measured: run it again to go on. `speed` times, for each scheme that was
 measured, one output directory beside the floating-point model.
@@ -25,7 +25,7 @@ WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
 FLOAT = "floating point"
 # SmolLM2's 576 channels are no multiple of 128, which only this format can say.
 SHORT_GROUPS = ("--format", "gptq")
-BEGIN, END = "<!-- made by tools/scheme_table.py -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tools/figures/scheme_table.py -->", "<!-- end -->"
 Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
 Work = Annotated[Path, typer.Option(help="Where rows.json and the outputs are kept.")]
 

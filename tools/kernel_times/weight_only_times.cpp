@@ -1,5 +1,5 @@
 // What weight_only_mm says that its kernels take on SM90, with the numbers of costs.h as variables:
-// tools/weight_only_fit.py compiles this with a costs.h whose constants are none, and fits them.
+// weight_only_fit.py compiles this with a costs.h whose constants are none, and fits them.
 
 #include <vector>
 

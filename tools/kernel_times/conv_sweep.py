@@ -1,6 +1,6 @@
 """Times every tile of conv2d_int8 on a GPU, table rows x splits of K, beside the one that the table's rule chooses.
 
-    python tools/conv_sweep.py [--suites resnet50,resnet50-1,pp-ocr] [--rows 0,1,2] [--splits 1,2,4,8]
+    python tools/kernel_times/conv_sweep.py [--suites resnet50,resnet50-1,pp-ocr] [--rows 0,1,2] [--splits 1,2,4,8]
                                [--json sweep.json]
 
 Inputs are cold in L2 where a set of some 0.4 MB is, replays of a CUDA graph; every tile's result must equal the chosen

@@ -4,7 +4,7 @@
 
 #include "core/checks.h"
 #include "epiloq/device.h"
-#include "problems/quantize_int8.h"
+#include "problems/quantizers/quantize_int8.h"
 
 namespace epiloq {
 namespace {

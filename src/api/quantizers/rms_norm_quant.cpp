@@ -5,7 +5,7 @@
 
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
-#include "problems/rms_norm_quant.h"
+#include "problems/quantizers/rms_norm_quant.h"
 
 namespace epiloq {
 namespace {

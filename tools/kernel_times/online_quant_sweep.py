@@ -1,11 +1,11 @@
 """Times every kernel of online_quant_mm on a GPU, tiles x splits of K, beside the one that is chosen.
 
-    python tools/online_quant_sweep.py [--shapes 4096x4096,8192x8192] [--tokens 16,64,256] [--variants w8g128,w4g128]
-                                       [--splits 1,2,3,4,5,6,7,8] [--json sweep.json]
+    python tools/kernel_times/online_quant_sweep.py [--shapes 4096x4096,8192x8192] [--tokens 16,64,256]
+                                       [--variants w8g128,w4g128] [--splits 1,2,3,4,5,6,7,8] [--json sweep.json]
 
 Microseconds of a whole call, with the pass that quantises: weights are cold in L2, replays of a CUDA graph. Every
 kernel's result is held to the float64 product first. At the end stands how far the choice is behind the fastest.
-tools/online_quant_fit.py fits the times in costs.h to what --json writes.
+online_quant_fit.py fits the times in costs.h to what --json writes.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ def main() -> None:
     splits = [int(split) for split in arguments.splits.split(",")]
     rows: list[dict[str, Any]] = []
     record = {
-        "what": "online_quant_mm with its quantising pass, tokens of bfloat16, by tools/online_quant_sweep.py:"
-        " microseconds.",
+        "what": "online_quant_mm with its quantising pass, tokens of bfloat16, by online_quant_sweep.py: microseconds.",
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(device),
         "sweep": rows,

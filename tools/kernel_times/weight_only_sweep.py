@@ -1,12 +1,12 @@
 """Times every weight-only kernel on a GPU, table rows x splits of K, beside the one that the tables choose.
 
-    python tools/weight_only_sweep.py [--variant w4_g128] [--shapes 6144x4096,8192x8192] [--tokens 1,8,64]
+    python tools/kernel_times/weight_only_sweep.py [--variant w4_g128] [--shapes 6144x4096,8192x8192] [--tokens 1,8,64]
                                       [--families tiled,wgmma] [--splits 1,2,4,8]
 
 Weights are cold in L2, replays of a CUDA graph. Percentages are of the read floor for the packed weight; every kernel's
 result is compared with the dense product first. At the end stands each family's mean over the shapes, with how often
 each of its rows was best. The times in costs.h are fitted to what --json writes, of more layers than those of the
-benchmark (tests/kernel_choice/test_weight_only_choice.py names the sweeps), by tools/weight_only_fit.py.
+benchmark (tests/kernel_choice/test_weight_only_choice.py names the sweeps), by weight_only_fit.py.
 """
 
 from __future__ import annotations
@@ -173,8 +173,7 @@ def main() -> None:
     found: dict[int, list[dict[Kernel, float]]] = defaultdict(list)
     rows: list[dict[str, Any]] = []
     record = {
-        "what": f"weight_only_mm's kernels by themselves, {arguments.variant}, by tools/weight_only_sweep.py:"
-        " microseconds.",
+        "what": f"weight_only_mm's kernels by themselves, {arguments.variant}, by weight_only_sweep.py: microseconds.",
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(device),
         "sweep": rows,

@@ -1,5 +1,5 @@
 // What online_quant_mm says that its kernels take on SM90, with the numbers of costs.h as variables:
-// tools/online_quant_fit.py compiles this with a costs.h whose constants are none, and fits them.
+// online_quant_fit.py compiles this with a costs.h whose constants are none, and fits them.
 
 #include <vector>
 

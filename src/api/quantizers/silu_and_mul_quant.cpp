@@ -1,7 +1,7 @@
 #include "epiloq/silu_and_mul_quant.h"
 
 #include "epiloq/device.h"
-#include "problems/silu_and_mul_quant.h"
+#include "problems/quantizers/silu_and_mul_quant.h"
 
 namespace epiloq {
 namespace {

@@ -1,4 +1,4 @@
-"""Fits the numbers of a costs.h to sweeps, for tools/weight_only_fit.py and tools/online_quant_fit.py.
+"""Fits the numbers of a costs.h to sweeps, for weight_only_fit.py and online_quant_fit.py.
 
 What a kernel is said to take is asked of the library's own code, compiled with the numbers as variables. What a fit
 makes small is what choices are expected to lose, a kernel being the likelier chosen the less time it is said to take;
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import track
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests/kernel_choice/measured"
 # GB/s that memory's clock and width amount to.
 MEMORY = {"H200": 4917, "H100": 3352}

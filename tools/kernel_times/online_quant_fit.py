@@ -1,9 +1,9 @@
 """Fits the times of online_quant_mm's kernels on SM90 to sweeps, and says how far behind the fastest their choices are.
 
-    python tools/online_quant_fit.py [sweep.json ...]
+    python tools/kernel_times/online_quant_fit.py [sweep.json ...]
                                      [--steps 300] [--write]
 
-tools/online_quant_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
+online_quant_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Times every kernel of conv2d_weight_only on a GPU, table rows x splits of K, beside the one that its model chooses.
 
-    python tools/conv_weight_only_sweep.py [--variant w4_g128] [--batches 1] [--layers "3 3x3,4 3x3"]
+    python tools/kernel_times/conv_weight_only_sweep.py [--variant w4_g128] [--batches 1] [--layers "3 3x3,4 3x3"]
                                            [--families wgmma,patches] [--splits 1,2,4,8] [--json sweep.json]
 
 Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every

@@ -1,7 +1,7 @@
 """Measures the error of float8 sums against K on a GPU, and draws it.
 
-    python tools/float8_error.py measure errors.json     (on a GPU)
-    python tools/float8_error.py draw errors.json docs/float8_error.png
+    python tools/figures/float8_error.py measure errors.json     (on a GPU)
+    python tools/figures/float8_error.py draw errors.json docs/float8_error.png
 
 Errors are in spans: parts of the root of the sum of squared terms, which random sums are about as large as.
 """

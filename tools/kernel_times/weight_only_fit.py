@@ -1,9 +1,9 @@
 """Fits the times of weight_only_mm's kernels on SM90 to sweeps, and says how far behind the fastest their choices are.
 
-    python tools/weight_only_fit.py [sweep.json ...]
+    python tools/kernel_times/weight_only_fit.py [sweep.json ...]
                                     [--tokens 17:] [--only 'kWgmma|kSent'] [--steps 300] [--write]
 
-tools/weight_only_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
+weight_only_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
 """
 
 from __future__ import annotations

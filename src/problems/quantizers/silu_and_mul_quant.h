@@ -1,6 +1,6 @@
 #pragma once
 
-#include "problems/quantized_rows.h"
+#include "problems/quantizers/quantized_rows.h"
 
 namespace epiloq::ops::silu_and_mul_quant {
 

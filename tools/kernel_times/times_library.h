@@ -1,4 +1,4 @@
-// What tools/times_fit.py calls. Included last, after `numbers()` in the order of the header, `Candidate`, the list
+// What times_fit.py calls. Included last, after `numbers()` in the order of the header, `Candidate`, the list
 // `candidates`, and of one of them `words_of` (as explain says it) and `microseconds_of`.
 
 #include "epiloq/export.h"
