@@ -1,4 +1,7 @@
-"""grouped_packed_mm: each expert's rows as weight_only_mm and w4a8_mm multiply them."""
+"""grouped_packed_mm: each expert's rows as weight_only_mm and w4a8_mm multiply them.
+
+On the CPU, and where a GPU's kernels multiply one expert after the other, the same bits; otherwise within the bound.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,14 @@ def case(kind: str, activations: torch.dtype, device: str = "cpu", bits: int = 4
     return {"x": x, "weight": weight, "scale_a": scale, "offs": offs}
 
 
+def assert_same(y: Tensor, expected: Tensor) -> None:
+    """The same bits; on CUDA, where another kernel multiplies all experts, within sums' and bfloat16's rounding."""
+    if y.is_cuda:
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+    else:
+        assert torch.equal(y, expected)
+
+
 def one(x: Tensor, weight: epiloq.PackedWeight, scale_a: Tensor | None) -> Tensor:
     return epiloq.weight_only_mm(x, weight) if scale_a is None else epiloq.w4a8_mm(x, weight, scale_a)
 
@@ -53,7 +64,7 @@ def test_is_each_experts_product(seed: int, device: str, kind: str, activations:
     for expert, count in enumerate(COUNTS):
         rows, part = slice(begin, begin + count), weight.row_slice(expert * N, (expert + 1) * N)
         expected = one(x[rows], part, None if scale is None else scale[rows])
-        assert torch.equal(y[rows], expected)
+        assert_same(y[rows], expected)
         boxes.view(torch.uint8)[expert, :count] = x.view(torch.uint8)[rows]
         if scales is not None and scale is not None:
             scales[expert, :count] = scale[rows]
@@ -61,11 +72,14 @@ def test_is_each_experts_product(seed: int, device: str, kind: str, activations:
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=device)
     masked = epiloq.grouped_packed_mm(boxes, weight, scales, masked_m=counts)
     assert masked.shape == (len(COUNTS), max(COUNTS), N)
-    assert torch.equal(torch.cat([box[:count] for box, count in zip(masked, COUNTS, strict=True)]), y[:begin])
+    assert_same(torch.cat([box[:count] for box, count in zip(masked, COUNTS, strict=True)]), y[:begin])
     out = torch.full((len(x), N), 7.0, device=device, dtype=y.dtype)
     assert epiloq.grouped_packed_mm(**given, out=out) is out
-    assert torch.equal(out[:begin], y[:begin]) and (out[begin:] == 7).all()
-    assert epiloq.explain("grouped_packed_mm", **given).startswith("one expert after the other: ")
+    assert torch.equal(out[:begin], y[:begin])
+    assert (out[begin:] == 7).all()
+    said = epiloq.explain("grouped_packed_mm", **given)
+    has_kernel = device == "cuda" and kind != "offset" and bits == 4
+    assert said.startswith("grouped mma.sync" if has_kernel else "one expert after the other: ")
 
 
 @pytest.mark.parametrize(

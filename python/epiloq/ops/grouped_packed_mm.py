@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from epiloq import _core
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq.ops.checks.w4a8_mm import check_weight
+from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, check_out_dtype, check_weight
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
@@ -20,6 +21,11 @@ from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_memory
 
 _NAME = "grouped_packed_mm"
+# Rows of an expert on average above which products of one expert after the other are faster than the kernel that
+# multiplies all.
+_MANY_ROWS = 64
+# Elements of 16 bits, of which a kernel reads so many at a time.
+_ALIGNED = 8
 
 
 def grouped_packed_mm(
@@ -34,15 +40,19 @@ def grouped_packed_mm(
 ) -> Tensor:
     """`weight_only_mm`, or with ``scale_a`` `w4a8_mm`, for a mixture of experts: each row times its expert's matrix.
 
-    One expert after the other, so that each row's result is that of those operations. The number of rows of each
-    expert is read on the host, which waits for a GPU.
+    On CUDA, for 4 bits in groups of 32, 64 or 128 times a power of two and 8 bits in the latter, without real offsets,
+    one kernel multiplies all experts, and ``offs`` or ``masked_m`` is read on the device; quantised rows become
+    bfloat16, with their scales. Otherwise, and for more than 64 rows an expert on average outside of a CUDA graph, one
+    expert is multiplied after the other by those operations, and the number of rows of each is read on the host, which
+    waits for a GPU. The bounds are those of the operations, see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
             float32, rows dense; with ``scale_a`` int8 or float8_e4m3fn.
         weight: ``[E N, K]``, the experts' matrices behind each other, N a multiple of 16; without activation order.
         scale_a: float32, one per row: ``[M, 1]`` or ``[E, M, 1]``.
-        offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`.
+        offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. Where they are read on the
+            device, those that do not ascend leave rows unwritten or wrong.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
         out_dtype: with ``scale_a`` as for `w4a8_mm`, bfloat16 by default; otherwise x's dtype.
         out: ``[M, N]`` or ``[E, M, N]``, rows dense, sharing no memory with inputs; written and returned.
@@ -102,11 +112,20 @@ def run(
     shape = (*x.shape[:-1], n // experts)
     if result.shape != shape or result.device != x.device:
         _refuse("out", f"{list(shape)} on {x.device}", f"{list(result.shape)} on {result.device}")
-    if scale_a is not None and scale_a.shape != (*x.shape[:-1], 1):
-        _refuse("scale_a", f"float32 {[*x.shape[:-1], 1]}", f"{scale_a.dtype} {list(scale_a.shape)}")
-    if scale_a is None and result.dtype != x.dtype:
+    if scale_a is not None:
+        if x.dtype not in ACTIVATIONS:
+            _refuse("x", "int8 or float8_e4m3fn beside scale_a", x.dtype)
+        if scale_a.shape != (*x.shape[:-1], 1) or scale_a.dtype != torch.float32:
+            _refuse("scale_a", f"float32 {[*x.shape[:-1], 1]}", f"{scale_a.dtype} {list(scale_a.shape)}")
+        check_memory("scale_a", scale_a, x.device, _NAME)
+        check_out_dtype(x, result.dtype)
+    elif result.dtype != x.dtype:
         _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)
     whole, rows = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size), n // experts
+    if _has_kernel(x, whole, experts, masked_m is not None) and _by_kernel(result, x, whole, scale_a, counts):
+        if out is not None:
+            mark_written(out)
+        return result
     for expert, place in _places(counts, masked_m is not None, x.shape[-2]):
         part = whole.row_slice(expert * rows, (expert + 1) * rows)
         _product(result[place], x[place], part, None if scale_a is None else scale_a[place])
@@ -127,6 +146,36 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
     if x.ndim != (3 if masked else 2) or x.shape[-1] != k or (masked and x.shape[0] != experts):
         _refuse("x", f"{wanted} with {k} columns", list(x.shape))
     return experts
+
+
+def _has_kernel(x: Tensor, weight: PackedWeight, experts: int, masked: bool) -> bool:
+    """Whether one kernel multiplies all experts, where it takes their format."""
+    if not x.is_cuda or weight.bits not in (4, 8) or weight.offset is not None:
+        return False
+    rows = x.shape[-2] if masked else x.shape[0] / experts
+    return rows <= _MANY_ROWS or torch.cuda.is_current_stream_capturing()
+
+
+def _by_kernel(
+    out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
+) -> Any:
+    """Whether a kernel took the product; or, explained, what it would do."""
+    if scale_a is not None:
+        x = torch.mul(x.to(torch.bfloat16), scale_a, out=torch.empty_like(x, dtype=torch.bfloat16))
+    if any(stride % _ALIGNED for stride in x.stride()[:-1]) or x.data_ptr() % 16:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNED))[..., : x.shape[-1]]
+    result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
+    tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)
+    numbers = ("int", weight.bits, weight.n, weight.k, weight.group_size)
+    if explained:
+        return _core.explain_grouped_weight_only_mm(*tensors, *numbers)
+    taken = _core.grouped_weight_only_mm(*tensors, *numbers)
+    if taken and result is not out:
+        # Rows that are no expert's keep what they hold.
+        places = torch.arange(out.shape[-2], device=out.device)
+        written = places < counts[-1] if out.ndim == 2 else places < counts[:, None]
+        torch.where(written.unsqueeze(-1), result.to(out.dtype), out, out=out)
+    return taken
 
 
 def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
@@ -172,11 +221,16 @@ def explain(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `grouped_packed_mm`, of an expert that has all rows."""
+    """`epiloq.explain` for `grouped_packed_mm`; of an expert that has all rows where they are multiplied in turn."""
     counts = offs if masked_m is None else masked_m
     expect_tensors(_NAME, {"x": x, "offs or masked_m": counts}, {"scale_a": scale_a, "out": out}, writes=False)
     assert counts is not None
     experts = _checked_experts(counts, weight.n, x, masked_m is not None, weight.k)
+    if _has_kernel(x, weight, experts, masked_m is not None):
+        result = _empty(x, weight.n // experts, out_dtype or torch.bfloat16)
+        said = str(_by_kernel(result, x, weight, scale_a, counts, explained=True))
+        if not said.startswith("no kernel"):
+            return said
     part, rows = weight.row_slice(0, weight.n // experts), x.flatten(0, -2)
     scales = None if scale_a is None else scale_a.flatten(0, -2)
     said = explain_weight_only(rows, part) if scales is None else explain_w4a8(rows, part, scales)

@@ -42,6 +42,14 @@ void check_zeros(Checker const& check, PackedWeight const& w, std::int64_t group
   }
 }
 
+void check_fp4(Checker const& check, PackedWeight const& w) {
+  int const group = w.format == WeightFormat::kMxfp4 ? 32 : 16;
+  if (w.bits != 4) check.fail("bits", "expected 4 with FP4, got ", w.bits);
+  if (w.group_size != group) check.fail("group_size", "expected ", group, " with this FP4, got ", w.group_size);
+  if (w.zero) check.fail("zero", "expected none with FP4, got ", describe(*w.zero));
+  if (w.offset) check.fail("offset", "expected none with FP4, got ", describe(*w.offset));
+}
+
 }  // namespace
 
 void expect_shape(Checker const& check, char const* argument, TensorView const& view,
@@ -64,6 +72,11 @@ void check_format(Checker const& check, int bits, std::int64_t group_size) {
 }
 
 Weight checked_weight(Checker const& check, PackedWeight const& w) {
+  if (w.format != WeightFormat::kInteger) check.fail("weight", "expected integers, got FP4");
+  return checked_weight_of_any_format(check, w);
+}
+
+Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& w) {
   check_format(check, w.bits, w.group_size);
   if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
   if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
@@ -72,7 +85,12 @@ Weight checked_weight(Checker const& check, PackedWeight const& w) {
   std::int64_t const group = w.group_size == -1 ? padded_k : std::min(w.group_size, padded_k);
   std::int64_t const groups = padded_k == 0 ? 0 : ceil_div(padded_k, group);
   check.tensor("weight.q", w.q, {DType::kUInt8});
-  check.tensor("weight.scale", w.scale, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  if (w.format == WeightFormat::kInteger) {
+    check.tensor("weight.scale", w.scale, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  } else {
+    check_fp4(check, w);
+    check.tensor("weight.scale", w.scale, {DType::kUInt8});
+  }
   expect_shape(check, "weight.q", w.q, {panels, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
   expect_shape(check, "weight.scale", w.scale, {panels, groups, kPanelRows});
   check.aligned16("weight.q", w.q);

@@ -14,7 +14,8 @@ void expect_shape(Checker const& check, char const* argument, TensorView const& 
                   std::initializer_list<std::int64_t> shape);
 
 void check_format(Checker const& check, int bits, std::int64_t group_size);
-Weight checked_weight(Checker const& check, PackedWeight const& weight);
+Weight checked_weight(Checker const& check, PackedWeight const& weight);  // of integers
+Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& weight);
 void check_apart(Checker const& check, TensorView const& out, PackedWeight const& weight);
 
 }  // namespace epiloq::ops::weight_only_mm

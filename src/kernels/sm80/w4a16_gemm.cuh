@@ -10,14 +10,15 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_, int kBlocks_>
+template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_, int kBlocks_,
+          class F = Fragment<T, kBits>>
 struct Tiled {
   static constexpr int kWarps = kWarps_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocks = kBlocks_;  // per SM
   static constexpr int kPanels = 2;         // per warp
-  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8, F>;
   static constexpr int kRows = kWarps * kPanels * kPanelRows;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kChunks = TokenPlace::kBytes / 16;
@@ -57,11 +58,11 @@ struct Tiled {
   };
 };
 
-// CTAs along x take tiles of tokens, along y they split K, along z they take rows. make_tokens(first token, first step)
-// returns what issues the CTA's tokens, step by step.
+// The CTA's tile of tokens begins at `first_token`; CTAs along y split K, along z they take rows. make_tokens(first
+// token, first step) returns what issues the CTA's tokens, step by step. `factor` multiplies all sums.
 template <class S, class T, class MakeTokens>
 __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
-                                              MakeTokens make_tokens) {
+                                              int first_token, MakeTokens make_tokens, float factor = 1.f) {
   using W = typename S::W;
   constexpr int kStages = S::kStages;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   }
   pdl_wait();
 
-  auto tokens = make_tokens(blockIdx.x * S::kTokens, first_step);
+  auto tokens = make_tokens(first_token, first_step);
   auto const issue = [&](int step, int at) {
     if (step < end) {
       source.issue(layout, to + at + warp * layout.bytes, step);
@@ -113,15 +114,16 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   cp_async_wait<0>();
   __syncthreads();  // the sums replace the stages
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums);
-  finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, blockIdx.x * S::kTokens, blockIdx.y, gridDim.y);
+  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * factor);
+  finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, first_token, blockIdx.y, gridDim.y);
 }
 
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
                                                                         __grid_constant__ StageLayout const layout) {
   extern __shared__ __align__(kSharedLine) std::uint8_t shared[];
-  multiply_tile<S, T>(p, layout, shared, [&](int token, int) { return typename S::Tokens(p, token); });
+  multiply_tile<S, T>(p, layout, shared, blockIdx.x * S::kTokens,
+                      [&](int token, int) { return typename S::Tokens(p, token); });
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -59,9 +59,9 @@ __device__ __forceinline__ uint4 load_tokens(SharedAddress at) {
 
 // kPanels panels of 16 weight rows by kTiles tiles of 8 tokens; kGroups scale groups begin in a K step (of 32 or 64
 // columns), or one that spans 2^n steps.
-template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, int kTiles>
+template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, int kTiles, class F_ = Fragment<T, kBits>>
 struct Warp {
-  using F = Fragment<T, kBits>;
+  using F = F_;
   static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, per lane, panel and step
   static constexpr int kStepBytes = kVectors * 512;     // of a panel
   static constexpr int kWeightBytes = kPanels * kStepBytes;
@@ -126,10 +126,24 @@ struct Warp {
     }
   };
 
+  // The E8M0 power 2^(code - 127); 255 is NaN.
+  static __device__ __forceinline__ float power_of(Word code) {
+    constexpr Word kSmallest = 0x00400000, kNan = 0x7fc00000;  // 2^-127 is subnormal
+    return __uint_as_float(code == 0 ? kSmallest : code == 255 ? kNan : code << 23);
+  }
+
   // Scales or offsets of a group in all panels, of rows g and g + 8; `values` points at the first panel's.
   static __device__ __forceinline__ void load(float2 (&to)[kPanels], Weight const& w, StageLayout const& layout,
                                               std::uint8_t const* values, int group) {
     values += (group * kPanelRows + lane() / 4 * 2) * layout.scale_bytes;
+    if constexpr (F::kScales == ScaleUse::kPowers) {
+#pragma unroll
+      for (int s = 0; s < kPanels; ++s) {
+        Word const both = *reinterpret_cast<std::uint16_t const*>(values + s * layout.parameter_bytes);
+        to[s] = {power_of(both & 0xff), power_of(both >> 8)};
+      }
+      return;
+    }
     if (w.scale_dtype == DType::kFloat32) {
 #pragma unroll
       for (int s = 0; s < kPanels; ++s) to[s] = *reinterpret_cast<float2 const*>(values + s * layout.parameter_bytes);
@@ -213,10 +227,46 @@ struct Warp {
     sums[3] = fmaf(factor.y, group.v[3], sums[3]);
   }
 
-  // sums += W X for a K step. tokens(tile, block) returns load_tokens of a tile's tokens.
+  // sums += W X for a K step, with scales folded into the weights: a group is one instruction's 16 columns.
   template <class Tokens>
-  static __device__ __forceinline__ void multiply(float (&sums)[kPanels][kTiles][4], Weight const& w,
-                                                  StageLayout const& layout, std::uint8_t const* stage, Tokens tokens) {
+  static __device__ __forceinline__ void multiply_folded(float (&sums)[kPanels][kTiles][4], StageLayout const& layout,
+                                                         std::uint8_t const* stage, Tokens tokens) {
+    std::uint8_t const* const parameters = stage + kWeightBytes + lane() / 4 * 2;
+#pragma unroll 1
+    for (int subtile = 0; subtile < kSubtiles; ++subtile) {
+      Word words[kPanels][kWords], a[kPanels][kFragments][4];
+#pragma unroll
+      for (int s = 0; s < kPanels; ++s) {
+        load(words[s], stage, s, subtile);
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          std::uint8_t const* const scales = parameters + (subtile * kFragments + f) * kPanelRows;
+          Word const both = *reinterpret_cast<std::uint16_t const*>(scales + s * layout.parameter_bytes);
+          F::make(a[s][f], words[s] + f * (kBits / 4), F::factor(both));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        uint4 x[kBlocks];
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) x[b] = tokens(j, subtile * kBlocks + b);
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          uint4 const& b = x[f / 2];
+#pragma unroll
+          for (int s = 0; s < kPanels; ++s) {
+            mma<T>(sums[s][j], a[s][f], f % 2 ? b.z : b.x, f % 2 ? b.w : b.y, sums[s][j]);
+          }
+        }
+      }
+    }
+  }
+
+  // The same with scales of groups, by which their sums are multiplied.
+  template <class Tokens>
+  static __device__ __forceinline__ void multiply_groups(float (&sums)[kPanels][kTiles][4], Weight const& w,
+                                                         StageLayout const& layout, std::uint8_t const* stage,
+                                                         Tokens tokens) {
     std::uint8_t const* const parameters = stage + kWeightBytes;
 #pragma unroll 1
     for (int subtile = 0; subtile < kSubtiles; ++subtile) {
@@ -234,9 +284,11 @@ struct Warp {
         for (int b = 0; b < kBlocks; ++b) x[b] = tokens(tile, subtile * kBlocks + b);
       };
       auto const add_offsets = [&](uint4 const(&x)[kBlocks], int tile) {
-        Sum const sum = sum_of(x);
+        if constexpr (kOffsets) {
+          Sum const sum = sum_of(x);
 #pragma unroll
-        for (int s = 0; s < kPanels; ++s) add(sums[s][tile], sum, offset[s]);
+          for (int s = 0; s < kPanels; ++s) add(sums[s][tile], sum, offset[s]);
+        }
       };
       if constexpr (kTiles <= 2) {  // fragments are used once or twice: convert and multiply one at a time
         uint4 x[kTiles][kBlocks];
@@ -283,8 +335,20 @@ struct Warp {
     }
   }
 
-  // To shared memory, [token][row], tokens `stride` apart.
-  static __device__ __forceinline__ void store(float* target, int stride, float const (&sums)[kPanels][kTiles][4]) {
+  // sums += W X for a K step. tokens(tile, block) returns load_tokens of a tile's tokens.
+  template <class Tokens>
+  static __device__ __forceinline__ void multiply(float (&sums)[kPanels][kTiles][4], Weight const& w,
+                                                  StageLayout const& layout, std::uint8_t const* stage, Tokens tokens) {
+    if constexpr (F::kScales == ScaleUse::kFolded) {
+      multiply_folded(sums, layout, stage, tokens);
+    } else {
+      multiply_groups(sums, w, layout, stage, tokens);
+    }
+  }
+
+  // To shared memory, [token][row], tokens `stride` apart; `unit` multiplies all sums.
+  static __device__ __forceinline__ void store(float* target, int stride, float const (&sums)[kPanels][kTiles][4],
+                                               float unit = F::kUnit) {
 #pragma unroll
     for (int s = 0; s < kPanels; ++s) {
 #pragma unroll
@@ -292,7 +356,7 @@ struct Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           int const token = 8 * j + 2 * (lane() % 4) + i % 2, row = kPanelRows * s + 8 * (i / 2) + lane() / 4;
-          target[token * stride + row] = sums[s][j][i] * F::kUnit;
+          target[token * stride + row] = sums[s][j][i] * unit;
         }
       }
     }

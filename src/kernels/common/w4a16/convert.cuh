@@ -13,11 +13,19 @@ namespace epiloq::ops::weight_only_mm {
 
 using Word = std::uint32_t;
 
+// How a fragment's scales enter: in fp32, by which a group's sums are multiplied, stored as floats or as powers of two
+// (E8M0); or folded into the weights before the tensor cores, where that is exact.
+enum class ScaleUse { kFloats, kPowers, kFolded };
+
 // kBits / 4 words of a lane become the four registers of a fragment: rows g, g + 8, g, g + 8. `Zero` holds what the two
 // rows subtract, in the form the subtraction needs. Values are scaled by kUnit, by which sums are multiplied at the
 // end.
 template <class T, int kBits>
 struct Fragment;
+
+struct IntegerFragment {
+  static constexpr ScaleUse kScales = ScaleUse::kFloats;
+};
 
 __device__ __forceinline__ Word twice(Word half) { return half * 0x10001u; }
 // (a & mask) | power in one LOP3; the compiler emits two.
@@ -33,7 +41,7 @@ __device__ __forceinline__ Word subtract(Word a, Word b) {
 }
 
 template <>
-struct Fragment<__half, 4> {
+struct Fragment<__half, 4> : IntegerFragment {
   static constexpr float kUnit = 1;
   static constexpr Word kOnes = 0x3c003c00;
   struct Zero {
@@ -58,7 +66,7 @@ struct Fragment<__half, 4> {
 };
 
 template <>
-struct Fragment<__half, 8> {
+struct Fragment<__half, 8> : IntegerFragment {
   static constexpr float kUnit = 1;
   static constexpr Word kOnes = 0x3c003c00;
   struct Zero {
@@ -79,7 +87,7 @@ struct Fragment<__half, 8> {
 // A 16-bit pattern of up to 255 is a bfloat16 as it stands, a multiple of 2^-133, subnormal or in the first binade,
 // whose spacing is the same. A multiply-add turns it into 64ths, which are normal, and subtracts the zero point,
 // exactly. The upper nibble of a byte counts 16-fold.
-struct SubnormalFragment {
+struct SubnormalFragment : IntegerFragment {
   static constexpr float kUnit = 64;
   static constexpr Word kOnes = 0x3c803c80;                                // as 64ths
   static constexpr Word kTo64ths = 0x7f007f00, kFrom16Times = 0x7d007d00;  // 2^127, 2^123

@@ -1,0 +1,127 @@
+#include "epiloq/grouped_weight_only_mm.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "api/checks/packed_weight.h"
+#include "core/checks.h"
+#include "dispatch/arch.h"
+#include "dispatch/grouped_weight_only_mm/launch.h"
+
+namespace epiloq {
+namespace {
+
+namespace wo = ops::weight_only_mm;
+namespace grouped = ops::grouped_weight_only_mm;
+
+struct Checked {
+  grouped::Problem problem;
+  DType x;
+  bool aligned;
+};
+
+// Of a tensor with a dimension of experts: the distance of neighbours.
+std::int64_t expert_stride(TensorView const& view) { return view.rank == 3 ? view.strides[0] : 0; }
+
+Checked checked(GroupedWeightOnlyMm const& call) {
+  Checker const check("grouped_weight_only_mm", call.x.device);
+  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  wo::Weight weight = wo::checked_weight_of_any_format(check, call.weight);
+  std::int64_t const experts = call.counts ? call.counts->numel() : 1;
+  if (call.counts) {
+    check.tensor("counts", *call.counts, {DType::kInt32});
+    check.vector("counts", *call.counts, experts);
+    if (experts < 1) check.fail("counts", "expected at least one expert, got ", describe(*call.counts));
+  } else if (call.masked) {
+    check.fail("counts", "expected int32 [E] beside masked, got none");
+  }
+  if (weight.n % experts != 0 || (experts > 1 && weight.n / experts % wo::kPanelRows != 0)) {
+    check.fail("weight", "expected ", experts, " matrices of a multiple of ", wo::kPanelRows, " rows, got ", weight.n,
+               " rows");
+  }
+  weight.n = static_cast<int>(weight.n / experts);
+  auto const expect_rows = [&](char const* name, TensorView const& view, std::int64_t columns) {
+    bool const fits = view.rank == (call.masked ? 3 : 2) && view.shape[view.rank - 1] == columns &&
+                      (!call.masked || view.shape[0] == experts);
+    if (!fits) {
+      check.fail(name, "expected ", call.masked ? "[E, M, " : "[M, ", columns, "], got ", describe(view));
+    }
+    bool const dense = columns <= 1 || view.strides[view.rank - 1] == 1;
+    if (!dense) check.fail(name, "expected dense rows, got ", describe(view));
+  };
+  expect_rows("x", call.x, weight.k);
+  check.tensor("out", call.out, {call.x.dtype});
+  expect_rows("out", call.out, weight.n);
+  int const rows = call.masked ? 1 : 0;
+  std::int64_t const m = call.x.shape[rows];
+  if (m > wo::kMaxSize) check.fail("x", "expected at most ", wo::kMaxSize, " rows, got ", m);
+  if (call.out.shape[rows] != m) check.fail("out", "expected ", m, " rows, got ", describe(call.out));
+  if (call.bias) {
+    check.tensor("bias", *call.bias, {call.x.dtype});
+    wo::expect_shape(check, "bias", *call.bias, {experts, weight.n});
+    check.apart("out", call.out, "bias", *call.bias);
+  }
+  if (call.factor) {
+    check.tensor("factor", *call.factor, {DType::kFloat32});
+    check.vector("factor", *call.factor, experts);
+  }
+  check.apart("out", call.out, "x", call.x);
+  wo::check_apart(check, call.out, call.weight);
+  std::int64_t const stride_x = call.x.strides[rows], stride_out = call.out.strides[rows];
+  constexpr float kInfinity = __builtin_inff();
+  wo::Problem const product{weight,      static_cast<int>(m),          stride_x,  stride_out,
+                            call.x.data, call.out.data,
+                            call.bias ? call.bias->data : nullptr, -kInfinity, kInfinity};
+  auto const is_multiple = [](std::int64_t stride) { return stride % 8 == 0; };
+  bool const aligned = reinterpret_cast<std::uintptr_t>(call.x.data) % 16 == 0 && (m <= 1 || is_multiple(stride_x)) &&
+                       (experts <= 1 || is_multiple(expert_stride(call.x)));
+  return {{product, static_cast<int>(experts),
+           call.counts ? static_cast<int const*>(call.counts->data) : nullptr, call.masked, expert_stride(call.x),
+           expert_stride(call.out), call.factor ? static_cast<float const*>(call.factor->data) : nullptr},
+          call.x.dtype,
+          aligned};
+}
+
+// Why no kernel takes a problem; null if one does.
+char const* obstacle(Checked const& c, WeightFormat format, Target const& target) {
+  wo::Weight const& w = c.problem.product.weight;
+  if (c.x == DType::kFloat32) return "float32";
+  if (c.x == DType::kBFloat16 && target.arch == Arch::kSm75) return "bfloat16 on sm75";
+  if (!c.aligned) return "rows of x that are not 16-byte aligned";
+  // A CTA's offsets into an expert have 32 bits; a grid has 65535 CTAs along z.
+  std::int64_t const bytes = std::int64_t{w.n} * w.padded_k * w.bits / 8;
+  if (bytes > std::numeric_limits<std::int32_t>::max() || w.n > 65535 * grouped::kTileRows) return "experts this large";
+  if (!grouped::format_of(w, format)) return "this format of weights";
+  return nullptr;
+}
+
+bool is_empty(grouped::Problem const& p) { return p.product.m == 0 || p.product.weight.n == 0; }
+
+}  // namespace
+
+void check(GroupedWeightOnlyMm const& call) { checked(call); }
+
+bool grouped_weight_only_mm(GroupedWeightOnlyMm const& call, Stream stream) {
+  Checked const c = checked(call);
+  if (call.x.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.grouped_weight_only_mm: expected tensors on a CUDA device, got " + describe(call.x));
+  }
+  if (is_empty(c.problem)) return true;
+  Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
+  if (c.problem.product.weight.k == 0 || obstacle(c, call.weight.format, target) != nullptr) return false;
+  grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
+  grouped::launch(grouped::choose(c.problem, format, target), c.problem, c.x, call.x.device.index, stream);
+  return true;
+}
+
+std::string explain(GroupedWeightOnlyMm const& call) {
+  Checked const c = checked(call);
+  if (is_empty(c.problem)) return "nothing to launch: the output is empty";
+  Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
+  char const* const why = obstacle(c, call.weight.format, target);
+  if (why != nullptr) return std::string("no kernel: ") + why;
+  grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
+  return grouped::describe(grouped::choose(c.problem, format, target));
+}
+
+}  // namespace epiloq

@@ -1,0 +1,56 @@
+#pragma once
+
+// From a table row to the launch, for one type and weight format.
+
+#include <algorithm>
+
+#include "core/ceil_div.h"
+#include "core/cuda_check.h"
+#include "epiloq/device.h"
+#include "kernels/launch/grouped_weight_only_mm.h"
+#include "kernels/sm80/w4a16_grouped.cuh"
+
+namespace epiloq::ops::grouped_weight_only_mm {
+
+template <class T, Format kFormat>
+struct FormatOf {
+  static constexpr int kBits = kFormat == Format::kInt8Wide ? 8 : 4;
+  static constexpr int kGroups = kFormat == Format::kInt4Of64 ? 2 : kFormat == Format::kInt4Of32 ? 4 : 1;
+  using Fragment = wo::Fragment<T, kBits>;
+};
+template <class T>
+struct FormatOf<T, Format::kMxfp4> {
+  static constexpr int kBits = 4, kGroups = 4;
+  using Fragment = wo::Mxfp4Fragment<T>;
+};
+template <class T>
+struct FormatOf<T, Format::kNvfp4> {
+  static constexpr int kBits = 4, kGroups = 8;
+  using Fragment = wo::Nvfp4Fragment<T>;
+};
+
+template <int kRow, DType kX, Format kFormat>
+void launch_grouped(Problem const& p, int tiles, int split, int device, Stream stream) {
+  constexpr Config kConfig = kRows[kRow];
+  using T = CudaType<kX>;
+  using F = FormatOf<T, kFormat>;
+  constexpr int kStages = F::kBits == 4 ? kConfig.stages4 : kConfig.stages8;
+  using S = wo::Tiled<T, F::kBits, F::kGroups, false, kWarps, kConfig.tokens, kStages, kConfig.blocks,
+                      typename F::Fragment>;
+  static_assert(S::kRows == kTileRows);
+  auto const kernel = &grouped_kernel<S, T>;
+  static PerDevice prepared;
+  prepared.once(device, [kernel, device] {
+    int const most = device_properties(device).shared_memory_per_block;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+               "asking for shared memory");
+  });
+  wo::StageLayout const layout = wo::StageLayout::of(p.product.weight, S::kPanels, F::kGroups);
+  int const shared_bytes = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
+  dim3 const grid(static_cast<unsigned>(tiles), split,
+                  static_cast<unsigned>(ceil_div(p.product.weight.n, S::kRows)));
+  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, p, layout),
+             "launching epiloq.grouped_weight_only_mm");
+}
+
+}  // namespace epiloq::ops::grouped_weight_only_mm

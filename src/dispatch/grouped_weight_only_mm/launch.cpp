@@ -1,0 +1,46 @@
+#include "dispatch/grouped_weight_only_mm/launch.h"
+
+#include <utility>
+
+#include "epiloq/device.h"
+#include "epiloq/error.h"
+
+#if EPILOQ_HAS_CUDA
+#include "core/cuda_check.h"
+#endif
+
+namespace epiloq::ops::grouped_weight_only_mm {
+
+#if EPILOQ_HAS_CUDA
+namespace {
+
+template <int kRow, DType kX, int... kFormat>
+constexpr std::array<Launch, kFormats> by_format(std::integer_sequence<int, kFormat...>) {
+  if constexpr (kX == DType::kFloat16 || EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90) {
+    return {&launch_grouped<kRow, kX, static_cast<Format>(kFormat)>...};
+  }
+  return {};
+}
+
+using ByType = std::array<std::array<Launch, kFormats>, 2>;
+
+template <int... kRow>
+constexpr std::array<ByType, sizeof...(kRow)> table(std::integer_sequence<int, kRow...>) {
+  constexpr std::make_integer_sequence<int, kFormats> kEach;
+  return {ByType{{by_format<kRow, DType::kFloat16>(kEach), by_format<kRow, DType::kBFloat16>(kEach)}}...};
+}
+constexpr auto kTable = table(std::make_integer_sequence<int, static_cast<int>(kRows.size())>{});
+
+}  // namespace
+
+void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  Launch const launch = kTable[choice.row][x == DType::kBFloat16][static_cast<int>(choice.format)];
+  if (launch == nullptr) throw Unsupported("epiloq.grouped_weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
+  launch(problem, choice.tiles, choice.split, device, stream);
+}
+#else
+void launch(Choice const&, Problem const&, DType, int device, Stream) { device_properties(device); }
+#endif
+
+}  // namespace epiloq::ops::grouped_weight_only_mm

@@ -1,0 +1,79 @@
+#include "dispatch/grouped_weight_only_mm/select.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "core/ceil_div.h"
+#include "kernels/common/w4a16/config.h"
+#include "problems/packed_layout.h"
+
+namespace epiloq::ops::grouped_weight_only_mm {
+namespace {
+
+using weight_only_mm::kPadding;
+using weight_only_mm::Weight;
+
+constexpr int kStepsPerCta = 4;  // of K at least, where CTAs split it
+
+// Rows of x in an expert that has any, on average; of masked experts as many as fit.
+int typical_rows(Problem const& p) {
+  if (p.masked || p.counts == nullptr) return p.product.m;
+  return ceil_div(p.product.m, std::min(p.experts, p.product.m));
+}
+
+// Tiles of tokens that may be needed: each expert's last one may be partly empty.
+int most_tiles(Problem const& p, int tokens) {
+  int const m = p.product.m;
+  if (p.masked) return p.experts * ceil_div(m, tokens);
+  if (p.counts == nullptr) return ceil_div(m, tokens);
+  return (m + std::min(p.experts, m) * (tokens - 1)) / tokens;
+}
+
+// A stage of a warp's two panels, and of the tile's tokens.
+int stage_bytes(Weight const& w, Format format, int tokens) {
+  bool const is_byte = format == Format::kMxfp4 || format == Format::kNvfp4;
+  int const groups = std::max(1, kPadding / w.group), scale_bytes = is_byte ? 1 : static_cast<int>(size_of(w.scale_dtype));
+  int const panel = weight_only_mm::kPanelRows * (kPadding * w.bits / 8 + groups * (scale_bytes + (w.zero != nullptr)));
+  return kWarps * weight_only_mm::whole_lines(2 * panel) + tokens * kPadding * 2;
+}
+
+}  // namespace
+
+std::optional<Format> format_of(Weight const& w, WeightFormat format) {
+  if (format == WeightFormat::kMxfp4) return Format::kMxfp4;
+  if (format == WeightFormat::kNvfp4) return Format::kNvfp4;
+  if (w.offset != nullptr) return std::nullopt;
+  bool const is_wide = w.group == kPadding << w.group_shift || w.group == w.padded_k;
+  if (is_wide && w.bits == 4) return Format::kInt4Wide;
+  if (is_wide && w.bits == 8) return Format::kInt8Wide;
+  if (w.bits == 4 && w.group == 64) return Format::kInt4Of64;
+  if (w.bits == 4 && w.group == 32) return Format::kInt4Of32;
+  return std::nullopt;
+}
+
+Choice choose(Problem const& p, Format format, Target const& target) {
+  int const rows = typical_rows(p);
+  auto const fits = [&](Config const& c) {
+    int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
+    return stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
+  };
+  int row = 0;
+  while (row + 1 < static_cast<int>(kRows.size()) && kRows[row].tokens < rows && fits(kRows[row + 1])) ++row;
+  Choice choice{format, row, most_tiles(p, kRows[row].tokens), 1};
+  if (p.counts == nullptr && target.arch == Arch::kSm90) {  // clusters
+    int const ctas = choice.tiles * ceil_div(p.product.weight.n, kTileRows);
+    int const steps = p.product.weight.padded_k / kPadding;
+    int const wanted = ceil_div(2 * target.sm_count, ctas), most = std::max(1, steps / kStepsPerCta);
+    choice.split = std::min({wanted, most, kMaxCluster});
+  }
+  return choice;
+}
+
+std::string describe(Choice const& choice) {
+  std::ostringstream text;
+  text << "grouped mma.sync, " << kTileRows << " weight rows x " << kRows[choice.row].tokens << " tokens, "
+       << choice.tiles << " tiles of tokens at most, split-K " << choice.split;
+  return text.str();
+}
+
+}  // namespace epiloq::ops::grouped_weight_only_mm

@@ -1,0 +1,91 @@
+#pragma once
+
+// Converts FP4 codes (E2M1: sign, two exponent bits, one of mantissa) to A fragments of mma.sync m16n8k16, exactly. A
+// code's bits are moved to the sign, the low exponent bits and the high mantissa bit of a 16-bit float: the code's value
+// times a power of two, subnormal where the code is.
+
+#include "kernels/common/w4a16/convert.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+// Register p of a fragment is nibble p of both halves of a word, see packed_layout.h. kDown: from bits 12 to 14 to where
+// T has its low exponent bits and its high mantissa bit.
+template <int kDown>
+__device__ __forceinline__ Word moved_e2m1(Word word, int p) {
+  Word const top = word << (12 - 4 * p);
+  return masked_or(top, 0x80008000, (top & 0x70007000) >> kDown);
+}
+
+__device__ __forceinline__ Word multiply_pairs(__half, Word a, Word b) {
+  Word result;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+__device__ __forceinline__ Word multiply_pairs(__nv_bfloat16, Word a, Word b) {
+  return SubnormalFragment::multiply_add(a, b, 0);
+}
+
+// A code's value is its pattern in T times 2^14 or 2^126: the difference of T's exponent bias and E2M1's.
+template <class T>
+struct E2M1;
+template <>
+struct E2M1<__half> {
+  static constexpr int kDown = 3;
+  static constexpr float kPatternUnit = 1 << 14;
+};
+template <>
+struct E2M1<__nv_bfloat16> {
+  static constexpr int kDown = 6;
+  static constexpr Word kToValues = 0x7e807e80;  // 2^126, twice
+};
+
+// MXFP4: a power of two for each 32 columns.
+template <class T>
+struct Mxfp4Fragment {
+  static constexpr ScaleUse kScales = ScaleUse::kPowers;
+  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  // Products of bfloat16's patterns themselves would be too small for fp32.
+  static constexpr float kUnit = kIsHalf ? E2M1<__half>::kPatternUnit : 1.f;
+  struct Zero {};
+  static __device__ __forceinline__ Zero zero(Word, Word) { return {}; }
+
+  static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Zero) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      a[p] = moved_e2m1<E2M1<T>::kDown>(w[0], p);
+      if constexpr (!kIsHalf) a[p] = multiply_pairs(T{}, a[p], E2M1<T>::kToValues);
+    }
+  }
+};
+
+// NVFP4: a scale of type E4M3, not negative, for each 16 columns. The product of code and scale has at most six
+// significant bits, and T represents it. A scale's byte has five exponent bits and three of mantissa: bits 7 to 14 of
+// 128 times the scale as a half. Kernels multiply patterns by scales times 2^7 and 2^119, so that sums lack 2^7. A zero
+// byte is no zero in bfloat16: then codes are zero (epiloq/weight_only_mm.h).
+template <class T>
+struct Nvfp4Fragment {
+  static constexpr ScaleUse kScales = ScaleUse::kFolded;
+  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  static constexpr float kUnit = 128;
+  struct Zero {};
+  static __device__ __forceinline__ Zero zero(Word, Word) { return {}; }
+
+  struct Factor {
+    Word low, high;  // of rows g and g + 8, in both halves
+  };
+  // Both rows' bytes.
+  static __device__ __forceinline__ Factor factor(Word bytes) {
+    Word const low = __byte_perm(bytes, 0, 0x4040), high = __byte_perm(bytes, 0, 0x4141);
+    if constexpr (kIsHalf) return {low << 7, high << 7};
+    constexpr Word kBias = 0x70007000;  // 224 to the exponents, twice
+    return {low * 16 + kBias, high * 16 + kBias};
+  }
+  static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Factor const& factor) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      a[p] = multiply_pairs(T{}, moved_e2m1<E2M1<T>::kDown>(w[0], p), p % 2 == 0 ? factor.low : factor.high);
+    }
+  }
+};
+
+}  // namespace epiloq::ops::weight_only_mm

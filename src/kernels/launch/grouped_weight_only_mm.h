@@ -1,0 +1,29 @@
+#pragma once
+
+// The launches of grouped_weight_only_mm: declared for dispatch/grouped_weight_only_mm, defined in its
+// instantiate.cuh, and instantiated a table row and type at a time in sources that CMake expands from kernels.cu.in.
+
+#include <array>
+
+#include "problems/grouped_weight_only.h"
+
+namespace epiloq::ops::grouped_weight_only_mm {
+
+// What a kernel is compiled for: codes, and scale groups per K step of 128 columns.
+enum class Format { kInt4Wide, kInt4Of64, kInt4Of32, kInt8Wide, kMxfp4, kNvfp4 };
+inline constexpr int kFormats = 6;
+
+// CTA tile: 128 weight rows by `tokens` tokens; pipeline stages for 4 and 8 bits; resident CTAs per SM.
+struct Config {
+  int tokens, stages4, stages8, blocks;
+};
+inline constexpr int kWarps = 4, kTileRows = 32 * kWarps;
+inline constexpr std::array kRows{Config{8, 4, 3, 4}, Config{16, 4, 3, 4}, Config{32, 4, 3, 3}, Config{64, 3, 2, 2}};
+
+// `tiles` tiles of tokens; the CTAs of a cluster split K.
+using Launch = void (*)(Problem const&, int tiles, int split, int device, Stream);
+
+template <int kRow, DType kX, Format kFormat>
+void launch_grouped(Problem const&, int tiles, int split, int device, Stream);
+
+}  // namespace epiloq::ops::grouped_weight_only_mm

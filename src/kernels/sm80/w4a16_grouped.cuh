@@ -1,0 +1,98 @@
+#pragma once
+
+// Weight-only GEMM of a mixture of experts with mma.sync: the W4A16 GEMM, whose CTAs find out which expert's tokens are
+// theirs. CTAs along x take tiles of tokens, an expert's next to each other, or have none.
+
+#include "kernels/common/w4a16/convert_fp4.cuh"
+#include "kernels/sm80/w4a16_gemm.cuh"
+#include "problems/grouped_weight_only.h"
+
+namespace epiloq::ops::grouped_weight_only_mm {
+
+namespace wo = weight_only_mm;
+
+// Tokens of an expert: [begin, end) of all of x's rows, the CTA's from `first` on. Nothing is left if first >= end.
+struct Tile {
+  int expert, begin, end, first;
+};
+
+template <int kTokens>
+__device__ __forceinline__ int tiles_of(int tokens) {
+  return (max(tokens, 0) + kTokens - 1) / kTokens;
+}
+
+// Each warp scans the experts' ends, 32 at a time, and finds the tile. Ends are clamped to x's rows.
+template <int kTokens>
+__device__ __forceinline__ Tile find_tile(int const* ends, int experts, int m, int tile) {
+  int const lane = threadIdx.x % 32;
+  int before = 0;  // tiles of earlier experts
+#pragma unroll 1
+  for (int first_expert = 0; first_expert < experts; first_expert += 32) {
+    int const expert = first_expert + lane;
+    bool const exists = expert < experts;
+    int const begin = exists && expert > 0 ? min(max(ends[expert - 1], 0), m) : 0;
+    int const end = exists ? min(max(ends[expert], 0), m) : 0;
+    int const own = exists ? tiles_of<kTokens>(end - begin) : 0;
+    int up_to = own;  // inclusive prefix sum
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      int const other = __shfl_up_sync(~0u, up_to, apart);
+      if (lane >= apart) up_to += other;
+    }
+    unsigned const later = __ballot_sync(~0u, before + up_to > tile);
+    if (later != 0) {
+      int const found = __ffs(later) - 1;
+      int const skipped = before + __shfl_sync(~0u, up_to - own, found);
+      int const of_begin = __shfl_sync(~0u, begin, found), of_end = __shfl_sync(~0u, end, found);
+      return {first_expert + found, of_begin, of_end, (tile - skipped) * kTokens};
+    }
+    before += __shfl_sync(~0u, up_to, 31);
+  }
+  return {0, 0, 0, 0};
+}
+
+template <int kTokens>
+__device__ __forceinline__ Tile tile_of(Problem const& p, int tile) {
+  if (p.counts == nullptr) return {0, 0, p.product.m, tile * kTokens};
+  if (!p.masked) return find_tile<kTokens>(p.counts, p.experts, p.product.m, tile);
+  int const each = tiles_of<kTokens>(p.product.m), expert = tile / each;
+  return {expert, 0, min(p.counts[expert], p.product.m), tile % each * kTokens};
+}
+
+// The product of one expert.
+template <class T>
+__device__ __forceinline__ wo::Problem product_of(Problem const& p, Tile const& tile, int scale_bytes) {
+  wo::Problem one = p.product;
+  wo::Weight& w = one.weight;
+  std::int64_t const expert = tile.expert, panels = (w.n + wo::kPanelRows - 1) / wo::kPanelRows;
+  std::int64_t const parameters = expert * panels * w.groups * wo::kPanelRows;
+  w.q += expert * panels * wo::kPanelRows * w.padded_k * w.bits / 8;
+  w.scale = static_cast<std::uint8_t const*>(w.scale) + parameters * scale_bytes;
+  if (w.zero != nullptr) w.zero += parameters;
+  std::int64_t const x = p.masked ? expert * p.stride_x_expert : tile.begin * one.stride_x;
+  std::int64_t const out = p.masked ? expert * p.stride_out_expert : tile.begin * one.stride_out;
+  one.m = tile.end - tile.begin;
+  one.x = static_cast<T const*>(one.x) + x;
+  one.out = static_cast<T*>(one.out) + out;
+  if (one.bias != nullptr) one.bias = static_cast<T const*>(one.bias) + expert * w.n;
+  return one;
+}
+
+template <class S, class T>
+__global__ __launch_bounds__(S::kThreads,
+                             S::kBlocks) void grouped_kernel(__grid_constant__ Problem const p,
+                                                             __grid_constant__ wo::StageLayout const layout) {
+  extern __shared__ __align__(wo::kSharedLine) std::uint8_t shared[];
+  if (p.counts != nullptr) pdl_wait();
+  Tile const tile = tile_of<S::kTokens>(p, blockIdx.x);
+  if (tile.first >= tile.end - tile.begin) {
+    pdl_trigger();
+    return;
+  }
+  wo::Problem const one = product_of<T>(p, tile, layout.scale_bytes);
+  float const factor = p.factor != nullptr ? __ldg(p.factor + tile.expert) : 1.f;
+  wo::multiply_tile<S, T>(one, layout, shared, tile.first,
+                          [&](int token, int) { return typename S::Tokens(one, token); }, factor);
+}
+
+}  // namespace epiloq::ops::grouped_weight_only_mm

@@ -1,0 +1,152 @@
+"""The kernel that multiplies all experts at once: against float64, of every tile, format and way to count rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import epiloq
+from epiloq import _core
+from epiloq.weights.packed_layout import packed_codes, packed_parameters
+from reference import poisoned
+from weight_reference import Weight, assert_close, make_weight
+
+pytestmark = pytest.mark.gpu
+
+# Rows of each expert: few, skewed, none at the ends, more experts than a warp has lanes.
+COUNTS: dict[str, tuple[int, ...]] = {
+    "one": (5,),
+    "few": (1, 0, 2, 3),
+    "a tile": (16, 8, 0, 17),
+    "skewed": (0, 0, 130, 1, 0),
+    "wide": (64, 63, 65),
+    "many": tuple((i * 7) % 5 for i in range(70)),
+    "none": (0, 0, 0),
+}
+
+
+def ends_of(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+
+
+def of_expert(weight: Weight, expert: int, n: int) -> Weight:
+    rows = slice(expert * n, (expert + 1) * n)
+    part = weight.packed.row_slice(rows.start, rows.stop)
+    return Weight(weight.q, weight.scale, None, None, None, part, weight.dense[rows], weight.size[rows])
+
+
+def assert_experts_close(y: Tensor, x: Tensor, weight: Weight, counts: tuple[int, ...], n: int) -> None:
+    bounds = [0, *ends_of(counts).tolist()]
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
+        if end > begin:
+            assert_close(y[begin:end], x[begin:end], of_expert(weight, expert, n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["symmetric", "zero"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 256), (8, -1)])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_against_float64(seed: int, counts: str, bits: int, group: int, kind: str, dtype: torch.dtype) -> None:
+    rows = COUNTS[counts]
+    for n, k in ((48, 200), (144, 1032)):
+        weight = make_weight(len(rows) * n, k, bits, group, kind, device="cuda")
+        x = torch.randn(sum(rows) + 3, k, device="cuda").to(dtype)
+        out = poisoned((len(x), n), dtype, "cuda")
+        before = out.clone()
+        assert epiloq.grouped_packed_mm(x, weight.packed, offs=ends_of(rows), out=out) is out
+        assert_experts_close(out, x, weight, rows, n)
+        assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
+        said = epiloq.explain("grouped_packed_mm", x, weight.packed, offs=ends_of(rows))
+        assert said.startswith("grouped mma.sync" if len(x) <= 64 * len(rows) else "one expert after the other")
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
+    rows, n, k, most = (3, 0, 20, 33), 64, 136, 33
+    weight = make_weight(len(rows) * n, k, 4, 64, "zero", scale_dtype=scale_dtype, device="cuda")
+    wide = torch.randn(len(rows), most, k + 24, device="cuda").bfloat16()
+    for x in (wide[..., :k], wide[..., 1 : k + 1]):  # rows on 16 bytes, and not
+        counts = torch.tensor(rows, dtype=torch.int32, device="cuda")
+        out = poisoned((len(rows), most, n), torch.bfloat16, "cuda")
+        before = out.clone()
+        epiloq.grouped_packed_mm(x, weight.packed, masked_m=counts, out=out)
+        for expert, count in enumerate(rows):
+            if count:
+                assert_close(out[expert, :count], x[expert, :count], of_expert(weight, expert, n))
+            assert torch.equal(out[expert, count:].view(torch.int16), before[expert, count:].view(torch.int16))
+
+
+def test_ends_that_do_not_fit_reach_no_other_memory(seed: int) -> None:
+    """Run under compute-sanitizer too."""
+    weight = make_weight(4 * 32, 128, device="cuda")
+    x = torch.randn(9, 128, device="cuda").half()
+    for ends in ([-5, 3, 900, 7], [9, 9, 9, 2**31 - 1], [-1, -1, -1, -1], [4, 2, 9, 9]):
+        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        epiloq.grouped_packed_mm(x, weight.packed, offs=offs)
+        epiloq.grouped_packed_mm(x.expand(4, 9, 128).contiguous(), weight.packed, masked_m=offs)
+    torch.cuda.synchronize()
+
+
+def test_in_a_graph(seed: int) -> None:
+    """Another number of rows of each expert in every replay, also of more than the host would count."""
+    n, k, experts = 64, 256, 6
+    weight = make_weight(experts * n, k, device="cuda")
+    x, ends = torch.randn(900, k, device="cuda").bfloat16(), ends_of((1,) * experts)
+    epiloq.grouped_packed_mm(x[:16], weight.packed, offs=ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = epiloq.grouped_packed_mm(x, weight.packed, offs=ends)
+    for rows in ((3, 0, 40, 1, 1, 2), (0, 0, 0, 0, 0, 900), (150,) * experts):
+        ends.copy_(ends_of(rows))
+        graph.replay()
+        assert_experts_close(y, x, weight, rows, n)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def fp4_weight(n: int, k: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes and scale bytes, and their meaning in float64."""
+    block = 32 if kind == "mxfp4" else 16
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+    groups = -(-k // 128) * 128 // block
+    if kind == "mxfp4":
+        scale_bytes = torch.randint(110, 140, (n, groups), dtype=torch.uint8, device="cuda")
+        scales = (scale_bytes.double() - 127).exp2()
+    else:
+        exact = torch.randint(1, 127, (n, groups), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+        scales = exact.double()
+        scale_bytes = (exact.half() * 128).view(torch.int16).bitwise_right_shift(7).to(torch.uint8)
+    values = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=torch.float64, device="cuda")[codes.long()]
+    dense = values * scales[:, torch.arange(k, device="cuda") // block]
+    return packed_codes(codes, 4), packed_parameters(scale_bytes, groups), dense
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("m", [1, 9, 20, 64, 100])
+def test_fp4(seed: int, m: int, kind: str, dtype: torch.dtype) -> None:
+    for n, k, experts in ((48, 200, 3), (70, 2880, 1), (1024, 4096, 1)):
+        q, scale, dense = fp4_weight(experts * n, k, kind)
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        bias = torch.randn(experts, n, device="cuda").to(dtype)
+        factor = torch.rand(experts, device="cuda") if kind == "nvfp4" else None
+        # Sums in the range of float16.
+        factor = factor / 4096 if factor is not None else torch.full((experts,), 2.0**-12, device="cuda")
+        rows = torch.arange(m, device="cuda") * experts // m
+        counts = torch.bincount(rows, minlength=experts).cumsum(0).to(torch.int32) if experts > 1 else None
+        exact, size = (
+            torch.stack([of[i].double() @ by.view(experts, n, k)[rows[i]].t() for i in range(m)])
+            for of, by in ((x, dense), (x.abs(), dense.abs()))
+        )
+        exact = exact * factor.double()[rows, None] + bias.double()[rows]
+        size = size * factor.double()[rows, None] + bias.double()[rows].abs()
+        out = poisoned((m, n), dtype, "cuda")
+        numbers = (4, experts * n, k, 32 if kind == "mxfp4" else 16)
+        arguments = (out, x, q, scale, None, None, bias, factor, counts, False, kind, *numbers)
+        assert _core.grouped_weight_only_mm(*arguments)
+        bound = (2.0**-10 if dtype == torch.float16 else 2.0**-7) * exact.abs() + 2.0**-23 * k**0.5 * size + 2.0**-24
+        assert ((out.double() - exact).abs() <= bound).all()
