@@ -9,6 +9,14 @@
 
 namespace epiloq {
 
+// A kernel by name, for tests and for finding out which is best: a row of kRows in
+// src/kernels/launch/grouped_weight_only_mm.h, and into how many slices K is split (one CTA of a cluster each, on
+// SM90).
+struct GroupedWeightOnlyMmKernel {
+  int row = 0;
+  int split = 1;
+};
+
 // For each expert e: out = factor[e] * X_e W_e^T + bias[e], summed in fp32 and rounded once. On a CUDA device. Without
 // counts there is one expert, which has all rows.
 struct GroupedWeightOnlyMm {
@@ -17,8 +25,9 @@ struct GroupedWeightOnlyMm {
   PackedWeight weight;  // [E N, K]: the experts' behind each other, N a multiple of 16 where there are several
   std::optional<TensorView> counts{};  // int32 [E]: where each expert's rows end, ascending; masked: how many it has
   bool masked = false;
-  std::optional<TensorView> bias{};    // [E, N] of x's dtype
-  std::optional<TensorView> factor{};  // float32 [E]
+  std::optional<TensorView> bias{};                   // [E, N] of x's dtype
+  std::optional<TensorView> factor{};                 // float32 [E]
+  std::optional<GroupedWeightOnlyMmKernel> kernel{};  // none: the one that is chosen
 };
 
 EPILOQ_API void check(GroupedWeightOnlyMm const& call);

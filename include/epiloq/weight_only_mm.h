@@ -18,9 +18,9 @@ namespace epiloq {
 // (Python) writes it. Columns of a weight with an activation order are in the order of their groups: it is up to the
 // caller that those of X are.
 //
-// Or FP4: codes E2M1 (code c's value is +-{0, .5, 1, 1.5, 2, 3, 4, 6}, the sign in bit 3) of 4 bits, without zero points
-// and offsets, whose scales are bytes. MXFP4: 2^(byte - 127) for 32 columns, 255 is NaN. NVFP4: E4M3 for 16 columns, not
-// negative, as bits 7 to 14 of 128 times the scale as a half; codes are 0 where the scale is 0.
+// Or FP4: codes E2M1 (code c's value is +-{0, .5, 1, 1.5, 2, 3, 4, 6}, the sign in bit 3) of 4 bits, without zero
+// points and offsets, whose scales are bytes. MXFP4: 2^(byte - 127) for 32 columns, 255 is NaN. NVFP4: E4M3 for 16
+// columns, not negative, as bits 7 to 14 of 128 times the scale as a half; codes are 0 where the scale is 0.
 enum class WeightFormat { kInteger, kMxfp4, kNvfp4 };
 
 struct PackedWeight {

@@ -36,6 +36,24 @@ def check_decode_attention(
     value_scale: Tensor | None,
     scale: float,
 ) -> None: ...
+def check_grouped_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    counts: Tensor | None,
+    masked: bool,
+    format: str,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    kernel: tuple[int, int] | None = None,
+) -> None: ...
 def check_groupwise_mm(
     out: Tensor,
     a: Tensor,
@@ -273,6 +291,24 @@ def explain_conv2d_weight_only(
     threads: int = 1,
     forced: tuple[str, int, int] | None = None,
 ) -> str: ...
+def explain_grouped_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    counts: Tensor | None,
+    masked: bool,
+    format: str,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    kernel: tuple[int, int] | None = None,
+) -> str: ...
 def explain_groupwise_mm(
     out: Tensor,
     a: Tensor,
@@ -460,6 +496,24 @@ def fp8_linear(
     per_token: bool,
     threads: int,
 ) -> None: ...
+def grouped_weight_only_mm(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    counts: Tensor | None,
+    masked: bool,
+    format: str,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    kernel: tuple[int, int] | None = None,
+) -> bool: ...
 def groupwise_mm(
     out: Tensor,
     a: Tensor,

@@ -69,15 +69,21 @@ Checked checked(GroupedWeightOnlyMm const& call) {
   wo::check_apart(check, call.out, call.weight);
   std::int64_t const stride_x = call.x.strides[rows], stride_out = call.out.strides[rows];
   constexpr float kInfinity = __builtin_inff();
-  wo::Problem const product{weight,      static_cast<int>(m),          stride_x,  stride_out,
-                            call.x.data, call.out.data,
-                            call.bias ? call.bias->data : nullptr, -kInfinity, kInfinity};
+  wo::Problem const product{weight,
+                            static_cast<int>(m),
+                            stride_x,
+                            stride_out,
+                            call.x.data,
+                            call.out.data,
+                            call.bias ? call.bias->data : nullptr,
+                            -kInfinity,
+                            kInfinity};
   auto const is_multiple = [](std::int64_t stride) { return stride % 8 == 0; };
   bool const aligned = reinterpret_cast<std::uintptr_t>(call.x.data) % 16 == 0 && (m <= 1 || is_multiple(stride_x)) &&
                        (experts <= 1 || is_multiple(expert_stride(call.x)));
-  return {{product, static_cast<int>(experts),
-           call.counts ? static_cast<int const*>(call.counts->data) : nullptr, call.masked, expert_stride(call.x),
-           expert_stride(call.out), call.factor ? static_cast<float const*>(call.factor->data) : nullptr},
+  return {{product, static_cast<int>(experts), call.counts ? static_cast<int const*>(call.counts->data) : nullptr,
+           call.masked, expert_stride(call.x), expert_stride(call.out),
+           call.factor ? static_cast<float const*>(call.factor->data) : nullptr},
           call.x.dtype,
           aligned};
 }
@@ -88,11 +94,17 @@ char const* obstacle(Checked const& c, WeightFormat format, Target const& target
   if (c.x == DType::kFloat32) return "float32";
   if (c.x == DType::kBFloat16 && target.arch == Arch::kSm75) return "bfloat16 on sm75";
   if (!c.aligned) return "rows of x that are not 16-byte aligned";
-  // A CTA's offsets into an expert have 32 bits; a grid has 65535 CTAs along z.
+  // A CTA's offsets into an expert have 32 bits.
   std::int64_t const bytes = std::int64_t{w.n} * w.padded_k * w.bits / 8;
-  if (bytes > std::numeric_limits<std::int32_t>::max() || w.n > 65535 * grouped::kTileRows) return "experts this large";
+  if (bytes > std::numeric_limits<std::int32_t>::max()) return "experts this large";
   if (!grouped::format_of(w, format)) return "this format of weights";
   return nullptr;
+}
+
+grouped::Choice choice_of(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
+  grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
+  return call.kernel ? grouped::choose(c.problem, format, target, *call.kernel)
+                     : grouped::choose(c.problem, format, target);
 }
 
 bool is_empty(grouped::Problem const& p) { return p.product.m == 0 || p.product.weight.n == 0; }
@@ -109,8 +121,7 @@ bool grouped_weight_only_mm(GroupedWeightOnlyMm const& call, Stream stream) {
   if (is_empty(c.problem)) return true;
   Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
   if (c.problem.product.weight.k == 0 || obstacle(c, call.weight.format, target) != nullptr) return false;
-  grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
-  grouped::launch(grouped::choose(c.problem, format, target), c.problem, c.x, call.x.device.index, stream);
+  grouped::launch(choice_of(c, call, target), c.problem, c.x, call.x.device.index, stream);
   return true;
 }
 
@@ -120,8 +131,7 @@ std::string explain(GroupedWeightOnlyMm const& call) {
   Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
   char const* const why = obstacle(c, call.weight.format, target);
   if (why != nullptr) return std::string("no kernel: ") + why;
-  grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
-  return grouped::describe(grouped::choose(c.problem, format, target));
+  return grouped::describe(choice_of(c, call, target));
 }
 
 }  // namespace epiloq

@@ -36,7 +36,8 @@ constexpr auto kTable = table(std::make_integer_sequence<int, static_cast<int>(k
 void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
   Launch const launch = kTable[choice.row][x == DType::kBFloat16][static_cast<int>(choice.format)];
-  if (launch == nullptr) throw Unsupported("epiloq.grouped_weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
+  if (launch == nullptr)
+    throw Unsupported("epiloq.grouped_weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   launch(problem, choice.tiles, choice.split, device, stream);
 }
 #else

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "core/ceil_div.h"
+#include "core/checks.h"
 #include "kernels/common/w4a16/config.h"
 #include "problems/packed_layout.h"
 
@@ -14,6 +15,7 @@ using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
 constexpr int kStepsPerCta = 4;  // of K at least, where CTAs split it
+constexpr int kCtasPerSm = 3;    // that K is split for: fewer leave latencies exposed
 
 // Rows of x in an expert that has any, on average; of masked experts as many as fit.
 int typical_rows(Problem const& p) {
@@ -32,9 +34,27 @@ int most_tiles(Problem const& p, int tokens) {
 // A stage of a warp's two panels, and of the tile's tokens.
 int stage_bytes(Weight const& w, Format format, int tokens) {
   bool const is_byte = format == Format::kMxfp4 || format == Format::kNvfp4;
-  int const groups = std::max(1, kPadding / w.group), scale_bytes = is_byte ? 1 : static_cast<int>(size_of(w.scale_dtype));
+  int const groups = std::max(1, kPadding / w.group),
+            scale_bytes = is_byte ? 1 : static_cast<int>(size_of(w.scale_dtype));
   int const panel = weight_only_mm::kPanelRows * (kPadding * w.bits / 8 + groups * (scale_bytes + (w.zero != nullptr)));
   return kWarps * weight_only_mm::whole_lines(2 * panel) + tokens * kPadding * 2;
+}
+
+bool fits(Problem const& p, Format format, Config const& c, Target const& target) {
+  int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
+  return stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
+}
+
+bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
+
+int split_of(Problem const& p, int tokens, Target const& target) {
+  if (!has_clusters(target)) return 1;
+  int const experts = p.counts == nullptr || p.product.m == 0 ? 1 : std::min(p.experts, p.product.m);
+  int const tiles = experts * ceil_div(typical_rows(p), tokens);
+  int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
+  int const wanted = ceil_div(kCtasPerSm * target.sm_count, ctas);
+  int const most = std::max(1, p.product.weight.padded_k / kPadding / kStepsPerCta);
+  return std::min({wanted, most, kMaxCluster});
 }
 
 }  // namespace
@@ -52,21 +72,23 @@ std::optional<Format> format_of(Weight const& w, WeightFormat format) {
 }
 
 Choice choose(Problem const& p, Format format, Target const& target) {
-  int const rows = typical_rows(p);
-  auto const fits = [&](Config const& c) {
-    int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
-    return stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
-  };
+  int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
-  while (row + 1 < static_cast<int>(kRows.size()) && kRows[row].tokens < rows && fits(kRows[row + 1])) ++row;
-  Choice choice{format, row, most_tiles(p, kRows[row].tokens), 1};
-  if (p.counts == nullptr && target.arch == Arch::kSm90) {  // clusters
-    int const ctas = choice.tiles * ceil_div(p.product.weight.n, kTileRows);
-    int const steps = p.product.weight.padded_k / kPadding;
-    int const wanted = ceil_div(2 * target.sm_count, ctas), most = std::max(1, steps / kStepsPerCta);
-    choice.split = std::min({wanted, most, kMaxCluster});
+  while (row < last && kRows[row].tokens < rows && fits(p, format, kRows[row + 1], target)) ++row;
+  return {format, row, most_tiles(p, kRows[row].tokens), split_of(p, kRows[row].tokens, target)};
+}
+
+Choice choose(Problem const& p, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel) {
+  Checker const check("grouped_weight_only_mm", {});
+  int const rows = static_cast<int>(kRows.size()), most = has_clusters(target) ? kMaxCluster : 1;
+  if (kernel.row < 0 || kernel.row >= rows || !fits(p, format, kRows[kernel.row], target)) {
+    check.fail("kernel", "expected a row below ", rows, " that fits shared memory, got ", kernel.row);
   }
-  return choice;
+  int const steps = p.product.weight.padded_k / kPadding;
+  if (kernel.split < 1 || kernel.split > std::min(most, steps)) {
+    check.fail("kernel", "expected 1 to ", std::min(most, steps), " slices of K, got ", kernel.split);
+  }
+  return {format, kernel.row, most_tiles(p, kRows[kernel.row].tokens), kernel.split};
 }
 
 std::string describe(Choice const& choice) {

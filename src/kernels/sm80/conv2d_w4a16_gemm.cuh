@@ -56,9 +56,10 @@ __global__ __launch_bounds__(S::kThreads,
                                                              __grid_constant__ wo::StageLayout const layout) {
   extern __shared__ __align__(wo::kSharedLine) std::uint8_t shared[];
   auto* const windows = reinterpret_cast<conv2d::Window*>(shared + p.windows_at);
-  wo::multiply_tile<S, T>(p.product, layout, shared, blockIdx.x * S::kTokens, [&](int first_pixel, int first_step) {
+  auto const make_tokens = [&](int first_pixel, int first_step) {
     return PatchTokens<S, T>(p, windows, first_pixel, first_step);
-  });
+  };
+  wo::multiply_tile<S, T>(p.product, layout, shared, blockIdx.x * S::kTokens, blockIdx.z, make_tokens);
 }
 
 }  // namespace epiloq::ops::conv2d_weight_only

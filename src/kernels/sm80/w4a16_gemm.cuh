@@ -58,15 +58,16 @@ struct Tiled {
   };
 };
 
-// The CTA's tile of tokens begins at `first_token`; CTAs along y split K, along z they take rows. make_tokens(first
+// The CTA's tile of tokens begins at `first_token`, that of rows is `row_tile`; CTAs along y split K. make_tokens(first
 // token, first step) returns what issues the CTA's tokens, step by step. `factor` multiplies all sums.
 template <class S, class T, class MakeTokens>
 __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
-                                              int first_token, MakeTokens make_tokens, float factor = 1.f) {
+                                              int first_token, int row_tile, MakeTokens make_tokens,
+                                              float factor = 1.f) {
   using W = typename S::W;
   constexpr int kStages = S::kStages;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
-  int const first_panel = blockIdx.z * (S::kRows / kPanelRows) + warp * S::kPanels;
+  int const first_panel = row_tile * (S::kRows / kPanelRows) + warp * S::kPanels;
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, end = (rank + 1) * all_steps / split;
   int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
@@ -115,14 +116,14 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   __syncthreads();  // the sums replace the stages
   auto* const all_sums = reinterpret_cast<float*>(shared);
   W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * factor);
-  finish<T, S::kRows, S::kTokens>(p, all_sums, blockIdx.z * S::kRows, first_token, blockIdx.y, gridDim.y);
+  finish<T, S::kRows, S::kTokens>(p, all_sums, row_tile * S::kRows, first_token, blockIdx.y, gridDim.y);
 }
 
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
                                                                         __grid_constant__ StageLayout const layout) {
   extern __shared__ __align__(kSharedLine) std::uint8_t shared[];
-  multiply_tile<S, T>(p, layout, shared, blockIdx.x * S::kTokens,
+  multiply_tile<S, T>(p, layout, shared, blockIdx.x * S::kTokens, blockIdx.z,
                       [&](int token, int) { return typename S::Tokens(p, token); });
 }
 

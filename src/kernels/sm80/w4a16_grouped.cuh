@@ -1,7 +1,8 @@
 #pragma once
 
 // Weight-only GEMM of a mixture of experts with mma.sync: the W4A16 GEMM, whose CTAs find out which expert's tokens are
-// theirs. CTAs along x take tiles of tokens, an expert's next to each other, or have none.
+// theirs. Along x CTAs take the row tiles of one tile of tokens after the other; those that have no tile are the last,
+// so that the others spread evenly over the SMs. CTAs along y split K.
 
 #include "kernels/common/w4a16/convert_fp4.cuh"
 #include "kernels/sm80/w4a16_gemm.cuh"
@@ -21,18 +22,19 @@ __device__ __forceinline__ int tiles_of(int tokens) {
   return (max(tokens, 0) + kTokens - 1) / kTokens;
 }
 
-// Each warp scans the experts' ends, 32 at a time, and finds the tile. Ends are clamped to x's rows.
+// Each warp scans the experts' counts, 32 at a time, and finds the tile. Counts are clamped to x's rows.
 template <int kTokens>
-__device__ __forceinline__ Tile find_tile(int const* ends, int experts, int m, int tile) {
+__device__ __forceinline__ Tile find_tile(Problem const& p, int tile) {
   int const lane = threadIdx.x % 32;
   int before = 0;  // tiles of earlier experts
 #pragma unroll 1
-  for (int first_expert = 0; first_expert < experts; first_expert += 32) {
+  for (int first_expert = 0; first_expert < p.experts; first_expert += 32) {
     int const expert = first_expert + lane;
-    bool const exists = expert < experts;
-    int const begin = exists && expert > 0 ? min(max(ends[expert - 1], 0), m) : 0;
-    int const end = exists ? min(max(ends[expert], 0), m) : 0;
-    int const own = exists ? tiles_of<kTokens>(end - begin) : 0;
+    auto const count_of = [&](int i) { return min(max(p.counts[i], 0), p.product.m); };
+    bool const exists = expert < p.experts;
+    int const begin = exists && expert > 0 && !p.masked ? count_of(expert - 1) : 0;
+    int const end = exists ? count_of(expert) : begin;
+    int const own = tiles_of<kTokens>(end - begin);
     int up_to = own;  // inclusive prefix sum
 #pragma unroll
     for (int apart = 1; apart < 32; apart *= 2) {
@@ -49,14 +51,6 @@ __device__ __forceinline__ Tile find_tile(int const* ends, int experts, int m, i
     before += __shfl_sync(~0u, up_to, 31);
   }
   return {0, 0, 0, 0};
-}
-
-template <int kTokens>
-__device__ __forceinline__ Tile tile_of(Problem const& p, int tile) {
-  if (p.counts == nullptr) return {0, 0, p.product.m, tile * kTokens};
-  if (!p.masked) return find_tile<kTokens>(p.counts, p.experts, p.product.m, tile);
-  int const each = tiles_of<kTokens>(p.product.m), expert = tile / each;
-  return {expert, 0, min(p.counts[expert], p.product.m), tile % each * kTokens};
 }
 
 // The product of one expert.
@@ -83,16 +77,21 @@ __global__ __launch_bounds__(S::kThreads,
                              S::kBlocks) void grouped_kernel(__grid_constant__ Problem const p,
                                                              __grid_constant__ wo::StageLayout const layout) {
   extern __shared__ __align__(wo::kSharedLine) std::uint8_t shared[];
-  if (p.counts != nullptr) pdl_wait();
-  Tile const tile = tile_of<S::kTokens>(p, blockIdx.x);
+  int const row_tiles = (p.product.weight.n + S::kRows - 1) / S::kRows, index = blockIdx.x / row_tiles;
+  Tile tile{0, 0, p.product.m, index * S::kTokens};
+  if (p.counts != nullptr) {
+    pdl_wait();
+    tile = find_tile<S::kTokens>(p, index);
+  }
   if (tile.first >= tile.end - tile.begin) {
     pdl_trigger();
     return;
   }
   wo::Problem const one = product_of<T>(p, tile, layout.scale_bytes);
   float const factor = p.factor != nullptr ? __ldg(p.factor + tile.expert) : 1.f;
-  wo::multiply_tile<S, T>(one, layout, shared, tile.first,
-                          [&](int token, int) { return typename S::Tokens(one, token); }, factor);
+  wo::multiply_tile<S, T>(
+      one, layout, shared, tile.first, blockIdx.x % row_tiles,
+      [&](int token, int) { return typename S::Tokens(one, token); }, factor);
 }
 
 }  // namespace epiloq::ops::grouped_weight_only_mm

@@ -23,7 +23,7 @@ enum class ScaleUse { kFloats, kPowers, kFolded };
 template <class T, int kBits>
 struct Fragment;
 
-struct IntegerFragment {
+struct ScaledByGroup {
   static constexpr ScaleUse kScales = ScaleUse::kFloats;
 };
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ Word subtract(Word a, Word b) {
 }
 
 template <>
-struct Fragment<__half, 4> : IntegerFragment {
+struct Fragment<__half, 4> : ScaledByGroup {
   static constexpr float kUnit = 1;
   static constexpr Word kOnes = 0x3c003c00;
   struct Zero {
@@ -66,7 +66,7 @@ struct Fragment<__half, 4> : IntegerFragment {
 };
 
 template <>
-struct Fragment<__half, 8> : IntegerFragment {
+struct Fragment<__half, 8> : ScaledByGroup {
   static constexpr float kUnit = 1;
   static constexpr Word kOnes = 0x3c003c00;
   struct Zero {
@@ -87,7 +87,7 @@ struct Fragment<__half, 8> : IntegerFragment {
 // A 16-bit pattern of up to 255 is a bfloat16 as it stands, a multiple of 2^-133, subnormal or in the first binade,
 // whose spacing is the same. A multiply-add turns it into 64ths, which are normal, and subtracts the zero point,
 // exactly. The upper nibble of a byte counts 16-fold.
-struct SubnormalFragment : IntegerFragment {
+struct SubnormalFragment : ScaledByGroup {
   static constexpr float kUnit = 64;
   static constexpr Word kOnes = 0x3c803c80;                                // as 64ths
   static constexpr Word kTo64ths = 0x7f007f00, kFrom16Times = 0x7d007d00;  // 2^127, 2^123

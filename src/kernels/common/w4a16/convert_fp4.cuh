@@ -1,15 +1,15 @@
 #pragma once
 
 // Converts FP4 codes (E2M1: sign, two exponent bits, one of mantissa) to A fragments of mma.sync m16n8k16, exactly. A
-// code's bits are moved to the sign, the low exponent bits and the high mantissa bit of a 16-bit float: the code's value
-// times a power of two, subnormal where the code is.
+// code's bits are moved to the sign, the low exponent bits and the high mantissa bit of a 16-bit float: the code's
+// value times a power of two, subnormal where the code is.
 
 #include "kernels/common/w4a16/convert.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 
-// Register p of a fragment is nibble p of both halves of a word, see packed_layout.h. kDown: from bits 12 to 14 to where
-// T has its low exponent bits and its high mantissa bit.
+// Register p of a fragment is nibble p of both halves of a word, see packed_layout.h. kDown: from bits 12 to 14 to
+// where T has its low exponent bits and its high mantissa bit.
 template <int kDown>
 __device__ __forceinline__ Word moved_e2m1(Word word, int p) {
   Word const top = word << (12 - 4 * p);
