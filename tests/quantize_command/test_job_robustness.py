@@ -199,3 +199,15 @@ def test_a_run_without_a_terminal_has_a_line_for_each_block(teacher: Path, tmp_p
     result = quantize(teacher, tmp_path / "out", *W8)
     assert "w8a16, rtn: blocks: 1/2, 0:00:0" in result.output and "blocks: 2/2" in result.output
     assert convert.prepare(tmp_path / "out", tmp_path / "x", "gptq").steps == 14
+
+
+def test_lines_of_quick_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(1000))
+    monkeypatch.setattr("epiloq.cli.progress.time.monotonic", lambda: 0.1 * next(times))
+    console = Console(file=io.StringIO(), width=100)
+    with progress_stages(console) as stage, stage("windows [1] of [red]", 32) as advance:
+        for _ in range(32):
+            advance()
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"windows [1] of [red]: {n}/32" for n in (1, 11, 21, 31, 32)]

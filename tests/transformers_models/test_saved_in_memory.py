@@ -78,3 +78,19 @@ print(dict(AUTO_QUANTIZER_MAPPING) == before)
 """
     said = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True).stdout
     assert said.split()[-1] == "True"
+
+
+def test_an_import_after_quantising_registers(tmp_path: Path) -> None:
+    """As README has it: the package is imported for the first time after a model was quantised in memory."""
+    model_of().save_pretrained(tmp_path / "float")
+    code = """
+import sys, transformers, epiloq
+model = epiloq.quantize_(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/float"), "w8a16")
+model.save_pretrained(sys.argv[1] + "/w8")
+import epiloq.integrations.transformers
+again = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/w8")
+print(type(again.model.layers[0].mlp.up_proj).__name__)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
+    assert said.split()[-1] == "WeightOnlyLinear"

@@ -18,8 +18,8 @@ from epiloq.demo import teacher
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.readers import parse, reader
+from epiloq.integrations.hf_quantizer.layers import tensors_of
 from epiloq.integrations.transformers import EpiloqConfig
-from epiloq.integrations.transformers.layers import tensors_of
 from opened_models import TOKENS, layers, logits, opened
 
 # Other tests want transformers as it is.

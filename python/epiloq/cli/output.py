@@ -32,14 +32,14 @@ def results_console(json_file: Path | None = None) -> Console:
     """Where results go: standard output, or standard error while ``--json -`` needs the former."""
     from rich.console import Console
 
-    return Console(stderr=json_file == STDOUT)
+    return Console(stderr=json_file == STDOUT, markup=False)
 
 
 def summary_console(json_file: Path | None = None) -> Console:
     """The same for a command whose result is a directory: ``--quiet`` leaves its summary out."""
     from rich.console import Console
 
-    return Console(stderr=json_file == STDOUT, quiet=display.quiet)
+    return Console(stderr=json_file == STDOUT, quiet=display.quiet, markup=False)
 
 
 def write_json(file: Path | None, found: dict[str, Any]) -> None:

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 LINES = 100
 """At most so many lines a stage."""
+PAUSE = 1.0
+"""Seconds between two lines, but for the last of a stage."""
 
 
 @contextmanager
 def progress_stages(console: Console | None = None) -> Iterator[Stage]:
-    """A display of stages: finished bars stay; without a terminal there is a line for each step, or hundredth of them.
+    """A display of stages: finished bars stay; without a terminal there is a line for each step, or hundredth of them,
+    and at most one a second.
 
     Each says how long the rest will take if it goes on as it did. Nothing is displayed with ``--quiet``. `console` is
     standard error by default.
@@ -30,7 +33,7 @@ def progress_stages(console: Console | None = None) -> Iterator[Stage]:
     if console is None:
         from rich.console import Console as RichConsole
 
-        console = RichConsole(stderr=True)
+        console = RichConsole(stderr=True, markup=False)
     if not console.is_terminal:
         yield lambda title, steps: _lines(console, title, steps)
         return
@@ -46,7 +49,7 @@ def progress_stages(console: Console | None = None) -> Iterator[Stage]:
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -65,14 +68,15 @@ def progress_stages(console: Console | None = None) -> Iterator[Stage]:
 
 @contextmanager
 def _lines(console: Console, title: str, steps: int) -> Iterator[Callable[[], None]]:
-    start, done, every = time.monotonic(), 0, -(-steps // LINES) or 1
+    start, done, every, last = time.monotonic(), 0, -(-steps // LINES) or 1, -PAUSE
 
     def advance() -> None:
-        nonlocal done
+        nonlocal done, last
         done += 1
-        if done % every and done != steps:
-            return
         passed = time.monotonic() - start
+        if done != steps and (done % every or passed - last < PAUSE):
+            return
+        last = passed
         left = time_left(done, steps, passed)
         line = f"{title}: {done}/{steps}, {clock(passed)}" + (f", about {clock(left)} left" if done < steps else "")
         console.print(line, highlight=False, markup=False, soft_wrap=True)

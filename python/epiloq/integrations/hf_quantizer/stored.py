@@ -17,7 +17,7 @@ from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
-from epiloq.integrations.transformers.names import check
+from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
 from epiloq.models.mixtures import settle_, together_, why_stacked
 from epiloq.vocabulary import forget_ties

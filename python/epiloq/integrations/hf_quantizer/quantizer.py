@@ -16,11 +16,11 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import apart, without_stacking
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, shared
-from epiloq.integrations.transformers import mxfp4
-from epiloq.integrations.transformers.config import EpiloqConfig
-from epiloq.integrations.transformers.layers import tensors_of
-from epiloq.integrations.transformers.parallel import Split, is_parallel
-from epiloq.integrations.transformers.stored import open_layers, store_layers, stored_scales
+from epiloq.integrations.hf_quantizer import mxfp4
+from epiloq.integrations.hf_quantizer.config import EpiloqConfig
+from epiloq.integrations.hf_quantizer.layers import tensors_of
+from epiloq.integrations.hf_quantizer.parallel import Split, is_parallel
+from epiloq.integrations.hf_quantizer.stored import open_layers, store_layers, stored_scales
 from epiloq.models.mixtures import file_state, named_layers
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.parallel.ranks import together

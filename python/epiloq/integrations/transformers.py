@@ -29,9 +29,9 @@ from transformers.quantizers.auto import (
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint, described_beside
 from epiloq.formats.readers import CONFIGS
-from epiloq.integrations.transformers import mxfp4
-from epiloq.integrations.transformers.config import EpiloqConfig
-from epiloq.integrations.transformers.quantizer import EpiloqQuantizer
+from epiloq.integrations.hf_quantizer import mxfp4
+from epiloq.integrations.hf_quantizer.config import EpiloqConfig
+from epiloq.integrations.hf_quantizer.quantizer import EpiloqQuantizer
 
 METHODS = (METHOD, *CONFIGS, mxfp4.METHOD)
 

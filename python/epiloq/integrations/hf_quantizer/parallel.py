@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS
-from epiloq.integrations.transformers.stored import SharedLayer, StoredLinear
+from epiloq.integrations.hf_quantizer.stored import SharedLayer, StoredLinear
 from epiloq.models.mixtures import put_, settle_
 from epiloq.nn import ExpertLinears
 from epiloq.parallel.experts import as_linears, join_experts
