@@ -15,6 +15,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from epiloq.optimize.attention import READS_STORED
+
 # The type of the values, and the largest of them, by the name of a cache's `dtype`.
 KINDS: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
@@ -41,10 +43,6 @@ def dequantize_heads(q: Tensor, scale: Tensor, kind: str) -> Tensor:
     """The inverse of `quantize_heads`, in the scale's dtype: a product in float32, rounded once."""
     values = q if kind == "int8" else q.view(torch.float8_e4m3fn)
     return (values.float() * scale.float()).to(scale.dtype)
-
-
-# The attention of `optimize_` that takes `Stored` in the place of keys and values.
-READS_STORED = "epiloq_sdpa_of_stored"
 
 
 class Stored(NamedTuple):

@@ -16,6 +16,7 @@ import transformers
 
 import epiloq
 from epiloq.optimize import optimize_
+from epiloq.optimize.rotary import rotated
 from epiloq.optimize.siblings import siblings_of
 
 SIZES = {
@@ -31,11 +32,11 @@ SIZES = {
 }
 # Groups of layers that are merged, and modules that are fused, in a model of two layers.
 FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, 4, 9),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, 4, 9),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 9),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, 4, 11),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, 4, 11),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 11),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 4, 13),
-    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 0),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 2),
 }
 EXACT = ("w4a16-g32", "w8a16", "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
 SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8")
@@ -75,10 +76,11 @@ def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
     before = copy.deepcopy(model)
     expected = logits(model, x)
     report = optimize_(model)
-    # Key and value have 64 rows, and blocks 128: those layers of fp8-block stay apart.
+    # Key and value have 64 rows, and blocks 128: those layers of fp8-block stay apart, and their attention as it is.
     merged, fused = FAMILIES[family][2:]
-    assert len(report.merged) == (2 if scheme == "fp8-block" else merged)
-    assert len(report.fused) == fused
+    apart = 2 if scheme == "fp8-block" else 0
+    assert len(report.merged) == merged - apart
+    assert len(report.fused) == fused - (0 if family == "qwen3" else apart)
     # An input that lies on the edge between two integers may be rounded the other way.
     assert relative(logits(model, x), expected) <= (1e-5 if scheme in EXACT else 5e-3)
     assert_same_state(model, before)
@@ -302,3 +304,41 @@ def test_weight_only_below_is_checked_before_anything_changes(seed: int) -> None
         with pytest.raises(ValueError, match=f"weight_only_below: {message}"):
             optimize_(model, weight_only_below=below)  # type: ignore[arg-type]
         assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_are_rotated_as_in_transformers(seed: int, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    heads, (cos, sin) = torch.randn(2, 5, 6, 16).to(dtype), torch.randn(2, 2, 5, 16).to(dtype).unbind()
+    query, key = (part.transpose(1, 2) for part in heads.split([4, 2], 2))
+    both = torch.cat(apply_rotary_pos_emb(query, key, cos, sin), 1).transpose(1, 2)
+    assert torch.equal(rotated(heads, cos, sin), both)
+
+
+def test_hooks_put_on_afterwards_are_called(seed: int) -> None:
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    optimize_(model)
+    expected, seen = logits(model, x), []
+    for name in ("q_proj", "v_proj"):
+        layer = model.model.layers[1].self_attn.get_submodule(name)
+        layer.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    assert relative(logits(model, x), expected) <= 1e-5
+    assert seen == [(2, 11, 128), (2, 11, 64)]
+
+
+@torch.no_grad()
+def test_attention_called_by_itself(seed: int) -> None:
+    """By position, and with another attention than the one that `optimize_` chose."""
+    model = quantised("qwen2", "w8a16")
+    plain, x = copy.deepcopy(model).model, torch.randn(2, 7, 128)
+    optimize_(model)
+    angles = model.model.rotary_emb(x, torch.arange(7)[None])
+    calls = [module.layers[0].self_attn(x, angles, None)[0] for module in (model.model, plain)]
+    assert relative(*calls) <= 1e-5
+    named = {"hidden_states": x, "position_embeddings": angles, "attention_mask": None}
+    assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5
+    model.set_attn_implementation("eager")
+    mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    named["attention_mask"] = mask
+    assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5

@@ -104,3 +104,18 @@ def test_who_attends_to_what_is_stored() -> None:
     for other in (Repeats, Measures, Keeps):
         assert not structure.attends_to_what_is_stored([Attends, other]), other
     assert not structure.attends_to_what_is_stored([Twice])
+
+
+def test_rotary_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mistral.modeling_mistral import MistralAttention
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+    assert all(structure.attends_by_rotary(kind) for kind in (llama.LlamaAttention, MistralAttention, Qwen2Attention))
+    assert not structure.attends_by_rotary(Qwen3Attention) and not structure.attends_by_rotary(Attends)
+
+    def rotate_half(x: Tensor) -> Tensor:  # of neighbours, as in other families
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    monkeypatch.setattr(llama, "rotate_half", rotate_half)
+    assert not structure.attends_by_rotary(llama.LlamaAttention)

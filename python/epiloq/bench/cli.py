@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -157,6 +158,7 @@ def _bench_model(
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
         plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
         plan, beside, environment = replace(plan, shares=shares > 0, **options), Beside(), describe(target, "")
+        environment["transformers"] = version("transformers")
 
         def keep(results: Sequence[Measured]) -> None:
             if json and json != STDOUT:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from epiloq.nn import W4A8Linear
-from epiloq.optimize import fused, structure
+from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
 from epiloq.optimize.siblings import ROWS, Siblings, reason_against, siblings_of
 
 __all__ = ["Report", "optimize_"]
 
 # Children that read one input, in the order of their rows in the merged layer.
-_SIBLINGS = (fused.ATTENTION, fused.GATED)
+_SIBLINGS = (rotary.ATTENTION, fused.GATED)
 
 
 @dataclass
@@ -49,7 +49,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
       and in gated MLPs the activation and the quantiser of the down projection, for the schemes ``w8a8-int8``,
       ``fp8-token``, ``fp8-block``, ``w4a8-fp8`` and ``w4a8-int8``. Norms of the other schemes run as one kernel.
 
-    - Attention by ``sdpa`` reads keys and values once for the query heads that share them, when it decodes.
+    - Attention by ``sdpa`` reads keys and values once for the query heads that share them, when it decodes; in
+      Llama's form query and key heads are rotated together.
 
     Forms are recognised by the source of ``forward``, not by names of classes; what is of another form stays as it is.
     Results are those of the separate layers, but that norms and activations are rounded once, where the model rounds

@@ -16,6 +16,9 @@ from epiloq.ops.decode_attention import decode_attention
 from epiloq.optimize.structure import attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
+# As epiloq.kv_cache calls it, which needs transformers.
+READS_STORED = "epiloq_sdpa_of_stored"
+NAMES = (NAME, READS_STORED)
 
 
 def grouped_sdpa(
@@ -73,9 +76,7 @@ def use_grouped_sdpa_(model: Any) -> bool:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    from epiloq.kv_cache import READS_STORED
-
-    for name in (NAME, READS_STORED):
+    for name in NAMES:
         AttentionInterface.register(name, grouped_sdpa)
         AttentionMaskInterface.register(name, sdpa_mask)
     kinds = {type(module) for module in model.modules()}

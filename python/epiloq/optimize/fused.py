@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
+from epiloq.optimize.rotary import ATTENTION, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
 from epiloq.optimize.tokens import Quantized, multiply, quantises, quantizer_of
 
-ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 _SILU = ("SiLU", "SiLUActivation")
 
@@ -34,6 +34,9 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
         if siblings is None or type(module.act_fn).__name__ not in _SILU or siblings.sizes[0] != siblings.sizes[1]:
             return None
         return partial(gated_mlp, module, siblings)
+    if "forward" not in vars(module) and structure.attends_by_rotary(type(module)):
+        siblings = group_of(module, ATTENTION)
+        return None if siblings is None else partial(rotary_attention, module, siblings)
     if structure.has_form(module, structure.PRE_NORM_DECODER):
         norms = (module.input_layernorm, module.post_attention_layernorm)
         other = [type(norm).__name__ for norm in norms if structure.body_of(type(norm)) != structure.RMS_NORM]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterable
 from functools import cache
@@ -40,21 +41,62 @@ hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 return self.weight * hidden_states.to(input_dtype)"""
 
 
+# `sliding_window` is left out: sdpa has no use for it, as the mask says what is in the window.
+ROTARY_ATTENTION = """\
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.head_dim)
+query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+cos, sin = position_embeddings
+query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+if cache is not None:
+    key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
+attention_interface: Callable = \
+ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, attention_mask, \
+dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling)
+attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+attn_output = self.o_proj(attn_output)
+return (attn_output, attn_weights)"""
+
+ROTARY = """\
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+q_embed = q * cos + rotate_half(q) * sin
+k_embed = k * cos + rotate_half(k) * sin
+return (q_embed, k_embed)"""
+
+ROTATED_HALF = """\
+x1 = x[..., :x.shape[-1] // 2]
+x2 = x[..., x.shape[-1] // 2:]
+return torch.cat((-x2, x1), dim=-1)"""
+
+
 class _Plain(ast.NodeTransformer):
-    """Calls without keywords of the form ``name=name`` and ``**kwargs``."""
+    """Calls without keywords of the form ``name=name``, ``**kwargs`` and ``sliding_window=``; a cache by one name."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         node.keywords = [
-            k for k in node.keywords if not isinstance(k.value, ast.Name) or k.arg not in (k.value.id, None)
+            k
+            for k in node.keywords
+            if k.arg != "sliding_window" and (not isinstance(k.value, ast.Name) or k.arg not in (k.value.id, None))
         ]
         return node
 
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name("cache", node.ctx) if node.id == "past_key_values" else node
+
+
+def _parsed(kind: Any) -> ast.FunctionDef | None:
+    return _parsed_function(kind.forward)
+
 
 @cache
-def _parsed(kind: Any) -> ast.FunctionDef | None:
+def _parsed_function(called: Any) -> ast.FunctionDef | None:
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(called)))
         function = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError):  # defined where there is no file, or in C
         return None
@@ -63,12 +105,13 @@ def _parsed(kind: Any) -> ast.FunctionDef | None:
 
 def body_of(kind: Any) -> str | None:
     """The statements of a class's ``forward`` without docstring, comments and keywords that hand an argument on."""
-    return _printed(kind)
+    return body_of_function(kind.forward)
 
 
 @cache
-def _printed(kind: Any) -> str | None:
-    function = _parsed(kind)
+def body_of_function(called: Any) -> str | None:
+    """The same of any function."""
+    function = _parsed_function(called)
     if function is None:
         return None
     statements = function.body[1:] if ast.get_docstring(function) is not None else function.body
@@ -78,6 +121,15 @@ def _printed(kind: Any) -> str | None:
 def has_form(module: nn.Module, form: str) -> bool:
     """Whether `module` computes exactly `form`: its class says so, and nobody replaced the instance's ``forward``."""
     return "forward" not in vars(module) and body_of(type(module)) == form
+
+
+def attends_by_rotary(kind: Any) -> bool:
+    """Whether a class's ``forward`` is Llama's attention, with Llama's rotary embedding in its module."""
+    if body_of(kind) != ROTARY_ATTENTION:
+        return False
+    names = vars(sys.modules[kind.__module__])
+    functions = names.get("apply_rotary_pos_emb"), names.get("rotate_half")
+    return [None if f is None else body_of_function(f) for f in functions] == [ROTARY, ROTATED_HALF]
 
 
 def _calls(function: ast.FunctionDef, projections: tuple[str, ...]) -> list[tuple[str, ast.Name]]:
