@@ -1,4 +1,4 @@
-"""Products of a mixture of experts with weights of few bits: `weight_only_mm` and `w4a8_mm` for each expert's rows."""
+"""Products of a mixture of experts with weights of few bits, as `weight_only_mm` and `w4a8_mm` have them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def grouped_packed_mm(
     one kernel multiplies all experts, and ``offs`` or ``masked_m`` is read on the device; quantised rows become
     bfloat16, with their scales. Otherwise, and for more than 64 rows an expert on average outside of a CUDA graph, one
     expert is multiplied after the other by those operations, and the number of rows of each is read on the host, which
-    waits for a GPU. The bounds are those of the operations, see docs/numerics.md.
+    waits for a GPU; likewise with batch invariance. The bounds are those of the operations, see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
@@ -150,7 +150,7 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
 
 def _has_kernel(x: Tensor, weight: PackedWeight, experts: int, masked: bool) -> bool:
     """Whether one kernel multiplies all experts, where it takes their format."""
-    if not x.is_cuda or weight.bits not in (4, 8) or weight.offset is not None:
+    if not x.is_cuda or weight.bits not in (4, 8) or weight.offset is not None or _core.batch_invariant():
         return False
     rows = x.shape[-2] if masked else x.shape[0] / experts
     return rows <= _MANY_ROWS or torch.cuda.is_current_stream_capturing()

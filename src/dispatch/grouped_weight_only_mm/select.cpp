@@ -5,6 +5,7 @@
 
 #include "core/ceil_div.h"
 #include "core/checks.h"
+#include "epiloq/batch_invariant.h"
 #include "kernels/common/w4a16/config.h"
 #include "problems/packed_layout.h"
 
@@ -72,6 +73,9 @@ std::optional<Format> format_of(Weight const& w, WeightFormat format) {
 }
 
 Choice choose(Problem const& p, Format format, Target const& target) {
+  // One width of tiles and whole sums of K give a row the same bits at any M.
+  constexpr int kAnyM = 1;
+  if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
   while (row < last && kRows[row].tokens < rows && fits(p, format, kRows[row + 1], target)) ++row;

@@ -19,8 +19,8 @@ from epiloq.weights.packed_weight import PackedWeight, check_sizes
 
 class PackedExperts(Experts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are of 2, 3, 4 or 8 bits, activations floating-point, as `WeightOnlyLinear` has them. One expert is
-    multiplied after the other, and how many rows each has is read on the host.
+    Weights are of 2, 3, 4 or 8 bits, activations floating-point, as `WeightOnlyLinear` has them. Products are those of
+    `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
 
     Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
     `weight_zero` or `weight_offset`, as ``epiloq.PackedWeight`` describes them, the experts' panels behind each other.
@@ -134,7 +134,7 @@ class PackedExperts(Experts):
 class W4A8Experts(PackedExperts):
     __doc__ = f"""{Experts.__doc__}
     Weights are of 4 bits, activations FP8 or int8 with a scale a token, measured at run time, as `W4A8Linear` has
-    them. One expert is multiplied after the other, and how many rows each has is read on the host.
+    them. Products are those of `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
 
     Parameters without gradients, which are the state dict: those of `PackedExperts`.
     """
