@@ -36,6 +36,9 @@ def check_decode_attention(
     value_scale: Tensor | None,
     scale: float,
 ) -> None: ...
+def check_fp8_weight_mm(
+    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
+) -> None: ...
 def check_grouped_weight_only_mm(
     out: Tensor,
     x: Tensor,
@@ -226,6 +229,15 @@ def decode_attention(
     value_scale: Tensor | None,
     scale: float,
 ) -> bool: ...
+def dequantize_fp8(
+    out: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_columns: int,
+    first_row: int = 0,
+    threads: int = 1,
+) -> None: ...
 def dequantize_table(
     out: Tensor, codes: Tensor, table: Tensor, scale: Tensor, n: int, k: int, block_size: int
 ) -> None: ...
@@ -290,6 +302,9 @@ def explain_conv2d_weight_only(
     groups: int,
     threads: int = 1,
     forced: tuple[str, int, int] | None = None,
+) -> str: ...
+def explain_fp8_weight_mm(
+    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
 ) -> str: ...
 def explain_grouped_weight_only_mm(
     out: Tensor,
@@ -496,6 +511,9 @@ def fp8_linear(
     per_token: bool,
     threads: int,
 ) -> None: ...
+def fp8_weight_mm(
+    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
+) -> bool: ...
 def grouped_weight_only_mm(
     out: Tensor,
     x: Tensor,

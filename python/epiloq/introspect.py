@@ -11,6 +11,7 @@ from epiloq import _core
 from epiloq.ops.convolutions.conv2d_int8 import explain as explain_conv2d_int8
 from epiloq.ops.convolutions.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.fp4_mm import explain as explain_fp4_mm
+from epiloq.ops.fp8_weight_mm import explain as explain_fp8_weight_mm
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.grouped_packed_mm import explain as explain_grouped_packed
 from epiloq.ops.groupwise_mm import explain as explain_groupwise
@@ -34,6 +35,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "conv2d_int8": partial(explain_conv2d_int8, "conv2d_int8"),
     "conv2d_weight_only": explain_conv2d_weight_only,
     "fp4_mm": explain_fp4_mm,
+    "fp8_weight_mm": explain_fp8_weight_mm,
     "grouped_mm": partial(explain_groupwise, grouped_mm),
     "grouped_packed_mm": explain_grouped_packed,
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),

@@ -58,6 +58,7 @@ PYBIND11_MODULE(_core, module) {
   register_conv2d_weight_only(module);
   register_decode_attention(module);
   register_grouped_weight_only_mm(module);
+  register_fp8_weight_mm(module);
   register_groupwise_mm(module);
   register_host_products(module);
   register_linear(module);

@@ -4,6 +4,7 @@ from epiloq._torch.threads import lend_threads
 from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.convolutions.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.fp4_mm import fp4_mm
+from epiloq.ops.fp8_weight_mm import fp8_weight_mm
 from epiloq.ops.grouped_mm import grouped_mm
 from epiloq.ops.grouped_packed_mm import grouped_packed_mm
 from epiloq.ops.groupwise_mm import groupwise_mm
@@ -25,6 +26,7 @@ __all__ = [
     "conv2d_int8",
     "conv2d_weight_only",
     "fp4_mm",
+    "fp8_weight_mm",
     "grouped_mm",
     "grouped_packed_mm",
     "groupwise_mm",

@@ -127,6 +127,16 @@ def _few_bits_of(x: Tensor, weight: Any, bias: Tensor, out: Tensor, **parts: Ten
     return epiloq.weight_only_mm(x, whole, bias, out=out)
 
 
+def _of_float8() -> Arguments:
+    return {
+        "x": torch.randn(SIZE, SIZE),
+        "weight": fp8(SIZE, SIZE),
+        "scale": positive(SIZE, 1),
+        "bias": torch.randn(SIZE),
+        "out": torch.full((SIZE, SIZE), 7.0),
+    }
+
+
 def _of_a_table() -> Arguments:
     return {
         "x": torch.randn(SIZE, SIZE),
@@ -288,6 +298,7 @@ OPERATIONS = (
     ),
     Operation("table_mm", epiloq.table_mm, _of_a_table, {"table": _VECTOR, "scale": _VECTOR, "bias": _VECTOR}),
     Operation("fp4_mm", epiloq.fp4_mm, _fp4, {"scale": ((SIZE, 1),), "bias": _VECTOR, "global_scale": _VECTOR}),
+    Operation("fp8_weight_mm", epiloq.fp8_weight_mm, _of_float8, {"scale": _VECTOR, "bias": _VECTOR}),
     Operation("w4a8_mm", epiloq.w4a8_mm, _w4a8, {"scale_a": _ROWS, "bias": _VECTOR}),
     Operation(
         "w4a8_mm",

@@ -38,6 +38,12 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     for bias in (None, torch.randn(n, device=device)):
         yield OPS.table_mm, (x, codes, numbers, scale, bias, n, 24), {}
         yield OPS.table_mm_out, (x, codes, numbers, scale, bias, n, 24), {"out": torch.zeros(m, n, device=device)}
+    weight = torch.ones(n, k, device=device).to(torch.float8_e4m3fn)
+    for bias, block in ((None, (1, -1)), (out.new_zeros(n), (8, 5))):
+        rows, columns = (-(-n // block[0]), 1 if block[1] == -1 else -(-k // block[1]))
+        arguments = (x.half(), weight, torch.ones(rows, columns, device=device), bias, *block)
+        yield OPS.fp8_weight_mm, arguments, {}
+        yield OPS.fp8_weight_mm_out, arguments, {"out": out}
     q, table = torch.zeros(m, k, dtype=torch.int8, device=device), torch.zeros(256, dtype=torch.int8, device=device)
     yield OPS.lookup_int8, (q, table), {}
     yield OPS.lookup_int8_out, (q, table), {"out": torch.zeros_like(q)}

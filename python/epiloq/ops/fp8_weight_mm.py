@@ -1,0 +1,173 @@
+"""Products of floating-point activations with FP8 weights, as checkpoints store them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._torch.library import (
+    direct,
+    expect_tensors,
+    mark_written,
+    refuse_backward,
+    register_product,
+    without_autocast,
+)
+from epiloq._torch.threads import threads_for
+
+_NAME = "fp8_weight_mm"
+# Weights that a CPU dequantises at once: 4 MiB of float32, which caches hold.
+_AT_ONCE = 1 << 20
+# Rows of x up to which the weight is not rounded to x's dtype, on either device.
+_MOST_EXACT = 64
+
+
+def fp8_weight_mm(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    block: tuple[int, int] = (1, -1),
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with ``W[i, j] = weight[i, j] * scale[i // rows, j // columns]`` and (rows, columns) = block.
+
+    For FP8 checkpoints on GPUs without FP8 tensor cores, and for decode with 16-bit activations. Up to 64 rows of x,
+    products of x and the FP8 values are not rounded, sums and scales are fp32, and the result is rounded once. On CUDA
+    a kernel reads the weight as it lies if x has 16 bits, K is a multiple of 16 and columns of 64 (or all). Otherwise,
+    and for more rows of x, W is dequantised, rounded once to x's dtype, and multiplied by torch (on the CPU, some rows
+    at a time). `epiloq.explain` says which; docs/numerics.md has the bounds.
+
+    Args:
+        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
+        weight: float8_e4m3fn ``[N, K]``, rows dense. NaN makes its output channel NaN.
+        scale: float32 ``[ceil(N / rows), ceil(K / columns)]``, or its first dimension alone where the second is 1.
+        bias: ``[N]`` of x's dtype, added in fp32.
+        block: rows and columns of the weight that share a scale, -1 for all: ``(1, -1)`` a scale per output channel,
+            ``(-1, -1)`` one for the tensor, ``(128, 128)`` DeepSeek's blocks.
+        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+
+    Returns:
+        ``[…, M, N]`` of x's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+        NotImplementedError: later, a gradient reaches the result, as there is no derivative
+            (`epiloq.nn.Fp8WeightOnlyLinear` has the input's and the bias's).
+    """
+    rows, columns = _sizes(block)
+    if direct((x, weight, scale), (bias, out)):
+        return run(x, weight, scale, bias, rows, columns, out=out)
+    tensors = {"x": x, "weight": weight, "scale": scale}
+    expect_tensors(_NAME, tensors, {"bias": bias, "out": out}, writes=out is not None)
+    arguments = (x, weight, scale, bias, rows, columns)
+    if out is None:
+        return refuse_backward(_NAME, torch.ops.epiloq.fp8_weight_mm(*arguments))
+    torch.ops.epiloq.fp8_weight_mm_out(*arguments, out=out)
+    return out
+
+
+def _sizes(block: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(block, (tuple, list)) or len(block) != 2:
+        raise ValueError(f"epiloq.{_NAME}: block: expected rows and columns, -1 for all, got {block!r}")
+    return block[0], block[1]
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`fp8_weight_mm` for plain tensors."""
+    result = _empty(x, weight) if out is None else out
+    if not x.is_cuda:
+        _core.check_fp8_weight_mm(result, x, weight, scale, bias, rows, columns)
+        _in_pieces(result, x, (weight, scale), bias, (rows, columns))
+    elif not _core.fp8_weight_mm(result, x, weight, scale, bias, rows, columns):
+        _dense_product(result, x, (weight, scale), bias, (rows, columns))
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _empty(x: Tensor, weight: Tensor) -> Tensor:
+    if x.ndim == 0:
+        raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"epiloq.{_NAME}: weight: expected [N, K], got {list(weight.shape)}")
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _pieces(n: int, k: int) -> Iterator[range]:
+    """The rows that a CPU dequantises together."""
+    at_once = max(1, _AT_ONCE // max(k, 1))
+    for first in range(0, n, at_once):
+        yield range(first, min(first + at_once, n))
+
+
+def _in_pieces(
+    out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
+) -> None:
+    if out.numel() == 0:
+        return
+    n, k = weight[0].shape
+    dtype = torch.float32 if out.numel() // n <= _MOST_EXACT else x.dtype
+    tokens, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    with without_autocast(x.device.type):
+        for rows in _pieces(n, k):
+            dense = x.new_empty((len(rows), k), dtype=dtype)
+            _core.dequantize_fp8(dense, *weight, *block, rows.start, threads_for(x))
+            of_bias = None if bias is None else bias[rows.start : rows.stop]
+            out[..., rows.start : rows.stop] = torch.nn.functional.linear(tokens, dense, of_bias)
+
+
+def _dense_product(
+    out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
+) -> None:
+    """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
+    n, k = weight[0].shape
+    m = out.numel() // n
+    dense = x.new_empty((n, k))
+    _core.dequantize_fp8(dense, *weight, *block)
+    rows, product = x.reshape(m, k), out.view(m, n)
+    with without_autocast(x.device.type):
+        if bias is None:
+            torch.mm(rows, dense.t(), out=product)
+        else:
+            torch.addmm(bias, rows, dense.t(), out=product)
+
+
+def explain(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    block: tuple[int, int] = (1, -1),
+    out: Tensor | None = None,
+) -> str:
+    """`epiloq.explain` for `fp8_weight_mm` by its own arguments."""
+    rows, columns = _sizes(block)
+    expect_tensors(_NAME, {"x": x, "weight": weight, "scale": scale}, {"bias": bias, "out": out}, writes=False)
+    result = _empty(x, weight) if out is None else out
+    return _core.explain_fp8_weight_mm(result, x, weight, scale, bias, rows, columns)
+
+
+def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rows: int, columns: int) -> Tensor:
+    result = _empty(x, weight)
+    columns_of_x, k = x.shape[-1], weight.shape[1]
+    torch._check_value(columns_of_x == k, lambda: f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
+    return result
+
+
+register_product(_NAME, "Tensor x, Tensor weight, Tensor scale, Tensor? bias, int rows, int columns", run, _fake)
