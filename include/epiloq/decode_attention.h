@@ -28,4 +28,21 @@ EPILOQ_API void check(DecodeAttention const& call);
 // 128 or 256, float32, rows that do not start on 16 bytes, a device before SM80, the CPU.
 EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 
+// Rotary embedding in Llama's manner (the second half of a head is the first half's other coordinate), and a cache's
+// update, in one launch: query = heads[.., :H] rotated; keys, rotated, and values are written to their caches from
+// `position` on. Each product and each sum is rounded to the type, as torch does. A token behind a cache's end is a
+// CUDA error. On a CUDA device.
+struct RotateAndStore {
+  TensorView query;  // [B, T, H, D] float16, bfloat16 or float32, contiguous; written
+  TensorView heads;  // [B, T, H + 2 H_kv, D] of that type, dense along D
+  TensorView cos;    // [B or 1, T, D] of that type, contiguous
+  TensorView sin;
+  TensorView key_cache;  // [B, H_kv, L, D] of that type, dense along D; written
+  TensorView value_cache;
+  TensorView position;  // int64, one element
+};
+
+EPILOQ_API void check(RotateAndStore const& call);
+EPILOQ_API void rotate_and_store(RotateAndStore const& call, Stream stream);
+
 }  // namespace epiloq

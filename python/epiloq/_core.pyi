@@ -109,6 +109,9 @@ def check_rms_norm_quant(
     group_size: int,
     ue8m0: bool,
 ) -> None: ...
+def check_rotate_and_store(
+    query: Tensor, heads: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
+) -> None: ...
 def check_scaled_bmm(
     out: Tensor,
     a: Tensor,
@@ -639,6 +642,9 @@ def rms_norm_quant(
     granularity: str,
     group_size: int,
     ue8m0: bool,
+) -> None: ...
+def rotate_and_store(
+    query: Tensor, heads: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
 ) -> None: ...
 def scaled_bmm(
     out: Tensor,

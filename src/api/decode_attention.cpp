@@ -88,6 +88,63 @@ Problem checked(DecodeAttention const& call) {
   return p;
 }
 
+using ops::decode_attention::RotateProblem;
+
+RotateProblem checked(RotateAndStore const& call) {
+  Checker const check("rotate_and_store", call.heads.device);
+  DType const dtype = call.heads.dtype;
+  check.tensor("heads", call.heads, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("position", call.position, {DType::kInt64});
+  check.scalar("position", call.position);
+  if (call.heads.rank != 4 || call.key_cache.rank != 4 || call.query.rank != 4) {
+    check.fail("heads", "expected query, heads and caches of four dimensions, got ", describe(call.query), ", ",
+               describe(call.heads), " and ", describe(call.key_cache));
+  }
+  std::int64_t const batches = call.heads.shape[0], tokens = call.heads.shape[1], width = call.heads.shape[3],
+                     heads = call.query.shape[2], key_heads = call.key_cache.shape[1], length = call.key_cache.shape[2];
+  if (width % 2 != 0) check.fail("heads", "expected an even width, got ", describe(call.heads));
+  if (batches * tokens > kMostTokens || (heads + 2 * key_heads) * width > kMostTokens) {
+    check.fail("heads", "expected fewer tokens and heads, got ", describe(call.heads));
+  }
+  TensorView const* const views[] = {&call.query, &call.key_cache, &call.value_cache, &call.cos, &call.sin};
+  char const* const names[] = {"query", "key_cache", "value_cache", "cos", "sin"};
+  std::int64_t const angles = call.cos.rank == 3 && call.cos.shape[0] == 1 ? 1 : batches;
+  std::initializer_list<std::int64_t> const shapes[] = {{batches, tokens, heads, width},
+                                                        {batches, key_heads, length, width},
+                                                        {batches, key_heads, length, width},
+                                                        {angles, tokens, width},
+                                                        {angles, tokens, width}};
+  expect_shape(check, "heads", call.heads, {batches, tokens, heads + 2 * key_heads, width});
+  for (int i = 0; i < 5; ++i) {
+    check.tensor(names[i], *views[i], {dtype});
+    expect_shape(check, names[i], *views[i], shapes[i]);
+    if (i < 3) check.apart(names[i], *views[i], "heads", call.heads);
+  }
+  check.contiguous("query", call.query);
+  check.contiguous("cos", call.cos);
+  check.contiguous("sin", call.sin);
+  check.apart("key_cache", call.key_cache, "value_cache", call.value_cache);
+  // Strides of heads: tokens are the second dimension.
+  Strides const of_heads{call.heads.strides[0], call.heads.strides[2], call.heads.strides[1]};
+  return {call.heads.data,
+          call.cos.data,
+          call.sin.data,
+          call.position.as<std::int64_t>(),
+          call.query.data,
+          call.key_cache.data,
+          call.value_cache.data,
+          of_heads,
+          strides_of(call.key_cache),
+          strides_of(call.value_cache),
+          angles == 1 ? 0 : tokens * width,
+          length,
+          static_cast<int>(batches),
+          static_cast<int>(tokens),
+          static_cast<int>(heads),
+          static_cast<int>(key_heads),
+          static_cast<int>(width)};
+}
+
 bool starts_on_16_bytes(void const* data, Strides const& strides, DType dtype) {
   auto const whole = [&](std::int64_t stride) { return stride * static_cast<std::int64_t>(size_of(dtype)) % 16 == 0; };
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && whole(strides.batch) && whole(strides.head) &&
@@ -125,6 +182,18 @@ bool decode_attention(DecodeAttention const& call, Stream stream) {
   return true;
 }
 
+void check(RotateAndStore const& call) { checked(call); }
+
+void rotate_and_store(RotateAndStore const& call, Stream stream) {
+  RotateProblem const problem = checked(call);
+  if (call.heads.device.type != Device::Type::kCuda) {
+    throw Unsupported("epiloq.rotate_and_store: heads: expected a tensor on a CUDA device, got " +
+                      describe(call.heads));
+  }
+  if (call.heads.numel() == 0) return;
+  ops::decode_attention::launch_rotate(problem, call.heads.dtype, call.heads.device.index, stream);
+}
+
 namespace ops::decode_attention {
 
 bool has_kernel(int width) { return width == 64 || width == 128 || width == 256; }
@@ -140,6 +209,10 @@ int split_of(Problem const& p, int sm_count, bool has_clusters) {
 
 #if !EPILOQ_HAS_SM80 && !EPILOQ_HAS_SM90
 void launch(Problem const&, DType, Kind, int, int device, Stream) { device_properties(device); }
+#endif
+
+#if !EPILOQ_HAS_CUDA
+void launch_rotate(RotateProblem const&, DType, int device, Stream) { device_properties(device); }
 #endif
 
 }  // namespace ops::decode_attention

@@ -35,4 +35,15 @@ bool has_kernel(int width);
 
 void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream);
 
+// Query, key and value heads side by side; the caches that keys and values go to, from `position` on.
+struct RotateProblem {
+  void const *from, *cos, *sin;
+  std::int64_t const* position;
+  void *query, *key, *value;
+  Strides of_from, of_key, of_value;
+  std::int64_t angle_batch, length;
+  int batches, tokens, heads, key_heads, width;
+};
+void launch_rotate(RotateProblem const& problem, DType dtype, int device, Stream stream);
+
 }  // namespace epiloq::ops::decode_attention

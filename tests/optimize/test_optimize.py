@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,8 +16,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import epiloq
+from epiloq.ops.attention.rotate_and_store import rotated
 from epiloq.optimize import optimize_
-from epiloq.optimize.rotary import rotated
 from epiloq.optimize.siblings import siblings_of
 
 SIZES = {
@@ -342,3 +343,30 @@ def test_attention_called_by_itself(seed: int) -> None:
     mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
     named["attention_mask"] = mask
     assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step leaves in the cache is what transformers leaves there; other caches are updated by themselves."""
+    from epiloq.optimize import rotary
+
+    model, x, calls = quantised("llama", "w8a16", torch.bfloat16), tokens(), []
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    stored = rotary.rotate_and_store
+    monkeypatch.setattr(rotary, "rotate_and_store", lambda *a: calls.append(a) or stored(*a))
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    for each, cache in zip((model, plain), caches, strict=True):
+        for part in (x[:, :8], x[:, 8:9], x[:, 9:11]):
+            each(part, use_cache=True, **{argument(each): cache})
+    assert len(calls) == 4  # two layers, but for the first call, which makes the cache
+    for mine, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(mine.cumulative_length, other.cumulative_length)
+        assert relative(mine.keys.float(), other.keys.float()) <= 1e-2
+        assert relative(mine.values.float(), other.values.float()) <= 1e-2
+    model(x, use_cache=True, **{argument(model): transformers.DynamicCache(config=model.config)})
+    assert len(calls) == 4
+
+
+def argument(model: nn.Module) -> str:
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

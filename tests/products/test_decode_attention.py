@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq.kv_cache import quantize_heads
-from epiloq.ops.decode_attention import decode_attention
+from epiloq.ops.attention.decode_attention import decode_attention
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # B, key heads, query heads per key head, tokens, width

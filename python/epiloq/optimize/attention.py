@@ -1,8 +1,8 @@
 """Decode that reads keys and values once for the query heads that share them, and a quantised cache as it is stored.
 
 transformers repeats keys and values for each query head where there is a mask, as with a static cache, and attention
-kernels for many tokens use a fraction of a GPU for one. `epiloq.ops.decode_attention` takes the single new token of
-each sequence instead; several at a time go to transformers' own ``sdpa``.
+kernels for many tokens use a fraction of a GPU for one. `decode_attention` takes the single new token of each sequence
+instead; several at a time go to transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.ops.decode_attention import decode_attention
+from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.optimize.structure import attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from epiloq._torch.library import direct
+from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 from epiloq.optimize.attention import NAMES, grouped_sdpa
 from epiloq.optimize.siblings import Siblings
 
@@ -24,26 +28,52 @@ def rotary_attention(attention: Any, siblings: Siblings, *args: Any, **kwargs: A
     rest = dict(kwargs)
     del rest["hidden_states"]
     (cos, sin), mask = rest.pop("position_embeddings"), rest.pop("attention_mask", None)
-    cache = None
+    held = None
     for name in CACHES:  # one of them
-        cache = rest.pop(name, cache)
+        held = rest.pop(name, held)
     shape, width = x.shape[:-1], attention.head_dim
     query_heads, key_heads, value_heads = [size // width for size in siblings.sizes]
     heads = siblings.whole(x).view(*shape, -1, width)
-    both, value = heads.split([query_heads + key_heads, value_heads], -2)
-    query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if cache is not None:
-        key, value = cache.update(key, value, attention.layer_idx)
+    stored = None if held is None else _stored(heads, query_heads, cos, sin, held, attention.layer_idx)
+    if stored is not None:
+        query, key, value = stored
+        query = query.transpose(1, 2)
+    else:
+        both, value = heads.split([query_heads + key_heads, value_heads], -2)
+        query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if held is not None:
+            key, value = held.update(key, value, attention.layer_idx)
     attended, weights = grouped_sdpa(attention, query, key, value, mask, scaling=attention.scaling, **rest)
     return attention.o_proj(attended.reshape(*shape, -1).contiguous()), weights
 
 
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads ``[B, T, H, D]`` by the angles ``[B, T, D]`` of their tokens: each product rounded, as in transformers."""
-    first, second = heads.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return heads * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+def _stored(
+    heads: Tensor, query_heads: int, cos: Tensor, sin: Tensor, cache: Any, index: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Query, and a layer's keys and values, of a static cache in eager torch, where launches take longest; None where
+    something else is at work. A compiled graph makes two kernels of the general way."""
+    if is_compiling() or type(cache) is not _static()[0] or getattr(cache, "offloading", False):
+        return None
+    layer = cache.layers[index]
+    if type(layer) is not _static()[1] or not layer.is_initialized:
+        return None
+    tensors = (heads, cos, sin, layer.keys, layer.values, layer.cumulative_length)
+    alike = cos.dtype == sin.dtype == layer.keys.dtype == heads.dtype and cos.shape[-1] == heads.shape[-1]
+    if not direct(tensors) or not alike or layer.keys.shape[0] != heads.shape[0]:
+        return None
+    cos, sin = cos.contiguous(), sin.contiguous()
+    query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, layer.cumulative_length)
+    layer.cumulative_length.add_(heads.shape[1])
+    return query, layer.keys, layer.values
+
+
+@cache
+def _static() -> tuple[type, type]:
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    return StaticCache, StaticLayer
 
 
 def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:

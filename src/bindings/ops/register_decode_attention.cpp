@@ -20,6 +20,22 @@ void register_decode_attention(py::module_& module) {
   define("decode_attention", [](DecodeAttention const& call, TensorArg const& query) {
     return decode_attention(call, current_stream(query));
   });
+  auto const define_rotation = [&module](char const* name, auto action) {
+    module.def(
+        name,
+        [action](TensorArg const& query, TensorArg const& heads, TensorArg const& cos, TensorArg const& sin,
+                 TensorArg const& key_cache, TensorArg const& value_cache, TensorArg const& position) {
+          RotateAndStore const call{query.view,     heads.view,       cos.view,     sin.view,
+                                    key_cache.view, value_cache.view, position.view};
+          action(call, heads);
+        },
+        py::arg("query"), py::arg("heads"), py::arg("cos"), py::arg("sin"), py::arg("key_cache"),
+        py::arg("value_cache"), py::arg("position"));
+  };
+  define_rotation("rotate_and_store", [](RotateAndStore const& call, TensorArg const& heads) {
+    rotate_and_store(call, current_stream(heads));
+  });
+  define_rotation("check_rotate_and_store", [](RotateAndStore const& call, TensorArg const&) { check(call); });
   define("check_decode_attention", [](DecodeAttention const& call, TensorArg const&) { check(call); });
 }
 

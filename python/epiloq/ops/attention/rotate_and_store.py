@@ -1,0 +1,53 @@
+"""Rotary embedding of new tokens, and their way into a cache of fixed size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._torch.library import mark_written
+
+
+@torch.no_grad()
+def rotate_and_store(
+    heads: Tensor, query_heads: int, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
+) -> Tensor:
+    """Rotated query heads; rotated keys, and values, are written to their caches: on CUDA in one launch.
+
+    Bit for bit what transformers computes for Llama, each product and sum rounded to the dtype.
+
+    Args:
+        heads: ``[B, T, H + 2 H_kv, D]`` float16, bfloat16 or float32, dense along D: query, key and value heads.
+        query_heads: H.
+        cos, sin: ``[B, T, D]`` or ``[1, T, D]`` of that dtype, contiguous: the angles of the tokens.
+        key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, dense along D; written.
+        position: int64, one element on the same device: the first token's place. ``position + T`` is at most L.
+
+    Returns:
+        ``[B, T, H, D]``.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+    """
+    query = heads.new_empty((*heads.shape[:2], query_heads, heads.shape[-1]))
+    arguments = (query, heads, cos, sin, key_cache, value_cache, position)
+    if heads.is_cuda:
+        _core.rotate_and_store(*arguments)
+    else:
+        _core.check_rotate_and_store(*arguments)
+        keys = key_cache.shape[1]
+        both, values = heads.split([query_heads + keys, keys], 2)
+        turned, places = rotated(both, cos, sin), position + torch.arange(heads.shape[1])
+        query.copy_(turned[:, :, :query_heads])
+        key_cache.index_copy_(2, places, turned[:, :, query_heads:].transpose(1, 2))
+        value_cache.index_copy_(2, places, values.transpose(1, 2))
+    mark_written(key_cache, value_cache)
+    return query
+
+
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads ``[B, T, H, D]`` by the angles ``[B, T, D]`` of their tokens: each product rounded, as in transformers."""
+    first, second = heads.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return heads * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)

@@ -1,0 +1,64 @@
+// Rotary embedding of query and key heads; keys and values go to their places in a cache. A thread has an element of a
+// head's first half, and the one of the second half that it turns with. Each product is rounded, as torch rounds it.
+
+#include "core/cuda_check.h"
+#include "epiloq/device.h"
+#include "kernels/common/device_code.cuh"
+#include "problems/decode_attention.h"
+
+namespace epiloq::ops::decode_attention {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+__device__ __forceinline__ T turned(T x, T cos, T other, T sin, float sign) {
+  T const a = static_cast<T>(__fmul_rn(static_cast<float>(x), static_cast<float>(cos)));
+  T const b = static_cast<T>(__fmul_rn(sign * static_cast<float>(other), static_cast<float>(sin)));
+  return static_cast<T>(__fadd_rn(static_cast<float>(a), static_cast<float>(b)));
+}
+
+template <class T>
+__global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ RotateProblem const p) {
+  pdl_wait();
+  pdl_trigger();
+  int const half = p.width / 2, token = blockIdx.x % p.tokens, batch = blockIdx.x / p.tokens;
+  std::int64_t const place = *p.position + token;
+  int const all = p.heads + 2 * p.key_heads;
+  for (int i = blockIdx.y * kThreads + threadIdx.x; i < all * half; i += gridDim.y * kThreads) {
+    int const head = i / half, element = i % half;
+    T const* const from =
+        static_cast<T const*>(p.from) + batch * p.of_from.batch + token * p.of_from.token + head * p.of_from.head;
+    T first = from[element], second = from[element + half];
+    if (head < p.heads + p.key_heads) {
+      std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.width;
+      T const *const cos = static_cast<T const*>(p.cos) + angles, *const sin = static_cast<T const*>(p.sin) + angles;
+      T const x = first, y = second;
+      first = turned(x, cos[element], y, sin[element], -1.f);
+      second = turned(y, cos[element + half], x, sin[element + half], 1.f);
+    }
+    T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
+    if (head >= p.heads) {
+      if (place < 0 || place >= p.length) __trap();  // as torch asserts
+      bool const is_key = head < p.heads + p.key_heads;
+      Strides const& s = is_key ? p.of_key : p.of_value;
+      int const own = head - p.heads - (is_key ? 0 : p.key_heads);
+      to = static_cast<T*>(is_key ? p.key : p.value) + batch * s.batch + own * s.head + place * s.token;
+    }
+    to[element] = first, to[element + half] = second;
+  }
+}
+
+}  // namespace
+
+void launch_rotate(RotateProblem const& p, DType dtype, int device, Stream stream) {
+  DeviceGuard const guard(device);
+  int const work = (p.heads + 2 * p.key_heads) * (p.width / 2);
+  dim3 const grid(static_cast<unsigned>(p.batches * p.tokens), static_cast<unsigned>((work + kThreads - 1) / kThreads));
+  auto* const kernel = dtype == DType::kFloat16    ? &rotate_kernel<__half>
+                       : dtype == DType::kBFloat16 ? &rotate_kernel<__nv_bfloat16>
+                                                   : &rotate_kernel<float>;
+  cuda_check(launch_pdl(kernel, grid, kThreads, 0, stream, p), "launching epiloq.rotate_and_store");
+}
+
+}  // namespace epiloq::ops::decode_attention

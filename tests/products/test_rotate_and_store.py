@@ -1,0 +1,58 @@
+"""rotate_and_store: bit for bit transformers' rotation, and the cache's update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "keys", "width"), [(1, 1, 32, 8, 128), (3, 5, 4, 2, 64), (2, 2, 3, 1, 10)]
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_same_bits(
+    seed: int, batch: int, tokens: int, heads: int, keys: int, width: int, dtype: torch.dtype, shared: bool, device: str
+) -> None:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    wide = random(batch, tokens, heads + 2 * keys + 1, width)
+    some = wide[:, :, 1:]  # a part of something larger
+    cos, sin = (random(1 if shared else batch, tokens, width) for _ in range(2))
+    caches = [random(batch, keys, 12, width) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    both = rotated(some[:, :, : heads + keys], cos, sin)
+    expected[0][:, :, 7 : 7 + tokens] = both[:, :, heads:].transpose(1, 2)
+    expected[1][:, :, 7 : 7 + tokens] = some[:, :, heads + keys :].transpose(1, 2)
+    position, versions = torch.tensor(7, device=device), [cache._version for cache in caches]
+    query = rotate_and_store(some, heads, cos, sin, *caches, position)
+    assert torch.equal(query, both[:, :, :heads]) and query.is_contiguous()
+    assert all(torch.equal(*pair) for pair in zip(caches, expected, strict=True))
+    assert all(cache._version > version for cache, version in zip(caches, versions, strict=True))
+
+
+def test_refusals(seed: int) -> None:
+    heads, angles = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 8)
+    cache, position = torch.zeros(2, 2, 9, 8), torch.tensor(0)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"heads": heads[:, :, :5]}, "heads: expected float32 .*2, 3, 6, 8"),
+        ({"cos": angles[:, :2]}, "cos: expected float32 .*2, 3, 8"),
+        ({"sin": angles.half()}, "sin: expected float32"),
+        ({"value_cache": cache[:1].clone()}, "value_cache: expected float32 .*2, 2, 9, 8"),
+        ({"value_cache": cache}, "key_cache: .*value_cache"),
+        ({"position": torch.tensor(0.0)}, "position: expected int64"),
+        ({"heads": heads[..., :7], "cos": angles[..., :7]}, "heads: expected an even width"),
+    ]
+    for changed, message in cases:
+        given = {"heads": heads, "cos": angles, "sin": angles, "key_cache": cache.clone(), "value_cache": cache.clone()}
+        with pytest.raises(ValueError, match=message):
+            arguments: dict[str, Any] = {"key_cache": cache} if message.startswith("key_cache") else {}
+            rotate_and_store(query_heads=2, **{**given, "position": position, **changed, **arguments})
