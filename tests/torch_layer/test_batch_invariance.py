@@ -170,7 +170,7 @@ def test_every_operation_holds_it_or_refuses() -> None:
     by_layers = {"scaled_mm", "groupwise_mm", "online_quant_mm", "weight_only_mm", "w4a8_mm"}
     by_layers |= {"quantize_int8", "quantize_fp8"}
     here = {"grouped_mm", "grouped_packed_mm", "rms_norm_quant", "silu_and_mul_quant"}
-    refused = {"table_mm", "fp4_mm", "conv2d_weight_only"}
+    refused = {"table_mm", "fp4_mm", "fp8_weight_mm", "conv2d_weight_only"}
     assert set(_EXPLAIN) == exact | by_layers | here | refused
 
 

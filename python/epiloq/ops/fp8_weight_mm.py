@@ -13,12 +13,14 @@ from epiloq._torch.library import (
     expect_tensors,
     mark_written,
     refuse_backward,
+    refuse_batch_invariant,
     register_product,
     without_autocast,
 )
 from epiloq._torch.threads import threads_for
 
 _NAME = "fp8_weight_mm"
+_BY_M = "its kernels, and torch's product beyond 64 rows, are chosen by M, which changes the order of sums"
 # Weights that a CPU dequantises at once: 4 MiB of float32, which caches hold.
 _AT_ONCE = 1 << 20
 # Rows of x up to which the weight is not rounded to x's dtype, on either device.
@@ -89,6 +91,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`fp8_weight_mm` for plain tensors."""
+    refuse_batch_invariant(f"epiloq.{_NAME}", _BY_M)
     result = _empty(x, weight) if out is None else out
     if not x.is_cuda:
         _core.check_fp8_weight_mm(result, x, weight, scale, bias, rows, columns)
@@ -157,6 +160,7 @@ def explain(
     out: Tensor | None = None,
 ) -> str:
     """`epiloq.explain` for `fp8_weight_mm` by its own arguments."""
+    refuse_batch_invariant(f"epiloq.{_NAME}", _BY_M)
     rows, columns = _sizes(block)
     expect_tensors(_NAME, {"x": x, "weight": weight, "scale": scale}, {"bias": bias, "out": out}, writes=False)
     result = _empty(x, weight) if out is None else out

@@ -53,10 +53,10 @@ def _stored(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Query, and a layer's keys and values, of a static cache in eager torch, where launches take longest; None where
     something else is at work. A compiled graph makes two kernels of the general way."""
-    if is_compiling() or type(cache) is not _static()[0] or getattr(cache, "offloading", False):
+    if is_compiling() or not _is(cache, 0) or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
-    if type(layer) is not _static()[1] or not layer.is_initialized:
+    if not _is(layer, 1) or not layer.is_initialized:
         return None
     tensors = (heads, cos, sin, layer.keys, layer.values, layer.cumulative_length)
     alike = cos.dtype == sin.dtype == layer.keys.dtype == heads.dtype and cos.shape[-1] == heads.shape[-1]
@@ -74,6 +74,11 @@ def _static() -> tuple[type, type]:
     from transformers.cache_utils import StaticLayer
 
     return StaticCache, StaticLayer
+
+
+def _is(found: Any, which: int) -> bool:
+    """Whether something is exactly transformers' static cache (0), or a layer of one (1)."""
+    return type(found) is _static()[which]
 
 
 def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:
