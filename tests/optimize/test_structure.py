@@ -111,8 +111,10 @@ def test_rotary_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-    assert all(structure.attends_by_rotary(kind) for kind in (llama.LlamaAttention, MistralAttention, Qwen2Attention))
-    assert not structure.attends_by_rotary(Qwen3Attention) and not structure.attends_by_rotary(Attends)
+    plain = (llama.LlamaAttention, MistralAttention, Qwen2Attention)
+    assert all(structure.attends_by_rotary(kind) for kind in (*plain, Qwen3Attention))
+    assert structure.norms_heads(Qwen3Attention) and not any(map(structure.norms_heads, plain))
+    assert not structure.attends_by_rotary(Attends)
 
     def rotate_half(x: Tensor) -> Tensor:  # of neighbours, as in other families
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("transformers")  # which the cache is for
+
 from epiloq import _core
 from epiloq.kv_cache import quantize_heads
 from epiloq.ops.attention.decode_attention import decode_attention

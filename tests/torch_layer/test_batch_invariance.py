@@ -24,6 +24,7 @@ from epiloq.nn import (
     TableLinear,
     W4A8Experts,
 )
+from epiloq.ops.attention.decode_attention import decode_attention
 
 SCHEMES = (
     *("w8a8-int8", "w8a8-int8-azp", "w8a8-block", "w4a8-block", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8"),
@@ -114,6 +115,28 @@ def test_fused_quantisers(cols: int, device: str, seed: int, invariant: None) ->
 
     for call, width in ((norm, cols), (gate, 2 * cols)):
         assert_rows_alike(call, torch.randn(MOST, width, dtype=torch.bfloat16, device=device), seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float", "int8"])
+def test_decode_attention(kind: str, seed: int, invariant: None) -> None:
+    """A sequence decodes to the same bits beside any others, in caches of one length."""
+    quantize_heads = pytest.importorskip("epiloq.kv_cache").quantize_heads  # without transformers there is no cache
+    query = torch.randn(40, 8, 128, dtype=torch.bfloat16, device="cuda")
+    states = [torch.randn(40, 2, 700, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    scales: list[Tensor] = []
+    if kind == "int8":
+        pairs = [quantize_heads(state, kind) for state in states]
+        states, scales = [q for q, _ in pairs], [scale[..., 0] for _, scale in pairs]
+
+    def call(rows: slice) -> Tensor:
+        some = dict(zip(("key_scale", "value_scale"), (scale[rows] for scale in scales), strict=False))
+        return decode_attention(query[rows], *(state[rows] for state in states), **some)
+
+    whole = call(slice(None))
+    for first, count in ((0, 1), (3, 1), (5, 2), (7, 17), (8, 32)):
+        rows = slice(first, first + count)
+        assert torch.equal(call(rows), whole[rows]), rows
 
 
 def test_without_it_kernels_differ(seed: int) -> None:

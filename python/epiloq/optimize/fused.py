@@ -36,7 +36,11 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
         return partial(gated_mlp, module, siblings)
     if "forward" not in vars(module) and structure.attends_by_rotary(type(module)):
         siblings = group_of(module, ATTENTION)
-        return None if siblings is None else partial(rotary_attention, module, siblings)
+        return (
+            None
+            if siblings is None
+            else partial(rotary_attention, module, siblings, structure.norms_heads(type(module)))
+        )
     if structure.has_form(module, structure.PRE_NORM_DECODER):
         norms = (module.input_layernorm, module.post_attention_layernorm)
         other = [type(norm).__name__ for norm in norms if structure.body_of(type(norm)) != structure.RMS_NORM]

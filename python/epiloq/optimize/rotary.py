@@ -1,4 +1,4 @@
-"""Llama's attention with one product for query, key and value, whose query and key heads are rotated together."""
+"""Llama's and Qwen3's attention by one product for query, key and value, with query and key heads rotated together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ CACHES = ("cache", "past_key_values")
 """What versions of transformers call the cache."""
 
 
-def rotary_attention(attention: Any, siblings: Siblings, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def rotary_attention(
+    attention: Any, siblings: Siblings, norms_heads: bool, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """The ``forward`` of a module that `structure.attends_by_rotary` recognised; its own where something does not fit
     at run time: a gradient, an adapter or a hook, another attention, a call of another form."""
     x = kwargs.get("hidden_states")
@@ -34,6 +36,9 @@ def rotary_attention(attention: Any, siblings: Siblings, *args: Any, **kwargs: A
     shape, width = x.shape[:-1], attention.head_dim
     query_heads, key_heads, value_heads = [size // width for size in siblings.sizes]
     heads = siblings.whole(x).view(*shape, -1, width)
+    if norms_heads:
+        query, key, value = heads.split([query_heads, key_heads, value_heads], -2)
+        heads = torch.cat((attention.q_norm(query), attention.k_norm(key), value), -2)
     stored = None if held is None else _stored(heads, query_heads, cos, sin, held, attention.layer_idx)
     if stored is not None:
         query, key, value = stored

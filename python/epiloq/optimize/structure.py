@@ -60,6 +60,14 @@ attn_output = attn_output.reshape(*input_shape, -1).contiguous()
 attn_output = self.o_proj(attn_output)
 return (attn_output, attn_weights)"""
 
+# Qwen3's, which norms each head.
+NORMED_ROTARY_ATTENTION = ROTARY_ATTENTION
+for _state, _norm, _product in (("query", "q_norm", "q_proj"), ("key", "k_norm", "k_proj")):
+    NORMED_ROTARY_ATTENTION = NORMED_ROTARY_ATTENTION.replace(
+        f"{_state}_states = self.{_product}(hidden_states).view(hidden_shape).transpose(1, 2)",
+        f"{_state}_states = self.{_norm}(self.{_product}(hidden_states).view(hidden_shape)).transpose(1, 2)",
+    )
+
 ROTARY = """\
 cos = cos.unsqueeze(unsqueeze_dim)
 sin = sin.unsqueeze(unsqueeze_dim)
@@ -124,12 +132,17 @@ def has_form(module: nn.Module, form: str) -> bool:
 
 
 def attends_by_rotary(kind: Any) -> bool:
-    """Whether a class's ``forward`` is Llama's attention, with Llama's rotary embedding in its module."""
-    if body_of(kind) != ROTARY_ATTENTION:
+    """Whether a class's ``forward`` is Llama's or Qwen3's attention, with Llama's rotary embedding in its module."""
+    if body_of(kind) not in (ROTARY_ATTENTION, NORMED_ROTARY_ATTENTION):
         return False
     names = vars(sys.modules[kind.__module__])
     functions = names.get("apply_rotary_pos_emb"), names.get("rotate_half")
     return [None if f is None else body_of_function(f) for f in functions] == [ROTARY, ROTATED_HALF]
+
+
+def norms_heads(kind: Any) -> bool:
+    """Whether an attention that `attends_by_rotary` norms query and key heads."""
+    return body_of(kind) == NORMED_ROTARY_ATTENTION
 
 
 def _calls(function: ast.FunctionDef, projections: tuple[str, ...]) -> list[tuple[str, ast.Name]]:
