@@ -58,7 +58,7 @@ EPILOQ_API void conv2d_int8_on_host(Conv2dInt8 const& call, int threads);
 // Depthwise convolutions, and ones of up to 4 input channels.
 EPILOQ_API bool has_host_kernel(Conv2dInt8 const& call);
 
-// Which kernel serves a call, in words.
+// Name of the kernel that a call would run, for `explain`.
 EPILOQ_API std::string explain(Conv2dInt8 const& call);
 
 // What comes after the sums, on the CPU: out [.., Co] from acc int32 of the same shape, contiguous both. Of `call`,

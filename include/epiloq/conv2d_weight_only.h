@@ -20,7 +20,7 @@ namespace epiloq {
 // Depthwise (Ci / groups = 1, one or more outputs a channel): taps side by side, channels innermost, one code a byte
 //   whatever `bits` is: rows.q uint8 [Kh, Kw, Co], with a scale and zero or offset an output channel, [Co] each.
 //   rows.n = Co, rows.k = Kh Kw, rows.group_size = -1.
-// Codes mean what PackedWeight says: scale (q - zero), scale q + offset, or scale (q - 2^(bits - 1)).
+// Codes are defined as in PackedWeight: scale (q - zero), scale q + offset, or scale (q - 2^(bits - 1)).
 struct PackedConv2dWeight {
   PackedWeight rows;
   bool depthwise = false;
@@ -62,7 +62,7 @@ EPILOQ_API void check(Conv2dWeightOnly const& call);
 // kernel is made for). The packed weight is read early, as weight_only_mm's.
 EPILOQ_API bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream);
 
-// Which kernel serves a call, in words.
+// Name of the kernel that a call would run, for `explain`.
 EPILOQ_API std::string explain(Conv2dWeightOnly const& call);
 
 }  // namespace epiloq

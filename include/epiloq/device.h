@@ -18,7 +18,7 @@ struct DeviceProperties {
   int sm_count = 0;
   int shared_memory_per_block = 0;  // bytes that a block may ask for, opt-in included
   int l2_bytes = 0;
-  int memory_gb_s = 0;  // what memory's clock and width amount to; 0 where the driver does not say
+  int memory_gb_s = 0;  // what memory's clock and width amount to; 0 where the driver does not report it
 };
 
 // Read once per device and kept. Throws Unsupported when this build has no CUDA, CudaError when the device is not

@@ -70,10 +70,10 @@ EPILOQ_API void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace 
 // On the CPU.
 EPILOQ_API void online_quant_mm(OnlineQuantMm const& call);
 
-// Whether there is no fused kernel for a group size, so that only the staged pipeline serves.
+// Whether there is no fused kernel for a group size, so that only the staged pipeline supports it.
 EPILOQ_API bool needs_staging(std::int64_t group_size);
 
-// Which kernel serves a problem, in words; the tables are the same in every build.
+// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build.
 EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count,
                                                int memory_gb_s = 0);
 EPILOQ_API std::string explain(OnlineQuantMm const& call);

@@ -54,7 +54,7 @@ EPILOQ_API void scaled_mm(ScaledMm const& call, Stream stream);
 // On the CPU.
 EPILOQ_API void scaled_mm(ScaledMm const& call);
 
-// Which kernel serves a problem, in words; the tables are the same in every build.
+// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build.
 EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(ScaledMm const& call);
 

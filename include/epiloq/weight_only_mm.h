@@ -95,7 +95,7 @@ EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 // On the CPU or on CUDA.
 EPILOQ_API void dequantize_weight(DequantizeWeight const& call, Stream stream);
 
-// Which kernel serves a problem, in words.
+// Name of the kernel chosen for a problem, for `explain`.
 EPILOQ_API std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count,
                                               int memory_gb_s);
 EPILOQ_API std::string explain(WeightOnlyMm const& call);

@@ -189,7 +189,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   if (sizes.x.rows == 0 || sizes.n == 0) return;
   online::Choice const choice = remembered_choice(call, sizes);
   if (choice.family == online::Family::kStaged && !call.staged) {
-    throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel serves this size, and staged is false");
+    throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel supports this size, and staged is false");
   }
   online::Work work = work_of(call, sizes);
   lend(workspace, call.staged, choice, work);

@@ -86,7 +86,7 @@ EPILOQ_HOST_DEVICE float quotient(float x, Divisor const& d) {
     float const excess = fmaf(result, d.scale, -x);
     result = fmaf(-excess, d.inverse, result);
   }
-  return kSmall || fabsf(first) < 0x1p20f ? result : first;  // beyond that the steps may turn an infinity into NaN
+  return kSmall || fabsf(first) < 0x1p20f ? result : first;  // beyond that the steps may make NaN of an infinity
 }
 
 }  // namespace epiloq

@@ -6,7 +6,7 @@
 
 namespace epiloq::gemm {
 
-// Scales of a matrix by row and by 128 of K; one scale serves 2^shift rows (1 or 128).
+// Scales of a matrix by row and by 128 of K; one scale per 2^shift rows (1 or 128).
 struct GroupScales {
   float const* ptr = nullptr;
   int stride_row = 0, stride_k = 0;  // the largest offset fits an int

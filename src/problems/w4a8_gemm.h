@@ -7,7 +7,7 @@
 namespace epiloq::gemm {
 
 // D [m, n] = clamp(A B^T + bias), A [m, k] and B [n, k] int8 in quantisation blocks along k with FP32 parameters
-// [blocks, kinds, padded rows], 3 kinds for A and 2 or 3 for B, as epiloq/online_quant_mm.h says.
+// [blocks, kinds, padded rows], 3 kinds for A and 2 or 3 for B, as in epiloq/online_quant_mm.h.
 struct BlockwiseProblem {
   int m, n, k;  // k is padded
   int padded_m, padded_n;

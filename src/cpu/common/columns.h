@@ -1,6 +1,6 @@
 #pragma once
 
-// What products of the CPU end with: a bias, limits, and one rounding to D's type.
+// Epilogue of the CPU products: bias, clamp, and one rounding to D's type.
 
 #include "epiloq/tensor.h"
 

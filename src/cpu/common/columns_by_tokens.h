@@ -1,6 +1,6 @@
 #pragma once
 
-// float32 products of the CPU: columns of 16 rows side by side, each by one value of a few tokens.
+// float32 outer products on the CPU: columns of 16 rows, each multiplied by one value of a few tokens.
 
 #include <utility>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// float32 values as D's elements, 16 at a time, within kernels that are compiled for each instruction set. In vectors:
-// what gcc makes of a loop of 16 roundings is slower than the products before it.
+// Converts float32 to D's type, 16 elements at a time, inside kernels compiled per instruction set. Explicit vectors:
+// gcc's code for a loop of 16 roundings takes longer than the products before it.
 
 #include <algorithm>
 

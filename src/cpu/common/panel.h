@@ -9,7 +9,7 @@
 
 namespace epiloq {
 
-// Words of 16 columns of each row, or of 128 at 4 bits, are brought into order at a time.
+// Reordered at a time: words of 16 columns of each row, or of 128 at 4 bits.
 inline constexpr int kUnit = 64;  // bytes of a row
 // Bytes from where a row is read to what is asked for: hardware does not follow as many rows as are read together.
 inline constexpr int kAhead = 512;
@@ -33,14 +33,14 @@ struct BytePanel {
   };
 
   // The unit that begins at byte `at`, from rows to columns.
-  [[gnu::always_inline]] static void turn(Rows const& rows, std::int64_t at, Column* out) {
+  [[gnu::always_inline]] static void transpose(Rows const& rows, std::int64_t at, Column* out) {
     constexpr int kWordsOfUnit = kUnit / 4;
     if constexpr (kLanes == kWordsOfUnit) {
       for (int part = 0; part < kParts; ++part) {
         Ints v[kLanes];
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) load(v[i], rows.bytes[part * kLanes + i] + at);
-        epiloq::turn(v);
+        epiloq::transpose(v);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) std::memcpy(out[i].values + part * kLanes, v + i, sizeof(Ints));
       }
@@ -69,11 +69,11 @@ struct BytePanel {
                                             std::int64_t end, Column* to) {
     for (std::int64_t column = first; column < first + columns; column += kUnit, to += kUnit / 4) {
       if (column + kUnit <= end) {
-        turn(rows, column, to);
+        transpose(rows, column, to);
       } else {
         std::int8_t last[kRows][kUnit] = {};
         for (int i = 0; i < kRows; ++i) std::memcpy(last[i], rows.bytes[i] + column, end - column);
-        turn(Rows(last[0], kUnit, kRows), 0, to);
+        transpose(Rows(last[0], kUnit, kRows), 0, to);
       }
       for (int word = 0; word < kUnit / 4; ++word) unsign(to[word], to[word], 0, ~0U, 0x80808080U);
     }

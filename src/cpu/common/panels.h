@@ -1,6 +1,6 @@
 #pragma once
 
-// Products on the CPU part by part: panels of weight rows, which threads share, by all tokens.
+// Work sharing of the CPU products: threads take panels of weight rows, each multiplied by all tokens.
 
 #include <functional>
 #include <vector>

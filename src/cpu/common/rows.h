@@ -1,6 +1,6 @@
 #pragma once
 
-// What operations share on the CPU: rows as float32 and back, and the range of their values.
+// Row conversions shared by the CPU operations: to float32 and back, and the range of a row's values.
 
 #include <vector>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the CPU's convolutions share: rows of the image as taps meet them, and what becomes of sums.
+// Shared by the CPU convolutions: im2col rows of the image, and the epilogue.
 
 #include <vector>
 

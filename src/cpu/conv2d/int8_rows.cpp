@@ -1,4 +1,4 @@
-// Rows of an image as a convolution's taps meet them: borders are places like others.
+// im2col: rows of an image per kernel tap, padding included.
 
 #include <algorithm>
 

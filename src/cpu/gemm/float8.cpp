@@ -19,7 +19,7 @@ std::int64_t rounded_up(std::int64_t value, std::int64_t multiple) {
 
 Line* lines_of(float* sums) { return reinterpret_cast<Line*>(sums); }
 
-// Tokens go through the matrix together: as many as the second cache keeps, but enough to repay what is made of it.
+// Tokens go through the matrix together: as many as fit L2, but enough to repay what is made of it.
 std::int64_t tokens_at_once(std::int64_t columns, std::int64_t cached, std::int64_t least) {
   return std::max(least, cached / std::max<std::int64_t>(columns, 1) / least * least);
 }
@@ -79,12 +79,12 @@ void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, 
 }
 
 #ifdef EPILOQ_HAS_CLONES
-// A piece's scales of every token, up to a multiple of kTokensUpTo, then the next piece's.
+// A K block's scales of every token, up to a multiple of kTokensUpTo, then the next K block's.
 std::vector<float> scales_of(ScaledFloat8 const& x) {
-  std::int64_t const pieces = x.scale == nullptr ? 0 : (x.columns + kFloat8Columns - 1) / kFloat8Columns;
+  std::int64_t const k_blocks = x.scale == nullptr ? 0 : (x.columns + kFloat8Columns - 1) / kFloat8Columns;
   std::int64_t const tokens = rounded_up(x.rows, kTokensUpTo);
-  std::vector<float> scales(pieces * tokens);
-  for (std::int64_t i = 0; i < pieces; ++i) {
+  std::vector<float> scales(k_blocks * tokens);
+  for (std::int64_t i = 0; i < k_blocks; ++i) {
     for (std::int64_t m = 0; m < x.rows; ++m) scales[i * tokens + m] = x.scale_at(m, i);
   }
   return scales;
@@ -102,7 +102,7 @@ void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
               Float8Pairs const some{.x = tokens.data() + first * stride,
                                      .stride = stride,
                                      .scale = scales.empty() ? nullptr : scales.data() + first,
-                                     .of_piece = rounded_up(x.rows, kTokensUpTo),
+                                     .of_k_block = rounded_up(x.rows, kTokensUpTo),
                                      .count = count};
               RowsByTokens::run(w, row, some, lines_of(sums));
             });
@@ -121,7 +121,7 @@ void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
               Float8Blocks const some{.x = tokens.data() + first * words,
                                       .words = words,
                                       .scale = scales.empty() ? nullptr : scales.data() + first,
-                                      .of_piece = rounded_up(x.rows, kTokensUpTo),
+                                      .of_k_block = rounded_up(x.rows, kTokensUpTo),
                                       .count = count};
               Kernel::run(w, row, some, lines_of(sums));
             });
@@ -137,7 +137,7 @@ void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
   Float8Tiles const tokens{.x = lines.data(),
                            .tiles = tiles,
                            .scale = scales.empty() ? nullptr : scales.data(),
-                           .of_piece = rounded_up(x.rows, kTokensUpTo)};
+                           .of_k_block = rounded_up(x.rows, kTokensUpTo)};
   by_panels(x.rows, w.rows, Float8InTiles::kRows, tokens_at_once(w.columns, 1 << 19, 64), threads, finish,
             [&](int row, int first, int count, float* sums) {
               int const tile = first / TokenTiles::kTokens;

@@ -1,6 +1,6 @@
 #pragma once
 
-// float8 products on the CPU, added up in float32.
+// float8 products on the CPU, accumulated in float32.
 
 #include <span>
 
@@ -19,9 +19,9 @@ struct ScaledFloat8 {
   std::int64_t scale_stride_row = 0, scale_stride_column = 0;
   int scale_shift = 0;  // 2 to the power of this are the rows that share a scale
 
-  // Of the piece-th kFloat8Columns.
-  float scale_at(std::int64_t row, std::int64_t piece) const {
-    return scale == nullptr ? 1.f : scale[(row >> scale_shift) * scale_stride_row + piece * scale_stride_column];
+  // Scale of the k_block-th group of kFloat8Columns columns.
+  float scale_at(std::int64_t row, std::int64_t k_block) const {
+    return scale == nullptr ? 1.f : scale[(row >> scale_shift) * scale_stride_row + k_block * scale_stride_column];
   }
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// float8 by float8 on a CPU that multiplies pairs of bfloat16, which holds both exactly: 16 rows of a matrix, as they
-// lie, by all tokens. A code's bfloat16 is looked up (AVX-512 VBMI), its two bytes in a table of 128 each.
+// float8 GEMM in bfloat16, which represents float8 exactly, with AVX-512 BF16 or AMX: 16 weight rows in memory order by
+// all tokens. A code is converted by table lookups (AVX-512 VBMI), one table of 128 bytes per byte of the bfloat16.
 
 #include <algorithm>
 #include <bit>
@@ -14,7 +14,7 @@
 namespace epiloq {
 
 #ifdef EPILOQ_HAS_CLONES
-// A code without its sign.
+// A code's magnitude.
 template <class Format>
 constexpr std::uint16_t bfloat16_of(unsigned code) {
   constexpr unsigned kMantissa = Format::kMantissaBits, kBias = Format::kBias;
@@ -71,12 +71,12 @@ struct Float8Lookup {
   }
 };
 
-// Tokens with the scales of their pieces of 128 columns.
+// Tokens with the scales of their K blocks of 128 columns.
 struct Float8Pairs {
   Line const* x;
   std::int64_t stride;  // lines from one token to the next
-  float const* scale;   // [piece, of_piece], or null
-  std::int64_t of_piece;
+  float const* scale;   // [k_block, of_k_block], or null
+  std::int64_t of_k_block;
   int count;
 };
 
@@ -85,10 +85,10 @@ struct Float8Tiles {
   Line const* x;
   TokenTiles tiles;
   float const* scale;
-  std::int64_t of_piece;
+  std::int64_t of_k_block;
 
-  float const* scale_of(std::int64_t piece, int tile) const {
-    return scale == nullptr ? nullptr : scale + piece * of_piece + tile * TokenTiles::kTokens;
+  float const* scale_of(std::int64_t k_block, int tile) const {
+    return scale == nullptr ? nullptr : scale + k_block * of_k_block + tile * TokenTiles::kTokens;
   }
 };
 
@@ -145,11 +145,11 @@ struct RowsByTokens {
     constexpr int kRows = kSums / kTokens;
     Float8Lookup const lookup(w.is_e5m2);
     Float8Rows<kRows> const rows(w, row);
-    std::int64_t const piece = w.scale != nullptr || tokens.scale != nullptr ? kFloat8Columns : w.columns;
+    std::int64_t const k_block = w.scale != nullptr || tokens.scale != nullptr ? kFloat8Columns : w.columns;
     Floats total[kSums] = {};
-    for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += piece, ++index) {
+    for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += k_block, ++index) {
       Floats sums[kSums] = {};
-      rows.by_codes(begin, std::min(begin + piece, w.columns),
+      rows.by_codes(begin, std::min(begin + k_block, w.columns),
                     [&](auto const& from, std::int64_t at, std::int64_t column) __attribute__((always_inline)) {
                       Line const* const x = tokens.x + column / 32;
 #pragma GCC unroll 16
@@ -167,7 +167,7 @@ struct RowsByTokens {
       float of_row[kRows], of_token[kTokens];
       for (int r = 0; r < kRows; ++r) of_row[r] = w.scale_at(rows.index(r), index);
       for (int m = 0; m < kTokens; ++m) {
-        of_token[m] = tokens.scale == nullptr ? 1.f : tokens.scale[index * tokens.of_piece + m];
+        of_token[m] = tokens.scale == nullptr ? 1.f : tokens.scale[index * tokens.of_k_block + m];
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kSums; ++i) total[i] += sums[i] * (of_row[i % kRows] * of_token[i / kRows]);
@@ -205,7 +205,7 @@ struct Float8InTiles {
   using Floats = Vectors<16>::Floats;
   using Words = Float8Lookup::Words;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
-  // Twos of lines of a row that are widened at a time, or one more: they stay in the first cache.
+  // Twos of lines of a row that are widened at a time, or one more: they stay in L1.
   static constexpr int kOfLine = 32, kTwos = 4;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + 2 * kOfLine - 1) / (2 * kOfLine) * 2; }
@@ -236,10 +236,10 @@ struct Float8InTiles {
     Line wide[2 * (kTwos + 1) * kRows];
     int const last = first + (count + kTokens - 1) / kTokens;
     bool const has_scales = w.scale != nullptr || tokens.scale != nullptr;
-    std::int64_t const piece = has_scales ? kFloat8Columns : equal_parts(w.columns, 2 * kOfLine, kTwos);
+    std::int64_t const k_block = has_scales ? kFloat8Columns : equal_parts(w.columns, 2 * kOfLine, kTwos);
     if (has_scales || w.columns == 0) std::fill_n(sums, (last - first) * kRows, Line{});
-    for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += piece, ++index) {
-      std::int64_t const end = std::min(begin + piece, w.columns);
+    for (std::int64_t begin = 0, index = 0; begin < w.columns; begin += k_block, ++index) {
+      std::int64_t const end = std::min(begin + k_block, w.columns);
       Line* out = wide;
       rows.by_codes(begin, end, [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
         for (int r = 0; r < kRows; ++r) lookup.widen(out[r], out[kRows + r], from[r] + at);
@@ -263,7 +263,7 @@ struct Float8InTiles {
         }
       }
     }
-    for (int tile = first; tile < last; ++tile) Tiled::turn_sums(sums + (tile - first) * kRows);
+    for (int tile = first; tile < last; ++tile) Tiled::transpose_sums(sums + (tile - first) * kRows);
   }
 
  private:

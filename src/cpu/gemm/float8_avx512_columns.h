@@ -1,19 +1,19 @@
 #pragma once
 
-// float8 by float8 on a CPU that multiplies pairs of bfloat16 and has no AMX: 16 rows of a matrix become columns of
-// pairs once, which all tokens share, and of a token two values at a time are broadcast.
+// float8 GEMM on AVX-512 BF16 without AMX: 16 rows of the weight become columns of bfloat16 pairs once for all tokens,
+// and a token's values are broadcast in pairs.
 
 #include "cpu/gemm/float8_avx512_bf16.h"
 
 namespace epiloq {
 
 #ifdef EPILOQ_HAS_CLONES
-// Tokens by blocks, [block][word of a row][kPairBlock], with the scales of their pieces of 128 columns.
+// Tokens by blocks, [block][word of a row][kPairBlock], with the scales of their K blocks of 128 columns.
 struct Float8Blocks {
   std::uint32_t const* x;
   std::int64_t words;  // of a row
-  float const* scale;  // [piece, of_piece], or null
-  std::int64_t of_piece;
+  float const* scale;  // [k_block, of_k_block], or null
+  std::int64_t of_k_block;
   int count;
 };
 
@@ -29,7 +29,7 @@ struct ColumnsByTokenBlocks {
   [[gnu::always_inline]] static void turn_codes(Float8Lookup const& lookup, std::uint8_t const* const* rows,
                                                 std::int64_t at, Words (&columns)[2][kRows]) {
     for (int r = 0; r < kCount; ++r) lookup.widen(columns[0][r], columns[1][r], rows[r] + at);
-    turn(columns[0]), turn(columns[1]);
+    transpose(columns[0]), transpose(columns[1]);
   }
 
   // A block of tokens, the last one again past it.
@@ -90,7 +90,7 @@ struct ColumnsByTokenBlocks {
       load(of_rows, scale);
       auto const count = static_cast<int>(out - columns);
       std::uint32_t const* const x = tokens.x + begin / 2 * kPairBlock;
-      float const* const of_token = tokens.scale == nullptr ? nullptr : tokens.scale + index * tokens.of_piece;
+      float const* const of_token = tokens.scale == nullptr ? nullptr : tokens.scale + index * tokens.of_k_block;
       by_blocks<kPairBlock>(tokens.count, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(columns, count, x + m * tokens.words, of_rows, of_token == nullptr ? nullptr : of_token + m,
                           sums + m);

@@ -1,6 +1,6 @@
 #pragma once
 
-// float8 by tokens of float32, for vectors of kLanes floats: a code's bits move to a float's places.
+// float8 weights by float32 tokens in vectors of kLanes floats: a code's bits are shifted to a float's fields.
 
 #include <algorithm>
 
@@ -95,7 +95,7 @@ struct WidenFloat8 {
     std::memcpy(to + i, &x, (count - i) * sizeof(float));
   }
 
-  // A row, each piece under its scale.
+  // A row, each K block under its scale.
   [[gnu::always_inline]] static void row(ScaledFloat8 const& w, std::int64_t row, float* out) {
     for (std::int64_t column = 0; column < w.columns; column += kFloat8Columns) {
       under(w.values + row * w.stride + column, std::min<std::int64_t>(kFloat8Columns, w.columns - column),
@@ -112,18 +112,18 @@ struct FloatTokens {
 };
 
 // A few tokens by 16 rows of a matrix, whose codes are widened in registers. Each word of four codes lies in a lane,
-// and a shift takes one of each: of a piece of 4 * kLanes columns a token has the columns 0, 4, 8 .. first, then 1, 5,
-// 9 .. and so on. Tokens are there up to a multiple of kTokens.
+// and a shift takes one of each: of a K block of 4 * kLanes columns a token has the columns 0, 4, 8 .. first, then 1,
+// 5, 9 .. and so on. Tokens are there up to a multiple of kTokens.
 template <class Format, int kLanes>
 struct FewFloat8 {
   // As many sums as fit the registers of every instruction set.
-  static constexpr int kTokens = kFewFloatTokens, kSums = kTokens, kPanelRows = 16, kPiece = 4 * kLanes;
+  static constexpr int kTokens = kFewFloatTokens, kSums = kTokens, kPanelRows = 16, kKBlock = 4 * kLanes;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
   using Codes = Float8Codes<Format, kLanes>;
 
   static void bring(float const* row, std::int64_t columns, float* out) {
-    for (std::int64_t i = 0; i < columns; ++i) out[i / kPiece * kPiece + i % 4 * kLanes + i % kPiece / 4] = row[i];
+    for (std::int64_t i = 0; i < columns; ++i) out[i / kKBlock * kKBlock + i % 4 * kLanes + i % kKBlock / 4] = row[i];
   }
 
   template <int kRows, class Values>
@@ -144,14 +144,14 @@ struct FewFloat8 {
     }
   }
 
-  // Columns under one scale a row; all but the last ones of a matrix are whole pieces.
+  // Columns under one scale a row; all but the last ones of a matrix are whole K blocks.
   template <int kRows>
   [[gnu::always_inline]] static void add(Floats (&sums)[kSums], std::uint8_t const* const (&rows)[kRows],
                                          std::int64_t count, float const* x, std::int64_t stride) {
     std::uint8_t const* from[kRows];
     std::int64_t i = 0;
-    for (; i + kPiece <= count; i += kPiece) {
-      AllNormal<Format, kPiece> normal;
+    for (; i + kKBlock <= count; i += kKBlock) {
+      AllNormal<Format, kKBlock> normal;
       for (int r = 0; r < kRows; ++r) from[r] = rows[r] + i, normal.look_at(from[r]);
       if (normal.all()) {
         add_piece<kRows>(sums, from, x + i, stride, Codes::normal);
@@ -160,7 +160,7 @@ struct FewFloat8 {
       }
     }
     if (i >= count) return;
-    std::uint8_t rest[kRows][kPiece] = {};
+    std::uint8_t rest[kRows][kKBlock] = {};
     for (int r = 0; r < kRows; ++r) std::copy_n(rows[r] + i, count - i, rest[r]), from[r] = rest[r];
     add_piece<kRows>(sums, from, x + i, stride, Codes::any);
   }
@@ -177,13 +177,13 @@ struct FewFloat8 {
   template <int kRows>
   [[gnu::always_inline]] static void rows(ScaledFloat8 const& w, std::int64_t row, float const* x, std::int64_t stride,
                                           int first, Line* out) {
-    std::int64_t const piece = w.scale == nullptr ? w.columns : kFloat8Columns;
+    std::int64_t const k_block = w.scale == nullptr ? w.columns : kFloat8Columns;
     Floats total[kSums] = {};
-    for (std::int64_t column = 0; column < w.columns; column += piece) {
+    for (std::int64_t column = 0; column < w.columns; column += k_block) {
       Floats part[kSums] = {};
       std::uint8_t const* from[kRows];
       for (int r = 0; r < kRows; ++r) from[r] = w.values + std::min(row + r, w.rows - 1) * w.stride + column;
-      add<kRows>(part, from, std::min(piece, w.columns - column), x + column, stride);
+      add<kRows>(part, from, std::min(k_block, w.columns - column), x + column, stride);
       for (int i = 0; i < kSums; ++i) {
         total[i] += part[i] * w.scale_at(std::min(row + i % kRows, w.rows - 1), column / kFloat8Columns);
       }

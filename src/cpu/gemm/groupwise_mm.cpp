@@ -25,7 +25,7 @@ ScaledFloat8 matrix(void const* values, std::int64_t rows, std::int64_t k, std::
           .scale_shift = scales.shift};
 }
 
-// One product, its scales by groups.
+// One product with group-wise scales.
 void multiply_groups(GroupwiseProblem const& p, DType out, int threads) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   Columns const to{p.bias, p.d, out, p.stride_d, -kInfinity, kInfinity};

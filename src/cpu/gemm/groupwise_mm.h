@@ -5,8 +5,8 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-// On the CPU, one expert's rows after the other's. The experts' rows must ascend and lie within the problem's. Scales
-// are of whole rows or of groups.
+// groupwise_mm on the CPU, one expert after the other. The experts' rows must ascend and lie within the problem's.
+// Scales are of whole rows or of groups.
 void run_on_host(gemm::GroupwiseProblem const& problem, gemm::Types types, bool whole_rows, int threads);
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -13,7 +13,7 @@
 namespace epiloq {
 namespace {
 
-// Tokens that go through a panel together: their sums stay in the second cache.
+// Tokens that go through a panel together: their sums stay in L2.
 constexpr int kTokensAtOnce = 512;
 constexpr int kFewestInTiles = 3;
 

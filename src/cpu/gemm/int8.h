@@ -19,7 +19,7 @@ using Int8Sums = PanelSums<std::int32_t>;
 
 // Calls finish(sums) of parts that together are the product, from at most `threads` threads.
 void multiply_int8(Int8Product const& product, int threads, FinishPanel<std::int32_t> const& finish);
-// What multiplies so many tokens, in words.
+// Name of the kernel that multiplies so many tokens, for `explain`.
 std::string describe_int8(std::int64_t tokens);
 
 }  // namespace epiloq

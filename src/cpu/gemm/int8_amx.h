@@ -15,7 +15,7 @@ struct Int8InTiles {
   using Tiled = RowTiles<RowTileKind::kBytes>;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
   static constexpr int kOfLine = sizeof(Line);
-  // Lines of a row that are brought together at a time, or one more: they stay in the first cache.
+  // Lines of a row that are brought together at a time, or one more: they stay in L1.
   static constexpr int kLines = 8;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + kOfLine - 1) / kOfLine; }
@@ -59,7 +59,7 @@ struct Int8InTiles {
         Tiled::add(rows, steps, here, tile + 1 < tokens.count(), begin == 0, sums + (tile - first) * kRows);
       }
     }
-    for (int tile = first; tile < last; ++tile) Tiled::turn_sums(sums + (tile - first) * kRows);
+    for (int tile = first; tile < last; ++tile) Tiled::transpose_sums(sums + (tile - first) * kRows);
   }
 
  private:

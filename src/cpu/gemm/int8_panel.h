@@ -1,12 +1,12 @@
 #pragma once
 
-// A panel of an int8 weight by int8 tokens: exact sums, modulo 2^32.
+// Panel of an int8 weight by int8 tokens: exact sums, modulo 2^32.
 
 #include "cpu/common/panel.h"
 
 namespace epiloq {
 
-// Columns that are brought into order at a time: they stay in the first cache.
+// Columns reordered at a time: they stay in L1.
 inline constexpr int kInt8Piece = 512;
 
 struct Int8PanelByTokens {

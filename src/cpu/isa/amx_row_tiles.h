@@ -1,8 +1,8 @@
 #pragma once
 
 // Rows of a matrix by tokens with AMX: two tiles of 16 rows at a time, as they lie, by one or two tiles of 16 tokens,
-// whose words lie side by side. Nothing of the matrix has to be turned, and each tile that is read takes part in two
-// products.
+// whose words lie side by side. Nothing of the matrix has to be transposed, and each tile that is read takes part in
+// two products.
 
 #include <algorithm>
 
@@ -50,10 +50,10 @@ struct RowTiles {
   static constexpr int kRows = 2 * kTileRows, kTokens = TokenTiles::kTokens;
   using Words = Vectors<16>::Ints;
 
-  // 16 tokens' words of a line, turned, to tile `tile`.
+  // 16 tokens' words of a line, transposed, to tile `tile`.
   [[gnu::always_inline]] static void bring(Words (&words)[kTokens], TokenTiles const& tiles, int tile,
                                            std::int64_t line, Line* out) {
-    turn(words);
+    transpose(words);
     std::memcpy(out + tiles.start(tile) + line * tiles.step(tile), words, sizeof(words));
   }
 
@@ -95,10 +95,10 @@ struct RowTiles {
   }
 
   // Sums of a tile of tokens, [32 rows] of 16 tokens, to [16 tokens] of 32 rows.
-  [[gnu::always_inline]] static void turn_sums(Line* sums) {
+  [[gnu::always_inline]] static void transpose_sums(Line* sums) {
     Words parts[2][kTokens];
     std::memcpy(parts, sums, sizeof(parts));
-    turn(parts[0]), turn(parts[1]);
+    transpose(parts[0]), transpose(parts[1]);
     for (int i = 0; i < kTokens; ++i) {
       std::memcpy(sums + 2 * i, parts[0] + i, sizeof(Words)),
           std::memcpy(sums + 2 * i + 1, parts[1] + i, sizeof(Words));

@@ -1,7 +1,7 @@
 #pragma once
 
-// Products of bfloat16 on a CPU that multiplies pairs of them and adds them up in float32 (AVX-512 BF16): a word of two
-// columns for each of 16 rows, by one that all rows share. Subnormal numbers count as 0.
+// bfloat16 dot products of pairs, accumulated in float32 (AVX-512 BF16): a word of two columns for each of 16 rows, by
+// one that is broadcast to all rows. Subnormal numbers count as 0.
 
 #include "cpu/common/columns_by_tokens.h"
 #include "cpu/common/rows.h"
@@ -16,7 +16,7 @@ inline bool has_pairs() {
 #endif
 }
 
-// Whether it also looks bytes up, in tables of 64 or 128 (AVX-512 VBMI).
+// Whether the CPU also has byte lookups in tables of 64 or 128 (AVX-512 VBMI).
 inline bool has_lookups() {
 #ifdef EPILOQ_HAS_CLONES
   return has_pairs() && __builtin_cpu_supports("avx512vbmi");
@@ -25,7 +25,7 @@ inline bool has_lookups() {
 #endif
 }
 
-// Tokens lie by blocks of so many, whose sums registers hold twice: [block, pair of columns, token].
+// Token layout [block, pair of columns, token]: registers hold the sums of two blocks.
 inline constexpr int kPairBlock = 12;
 
 #ifdef EPILOQ_HAS_CLONES

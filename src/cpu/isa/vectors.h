@@ -1,14 +1,14 @@
 #pragma once
 
-// Vectors of the CPU: as many lanes as a register has, or compilers take them apart one by one. Functions that take
-// them are inlined, as their calls would differ between instruction sets.
+// SIMD vectors exactly as wide as a register: compilers split wider ones lane by lane. Functions on them are always
+// inlined, since the calling convention depends on the instruction set.
 
 #include <cstdint>
 #include <cstring>
 
 namespace epiloq {
 
-// 16 floats in one line of the cache: a vector that spans two is read at half the speed.
+// 16 floats in one cache line: a load that crosses lines runs at half the rate.
 struct alignas(64) Line {
   float values[16];
 };
@@ -40,14 +40,15 @@ template <class V>
 
 // Lane i of each of 16 vectors of 16 lanes, to vector i.
 template <class V>
-[[gnu::always_inline]] inline void turn(V* v) {
+[[gnu::always_inline]] inline void transpose(V* v) {
 #pragma GCC unroll 4
   for (int stage = 0; stage < 4; ++stage) {
-    V turned[16];
+    V transposed[16];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) zip_low(turned[2 * i], v[i], v[i + 8]), zip_high(turned[2 * i + 1], v[i], v[i + 8]);
+    for (int i = 0; i < 8; ++i)
+      zip_low(transposed[2 * i], v[i], v[i + 8]), zip_high(transposed[2 * i + 1], v[i], v[i + 8]);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) v[i] = turned[i];
+    for (int i = 0; i < 16; ++i) v[i] = transposed[i];
   }
 }
 

@@ -1,12 +1,12 @@
 #pragma once
 
-// A kernel of the CPU for each instruction set, and which of them serves this machine.
+// Function multiversioning: one instance of a CPU kernel per instruction set, chosen at run time.
 
 #include "cpu/common/rows.h"
 
 namespace epiloq {
 
-// Lanes of 32 bits in the registers that kernels are chosen for.
+// 32-bit lanes of the vector registers that this CPU supports.
 inline int lanes_here() {
 #ifdef EPILOQ_HAS_CLONES
   if (__builtin_cpu_supports("x86-64-v4")) return 16;
@@ -15,7 +15,7 @@ inline int lanes_here() {
   return 4;
 }
 
-// Kernel<lanes>::run, compiled for registers of so many.
+// Kernel<lanes>::run, compiled for each register width.
 template <template <int kLanes> class Kernel, class... Arguments>
 struct Versions {
   using Function = void (*)(Arguments...);

@@ -1,4 +1,4 @@
-// Products of a few tokens on the CPU: the versions of decode.h, and tokens brought into their order.
+// W4A16 decode on the CPU: the instances of decode.h per instruction set, and tokens permuted for them.
 
 #include "cpu/w4a16/decode.h"
 
@@ -37,13 +37,13 @@ void in_order(int bits, float const* row, int padded_k, int block, Line* out) {
   }
 }
 
-using Multiply = void (*)(Piece, Line* out);
+using Multiply = void (*)(KBlock, Line* out);
 
 template <int kBits, bool kHalves, int kTokens>
 struct Of {
   template <int kLanes>
   using Kernel = Few<kBits, Row<kBits, kHalves, kLanes>, kTokens, kLanes>;
-  static Multiply here() { return Versions<Kernel, Piece, Line*>::here(); }
+  static Multiply here() { return Versions<Kernel, KBlock, Line*>::here(); }
 };
 
 // In the order of kBlocks.

@@ -1,7 +1,7 @@
 #pragma once
 
-// The arithmetic of a few tokens by a panel. 64 bytes of two rows g and g + 8 of a tile are 16 words, and an operation
-// on words takes the same byte or nibble of each: values of 16 columns of a row.
+// Decode kernel (small M): one weight panel by a few tokens. The 64 bytes of rows g and g + 8 in a packed tile are 16
+// words; a word-wise operation extracts the same byte or nibble of each, which are values of 16 columns of a row.
 
 #include <algorithm>
 #include <type_traits>
@@ -16,13 +16,13 @@ inline constexpr int kPairs = kPanelRows / 2;
 inline constexpr int kWords = 16;
 inline constexpr int kRowBytes = 4 * kWords;  // of two rows in a tile
 inline constexpr int kGrain = 32;             // columns that are surely of one group
-// Columns that tokens go through before the next rows: they and the weights stay in the first cache.
-inline constexpr int kPiece = 512;
+// Columns that tokens go through before the next rows: they and the weights stay in L1.
+inline constexpr int kKBlock = 512;
 
 // Values of a row that a word has, which is how many steps a tile takes.
 constexpr int steps(int bits) { return depth(bits) / kWords; }
 
-struct Piece {
+struct KBlock {
   std::uint8_t const* q;
   float const* x;  // [tile, step, token, word]
   int tiles;
@@ -51,7 +51,7 @@ struct Computed {
       out = parameter[groups[0] + row];
     }
   }
-  [[gnu::always_inline]] void prepare(Piece const& p, int const* groups, int row) {
+  [[gnu::always_inline]] void prepare(KBlock const& p, int const* groups, int row) {
     spread(scale, p.scale, groups, row), spread(zero, p.zero, groups, row), spread(offset, p.offset, groups, row);
   }
   [[gnu::always_inline]] void values(Floats& out, Ints const& words) const {
@@ -67,7 +67,7 @@ struct LookedUp {
   using Floats = typename Vectors<kLanes>::Floats;
   Floats meant[1 + kHalves];
 
-  [[gnu::always_inline]] void prepare(Piece const& p, int const* groups, int row) {
+  [[gnu::always_inline]] void prepare(KBlock const& p, int const* groups, int row) {
     constexpr Floats kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int half = 0; half <= kHalves; ++half) {
       int const at = groups[half] + row;
@@ -102,7 +102,7 @@ struct Few {
   using Floats = typename Vectors<kLanes>::Floats;
 
   // kAtOnce pairs of rows by kTokens tokens; sums [tokens, 16 rows] of lanes, which do not meet until the end.
-  [[gnu::always_inline]] static void multiply(Piece const& p, int first, Floats* sums) {
+  [[gnu::always_inline]] static void multiply(KBlock const& p, int first, Floats* sums) {
     Floats low[kAtOnce][kTokens], high[kAtOnce][kTokens];
     for (int g = 0; g < kAtOnce; ++g) {
       for (int m = 0; m < kTokens; ++m)
@@ -154,13 +154,13 @@ struct Few {
   }
 
   // out [tokens]
-  [[gnu::always_inline]] static void run(Piece p, Line* out) {
-    constexpr int kTiles = kPiece / depth(kBits);
+  [[gnu::always_inline]] static void run(KBlock p, Line* out) {
+    constexpr int kTiles = kKBlock / depth(kBits);
     Floats sums[kTokens * kPanelRows] = {};
     for (int left = p.tiles; left > 0; left -= kTiles) {
       p.tiles = std::min(left, kTiles);
       for (int first = 0; first < kPairs; first += kAtOnce) multiply(p, first, sums);
-      p.q += kTiles * kPairs * kRowBytes, p.x += kPiece * kTokens, p.groups += kPiece / kGrain;
+      p.q += kTiles * kPairs * kRowBytes, p.x += kKBlock * kTokens, p.groups += kKBlock / kGrain;
     }
     for (int m = 0; m < kTokens; ++m) reduce(sums + m * kPanelRows, out[m]);
   }

@@ -1,4 +1,5 @@
-// Products of many tokens, or with any weight, on the CPU: the versions of prefill.h, and tokens for avx512_bf16.h.
+// W4A16 prefill on the CPU, for any weight: the instances of prefill.h per instruction set, and tokens for
+// avx512_bf16.h.
 
 #include "cpu/w4a16/prefill.h"
 

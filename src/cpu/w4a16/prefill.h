@@ -1,7 +1,7 @@
 #pragma once
 
-// The arithmetic of many tokens by a panel: its weights, a piece of K at a time, as columns of 16 rows in the order of
-// the panel's parameters, each by one value of six tokens.
+// Prefill kernel (large M): a panel's weights, a block of K at a time, become columns of 16 rows in the order of the
+// panel's parameters, each multiplied by one value of six tokens.
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Columns of a piece, which stay in the first cache.
+// Columns of a K block, which stay in L1.
 inline constexpr int kColumns = 256;
 
 // A column's integers.

@@ -1,4 +1,4 @@
-// Products of many tokens on a CPU with AMX: tokens brought into tiles, and panels by twos.
+// W4A16 prefill with AMX: tokens packed into AMX tiles, weight panels two at a time.
 
 #include "cpu/w4a16/prefill_amx.h"
 

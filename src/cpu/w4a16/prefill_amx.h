@@ -78,7 +78,7 @@ struct MultiplyInTiles {
   using Ints = Vectors<16>::Ints;
   using Bytes = SmallIntegers::Bytes;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
-  // Columns that are widened at a time: they stay in the first cache. Of rounded ones equal parts.
+  // Columns that are widened at a time: they stay in L1. Of rounded ones equal parts.
   static constexpr int kAtOnce = 256, kUnit = 64;
   static constexpr int kTileRowBytes = 64;
 
@@ -193,7 +193,7 @@ struct MultiplyInTiles {
         }
       }
     }
-    for (int tile = first; tile < last; ++tile) Tiled::turn_sums(sums + (tile - first) * kRows);
+    for (int tile = first; tile < last; ++tile) Tiled::transpose_sums(sums + (tile - first) * kRows);
   }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// The arithmetic of many tokens of bfloat16 by a panel, where the CPU has pairs: integers less their zero points, which
-// bfloat16 holds exactly, in the order of the panel's parameters. A group's sums are multiplied by its scale, in
+// Prefill kernel for bfloat16 tokens on AVX-512 BF16: integers less their zero points, which bfloat16 represents
+// exactly, in the order of the panel's parameters. A group's sums are multiplied by its scale, in
 // float32.
 
 #include "cpu/isa/avx512_bf16.h"

@@ -1,4 +1,4 @@
-// A packed weight on the CPU: the definition, a panel of rows at a time.
+// Reads a packed weight on the CPU, by definition, a panel of rows at a time.
 
 #include "cpu/w4a16/weight_only.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Pieces of the CPU's implementation. A panel's parameters lie as in memory: [groups, 16] by parameter_of(row).
+// Building blocks of the CPU implementation. A panel's parameters lie as in memory: [groups, 16] by parameter_of(row).
 
 #include <vector>
 

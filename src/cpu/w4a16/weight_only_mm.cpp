@@ -1,4 +1,4 @@
-// Products on the CPU, a panel of weight rows by some tokens at a time, shared among threads.
+// weight_only_mm on the CPU: threads share the products of weight panels by blocks of tokens.
 
 #include <algorithm>
 #include <cstring>
@@ -21,7 +21,7 @@ int threads_for(Problem const& p, int threads) {
   return static_cast<int>(std::clamp<std::int64_t>(work / kWorth, 1, std::max(threads, 1)));
 }
 
-// Tokens that go through the panels together: as many as the second cache keeps, but enough to repay a panel.
+// Tokens that go through the panels together: as many as fit L2, but enough to repay a panel.
 int tokens_at_once(Problem const& p, DType dtype) {
   if (is_for_few(p, dtype)) return p.m;
   bool const in_tiles = by_tiles(p, dtype);

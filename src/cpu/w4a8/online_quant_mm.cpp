@@ -1,4 +1,4 @@
-// online_quant_mm on the CPU: tokens are quantised and brought into the order of host_slab.h, then panels of the weight
+// online_quant_mm on the CPU: tokens are quantised and permuted to the order of w4a8_panel.h, then panels of the weight
 // shared among threads.
 
 #include "problems/online_quant_mm.h"
@@ -15,7 +15,7 @@
 namespace epiloq::ops::online_quant_mm {
 namespace {
 
-// Tokens that go through a panel together: their sums and a piece of their values stay in the second cache.
+// Tokens that go through a panel together: their sums and a K block of their values stay in L2.
 constexpr int kTokensAtOnce = 512;
 
 // A token's integers, and its blocks' scales, offsets and, for now, sums as corrections.
@@ -69,7 +69,7 @@ void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int b
 #ifdef EPILOQ_HAS_CLONES
 bool takes_tiles(std::int64_t rows, int group) {
   std::int64_t const tokens = batch_invariant() ? MultiplyBlocksInTiles::kFewest : rows;
-  return MultiplyBlocksInTiles::serves(tokens, group);
+  return MultiplyBlocksInTiles::supports(tokens, group);
 }
 
 struct TiledTokens {

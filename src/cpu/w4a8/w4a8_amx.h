@@ -1,6 +1,6 @@
 #pragma once
 
-// 32 rows of the weight by quantised tokens with AMX: a block's integer sums in tiles, then its scales.
+// 32 weight rows by quantised tokens with AMX: integer sums per quantisation block in AMX tiles, then the scales.
 
 #include "cpu/gemm/int8_amx.h"
 #include "cpu/w4a8/w4a8_panel.h"
@@ -35,10 +35,10 @@ struct MultiplyBlocksInTiles {
   using Floats = Vectors<16>::Floats;
   using Ints = Vectors<16>::Ints;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
-  static constexpr int kLines = 8;  // of a row that are made at a time: they stay in the first cache
+  static constexpr int kLines = 8;  // of a row that are made at a time: they stay in L1
   static constexpr int kFewest = 9;
 
-  static bool serves(std::int64_t tokens, int group) {
+  static bool supports(std::int64_t tokens, int group) {
     return tokens >= kFewest && group % 32 == 0 && group / columns_of_line(group) <= kLines && has_int8_tiles();
   }
 
@@ -84,7 +84,7 @@ struct MultiplyBlocksInTiles {
         }
       }
     }
-    for (int tile = first; tile < last; ++tile) Tiled::turn_sums(sums + (tile - first) * kRows);
+    for (int tile = first; tile < last; ++tile) Tiled::transpose_sums(sums + (tile - first) * kRows);
   }
 
  private:

@@ -1,15 +1,15 @@
 #pragma once
 
-// A panel of the weight by quantised tokens, block by block along K.
+// Weight panel by quantised tokens, one quantisation block along K after the other.
 
 #include "cpu/common/panel.h"
 
 namespace epiloq::ops::online_quant_mm {
 
-// Columns that are brought into order at a time, at least: they stay in the first cache.
-inline constexpr int kPiece = 256;
+// Columns reordered at a time, at least: they stay in L1.
+inline constexpr int kKBlock = 256;
 
-// What is added to 8-bit or 4-bit integers to make them unsigned.
+// Offset that makes 8-bit or 4-bit integers unsigned.
 constexpr int zero_of(int bits) { return bits == 8 ? 128 : 8; }
 
 struct TokenBlock {
@@ -30,10 +30,10 @@ struct PanelByTokens {
 
   int group_words() const { return (group + 3) / 4; }
   int words_of(int block) const { return (std::min(group, k - block * group) + 3) / 4; }
-  int blocks_at_once() const { return std::max(1, kPiece / group); }
-  // Whether pieces begin and end with a unit of a row, at 4 bits as well.
-  bool is_whole() const { return (group % 4 == 0 && kPiece % group == 0) || group % 128 == 0; }
-  // Of a piece, filled up to a unit.
+  int blocks_at_once() const { return std::max(1, kKBlock / group); }
+  // Whether K blocks begin and end with a unit of a row, at 4 bits as well.
+  bool is_whole() const { return (group % 4 == 0 && kKBlock % group == 0) || group % 128 == 0; }
+  // Of a K block, filled up to a unit.
   std::int64_t columns() const { return (static_cast<std::int64_t>(blocks_at_once()) * group_words() + 31) / 32 * 32; }
 };
 
@@ -45,20 +45,20 @@ struct MultiplyPanel {
   using Floats = typename Panel::Floats;
   static constexpr int kLanes = Panel::kLanes, kParts = Panel::kParts, kRows = Panel::kRows;
 
-  // 4-bit columns of a piece of whole units. Byte b of 16 has the values b and b + 16.
+  // 4-bit columns of a K block of whole units. Byte b of 16 has the values b and b + 16.
   [[gnu::always_inline]] static void order4(typename Panel::Rows const& rows, int first, int columns, Column* to) {
     for (int column = first; column < first + columns; column += 2 * kUnit, to += kUnit / 2) {
-      Column turned[kUnit / 4];
-      Panel::turn(rows, column / 2, turned);
+      Column transposed[kUnit / 4];
+      Panel::transpose(rows, column / 2, transposed);
       for (int word = 0; word < kUnit / 4; ++word) {
         Column* const span = to + word / 4 * 8 + word % 4;
-        Panel::unsign(span[0], turned[word], 0, 0x0f0f0f0fU, 0x08080808U);
-        Panel::unsign(span[4], turned[word], 4, 0x0f0f0f0fU, 0x08080808U);
+        Panel::unsign(span[0], transposed[word], 0, 0x0f0f0f0fU, 0x08080808U);
+        Panel::unsign(span[4], transposed[word], 4, 0x0f0f0f0fU, 0x08080808U);
       }
     }
   }
 
-  // Any piece. (What fills a word up meets zeros of the tokens.)
+  // Any K block. (What fills a word up meets zeros of the tokens.)
   static void order(PanelByTokens const& s, typename Panel::Rows const& rows, int first, int end, Column* to) {
     auto* const bytes = reinterpret_cast<std::uint8_t*>(to);
     for (int i = 0; i < kRows; ++i) {
@@ -75,7 +75,7 @@ struct MultiplyPanel {
     }
   }
 
-  // kCount tokens from `m` on by a piece's blocks from `first` to `end`.
+  // kCount tokens from `m` on by a K block's blocks from `first` to `end`.
   template <int kCount>
   [[gnu::always_inline]] static void multiply(PanelByTokens const& s, Column const* words, int m, int first, int end,
                                               float* sums) {

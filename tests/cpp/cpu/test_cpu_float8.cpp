@@ -42,7 +42,7 @@ struct Operand {
       int const size = smallest + static_cast<int>(random() % (end - smallest));
       codes[i / columns * stride + i % columns] = static_cast<std::uint8_t>(size | (random() & 0x80));
     }
-    if (has_scales) scales.resize((((rows - 1) >> shift) + 1) * pieces());
+    if (has_scales) scales.resize((((rows - 1) >> shift) + 1) * k_blocks());
     for (auto& scale : scales) scale = static_cast<float>(1 + random() % 7);
     ScaledFloat8 const matrix = view();
     for (int i = 0; i < rows * columns; ++i) {
@@ -51,7 +51,7 @@ struct Operand {
       values.push_back(value * matrix.scale_at(row, column / kFloat8Columns));
     }
   }
-  int pieces() const { return (columns + kFloat8Columns - 1) / kFloat8Columns; }
+  int k_blocks() const { return (columns + kFloat8Columns - 1) / kFloat8Columns; }
   // Scales of a column of blocks lie side by side.
   ScaledFloat8 view() const {
     ScaledFloat8 matrix{codes.data(), rows, columns, stride, is_e5m2};

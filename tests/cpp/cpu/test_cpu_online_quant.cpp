@@ -136,7 +136,7 @@ void every_machine(Operands const& o) {
 #ifdef EPILOQ_HAS_CLONES
   if (__builtin_cpu_supports("x86-64-v3")) check_panel<PairedBytes>(o);
   if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) check_panel<VnniBytes>(o);
-  if (MultiplyBlocksInTiles::serves(MultiplyBlocksInTiles::kFewest, o.group)) check_tiles(o);
+  if (MultiplyBlocksInTiles::supports(MultiplyBlocksInTiles::kFewest, o.group)) check_tiles(o);
 #endif
 }
 
