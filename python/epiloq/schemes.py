@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -12,9 +11,7 @@ from torch import nn
 
 from epiloq.integrations.in_memory import describe_on_saving
 from epiloq.layer_filter import Filter
-from epiloq.models.choice import choose
-from epiloq.models.conv1d import transposed
-from epiloq.models.mixtures import apart, left_stacked, settle_
+from epiloq.models.conversion import quantize_layers
 from epiloq.nn import (
     Fp4Linear,
     Fp8BlockLinear,
@@ -26,7 +23,7 @@ from epiloq.nn import (
     WeightOnlyConv2d,
     WeightOnlyLinear,
 )
-from epiloq.observers import OBSERVERS, Observer, evaluating, input_quantizers
+from epiloq.observers import OBSERVERS
 from epiloq.vocabulary import planned, quantize_ends_
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
@@ -263,7 +260,7 @@ def quantize_(
     ends = planned(model, head, embedding, SCHEMES)
     left: dict[str, str] = {}
     if scheme is not None:
-        left = _quantize_layers(model, SCHEMES[scheme], filter_fn, ignore, calibrate, OBSERVERS[observer], ends.names)
+        left = quantize_layers(model, SCHEMES[scheme], filter_fn, ignore, calibrate, OBSERVERS[observer], ends.names)
     if ends.names:
         quantize_ends_(model, ends)
     describe_on_saving(model)
@@ -271,56 +268,3 @@ def quantize_(
         said = "; ".join(f"{name} ({reason})" for name, reason in left.items())
         warnings.warn(f"quantize_: left in floating point: {said}", stacklevel=2)
     return model
-
-
-def _quantize_layers(
-    model: nn.Module,
-    chosen: Scheme,
-    filter_fn: Filter | None,
-    ignore: str | Sequence[str],
-    calibrate: Callable[[nn.Module], object] | None,
-    observer: Callable[[], Observer],
-    ends: Sequence[str],
-) -> dict[str, str]:
-    """`quantize_` but for the embedding and the head, whose names are given; the layers that were left, and why."""
-    if chosen.static and calibrate is None:
-        raise ValueError(
-            f"quantize_: calibrate: scheme {chosen.name!r} needs a function that runs the model on sample inputs, "
-            "as in calibrate=lambda model: model(inputs); got None"
-        )
-    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    with ExitStack() as stack:
-        if chosen.layer is nn.Linear:
-            stack.enter_context(transposed(model))
-            stack.enter_context(apart(model))
-        groups, left = choose(model, chosen.layer, filter_fn, patterns, chosen.check_convertible)
-        twice = {name for names in groups for name in names} & set(ends)
-        if twice:
-            raise ValueError(f"quantize_: head: {min(twice)} is chosen by filter_fn, too: expected one of both")
-        _convert(model, groups, chosen, calibrate, observer)
-    if chosen.layer is nn.Linear and filter_fn is None:
-        left |= {f"the experts of {name}": reason for name, reason in left_stacked(model).items()}
-    return left
-
-
-def _convert(
-    model: nn.Module,
-    groups: list[list[str]],
-    chosen: Scheme,
-    calibrate: Callable[[nn.Module], object] | None,
-    observer: Callable[[], Observer],
-) -> None:
-    """`quantize_`, given the names of the layers, of a model whose experts are taken apart."""
-    inputs: list[dict[str, Any]] = [{}] * len(groups)
-    if chosen.static and calibrate is not None:
-        symmetric = chosen.options.get("symmetric", False)
-        layers = {names[0]: model.get_submodule(names[0]) for names in groups}
-        with evaluating(model):
-            inputs = input_quantizers(layers, lambda: calibrate(model), observer, symmetric=symmetric)
-    for names, seen in zip(groups, inputs, strict=True):
-        quantised = chosen.convert(model.get_submodule(names[0]), **seen)
-        for name in names:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, quantised)
-        # As soon as a layer's experts are complete, their float weights are released.
-        settle_(model, names[0].rpartition(".")[0].rpartition(".")[0])

@@ -82,7 +82,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "reading blocks again": (jobs, "save"),
     "writing": (models.Writer, "close"),
     "carrying files over": (models, "carry_over"),
-    "opening the result": (jobs, "load"),
+    "opening the result": (jobs.page, "load"),
     "drawing": (jobs.page, "render"),
     "clearing up": (jobs.Store, "discard"),
 }

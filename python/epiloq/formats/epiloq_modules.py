@@ -10,27 +10,26 @@ the model with random weights after a warning. `epiloq.integrations.transformers
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from epiloq import nn as modules
 from epiloq.formats.embeddings import SHARED, TableOutline, shared_layers, without
 from epiloq.formats.io.architecture import distinct, model_config
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, written_whole
-from epiloq.formats.layouts.base import Activations, FormatError, Quantization
-from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
+from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.module_kinds import KINDS as KINDS
+from epiloq.formats.module_kinds import Kind
+from epiloq.formats.module_kinds import Options as Options
+from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.models.mixtures import named_layers
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.schemes import SCHEMES
-from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.weights.packed_weight import BITS
 
 METHOD, VERSION = "epiloq", 3
@@ -38,178 +37,8 @@ _READ = (2, VERSION)
 # Of people who look into a config.json.
 _OPENED_BY = "import epiloq.integrations.transformers"
 
-Options: TypeAlias = Mapping[str, Any]
+
 _PACKED = "weight_"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A class of modules in files.
-
-    options
-        Which arguments of its constructor say what the layer beside its sizes does, and where the module has them.
-    usual
-        Values of options that are not said.
-    weight
-        What a module's weight is, given also its options.
-    described
-        How layers with such options are quantised, where a format of integers can represent it.
-    """
-
-    module: type[Any]
-    options: Mapping[str, Callable[[Any], Any]]
-    weight: Callable[[Any, Options], Weight]
-    described: Callable[[Options], Quantization | None] = lambda options: None
-    usual: Options = field(default_factory=dict)
-
-    def said(self, module: nn.Module) -> dict[str, Any]:
-        """The options of a module."""
-        found = {name: value(module) for name, value in self.options.items()}
-        return {name: value for name, value in found.items() if name not in self.usual or value != self.usual[name]}
-
-    def check(self, options: Options) -> None:
-        """Raise FormatError for options of other types than the constructor's own, or that it does not take."""
-        defaults = inspect.signature(self.module).parameters
-        for name, value in options.items():
-            usual = defaults[name].default
-            wanted = {bool: (bool,), int: (int,), str: (str,), tuple: (list,)}.get(
-                type(usual), (int, float, type(None))
-            )
-            if type(value) not in wanted:
-                expected = " or ".join(kind.__name__ for kind in wanted)
-                raise FormatError(f"{self.module.__name__}: {name}: expected {expected}, got {value!r}")
-        try:
-            self.module(1, 1, False, **options, device="meta")
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FormatError(str(error)) from None
-
-    def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
-        """A module in the place of a linear layer, its state loaded. Raises FormatError for what it does not take."""
-        if "weight_perm" in state:
-            options = {**options, "act_order": True}
-        try:
-            module = self.module(
-                linear.in_features,
-                linear.out_features,
-                linear.bias is not None,
-                **options,
-                device=device,
-                dtype=linear.weight.dtype,
-            )
-            module.load_state_dict(state)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FormatError(str(error).strip().splitlines()[-1].strip()) from None
-        return module.train(linear.training)
-
-
-class TableKind(Kind):
-    """An embedding's class: in the place of a linear layer of the same weight."""
-
-    def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
-        sizes = linear.out_features, linear.in_features, getattr(linear, "padding_idx", None)
-        try:
-            module = self.module(*sizes, **options, device=device, dtype=linear.weight.dtype)
-            module.load_state_dict(state)
-            module.hold_scales_in_dtype_()
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FormatError(str(error).strip().splitlines()[-1].strip()) from None
-        return module.train(linear.training)
-
-
-def _attributes(*names: str) -> dict[str, Callable[[Any], Any]]:
-    return {name: attrgetter(name) for name in names}
-
-
-def _state(module: Any) -> dict[str, Tensor]:
-    """A module's tensors but for a bias, as files have them."""
-    return {name: tensor for name, tensor in module.file_state().items() if name != "bias"}
-
-
-def _as_it_is(values: Callable[[Any], Tensor]) -> Callable[[Any, Options], Weight]:
-    """A weight in the module's own words; `values` gives the weight that a module stands for."""
-    return lambda module, options: ModuleWeight(
-        type(module).__name__, options, _state(module), lambda: values(module), columns=module.in_features
-    )
-
-
-def _int8(module: modules.Int8Linear, options: Options) -> Weight:
-    state, inputs = _state(module), None
-    if (scale := module.input_scale) is not None:
-        zero = module.input_zero_point
-        inputs = InputGrid(scale, torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero)
-    return QuantizedWeight(state["weight"], state["weight_scale"].view(-1, 1), None, _PER_CHANNEL, inputs=inputs)
-
-
-_PER_CHANNEL = Grid(8, -1, symmetric=True)
-
-
-def _int8_described(options: Options) -> Quantization:
-    dynamic: Activations = "int8" if options["symmetric"] else "int8-azp"
-    return Quantization(_PER_CHANNEL, "int8-static" if options["activation"] == "static" else dynamic)
-
-
-def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
-    state = _state(module)
-    return BlockWeight(state["weight"], state["weight_scale_inv"], module.rows)
-
-
-def _weight_only(module: modules.WeightOnlyLinear | modules.QuantizedEmbedding, options: Options) -> Weight:
-    described = _weight_only_described(options)
-    if described is None:
-        return OffsetWeight.of(module.packed)
-    q, scale, zero = module.packed.unpack()
-    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.packed.perm)
-
-
-def _weight_only_described(options: Options) -> Quantization | None:
-    if options["zeros"] == "offset":
-        return None
-    return Quantization(Grid(options["bits"], options["group_size"], options["zeros"] == "none"))
-
-
-def _w4a8(module: modules.W4A8Linear, options: Options) -> Weight:
-    q, scale, zero = module.packed.unpack()
-    grid = _w4a8_described(options).grid
-    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), grid, module.packed.perm)
-
-
-def _w4a8_described(options: Options) -> Quantization:
-    return Quantization(Grid(4, options["group_size"], options["zeros"] == "none"), options["activation"])
-
-
-_TABLE = (
-    Kind(modules.Int8Linear, _attributes("activation", "symmetric"), _int8, _int8_described),
-    Kind(
-        modules.Fp8Linear,
-        _attributes("activation", "limit") | {"weight": attrgetter("weight_scales")},
-        _as_it_is(modules.Fp8Linear.dequantized_weight),
-        usual={"limit": None},
-    ),
-    Kind(modules.Fp8BlockLinear, _attributes("rows"), _blocks, usual={"rows": FP8_BLOCK}),
-    Kind(modules.Fp8WeightOnlyLinear, _attributes("block"), _as_it_is(modules.Fp8WeightOnlyLinear.dequantized_weight)),
-    Kind(modules.Fp4Linear, _attributes("format"), _as_it_is(modules.Fp4Linear.dequantized_weight)),
-    Kind(modules.TableLinear, _attributes("block_size"), _as_it_is(modules.TableLinear.dequantized_weight)),
-    Kind(
-        modules.OnlineQuantLinear,
-        _attributes("bits", "group_size", "symmetric"),
-        _as_it_is(modules.OnlineQuantLinear.dequantized_weight),
-    ),
-    Kind(
-        modules.WeightOnlyLinear,
-        _attributes("bits", "group_size", "zeros"),
-        _weight_only,
-        _weight_only_described,
-    ),
-    Kind(modules.W4A8Linear, _attributes("activation", "group_size", "zeros"), _w4a8, _w4a8_described),
-    TableKind(
-        modules.QuantizedEmbedding,
-        _attributes("bits", "group_size", "zeros", "embed_scale", "embed_scale_rounded"),
-        _weight_only,
-        _weight_only_described,
-        usual={"embed_scale": 1.0, "embed_scale_rounded": False},
-    ),
-)
-KINDS = {kind.module.__name__: kind for kind in _TABLE}
 
 
 @dataclass(frozen=True)

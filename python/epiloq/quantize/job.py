@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from shutil import rmtree
@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.evaluation.divergence import divergence
 from epiloq.evaluation.perplexity import perplexity
 from epiloq.files import check_free, held
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.model import load, load_float, save
+from epiloq.formats.io.model import save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
 from epiloq.models.mixtures import reason_against, stacked
@@ -34,21 +33,19 @@ from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.calibration.work import Block
 from epiloq.quantize.checks import check_finite_weights, check_model, check_request, said_who_holds
-from epiloq.quantize.ends import costs, rounded_ends
+from epiloq.quantize.ends import rounded_ends
 from epiloq.quantize.identity import facts, identity_of
-from epiloq.quantize.measures import environment, peak_memory, weight_bytes
+from epiloq.quantize.measures import weight_bytes
 from epiloq.quantize.plan import Plan
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
-from epiloq.quantize.texts import Texts, evaluated_length, needs_text, read_windows, tokens_in
+from epiloq.quantize.texts import Texts, needs_text, read_windows
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook
 
 LOCK = "lock"
-COMPARED = 4
-"""Windows of calibration text on which a quantised head is compared, where there is none to evaluate on."""
 
 
 @dataclass(frozen=True)
@@ -131,63 +128,9 @@ class Job:
         with tally.timed(title, len(windows)) as advance:
             return perplexity(model, windows, advance)
 
-    def _divergence(self, model: nn.Module, tally: Tally) -> tuple[float, str]:
-        """Of the model that was written from the one that was read, and on what text it was measured."""
-        text = "evaluation" if self.texts.evaluation else "calibration"
-        windows = (self.texts.evaluation or self.texts.calibration)[: search.WINDOWS]
-        teacher = load_float(self.source).to(self.settings.device)
-        with tally.timed("measure divergence", len(windows)) as advance:
-            return divergence(teacher, model, windows, advance), text
-
     def report(self, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
         """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
-        settings = self.settings
-        found = {
-            **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
-            "layout": self.plan.layout,
-            "calibration_windows": len(self.texts.calibration),
-            "calibration_tokens": tokens_in(self.texts.calibration),
-            "warnings": self.warnings,
-            "float_layers": dict(self.plan.left),
-            "blocks": len(tally.blocks),
-            "blocks_resumed": tally.resumed,
-            "error_of": tally.error_of,
-            "layer_errors": tally.errors,
-            "input_errors": tally.input_errors,
-            "float_experts": self.float_experts,
-            "vocabulary": None,
-            "scales": tally.histogram,
-            "bytes_before": self.bytes_before,
-            "bytes_after": weight_bytes(whole),
-            "perplexity": None,
-            "budget": None,
-        }
-        ends = self.plan.ends
-        loaded = (
-            load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names or self.choice else None
-        )
-        if loaded is not None and ends.names:
-            texts = self.texts.evaluation or self.texts.calibration[:COMPARED]
-            found["vocabulary"] = costs(self.model, loaded, ends, texts, FORMATS[self.plan.layout])
-        if loaded is not None and self.choice is not None:
-            found["budget"] = search.report(self, self.choice, self._divergence(loaded, tally))
-        if before is not None and loaded is not None:
-            after = self.perplexity(loaded, tally, "evaluate after")
-            found["perplexity"] = {
-                "before": before,
-                "after": after,
-                "tokens": tokens_in(self.texts.evaluation),
-                "window": evaluated_length(self.source),
-            }
-        found |= {
-            "stages": tally.seconds,
-            "seconds": time.perf_counter() - start,
-            "peak_memory_bytes": peak_memory(),
-            "environment": environment(settings.device),
-        }
-        if not page.missing():
-            (whole / page.FILE).write_text(page.render(found), encoding="utf-8")
-        return found
+        return page.finished(self, whole, tally, before, start)
 
 
 def prepare(settings: Settings, ranks: Ranks | None = None) -> Job:

@@ -1,16 +1,34 @@
-"""The page that says what a quantisation cost and gained; from the figures of ``epiloq quantize --json`` alone."""
+"""The report of a finished run: the figures of ``epiloq quantize --json``, and the page that is made of them alone."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from epiloq import pages
+from epiloq.evaluation.divergence import divergence
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.model import load, load_float
+from epiloq.formats.table import FORMATS
 from epiloq.quantize import figures
+from epiloq.quantize.budget import search
+from epiloq.quantize.calibration.tally import Tally
+from epiloq.quantize.ends import costs
+from epiloq.quantize.measures import environment, peak_memory, weight_bytes
+from epiloq.quantize.texts import evaluated_length, tokens_in
+
+if TYPE_CHECKING:
+    from epiloq.quantize.job import Job
 
 FILE = "report.html"
+COMPARED = 4
+"""Windows of calibration text on which a quantised head is compared, where there is none to evaluate on."""
 REQUIRED = ("matplotlib", "jinja2")
 SHOWN = 8
 """Layers in the list of the worst."""
@@ -98,3 +116,61 @@ def render(report: Mapping[str, Any]) -> str:
         times=figures.times(report),
         scales=figures.scales(report),
     )
+
+
+def finished(job: Job, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
+    """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
+    settings = job.settings
+    found = {
+        **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},
+        "layout": job.plan.layout,
+        "calibration_windows": len(job.texts.calibration),
+        "calibration_tokens": tokens_in(job.texts.calibration),
+        "warnings": job.warnings,
+        "float_layers": dict(job.plan.left),
+        "blocks": len(tally.blocks),
+        "blocks_resumed": tally.resumed,
+        "error_of": tally.error_of,
+        "layer_errors": tally.errors,
+        "input_errors": tally.input_errors,
+        "float_experts": job.float_experts,
+        "vocabulary": None,
+        "scales": tally.histogram,
+        "bytes_before": job.bytes_before,
+        "bytes_after": weight_bytes(whole),
+        "perplexity": None,
+        "budget": None,
+    }
+    ends = job.plan.ends
+    loaded = load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names or job.choice else None
+    if loaded is not None and ends.names:
+        texts = job.texts.evaluation or job.texts.calibration[:COMPARED]
+        found["vocabulary"] = costs(job.model, loaded, ends, texts, FORMATS[job.plan.layout])
+    if loaded is not None and job.choice is not None:
+        found["budget"] = search.report(job, job.choice, _divergence(job, loaded, tally))
+    if before is not None and loaded is not None:
+        after = job.perplexity(loaded, tally, "evaluate after")
+        found["perplexity"] = {
+            "before": before,
+            "after": after,
+            "tokens": tokens_in(job.texts.evaluation),
+            "window": evaluated_length(job.source),
+        }
+    found |= {
+        "stages": tally.seconds,
+        "seconds": time.perf_counter() - start,
+        "peak_memory_bytes": peak_memory(),
+        "environment": environment(settings.device),
+    }
+    if not missing():
+        (whole / FILE).write_text(render(found), encoding="utf-8")
+    return found
+
+
+def _divergence(job: Job, model: nn.Module, tally: Tally) -> tuple[float, str]:
+    """Of the model that was written from the one that was read, and on what text it was measured."""
+    text = "evaluation" if job.texts.evaluation else "calibration"
+    windows = (job.texts.evaluation or job.texts.calibration)[: search.WINDOWS]
+    teacher = load_float(job.source).to(job.settings.device)
+    with tally.timed("measure divergence", len(windows)) as advance:
+        return divergence(teacher, model, windows, advance), text

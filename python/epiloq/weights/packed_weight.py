@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq._torch.library import expect_tensors
 from epiloq.weights.dequantize import dequantize_weight
+from epiloq.weights.packed_checks import BITS as BITS
+from epiloq.weights.packed_checks import SCALE_DTYPES as SCALE_DTYPES
+from epiloq.weights.packed_checks import check_integers, check_parameters, check_sizes, checked_perm, refuse
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,
     codes_of,
@@ -21,12 +24,9 @@ from epiloq.weights.packed_layout import (
     shapes_of,
 )
 
-BITS = (2, 3, 4, 8)
 ZEROS = ("none", "zero", "offset")
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of the order of bytes in ``q``; files carry it.
 LAYOUT = "epiloq-2"
-_WIDE = (torch.uint16, torch.uint32, torch.uint64)
 _NUMBERS = ("bits", "n", "k", "group_size")
 _TENSORS = ("q", "scale", "zero", "offset", "perm")
 
@@ -118,9 +118,9 @@ class PackedWeight:
         """A weight of zeros to load another into; ``zeros`` is "none", "zero" or "offset", ``dtype`` the scales'."""
         check_sizes(bits, group_size, "PackedWeight", n=n, k=k)
         if zeros not in ZEROS:
-            _refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
+            refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
         if dtype not in SCALE_DTYPES:
-            _refuse("dtype", "float16, bfloat16 or float32", dtype, "PackedWeight")
+            refuse("dtype", "float16, bfloat16 or float32", dtype, "PackedWeight")
         shapes = shapes_of(bits, n, k, group_size)
         dtypes = {"q": torch.uint8, "scale": dtype, "zero": torch.uint8, "offset": dtype}
         tensors = {
@@ -137,7 +137,7 @@ class PackedWeight:
         """Raise ValueError unless every tensor is as the sizes ask: its shape, dtype and device, and dense."""
         check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
         if self.zero is not None and self.offset is not None:
-            _refuse("offset", "None beside zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
+            refuse("offset", "None beside zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
         expected = shapes_of(self.bits, self.n, self.k, self.group_size)
         dtypes = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
         dtypes["offset"] = (self.scale.dtype,)
@@ -145,9 +145,9 @@ class PackedWeight:
             shape = list(expected[name])
             if list(tensor.shape) != shape or tensor.dtype not in dtypes[name] or tensor.device != self.device:
                 wanted = f"{' or '.join(map(str, dtypes[name]))} {shape} on {self.device}"
-                _refuse(name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", "PackedWeight")
+                refuse(name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", "PackedWeight")
             if not tensor.is_contiguous():
-                _refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
+                refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
         """The same weight, every tensor replaced by ``change(tensor)``."""
@@ -246,10 +246,10 @@ def pack_weight(
     expect_tensors(
         "pack_weight", {"q": q, "scale": scale}, {"zero": zero, "offset": offset, "perm": perm}, writes=False
     )
-    _check_integers(q, bits, group_size, zero is None and offset is None)
+    check_integers(q, bits, group_size, zero is None and offset is None)
     n, k = q.shape
     parameters = {"scale": scale, "zero": zero, "offset": offset}
-    _check_parameters(parameters, (n, groups_of(k, group_size)), bits, q.device)
+    check_parameters(parameters, (n, groups_of(k, group_size)), bits, q.device)
     order = None if perm is None else checked_perm(perm, k, q.device)
     codes = q.to(torch.uint8) if q.dtype != torch.int8 else q.view(torch.uint8)
     if zero is None and offset is None:
@@ -268,75 +268,8 @@ def pack_weight(
     )
 
 
-def _refuse(argument: str, expected: object, got: object, operation: str = "pack_weight") -> NoReturn:
-    raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
-
-
-def check_sizes(bits: int, group_size: int, operation: str, **sizes: int) -> None:
-    """Raise ValueError for sizes that no packed weight has."""
-    if type(bits) is not int or bits not in BITS:
-        _refuse("bits", f"one of {BITS}", repr(bits), operation)
-    if type(group_size) is not int or (group_size != -1 and group_size < 1):
-        _refuse("group_size", "-1 or at least 1", repr(group_size), operation)
-    if group_size >= 1 << 31:
-        _refuse("group_size", "less than 2^31", group_size, operation)
-    for name, size in sizes.items():
-        if size < 0:
-            _refuse(name, "at least 0", size, operation)
-
-
-def _check_integers(q: Tensor, bits: int, group_size: int, symmetric: bool) -> None:
-    check_sizes(bits, group_size, "pack_weight")
-    _check_range("q", q, *((-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)))
-    if q.ndim != 2:
-        _refuse("q", "2 dimensions [N, K]", f"{list(q.shape)}")
-
-
-def _check_parameters(
-    parameters: Mapping[str, Tensor | None], shape: tuple[int, int], bits: int, device: torch.device
-) -> None:
-    scale, zero, offset = (parameters[name] for name in ("scale", "zero", "offset"))
-    assert scale is not None
-    if zero is not None and offset is not None:
-        _refuse("offset", "None beside zero", f"{offset.dtype} {list(offset.shape)}")
-    for name, tensor in parameters.items():
-        if tensor is None:
-            continue
-        if tensor.shape != shape or tensor.device != device:
-            _refuse(name, f"{list(shape)} on {device}", f"{list(tensor.shape)} on {tensor.device}")
-    if scale.dtype not in SCALE_DTYPES:
-        _refuse("scale", "float16, bfloat16 or float32", scale.dtype)
-    if offset is not None and offset.dtype != scale.dtype:
-        _refuse("offset", f"the scale's {scale.dtype}", offset.dtype)
-    if zero is not None:
-        _check_range("zero", zero, 0, min(1 << bits, 255))
-
-
-def _check_range(name: str, tensor: Tensor, low: int, high: int, operation: str = "pack_weight") -> None:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        _refuse(name, "integers", tensor.dtype, operation)
-    if tensor.numel() == 0 or tensor.is_meta:
-        return
-    if tensor.dtype in _WIDE:  # of which torch knows no least and most; what int64 does not hold is negative there
-        low, tensor = max(low, 0), tensor.to(torch.int64)
-    least, most = (int(end) for end in tensor.aminmax())
-    if least < low or most > high:
-        _refuse(name, f"values from {low} to {high}", f"{least} to {most}", operation)
-
-
-def checked_perm(perm: Tensor, k: int, device: torch.device, operation: str = "pack_weight") -> Tensor:
-    """A copy of a permutation of ``k`` columns, as int64. Raises ValueError for what is none."""
-    _check_range("perm", perm, 0, k - 1, operation)
-    if perm.shape != (k,) or perm.device != device:
-        _refuse("perm", f"[{k}] on {device}", f"{list(perm.shape)} on {perm.device}", operation)
-    order = perm.to(torch.int64, copy=True)
-    if not order.is_meta and not bool((order.bincount(minlength=k) == 1).all()):
-        _refuse("perm", f"each of 0 to {k - 1} once", "a column twice", operation)
-    return order
-
-
 def _number(name: str, text: str | None) -> int:
     try:
         return int(text or "")
     except ValueError:
-        return _refuse(name, "a number", text, "PackedWeight")
+        return refuse(name, "a number", text, "PackedWeight")
