@@ -53,11 +53,11 @@ def test_products() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/whole_models.md"])
 def test_tables_of_whole_models_are_those_of_the_record(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(documents.ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(documents.ROOT / "tools" / "figures"))
     tables = pytest.importorskip("model_table")  # typer is not always there
     text = (documents.ROOT / page).read_text(encoding="utf-8")
     rows = tables.read(RESULTS / "nvidia-h100" / "whole_model.json")
-    assert "made by tools/model_table.py" in text and tables.written(text, rows) == text
+    assert "made by tools/figures/model_table.py" in text and tables.written(text, rows) == text
     assert {row.scheme for row in rows} >= {"none", "w4a16-g128", "fp8-token", "w8a8-int8"}
 
 

@@ -1,7 +1,7 @@
 """Tables of whole models for README.md and docs/guide/whole_models.md, from a record of ``epiloq bench --model``.
 
-    python tools/model_table.py keep models.json --commit 3e9a0d5 benchmarks/results/nvidia-h100/whole_model.json
-    python tools/model_table.py write RECORD README.md docs/guide/whole_models.md
+    python tools/figures/model_table.py keep models.json RECORD --commit 3e9a0d5
+    python tools/figures/model_table.py write RECORD README.md docs/guide/whole_models.md
 
 A record of some layers of a shape stands for all of them: time and size of one layer, times their number, beside
 embedding, last norm and head as they were measured.
@@ -19,7 +19,7 @@ from epiloq.bench.models.plan import SHAPES, Measured
 
 app = typer.Typer(add_completion=False, help=__doc__)
 SHAPE = "llama-3-8b"
-BEGIN, END = "<!-- made by tools/model_table.py: {} -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tools/figures/model_table.py: {} -->", "<!-- end -->"
 KERNELS, NAME = 12, 90  # that are kept of a contender's step, and of each name
 
 
