@@ -34,11 +34,7 @@ def grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, or `Stored`
     of a quantised cache; result ``[B, T, H, D]``. Anything but one token (T = 1) goes to transformers' own ``sdpa``."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    from epiloq.kv_cache import Stored
-
-    is_stored = isinstance(key, Stored)
+    is_stored = not isinstance(key, Tensor)
     keys = key.q if is_stored else key
     if _decodes(query, keys, value, attention_mask, is_stored) and kwargs.get("position_bias") is None:
         mask = None if attention_mask is None else attention_mask[:, 0, 0].contiguous()
@@ -48,6 +44,8 @@ def grouped_sdpa(
             query[:, :, 0], keys, values, mask, key_scale=scales[0], value_scale=scales[1], scale=scaling
         )
         return result.unsqueeze(1), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if is_stored:
         key, value = key.dequantize(), value.dequantize()
     return sdpa_attention_forward(

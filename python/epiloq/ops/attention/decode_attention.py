@@ -61,7 +61,6 @@ def decode_attention(
     return out
 
 
-@torch.no_grad()
 def run(
     query: Tensor,
     key: Tensor,
@@ -92,6 +91,7 @@ def run(
     return result
 
 
+@torch.no_grad()
 def _by_sdpa(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> None:
     if out.numel() == 0:
         return
@@ -107,6 +107,7 @@ def _by_sdpa(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
     out.copy_(result if mask is None else torch.where(mask.any(-1)[:, None, None], result, 0))
 
 
+@torch.no_grad()
 def _by_torch(
     out: Tensor,
     query: Tensor,

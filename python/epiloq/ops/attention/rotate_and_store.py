@@ -9,7 +9,6 @@ from epiloq import _core
 from epiloq._torch.library import mark_written
 
 
-@torch.no_grad()
 def rotate_and_store(
     heads: Tensor, query_heads: int, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
 ) -> Tensor:
@@ -26,6 +25,8 @@ def rotate_and_store(
 
     Returns:
         ``[B, T, H, D]``.
+
+    There is no derivative, and nothing says so: for inference.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
