@@ -56,12 +56,18 @@ def assert_close(y: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Ten
 def test_matches_float64(seed: int, shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: str) -> None:
     query, key, value, scales, exact_key, exact_value = cache_of(shape, dtype, kind, device)
     tokens = shape[3]
-    masks = [None, torch.rand(shape[0], tokens, device=device) < 0.6, torch.rand(1, tokens, device=device) < 0.1]
+    shared = (torch.rand(1, tokens, device=device) < 0.5).expand(shape[0], tokens)
+    masks = [
+        None,
+        torch.rand(shape[0], tokens, device=device) < 0.6,
+        torch.rand(1, tokens, device=device) < 0.1,
+        shared,
+    ]
     masks[1][0] = False  # type: ignore[index]
     for mask in masks:
         y = decode_attention(query, key, value, mask, **scales)
         assert_close(y, query, exact_key, exact_value, mask, shape[4] ** -0.5)
-        if mask is not None and len(mask) > 1:
+        if mask is not None and not mask[0].any():
             assert torch.equal(y[0], torch.zeros_like(y[0]))
     out = torch.empty_like(query)
     assert decode_attention(query, key, value, scale=0.3, out=out, **scales) is out

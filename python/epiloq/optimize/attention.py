@@ -37,7 +37,9 @@ def grouped_sdpa(
     is_stored = not isinstance(key, Tensor)
     keys = key.q if is_stored else key
     if _decodes(query, keys, value, attention_mask, is_stored) and kwargs.get("position_bias") is None:
-        mask = None if attention_mask is None else attention_mask[:, 0, 0].contiguous()
+        mask = None if attention_mask is None else attention_mask[:, 0, 0]
+        if mask is not None and mask.stride(-1) != 1:
+            mask = mask.contiguous()
         scales = (key.scale[..., 0], value.scale[..., 0]) if is_stored else (None, None)
         values = value.q if is_stored else value
         result = decode_attention(
