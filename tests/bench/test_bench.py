@@ -263,6 +263,17 @@ def test_experts_one_by_one_and_in_bf16(seed: int, device: str, variant: str, m:
     assert isinstance(bf16, torch.Tensor) and bf16.shape == separate.shape
 
 
+@pytest.mark.parametrize("variant", OPERATIONS["grouped_packed_mm"].variants)
+def test_experts_of_4_bits_one_by_one_and_in_bf16(seed: int, device: str, variant: str) -> None:
+    row, case = OPERATIONS["grouped_packed_mm"], Case("grouped_packed_mm", variant, "", 3, 48, 160)
+    generator = torch.Generator(device).manual_seed(seed)
+    inputs = row.inputs(case, generator)
+    for bound in (row.bind, row.peers["separate"], row.peers["_grouped_mm"]):
+        assert row.error(case, inputs, bound(case, [inputs]).calls[0](), generator) <= 1
+    wrong = inputs | {"x": inputs["x"] * 1.1}
+    assert row.error(case, inputs, row.bind(case, [wrong]).calls[0](), generator) > 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "m", "k"), [("e8", 1, 256), ("e8_ragged", 50, 300), ("e32_ragged", 200, 256)])
 def test_the_triton_baseline_multiplies_the_same(seed: int, variant: str, m: int, k: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,13 +41,13 @@ VARIANTS = {
 }
 
 
-def _ends(case: Case, generator: torch.Generator) -> Tensor:
-    v, device = VARIANTS[case.variant], generator.device
-    total = v.experts * case.m
-    share = torch.ones(v.experts, device=device)
-    if v.ragged:
-        share = torch.rand(v.experts, generator=generator, device=device).square_()
-    counts = 1 + (share.double() / share.double().sum() * (total - v.experts)).floor().to(torch.int32)
+def ends_of(experts: int, m: int, ragged: bool, generator: torch.Generator) -> Tensor:
+    """Where the rows of experts end that have `m` on average."""
+    device, total = generator.device, experts * m
+    share = torch.ones(experts, device=device)
+    if ragged:
+        share = torch.rand(experts, generator=generator, device=device).square_()
+    counts = 1 + (share.double() / share.double().sum() * (total - experts)).floor().to(torch.int32)
     ends = counts.cumsum(0, dtype=torch.int32)
     ends[-1] = total
     return ends
@@ -67,7 +67,7 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
         "b": float8((v.experts, case.n, case.k), generator).transpose(1, 2),
         "scale_a": scale_a,
         "scale_b": scale_b,
-        "offs": _ends(case, generator),
+        "offs": ends_of(v.experts, case.m, v.ragged, generator),
     }
 
 
@@ -116,11 +116,16 @@ def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([bind(s) for s in sets])
 
 
-def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
+def grouped_of_torch() -> Callable[..., Tensor]:
+    """torch's product of 16-bit experts."""
     grouped = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
     if grouped is None:
         raise Unavailable("this torch has no grouped_mm")
-    bf16 = torch.bfloat16
+    return grouped  # type: ignore[no-any-return]
+
+
+def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
+    grouped, bf16 = grouped_of_torch(), torch.bfloat16
     # Converted in the weights' own order of memory: the product wants dense columns.
     calls = [
         partial(grouped, s["a"].to(bf16), s["b"].transpose(1, 2).to(bf16).transpose(1, 2), offs=s["offs"]) for s in sets
