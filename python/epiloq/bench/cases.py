@@ -150,6 +150,13 @@ SUITES: dict[str, Suite] = {
         (8, 128, 1024),
         {"grouped_mm": ("e8", "e32", "e32_ragged", "e8_rows")},
     ),
+    # Qwen3-30B-A3B's experts, and DeepSeek-V3's, eight on a GPU.
+    "moe-4bit": Suite(
+        (Shape("expert gate_up", 1536, 2048), Shape("expert down", 2048, 768)),
+        (1, 4, 16),
+        {"grouped_packed_mm": ("e128", "e128_ragged")},
+    ),
+    "moe-4bit-large": Suite((Shape("expert gate_up", 4096, 7168),), (1, 16, 64), {"grouped_packed_mm": ("e8",)}),
     "attention": Suite(ATTENTION, (512, 4096), {"scaled_bmm": ("int8_b32", "fp8_b32")}),
     # M counts images.
     "resnet50": Suite(_convolutions(RESNET50), (32,), {"conv2d_int8": ("relu",)}),
