@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,46 +15,12 @@ pytest.importorskip("transformers")
 import transformers
 
 import epiloq
-from epiloq.ops.attention.rotate_and_store import rotated
 from epiloq.optimize import optimize_
 from epiloq.optimize.siblings import siblings_of
+from small_models import FAMILIES, SIZES, logits, quantised, relative, tokens
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-# Groups of layers that are merged, and modules that are fused, in a model of two layers.
-FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, 4, 11),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, 4, 11),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 11),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 4, 15),
-    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 2),
-}
 EXACT = ("w4a16-g32", "w8a16", "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
 SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8")
-
-
-def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:
-    config, model, _, _ = FAMILIES[family]
-    sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "qwen3") else {})
-    return epiloq.quantize_(model(config(**sizes)).to(dtype).eval(), scheme)
-
-
-def tokens() -> Tensor:
-    return torch.randint(2, SIZES["vocab_size"], (2, 11))
-
-
-@torch.no_grad()
-def logits(model: Any, x: Tensor) -> Tensor:
-    return model(x).logits
 
 
 def assert_same_state(a: nn.Module, b: nn.Module) -> None:
@@ -64,10 +29,6 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
     for name, tensor in mine.items():
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape
         assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (tensor, other[name]))), name
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).double().norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -305,68 +266,3 @@ def test_weight_only_below_is_checked_before_anything_changes(seed: int) -> None
         with pytest.raises(ValueError, match=f"weight_only_below: {message}"):
             optimize_(model, weight_only_below=below)  # type: ignore[arg-type]
         assert all("forward" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_heads_are_rotated_as_in_transformers(seed: int, dtype: torch.dtype) -> None:
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    heads, (cos, sin) = torch.randn(2, 5, 6, 16).to(dtype), torch.randn(2, 2, 5, 16).to(dtype).unbind()
-    query, key = (part.transpose(1, 2) for part in heads.split([4, 2], 2))
-    both = torch.cat(apply_rotary_pos_emb(query, key, cos, sin), 1).transpose(1, 2)
-    assert torch.equal(rotated(heads, cos, sin), both)
-
-
-def test_hooks_put_on_afterwards_are_called(seed: int) -> None:
-    model, x = quantised("llama", "w4a16-g32"), tokens()
-    optimize_(model)
-    expected, seen = logits(model, x), []
-    for name in ("q_proj", "v_proj"):
-        layer = model.model.layers[1].self_attn.get_submodule(name)
-        layer.register_forward_hook(lambda *call: seen.append(call[2].shape))
-    assert relative(logits(model, x), expected) <= 1e-5
-    assert seen == [(2, 11, 128), (2, 11, 64)]
-
-
-@torch.no_grad()
-def test_attention_called_by_itself(seed: int) -> None:
-    """By position, and with another attention than the one that `optimize_` chose."""
-    model = quantised("qwen2", "w8a16")
-    plain, x = copy.deepcopy(model).model, torch.randn(2, 7, 128)
-    optimize_(model)
-    angles = model.model.rotary_emb(x, torch.arange(7)[None])
-    calls = [module.layers[0].self_attn(x, angles, None)[0] for module in (model.model, plain)]
-    assert relative(*calls) <= 1e-5
-    named = {"hidden_states": x, "position_embeddings": angles, "attention_mask": None}
-    assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5
-    model.set_attn_implementation("eager")
-    mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
-    named["attention_mask"] = mask
-    assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5
-
-
-@torch.no_grad()
-def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step leaves in the cache is what transformers leaves there; other caches are updated by themselves."""
-    from epiloq.optimize import rotary
-
-    model, x, calls = quantised("llama", "w8a16", torch.bfloat16), tokens(), []
-    plain = copy.deepcopy(model)
-    optimize_(model)
-    stored = rotary.rotate_and_store
-    monkeypatch.setattr(rotary, "rotate_and_store", lambda *a: calls.append(a) or stored(*a))
-    caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
-    for each, cache in zip((model, plain), caches, strict=True):
-        for part in (x[:, :8], x[:, 8:9], x[:, 9:11]):
-            each(part, use_cache=True, **{argument(each): cache})
-    assert len(calls) == 4  # two layers, but for the first call, which makes the cache
-    for mine, other in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert torch.equal(mine.cumulative_length, other.cumulative_length)
-        assert relative(mine.keys.float(), other.keys.float()) <= 1e-2
-        assert relative(mine.values.float(), other.values.float()) <= 1e-2
-    model(x, use_cache=True, **{argument(model): transformers.DynamicCache(config=model.config)})
-    assert len(calls) == 4
-
-
-def argument(model: nn.Module) -> str:
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

@@ -1,0 +1,122 @@
+"""Attention and caches of optimised models."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+import transformers
+
+import epiloq
+from epiloq.ops.attention.rotate_and_store import rotated
+from epiloq.optimize import optimize_
+from small_models import SIZES, logits, quantised, relative, tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_are_rotated_as_in_transformers(seed: int, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    heads, (cos, sin) = torch.randn(2, 5, 6, 16).to(dtype), torch.randn(2, 2, 5, 16).to(dtype).unbind()
+    query, key = (part.transpose(1, 2) for part in heads.split([4, 2], 2))
+    both = torch.cat(apply_rotary_pos_emb(query, key, cos, sin), 1).transpose(1, 2)
+    assert torch.equal(rotated(heads, cos, sin), both)
+
+
+def test_hooks_put_on_afterwards_are_called(seed: int) -> None:
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    optimize_(model)
+    expected, seen = logits(model, x), []
+    for name in ("q_proj", "v_proj"):
+        layer = model.model.layers[1].self_attn.get_submodule(name)
+        layer.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    assert relative(logits(model, x), expected) <= 1e-5
+    assert seen == [(2, 11, 128), (2, 11, 64)]
+
+
+@torch.no_grad()
+def test_attention_called_by_itself(seed: int) -> None:
+    """By position, and with another attention than the one that `optimize_` chose."""
+    model = quantised("qwen2", "w8a16")
+    plain, x = copy.deepcopy(model).model, torch.randn(2, 7, 128)
+    optimize_(model)
+    angles = model.model.rotary_emb(x, torch.arange(7)[None])
+    calls = [module.layers[0].self_attn(x, angles, None)[0] for module in (model.model, plain)]
+    assert relative(*calls) <= 1e-5
+    named = {"hidden_states": x, "position_embeddings": angles, "attention_mask": None}
+    assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5
+    model.set_attn_implementation("eager")
+    mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    named["attention_mask"] = mask
+    assert relative(model.model.layers[0].self_attn(**named)[0], calls[1]) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step leaves in the cache is what transformers leaves there; other caches are updated by themselves."""
+    from epiloq.optimize import rotary
+
+    model, x, calls = quantised("llama", "w8a16", torch.bfloat16), tokens(), []
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    stored = rotary.rotate_and_store
+    monkeypatch.setattr(rotary, "rotate_and_store", lambda *a: calls.append(a) or stored(*a))
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    for each, cache in zip((model, plain), caches, strict=True):
+        for part in (x[:, :8], x[:, 8:9], x[:, 9:11]):
+            each(part, use_cache=True, **{argument(each): cache})
+    assert len(calls) == 4  # two layers, but for the first call, which makes the cache
+    for mine, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(mine.cumulative_length, other.cumulative_length)
+        assert relative(mine.keys.float(), other.keys.float()) <= 1e-2
+        assert relative(mine.values.float(), other.values.float()) <= 1e-2
+    model(x, use_cache=True, **{argument(model): transformers.DynamicCache(config=model.config)})
+    assert len(calls) == 4
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+# Options beside SIZES, and modules that are fused, in a model of two layers.
+OTHERS: dict[str, tuple[dict[str, Any], int]] = {
+    "Mixtral": ({"num_local_experts": 4}, 9),
+    "Qwen3Moe": (EXPERTS, 13),
+    "Phi3": ({"pad_token_id": 0}, 5),
+    "Granite": ({}, 9),
+    "Olmo2": ({}, 2),
+    "Nemotron": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "int8", "int8 static"])
+@pytest.mark.parametrize("family", OTHERS)
+@torch.no_grad()
+def test_other_families_decode_as_before(seed: int, family: str, cache: str) -> None:
+    options, fused = OTHERS[family]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    epiloq.quantize_(model, "w8a16")
+    plain, x = copy.deepcopy(model), tokens()
+    assert len(optimize_(model).fused) == fused
+
+    def steps(each: Any) -> Tensor:
+        kinds: dict[str, Any] = {
+            "dynamic": lambda: transformers.DynamicCache(config=each.config),
+            "static": lambda: transformers.StaticCache(config=each.config, max_cache_len=16),
+            "int8": lambda: epiloq.QuantizedCache(each.config),
+            "int8 static": lambda: epiloq.QuantizedCache(each.config, max_cache_len=16),
+        }
+        held = kinds[cache]()
+        parts = (x[:, :8], x[:, 8:9], x[:, 9:10])
+        return torch.cat([each(part, use_cache=True, **{argument(each): held}).logits for part in parts], 1)
+
+    # 8 bits of a key or value on an edge may be rounded the other way.
+    assert relative(steps(model), steps(plain)) <= (1e-5 if "int8" not in cache else 5e-3)
+
+
+def argument(model: nn.Module) -> str:
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

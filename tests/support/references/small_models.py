@@ -1,0 +1,52 @@
+"""Small quantised models of transformers, for tests of what `optimize_` makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+import epiloq
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Groups of layers that are merged, and modules that are fused, in a model of two layers.
+FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, 4, 11),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, 4, 11),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 11),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 4, 15),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 2),
+}
+
+
+def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:
+    config, model, _, _ = FAMILIES[family]
+    sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "qwen3") else {})
+    return epiloq.quantize_(model(config(**sizes)).to(dtype).eval(), scheme)
+
+
+def tokens() -> Tensor:
+    return torch.randint(2, SIZES["vocab_size"], (2, 11))
+
+
+@torch.no_grad()
+def logits(model: Any, x: Tensor) -> Tensor:
+    return model(x).logits
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).double().norm() / b.double().norm())
