@@ -106,14 +106,25 @@ struct Attention {
     }
   }
 
+  // Which of a group's kAtOnce tokens count, a bit each.
+  __device__ __forceinline__ unsigned counting(int at, int last) const {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const token = at + i * kGroups + of_warp;
+      bool const counts = token < last && (p.mask == nullptr || p.mask[batch * p.mask_batch + token] != 0);
+      bits |= static_cast<unsigned>(counts) << i;
+    }
+    return bits;
+  }
+
   // What is loaded of kAtOnce tokens.
   struct Tokens {
-    bool count[kAtOnce];
     uint4 key[kAtOnce], value[kAtOnce];
     float key_scale[kAtOnce], value_scale[kAtOnce];
   };
 
-  __device__ __forceinline__ void load(Tokens& tokens, int at, int last) const {
+  __device__ __forceinline__ void load(Tokens& tokens, int at, unsigned counts) const {
     constexpr int kBytes = kKind == Kind::kHalf ? 2 : 1;
     auto const row = [&](void const* data, Strides const& s, int token) {
       auto const* const bytes = static_cast<std::uint8_t const*>(data);
@@ -126,14 +137,9 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       int const token = at + i * kGroups + of_warp;
-      tokens.count[i] = token < last && (p.mask == nullptr || p.mask[batch * p.mask_batch + token] != 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const token = at + i * kGroups + of_warp;
       tokens.key[i] = tokens.value[i] = uint4{};
       tokens.key_scale[i] = tokens.value_scale[i] = 1.f;
-      if (!tokens.count[i]) continue;
+      if ((counts >> i & 1) == 0) continue;
       tokens.key[i] = row(p.key, p.of_key, token), tokens.value[i] = row(p.value, p.of_value, token);
       if constexpr (kKind != Kind::kHalf) {
         tokens.key_scale[i] = scale(p.key_scale, p.of_key_scale, token);
@@ -142,7 +148,7 @@ struct Attention {
     }
   }
 
-  __device__ __forceinline__ void add(Tokens const& tokens) {
+  __device__ __forceinline__ void add(Tokens const& tokens, unsigned counts) {
     float weight[kHeads][kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -155,7 +161,7 @@ struct Attention {
         for (int j = 0; j < kCount; ++j) score = fmaf(q[h][j], key[j], score);
 #pragma unroll
         for (int lane = kLanes / 2; lane > 0; lane /= 2) score += __shfl_xor_sync(~0u, score, lane);
-        weight[h][i] = tokens.count[i] ? score * tokens.key_scale[i] : -INFINITY;
+        weight[h][i] = counts >> i & 1 ? score * tokens.key_scale[i] : -INFINITY;
       }
     }
 #pragma unroll
@@ -257,12 +263,19 @@ __global__ __launch_bounds__(kThreads) void attention_kernel(__grid_constant__ P
   pdl_wait();
   A attention(p);
   int const share = (p.tokens + split - 1) / split, last = min(p.tokens, (rank + 1) * share);
-  constexpr int kOfWarp = A::kGroups * kAtOnce;
+  constexpr int kOfWarp = A::kGroups * kAtOnce, kStep = kWarps * kOfWarp;
+  int at = rank * share + warp * kOfWarp;
+  unsigned counts = attention.counting(at, last);
 #pragma unroll 1
-  for (int at = rank * share + warp * kOfWarp; at < last; at += kWarps * kOfWarp) {
-    typename A::Tokens tokens;
-    attention.load(tokens, at, last);
-    attention.add(tokens);
+  for (; at < last; at += kStep) {
+    // The mask a step ahead, so that loads do not wait for it. Where no token counts nothing is read.
+    unsigned const next = attention.counting(at + kStep, last);
+    if (__any_sync(~0u, counts != 0)) {
+      typename A::Tokens tokens;
+      attention.load(tokens, at, counts);
+      attention.add(tokens, counts);
+    }
+    counts = next;
   }
   pdl_trigger();
   attention.merge_groups();
