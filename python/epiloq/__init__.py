@@ -36,6 +36,7 @@ if find_spec("torch") is not None:
         lookup_int8,
         online_quant_mm,
         online_quant_weight,
+        packed_fp4_mm,
         quantize_blockwise_int8,
         quantize_fp8,
         quantize_int8,
@@ -52,6 +53,7 @@ if find_spec("torch") is not None:
     from epiloq.weights.block_quant_weight import BlockQuantWeight
     from epiloq.weights.fp4 import fp4_dequantize, fp4_quantize
     from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight
+    from epiloq.weights.packed_fp4_weight import PackedFp4Weight, pack_fp4_weight
     from epiloq.weights.packed_weight import PackedWeight, pack_weight
     from epiloq.weights.prepared_int8_weight import PreparedInt8Weight
 
@@ -60,6 +62,7 @@ __version__: str = _core.__version__
 __all__ = [
     "BlockQuantWeight",
     "PackedConv2dWeight",
+    "PackedFp4Weight",
     "PackedWeight",
     "PreparedInt8Weight",
     "__version__",
@@ -82,7 +85,9 @@ __all__ = [
     "online_quant_weight",
     "optimize_",
     "pack_conv2d_weight",
+    "pack_fp4_weight",
     "pack_weight",
+    "packed_fp4_mm",
     "quantize",
     "quantize_",
     "quantize_blockwise_int8",

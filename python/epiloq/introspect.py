@@ -18,6 +18,7 @@ from epiloq.ops.groupwise_mm import explain as explain_groupwise
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import explain as explain_lookup_int8
 from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
+from epiloq.ops.packed_fp4_mm import explain as explain_packed_fp4_mm
 from epiloq.ops.problems import explain_problem
 from epiloq.ops.quantizers.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantizers.quantize_fp8 import explain as explain_quantize_fp8
@@ -41,6 +42,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "groupwise_mm": partial(explain_groupwise, groupwise_mm),
     "lookup_int8": explain_lookup_int8,
     "online_quant_mm": explain_online_quant_mm,
+    "packed_fp4_mm": explain_packed_fp4_mm,
     "quantize_blockwise_int8": explain_quantize_blockwise_int8,
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,

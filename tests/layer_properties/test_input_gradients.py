@@ -102,9 +102,9 @@ def weight_of(layer: Any) -> Tensor:
         scale = layer.weight_scale.double().repeat_interleave(layer.block_size)[: n * k]
         return (layer.weight_table.double()[flat] * scale).view(n, k)
     if isinstance(layer, Fp4Linear):
-        kind = torch.uint8 if layer.format == "mxfp4" else torch.float8_e4m3fn
+        state = layer.file_state()
         factor = None if layer.weight_global_scale is None else 1 / layer.weight_global_scale
-        return fp4_reference.dequantized(layer.weight_q, layer.weight_scale.view(kind), factor, k)
+        return fp4_reference.dequantized(state["weight"], state["weight_scale"], factor, k)
     if isinstance(layer, OnlineQuantLinear):
         q, scale, offset = layer.prepared.unpack()
         group = torch.arange(k, device=q.device) // layer.group_size

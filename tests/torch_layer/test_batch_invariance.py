@@ -193,7 +193,7 @@ def test_every_operation_holds_it_or_refuses() -> None:
     by_layers = {"scaled_mm", "groupwise_mm", "online_quant_mm", "weight_only_mm", "w4a8_mm"}
     by_layers |= {"quantize_int8", "quantize_fp8"}
     here = {"grouped_mm", "grouped_packed_mm", "rms_norm_quant", "silu_and_mul_quant"}
-    refused = {"table_mm", "fp4_mm", "fp8_weight_mm", "conv2d_weight_only"}
+    refused = {"table_mm", "fp4_mm", "packed_fp4_mm", "fp8_weight_mm", "conv2d_weight_only"}
     assert set(_EXPLAIN) == exact | by_layers | here | refused
 
 
@@ -210,6 +210,8 @@ def test_refusals(seed: int, invariant: None) -> None:
         widened(torch.randn(3, 64))
     with pytest.raises(NotImplementedError, match="fp4_mm: batch_invariant: torch's product"):
         epiloq.fp4_mm(torch.randn(3, 64), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 2, dtype=torch.uint8))
+    with pytest.raises(NotImplementedError, match="packed_fp4_mm: batch_invariant: torch's product"):
+        epiloq.nn.Fp4Linear(64, 16)(torch.randn(3, 64))
     conv = epiloq.quantize_(nn.Sequential(nn.Conv2d(32, 16, 3)), "conv-w8a16")[0]
     with pytest.raises(NotImplementedError, match="conv2d_weight_only: batch_invariant"):
         conv(torch.randn(1, 32, 5, 5))

@@ -104,9 +104,12 @@ def test_experts_stay_in_four_bits(folder: Path, tmp_path: Path) -> None:
     ours = opened(folder)
     experts = ours.get_submodule(LAYER)
     stored = load_file(folder / "model.safetensors")
-    for name, tensor in experts.state_dict().items():
+    for name, tensor in experts.file_state().items():
         assert torch.equal(tensor, stored[f"{LAYER}.{name}"].to(tensor.dtype)), name
-        assert tensor.dtype == (torch.float32 if "bias" in name else torch.uint8)
+    assert {t.dtype for name, t in experts.state_dict().items() if "bias" not in name} == {torch.uint8}
+    weights = sum(t.nbytes for name, t in experts.state_dict().items() if "bias" not in name)
+    # H and I are padded to multiples of 128.
+    assert weights == EXPERTS * (2 * INTERMEDIATE + HIDDEN) * 128 * (1 / 2 + 1 / 32)
     assert not any(parameter.requires_grad for parameter in experts.parameters())
     half = opened(folder, torch.bfloat16)
     half.save_pretrained(tmp_path / "saved")
@@ -115,18 +118,24 @@ def test_experts_stay_in_four_bits(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(opened(tmp_path / "saved", torch.bfloat16)), logits(half))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_against_float64(dtype: torch.dtype, seed: int, device: str) -> None:
-    tokens, top_k = 11, 3
-    experts = Fp4Experts(EXPERTS, HIDDEN, INTERMEDIATE, limit=2.0, dtype=dtype)
-    state = {name: torch.randint(0, 256, t.shape, dtype=torch.uint8) for name, t in experts.state_dict().items()}
+def blocks(experts: Fp4Experts, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random tensors as the checkpoints hold them."""
+    state = {name: torch.randint(0, 256, shape, dtype=torch.uint8) for name, shape in experts.shapes().items()}
     for name, tensor in state.items():
         if name.endswith("scales"):
             state[name] = tensor % 6 + 120
         if name.endswith("bias"):
             state[name] = torch.randn(tensor.shape).to(dtype)
-    experts.load_state_dict(state)
-    experts.to(device)
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_against_float64(dtype: torch.dtype, seed: int, device: str) -> None:
+    tokens, top_k = 11, 3
+    outline = Fp4Experts(EXPERTS, HIDDEN, INTERMEDIATE, limit=2.0, device="meta", dtype=dtype)
+    state = blocks(outline, dtype)
+    experts = outline.from_blocks(state).to(device)
+    assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in experts.file_state().items())
     x = torch.randn(tokens, HIDDEN).to(dtype)
     index = torch.rand(tokens, EXPERTS).argsort(1)[:, :top_k]
     weights = torch.rand(tokens, top_k).to(dtype)
@@ -153,11 +162,8 @@ def test_against_float64(dtype: torch.dtype, seed: int, device: str) -> None:
 
 
 def test_gradients_reach_the_input(seed: int) -> None:
-    experts = Fp4Experts(2, 32, 32)
-    experts.gate_up_proj_blocks.random_(0, 256)
-    experts.down_proj_blocks.random_(0, 256)
-    experts.gate_up_proj_scales.fill_(124)
-    experts.down_proj_scales.fill_(124)
+    outline = Fp4Experts(2, 32, 32, device="meta")
+    experts = outline.from_blocks(blocks(outline, torch.float32))
     x = torch.randn(3, 32, requires_grad=True)
     index, weights = torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
     v, dy = torch.randn(3, 32), torch.randn(3, 32)

@@ -9,13 +9,22 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, as_stored, check_choice, check_linear
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice, check_linear
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.weights.fp4 import FORMATS, divisor_of
+from epiloq.weights.packed_fp4_weight import (
+    PackedFp4Weight,
+    pack_codes,
+    packed_scales,
+    shapes_of_parts,
+    unpacked_codes,
+    unpacked_scales,
+    without_codes_of_zeros,
+)
 
 
 class Fp4Linear(PreparedLinear):
-    """``y = x W^T + bias`` with W of E2M1 numbers in blocks that share a scale, by `epiloq.fp4_mm`.
+    """``y = x W^T + bias`` with W of E2M1 numbers in blocks that share a scale, by `epiloq.packed_fp4_mm`.
 
     For inference. `x` is ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the
     dtype of `x`.
@@ -24,14 +33,15 @@ class Fp4Linear(PreparedLinear):
         "mxfp4" (blocks of 32, scales of E8M0: powers of two) or "nvfp4" (blocks of 16, scales of E4M3, and one scale
         for the whole weight).
 
-    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
-        weight_q             uint8 [N, ceil(K / 2)]: an even column in the low half of a byte, an odd one in the high
-        weight_scale         uint8 [N, ceil(K / block)], the bytes of E8M0 or E4M3 scales
-        weight_global_scale  float32 [1], of "nvfp4": the *reciprocal* of the factor, as compressed-tensors stores it
-        bias                 [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    Files have `weight_q` under "weight", and scales of E4M3 as float8_e4m3fn.
+    Parameters without gradients, which are the state dict:
+        weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them
+        weight_global_scale     float32 [1], of "nvfp4": the *reciprocal* of the factor, as compressed-tensors stores it
+        bias                    [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
+    Files have, and loading takes too, rows one after the other (N = out_features, K = in_features): "weight", uint8
+    ``[N, ceil(K / 2)]`` with an even column in the low half of a byte, and "weight_scale", uint8 or float8_e4m3fn
+    ``[N, ceil(K / block)]``.
 
-    Raises ValueError for sizes below 1 and other formats.
+    Raises ValueError for sizes below 1, other formats, and negative scales.
     """
 
     WEIGHT_DTYPE = torch.uint8
@@ -53,11 +63,9 @@ class Fp4Linear(PreparedLinear):
         super().__init__(in_features, out_features, dtype)
         check_choice(self._class(), "format", format, tuple(FORMATS))
         self.format = format
+        for name, shape in shapes_of_parts(format, out_features, in_features).items():
+            self._hold(f"weight_{name}", shape, (1,) * len(shape), torch.uint8, device)
         chosen = FORMATS[format]
-        self._hold("weight_q", (out_features, -(-in_features // 2)), (1, 1), torch.uint8, device)
-        self._hold(
-            "weight_scale", (out_features, -(-in_features // chosen.block_size)), (1, 1), chosen.scale_dtype, device
-        )
         self._hold("weight_global_scale", (1,), (1,), torch.float32, device, wanted=chosen.has_global_scale)
         self._hold("bias", (out_features,), (1,), dtype, device, wanted=bias)
 
@@ -83,32 +91,52 @@ class Fp4Linear(PreparedLinear):
             divisor = divisor_of(weight) if FORMATS[format].has_global_scale else None
             factor = None if divisor is None else divisor.reciprocal()
             codes, scale, _ = epiloq.fp4_quantize(weight.detach(), format, global_scale=factor)
-            layer._fill(weight_q=codes, weight_scale=scale, weight_global_scale=divisor, bias=linear.bias)
+            packed = epiloq.pack_fp4_weight(codes, scale, in_features=layer.in_features)
+            layer._fill(weight_q=packed.q, weight_scale=packed.scale, weight_global_scale=divisor, bias=linear.bias)
         return layer.train(linear.training)
 
     @property
     def padded_in_features(self) -> int:
         return self.in_features
 
+    @property
+    def packed(self) -> PackedFp4Weight:
+        """The weight as a value, which shares the parameters where they can be read as they are."""
+        return self._value(*self._made)
+
     def _make(self) -> Any:
         codes, bias, scale, divisor = (self._padded(name) for name in self.PARTS)
-        assert scale is not None
-        factor = None if divisor is None else divisor.reciprocal()
-        return codes, bias, scale.view(FORMATS[self.format].scale_dtype), factor
+        assert codes is not None and scale is not None
+        codes = without_codes_of_zeros(codes, scale, FORMATS[self.format])
+        return codes, bias, scale, None if divisor is None else divisor.reciprocal()
+
+    def _value(self, *tensors: Any) -> PackedFp4Weight:
+        codes, _, scale, factor = tensors
+        return PackedFp4Weight(codes, scale, factor, self.format, self.out_features, self.in_features)
 
     def file_state(self) -> dict[str, Tensor]:
         state = super().file_state()
-        return state | {"weight_scale": state["weight_scale"].view(FORMATS[self.format].scale_dtype)}
+        state["weight"] = unpacked_codes(state["weight"], self.out_features, self.in_features)
+        sizes = self.out_features, self.in_features
+        state["weight_scale"] = unpacked_scales(state["weight_scale"], self.format, *sizes)
+        return state
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
-        if name == "weight_scale" and given.dtype in (FORMATS[self.format].scale_dtype, torch.float8_e8m0fnu):
-            given = as_stored(given, held.dtype)
+        chosen, (n, k) = FORMATS[self.format], (self.out_features, self.in_features)
+        if name == "weight_q" and given.dtype == torch.uint8 and given.shape == (n, -(-k // 2)):
+            return pack_codes(given, k)
+        if name == "weight_scale" and given.shape == (n, -(-k // chosen.block_size)):
+            kinds = (torch.uint8, chosen.scale_dtype, torch.float8_e8m0fnu)
+            if given.dtype not in (kinds[1:] if chosen.has_global_scale else kinds):
+                return f"expected {chosen.scale_dtype} {list(given.shape)}, got {given.dtype}"
+            try:
+                return packed_scales(given, chosen, k)
+            except ValueError as error:
+                return str(error)
         return super()._fitting(name, given, held)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
-        codes, _, scale, factor = tensors
-        rows = slice(first, last)
-        return epiloq.fp4_dequantize(codes[rows], scale[rows], in_features=self.in_features, global_scale=factor)
+        return self._value(*tensors).row_slice(first, last).dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
         x = convert_input(self, x)
@@ -118,10 +146,9 @@ class Fp4Linear(PreparedLinear):
         return self._call(x, self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
-        codes, bias, scale, factor = tensors
-        bias = None if bias is None else bias.to(x.dtype)
+        bias = None if tensors[1] is None else tensors[1].to(x.dtype)
         rows = dense_rows(x.reshape(-1, self.in_features))
-        y = epiloq.fp4_mm(rows, codes, scale, bias, global_scale=factor)
+        y = epiloq.packed_fp4_mm(rows, self._value(*tensors), bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

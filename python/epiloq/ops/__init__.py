@@ -11,6 +11,7 @@ from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import lookup_int8
 from epiloq.ops.online_quant_mm import online_quant_mm
 from epiloq.ops.online_quant_weight import online_quant_weight
+from epiloq.ops.packed_fp4_mm import packed_fp4_mm
 from epiloq.ops.quantizers.quantize_blockwise_int8 import quantize_blockwise_int8
 from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import quantize_int8
@@ -33,6 +34,7 @@ __all__ = [
     "lookup_int8",
     "online_quant_mm",
     "online_quant_weight",
+    "packed_fp4_mm",
     "quantize_blockwise_int8",
     "quantize_fp8",
     "quantize_int8",

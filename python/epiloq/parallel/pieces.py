@@ -135,18 +135,20 @@ def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, optio
 
 
 def _fp4_take(layer: Any) -> dict[str, Piece]:
-    packed, unit = layer._stored("weight_q"), FP4_FORMATS[layer.format].block_size
+    state, unit = layer.file_state(), FP4_FORMATS[layer.format].block_size
+    packed, scale = state["weight"], state["weight_scale"].view(torch.uint8)
     codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, : layer.in_features]
-    pieces = {"q": Piece(codes, 1, 1), "weight_scale": Piece(layer._stored("weight_scale"), 1, unit)}
-    whole = layer._stored("weight_global_scale")
+    pieces = {"q": Piece(codes, 1, 1), "weight_scale": Piece(scale, 1, unit)}
+    whole = state.get("weight_global_scale")
     return pieces if whole is None else pieces | {"weight_global_scale": Piece(whole, 0, 0)}
 
 
 def _fp4_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
-    made = Fp4Linear(k, n, False, **options, device="meta", dtype=layer.dtype)
-    made._store("weight_q", packed_codes(nn.functional.pad(tensors["q"], (0, k % 2))))
-    for name in tensors.keys() - {"q"}:
-        made._store(name, tensors[name].contiguous())
+    codes = packed_codes(nn.functional.pad(tensors["q"], (0, k % 2)))
+    made = Fp4Linear(k, n, False, **options, device=codes.device, dtype=layer.dtype)
+    scale = tensors["weight_scale"].contiguous().view(FP4_FORMATS[layer.format].scale_dtype)
+    whole = {name: tensor for name, tensor in tensors.items() if name == "weight_global_scale"}
+    made.load_state_dict({"weight": codes, "weight_scale": scale, **whole})
     return made
 
 

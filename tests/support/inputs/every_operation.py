@@ -161,6 +161,14 @@ def _fp4() -> Arguments:
     }
 
 
+def _packed_fp4() -> Arguments:
+    codes = torch.randint(0, 256, (SIZE, SIZE // 2), dtype=torch.uint8)
+    scale = torch.randint(110, 130, (SIZE, -(-SIZE // 32)), dtype=torch.uint8)
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=SIZE, factor=positive(1))
+    out = torch.full((SIZE, SIZE), 7.0)
+    return {"x": torch.randn(SIZE, SIZE), "weight": weight, "bias": torch.randn(SIZE), "out": out}
+
+
 def _w4a8() -> Arguments:
     weight, out = _few_bits()["weight"], torch.full((SIZE, SIZE), 7.0).bfloat16()
     bias = torch.randn(SIZE).bfloat16()
@@ -299,6 +307,7 @@ OPERATIONS = (
     Operation("table_mm", epiloq.table_mm, _of_a_table, {"table": _VECTOR, "scale": _VECTOR, "bias": _VECTOR}),
     Operation("fp4_mm", epiloq.fp4_mm, _fp4, {"scale": ((SIZE, 1),), "bias": _VECTOR, "global_scale": _VECTOR}),
     Operation("fp8_weight_mm", epiloq.fp8_weight_mm, _of_float8, {"scale": _VECTOR, "bias": _VECTOR}),
+    Operation("packed_fp4_mm", epiloq.packed_fp4_mm, _packed_fp4, {"bias": _VECTOR}),
     Operation("w4a8_mm", epiloq.w4a8_mm, _w4a8, {"scale_a": _ROWS, "bias": _VECTOR}),
     Operation(
         "w4a8_mm",

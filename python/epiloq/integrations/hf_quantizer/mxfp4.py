@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from epiloq.formats.configs.keys import check_keys, excludes, names
@@ -18,8 +19,33 @@ _KNOWN = {"quant_method", "modules_to_not_convert"}
 _MARKER = "gate_up_proj_blocks"
 
 
+class StoredExperts(nn.Module):
+    """The tensors of experts as a file holds them, until the module that runs them is made of them."""
+
+    def __init__(self, experts: Fp4Experts, origin: str) -> None:
+        super().__init__()
+        self.origin = origin
+        # No child, so that transformers does not load it.
+        self.__dict__["outline"] = experts
+        for part, shape in experts.shapes().items():
+            dtype = experts.get_parameter(part).dtype if part.endswith("_bias") else torch.uint8
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            self.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+
+    def opened(self) -> Fp4Experts:
+        """The experts. Raises FormatError, which names file and tensor, for a tensor without values."""
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        offloaded = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+        if offloaded is not None:
+            raise FormatError(
+                f"{self.origin}: {offloaded}: its values are offloaded; use a device_map that keeps them on a device"
+            )
+        outline: Fp4Experts = self.__dict__["outline"]
+        return outline.from_blocks(tensors).train(self.training)
+
+
 def store_experts_(model: Any, checkpoint: Checkpoint, said: Mapping[str, Any]) -> None:
-    """Put `Fp4Experts` in the place of the experts of which a checkpoint has blocks, for transformers to load.
+    """Put `StoredExperts` in the place of the experts of which a checkpoint has blocks, for transformers to load.
 
     `said` is the ``quantization_config``. Raises FormatError, which names file and tensor: an entry that is not read,
     no such experts, experts of another model than GPT-OSS, or tensors of other types or shapes.
@@ -33,32 +59,31 @@ def store_experts_(model: Any, checkpoint: Checkpoint, said: Mapping[str, Any]) 
         where = checkpoint.where(f"{name}.{_MARKER}")
         if excludes(left, name):
             raise FormatError(f"{where}: belongs to quantised experts, but config.json leaves them in floating point")
-        made = _made(_module(model, name, where), where)
-        for part, shape in made.shapes(made.experts, made.hidden, made.intermediate).items():
+        stored = StoredExperts(_outline(_module(model, name, where), where), where)
+        for part, held in stored.named_parameters():
             entry = checkpoint.entries.get(f"{name}.{part}")
-            held = made.get_parameter(part)
             if entry is None:
                 raise FormatError(f"{checkpoint.folder}: {name}.{part}: expected a tensor, found none")
             right = held.is_floating_point() or DTYPES[entry.dtype] == held.dtype
-            if not right or tuple(entry.shape) != shape:
+            if not right or tuple(entry.shape) != held.shape:
                 raise FormatError(
-                    f"{checkpoint.where(f'{name}.{part}')}: expected {held.dtype} {list(shape)}, "
+                    f"{checkpoint.where(f'{name}.{part}')}: expected {held.dtype} {list(held.shape)}, "
                     f"got {entry.dtype} {list(entry.shape)}"
                 )
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, made)
+        _put(model, name, stored)
 
 
-def settle_experts_(model: nn.Module) -> None:
-    """Freeze what transformers loaded. Raises FormatError, which names the tensor, for one without values."""
-    for name, module in model.named_modules():
-        if isinstance(module, Fp4Experts):
-            offloaded = next((part for part, tensor in module.named_parameters() if tensor.is_meta), None)
-            if offloaded is not None:
-                raise FormatError(
-                    f"{name}.{offloaded}: its values are offloaded; use a device_map that keeps them on a device"
-                )
-            module.requires_grad_(False)._settle()
+def open_experts_(model: nn.Module) -> None:
+    """Put the modules that run them in the place of stored experts. Raises FormatError as `StoredExperts.opened`."""
+    for name in [name for name, module in model.named_modules() if isinstance(module, StoredExperts)]:
+        stored = model.get_submodule(name)
+        assert isinstance(stored, StoredExperts)
+        _put(model, name, stored.opened())
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _module(model: Any, name: str, where: str) -> Any:
@@ -71,9 +96,9 @@ def _module(model: Any, name: str, where: str) -> Any:
     return module
 
 
-def _made(module: Any, where: str) -> Fp4Experts:
+def _outline(module: Any, where: str) -> Fp4Experts:
     try:
-        made = Fp4Experts(
+        return Fp4Experts(
             module.num_experts,
             module.hidden_size,
             module.intermediate_size,
@@ -81,7 +106,6 @@ def _made(module: Any, where: str) -> Fp4Experts:
             limit=module.limit,
             device="meta",
             dtype=module.gate_up_proj.dtype,
-        )
+        ).train(module.training)
     except ValueError as error:
         raise FormatError(f"{where}: {error}") from None
-    return made.train(module.training)

@@ -102,7 +102,7 @@ class EpiloqQuantizer(HfQuantizer):
         if self.split is not None:
             self.split.open_(model)
         if self._is_mxfp4:
-            mxfp4.settle_experts_(model)
+            mxfp4.open_experts_(model)
             return model
         if self.pre_quantized:
             open_layers(model, self.sharing)

@@ -1,4 +1,4 @@
-"""Fp4Experts: the experts of a layer of GPT-OSS on MXFP4 weights, as its checkpoints hold them."""
+"""Fp4Experts: the experts of a layer of GPT-OSS on MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import epiloq
 from epiloq.nn.base.quantized_layer import StoredTensors, convert_input
 from epiloq.nn.experts.expert_linears import Routing, check_routing
 from epiloq.weights.fp4 import FORMATS
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
 
-_BLOCK = FORMATS["mxfp4"].block_size
+_FORMAT = "mxfp4"
+_BLOCK = FORMATS[_FORMAT].block_size
+_PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 class Fp4Experts(StoredTensors):
@@ -21,29 +24,22 @@ class Fp4Experts(StoredTensors):
     For inference, in the place of ``GptOssExperts`` of transformers and called like them: ``hidden_states`` ``[T, H]``
     (float32, float16 or bfloat16), ``router_indices`` ``[T, top_k]`` and ``routing_weights`` ``[T, top_k]``, giving
     ``[T, H]`` of the same dtype. ``act(gate, up) = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)`` with ``g =
-    min(gate, limit)``. Rows are sorted by expert and multiplied one expert after the other by `epiloq.fp4_mm`; how many
-    rows each has is read on the host. The experts' results are added in fp32, in a fixed order.
+    min(gate, limit)``. Rows are sorted by expert and multiplied by two `epiloq.packed_fp4_mm`, which on a GPU read
+    nothing back to the host for up to 64 rows an expert on average. The experts' results are added in fp32, in a fixed
+    order.
 
-    Stored are the tensors of the checkpoints, without gradients (E = experts, H = hidden, I = intermediate):
-        gate_up_proj_blocks  uint8 [E, 2 I, H / 32, 16]: two E2M1 codes to a byte, an even column in the low half;
-                             rows of gate and up alternate
-        gate_up_proj_scales  uint8 [E, 2 I, H / 32], bytes of E8M0
-        gate_up_proj_bias    [E, 2 I], of the model's float dtype, as down_proj_bias [E, H]
-        down_proj_blocks     uint8 [E, H, I / 32, 16]
-        down_proj_scales     uint8 [E, H, I / 32]
+    Parameters without gradients, which are the state dict (E = experts, H = hidden, I = intermediate):
+        gate_up_proj_q, gate_up_proj_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, of ``[2 E I, H]``: the
+                                            experts' matrices behind each other, rows of gate and up alternating
+        gate_up_proj_bias                   [E, 2 I], of the model's float dtype, as down_proj_bias [E, H]
+        down_proj_q, down_proj_scale        likewise of ``[E H, I]``
+    `file_state` gives, and `from_blocks` takes, what the checkpoints hold (`shapes`).
 
     Raises ValueError for sizes that blocks of 32 do not fill, for other shapes of inputs, and on a CPU for numbers of
     experts that there are not.
     """
 
     FOLLOWS = frozenset({"gate_up_proj_bias", "down_proj_bias"})
-
-    gate_up_proj_blocks: Tensor
-    gate_up_proj_scales: Tensor
-    gate_up_proj_bias: Tensor
-    down_proj_blocks: Tensor
-    down_proj_scales: Tensor
-    down_proj_bias: Tensor
 
     def __init__(
         self,
@@ -64,26 +60,78 @@ class Fp4Experts(StoredTensors):
             raise ValueError(f"Fp4Experts: experts: expected at least 1, got {experts}")
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.alpha, self.limit = alpha, limit
-        for name, shape in self.shapes(experts, hidden, intermediate).items():
-            kind = self._dtype if name in self.FOLLOWS else torch.uint8
-            self._store(name, torch.zeros(shape, dtype=kind, device=device))
+        for name in _PROJECTIONS:
+            rows, columns = self._sizes(name)
+            for part, shape in shapes_of_parts(_FORMAT, experts * rows, columns).items():
+                self._store(f"{name}_{part}", torch.zeros(shape, dtype=torch.uint8, device=device))
+            self._store(f"{name}_bias", torch.zeros((experts, rows), dtype=self._dtype, device=device))
 
-    @staticmethod
-    def shapes(experts: int, hidden: int, intermediate: int) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the tensors of so many experts by name."""
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Rows and columns of an expert's matrix."""
+        return (2 * self.intermediate, self.hidden) if name == _PROJECTIONS[0] else (self.hidden, self.intermediate)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the checkpoints' tensors by name.
+
+        ``gate_up_proj_blocks`` uint8 ``[E, 2 I, H / 32, 16]`` has two E2M1 codes in a byte, an even column in the low
+        half; ``gate_up_proj_scales`` uint8 ``[E, 2 I, H / 32]`` the bytes of E8M0; and down_proj likewise.
+        """
         found: dict[str, tuple[int, ...]] = {}
-        for name, rows, columns in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
-            found[f"{name}_blocks"] = (experts, rows, columns // _BLOCK, _BLOCK // 2)
-            found[f"{name}_scales"] = (experts, rows, columns // _BLOCK)
-            found[f"{name}_bias"] = (experts, rows)
+        for name in _PROJECTIONS:
+            rows, columns = self._sizes(name)
+            found[f"{name}_blocks"] = (self.experts, rows, columns // _BLOCK, _BLOCK // 2)
+            found[f"{name}_scales"] = (self.experts, rows, columns // _BLOCK)
+            found[f"{name}_bias"] = (self.experts, rows)
+        return found
+
+    @torch.no_grad()
+    def from_blocks(self, tensors: Mapping[str, Tensor]) -> Fp4Experts:
+        """Experts like these, of the checkpoints' tensors by name (`shapes`), on their device.
+
+        Raises ValueError, which names the tensor, for one that is missing or of another shape or type.
+        """
+        for part, shape in self.shapes().items():
+            given, is_bias = tensors.get(part), part.endswith("_bias")
+            right = given is not None and (given.is_floating_point() if is_bias else given.dtype == torch.uint8)
+            if given is None or not right or given.shape != shape:
+                wanted = "floating point" if is_bias else "torch.uint8"
+                got = "none" if given is None else f"{given.dtype} {list(given.shape)}"
+                raise ValueError(f"Fp4Experts: {part}: expected {wanted} {list(shape)}, got {got}")
+        sizes = (self.experts, self.hidden, self.intermediate)
+        made = Fp4Experts(*sizes, alpha=self.alpha, limit=self.limit, device="meta", dtype=self._dtype)
+        for name in _PROJECTIONS:
+            codes, scales = tensors[f"{name}_blocks"].flatten(2), tensors[f"{name}_scales"]
+            columns = self._sizes(name)[1]
+            weight = epiloq.pack_fp4_weight(
+                codes.flatten(0, 1).contiguous(), scales.flatten(0, 1).contiguous(), in_features=columns
+            )
+            made._store(f"{name}_q", weight.q)
+            made._store(f"{name}_scale", weight.scale)
+            made._store(f"{name}_bias", tensors[f"{name}_bias"])
+        return made.train(self.training)
+
+    def packed(self, name: str) -> PackedFp4Weight:
+        """All experts' matrices of "gate_up_proj" or "down_proj", which share the parameters."""
+        rows, columns = self._sizes(name)
+        q, scale = self.get_parameter(f"{name}_q"), self.get_parameter(f"{name}_scale")
+        return PackedFp4Weight(q, scale, None, _FORMAT, self.experts * rows, columns)
+
+    def file_state(self) -> dict[str, Tensor]:
+        """The checkpoints' tensors by name."""
+        shapes, found = self.shapes(), dict[str, Tensor]()
+        for name in _PROJECTIONS:
+            codes, scales, _ = self.packed(name).unpack()
+            found[f"{name}_blocks"] = codes.view(shapes[f"{name}_blocks"])
+            found[f"{name}_scales"] = scales.view(shapes[f"{name}_scales"])
+            found[f"{name}_bias"] = self.get_parameter(f"{name}_bias").detach()
         return found
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         x = convert_input(self, hidden_states)
         check_routing("Fp4Experts", x, router_indices, routing_weights, self.hidden, self.experts)
         routing = Routing.of(router_indices, self.experts)
-        gate_up = self._product("gate_up_proj", x[routing.tokens], routing.ends)
-        return routing.combined(self._product("down_proj", self._gated(gate_up), routing.ends), routing_weights)
+        gate_up = self._product(_PROJECTIONS[0], x[routing.tokens], routing.ends)
+        return routing.combined(self._product(_PROJECTIONS[1], self._gated(gate_up), routing.ends), routing_weights)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
@@ -91,19 +139,8 @@ class Fp4Experts(StoredTensors):
 
     def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows sorted by expert, by the matrices of this name, with their biases."""
-        blocks, scales, biases = (self.get_parameter(f"{name}_{part}") for part in ("blocks", "scales", "bias"))
-        found, begin = [], 0
-        for expert, end in enumerate(ends.tolist()):
-            if begin < end:
-                bias = biases[expert].to(rows.dtype)
-                found.append(epiloq.fp4_mm(rows[begin:end], blocks[expert].flatten(1), scales[expert], bias))
-            begin = end
-        return torch.cat(found) if found else rows.new_zeros((0, biases.shape[1]))
-
-    def dequantized(self, name: str, expert: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An expert's matrix of "gate_up_proj" ``[2 I, H]`` or "down_proj" ``[H, I]``."""
-        blocks, scales = self.get_parameter(f"{name}_blocks")[expert], self.get_parameter(f"{name}_scales")[expert]
-        return epiloq.fp4_dequantize(blocks.flatten(1), scales, in_features=scales.shape[1] * _BLOCK, dtype=dtype)
+        bias = self.get_parameter(f"{name}_bias").to(rows.dtype)
+        return epiloq.packed_fp4_mm(rows, self.packed(name), bias, offs=ends)
 
     def extra_repr(self) -> str:
         return (

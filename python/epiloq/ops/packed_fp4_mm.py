@@ -1,0 +1,330 @@
+"""Products of floating-point activations with packed FP4 weights: of one matrix, or of each expert's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq import _core
+from epiloq._torch.library import (
+    DENSE_PRODUCT,
+    LIBRARY,
+    direct,
+    expect_tensors,
+    is_transformed,
+    mark_written,
+    refuse_batch_invariant,
+    register_product,
+    without_autocast,
+)
+from epiloq.ops.weight_only_mm import _on_16_bytes
+from epiloq.weights.fp4 import FLOATS, FORMATS
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
+from epiloq.weights.packed_layout import PANEL_ROWS
+from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
+
+_NAME = "packed_fp4_mm"
+# Rows of an expert, on average, up to which the kernel reads the codes; above, W is dequantised first.
+_DECODE_ROWS = 64
+# Weights that are dequantised at once: 4 MiB of float32 on a CPU, which caches hold, and 64 MiB on a GPU.
+_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+
+def packed_fp4_mm(
+    x: Tensor,
+    weight: PackedFp4Weight,
+    bias: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with packed FP4 weights; with ``offs`` or ``masked_m`` each row times its expert's matrix.
+
+    On CUDA a kernel reads the codes of 16-bit x of up to 64 rows, or of experts of so many on average: code times scale
+    is exact there, and the sum in fp32 is multiplied by the factor. Nothing is read back to the host. Otherwise, and on
+    the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
+    expert after the other; how many rows each has is read on the host. docs/numerics.md has the bounds. The gradient of
+    x is ``dy @ W``.
+
+    Args:
+        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense, leading dimensions collapsing into one; with ``offs``
+            ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
+        weight: ``[N, K]``, or ``[E N, K]``, the experts' matrices behind each other, N a multiple of 16.
+        bias: ``[N]`` of x's dtype; of experts ``[E, N]``.
+        offs: int32 ``[E]``, the ends of the experts' rows, ascending.
+        masked_m: int32 ``[E]``, the number of valid rows of each expert.
+        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+
+    Returns:
+        ``[…, M, N]`` of x's dtype. Rows that belong to no expert are not written.
+
+    Raises:
+        ValueError: an argument does not fit, or both of ``offs`` and ``masked_m`` are given.
+        TypeError: an argument is not a tensor, or ``weight`` no `PackedFp4Weight`.
+    """
+    if not isinstance(weight, PackedFp4Weight):
+        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
+    w = weight
+    arguments = (x, w.q, w.scale, w.factor, bias, offs, masked_m, w.format, w.n, w.k)
+    if direct((x, w.q, w.scale), (w.factor, bias, offs, masked_m, out)):
+        return run(*arguments, out=out)
+    optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
+    expect_tensors(_NAME, {"x": x}, optional, writes=out is not None)
+    if out is None:
+        if is_transformed() and _counts(offs, masked_m) is None:  # which do not compose with `register_autograd`
+            return torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
+        result: Tensor = torch.ops.epiloq.packed_fp4_mm(*arguments)
+        return result
+    torch.ops.epiloq.packed_fp4_mm_out(*arguments, out=out)
+    return out
+
+
+@torch.no_grad()
+def run(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    masked_m: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`packed_fp4_mm` for plain tensors, its arguments taken apart."""
+    weight, counts = PackedFp4Weight(q, scale, factor, format, n, k), _counts(offs, masked_m)
+    experts = _experts(x, n, counts, masked_m is not None)
+    result = x.new_empty((*x.shape[:-1], n // experts)) if out is None else out
+    _check(result, x, weight, bias, counts, out is not None)
+    if result.numel() > 0:
+        # Of the kernel, too, K is shared out by the number of rows.
+        refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
+        if not _by_kernel(result, x, weight, bias, counts):
+            _dequantised(result, x, weight, bias, counts)
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _counts(offs: Tensor | None, masked_m: Tensor | None) -> Tensor | None:
+    if offs is not None and masked_m is not None:
+        refuse(_NAME, "offs", "at most one of offs and masked_m", "both")
+    return masked_m if offs is None else offs
+
+
+def _experts(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
+    """How many matrices there are."""
+    if x.ndim == 0:
+        refuse(_NAME, "x", "at least one dimension", "a scalar")
+    if counts is None:
+        return 1
+    name = "masked_m" if masked else "offs"
+    if counts.ndim != 1 or counts.dtype != torch.int32 or counts.numel() == 0:
+        refuse(_NAME, name, "int32 [E]", described(counts))
+    experts = counts.numel()
+    if n % experts or n // experts % PANEL_ROWS:
+        wanted = f"{experts} matrices of a multiple of {PANEL_ROWS} rows behind each other"
+        refuse(_NAME, "weight", wanted, f"{n} rows")
+    if x.ndim != (3 if masked else 2) or (masked and x.shape[0] != experts):
+        refuse(_NAME, "x", f"[{experts}, M, K]" if masked else "[M, K]", described(x))
+    return experts
+
+
+def _check(
+    out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None, out_given: bool
+) -> None:
+    if x.dtype not in FLOATS or x.shape[-1] != weight.k:
+        refuse(_NAME, "x", f"float32, float16 or bfloat16 with {weight.k} columns", described(x))
+    check_memory("x", x, x.device, _NAME)
+    if counts is None or x.ndim == 2:
+        check_rows("x", x, _NAME)
+    elif weight.k > 1 and x.stride(-1) != 1:
+        refuse(_NAME, "x", "dense rows", described(x))
+    if weight.format not in FORMATS:
+        refuse(_NAME, "weight.format", f"one of {', '.join(FORMATS)}", repr(weight.format))
+    experts = 1 if counts is None else counts.numel()
+    shapes = shapes_of_parts(weight.format, weight.n, weight.k)
+    parts = {"q": weight.q, "scale": weight.scale}
+    for name, tensor in parts.items():
+        if tensor.dtype != torch.uint8 or tensor.shape != shapes[name] or not tensor.is_contiguous():
+            refuse(_NAME, f"weight.{name}", f"uint8 {list(shapes[name])}, dense", described(tensor))
+    factor = weight.factor
+    if factor is not None and (factor.dtype != torch.float32 or factor.shape not in ((1,), (experts,))):
+        refuse(_NAME, "weight.factor", f"float32 [{experts}]", described(factor))
+    rows = weight.n // experts
+    shape = (rows,) if counts is None else (experts, rows)
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
+        refuse(_NAME, "bias", f"x's {x.dtype} {list(shape)}, dense", described(bias))
+    inputs: dict[str, Tensor | None] = {
+        "x": x,
+        "weight.q": weight.q,
+        "weight.scale": weight.scale,
+        "weight.factor": factor,
+        "bias": bias,
+    }
+    inputs["masked_m" if x.ndim == 3 else "offs"] = counts
+    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    for name, tensor in there.items():
+        check_memory(name, tensor, x.device, _NAME)
+    if out_given:
+        if out.dtype != x.dtype:
+            refuse(_NAME, "out", f"x's {x.dtype}", described(out))
+        check_memory("out", out, x.device, _NAME)
+        check_written("out", out, (*x.shape[:-1], rows), _NAME)
+        for name, tensor in there.items():
+            if overlap(out, tensor):
+                refuse(_NAME, "out", f"memory apart from {name}'s", "an overlap")
+
+
+def _few(x: Tensor, counts: Tensor | None) -> bool:
+    """Whether the kernel that reads codes is the faster way."""
+    experts = 1 if counts is None else counts.numel()
+    return x.is_cuda and prod(x.shape[:-1]) <= _DECODE_ROWS * experts
+
+
+def _kernel_arguments(
+    out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None
+) -> tuple[Any, ...]:
+    x = _on_16_bytes(x)
+    if counts is None:
+        rows = prod(x.shape[:-1])
+        out, x = out.view(rows, out.shape[-1]), x.view(rows, x.shape[-1])
+        bias = None if bias is None else bias.view(1, -1)
+    factor = weight.factor
+    if factor is not None and counts is not None and factor.numel() != counts.numel():
+        factor = factor.expand(counts.numel()).contiguous()
+    tensors = (out, x, weight.q, weight.scale, None, None, bias, factor, counts, counts is not None and x.ndim == 3)
+    return (*tensors, weight.format, 4, weight.n, weight.k, weight.group_size)
+
+
+def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
+    if not _few(x, counts):
+        return False
+    return _core.grouped_weight_only_mm(*_kernel_arguments(out, x, weight, bias, counts))
+
+
+def _dequantised(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> None:
+    if counts is None:
+        rows = prod(x.shape[:-1])
+        _product(out.view(rows, out.shape[-1]), x.reshape(rows, x.shape[-1]), weight, bias)
+        return
+    size = weight.n // counts.numel()
+    for expert, place in _places(counts, x):
+        part = weight.row_slice(expert * size, (expert + 1) * size)
+        _product(out[place], x[place], part, None if bias is None else bias[expert])
+
+
+def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
+    """Experts that have rows, and where those are. Raises ValueError for counts that there cannot be."""
+    begin, most = 0, x.shape[-2]
+    for expert, count in enumerate(counts.tolist()):
+        low = 0 if x.ndim == 3 else begin
+        if not low <= count <= most:
+            name, wanted = ("masked_m", f"0 to {most}") if x.ndim == 3 else ("offs", f"ascending ends up to {most}")
+            refuse(_NAME, name, wanted, counts.tolist())
+        if count > low:
+            yield expert, ((expert, slice(count)) if x.ndim == 3 else slice(low, count))
+        begin = count
+
+
+def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None) -> None:
+    """Rows ``[M, K]`` by one matrix, dequantised some rows at a time; on CUDA whole before it is multiplied."""
+    parts = weight.pieces(_AT_ONCE[x.device.type])
+    with without_autocast(x.device.type):
+        if not x.is_cuda:
+            for rows in parts:
+                of_bias = None if bias is None else bias[rows]
+                out[:, rows] = torch.nn.functional.linear(x, weight.rows(rows, x.dtype), of_bias)
+            return
+        dense = x.new_empty(weight.shape)
+        for rows in parts:
+            dense[rows] = weight.rows(rows, x.dtype)
+        if bias is None:
+            torch.mm(x, dense.t(), out=out)
+        else:
+            torch.addmm(bias, x, dense.t(), out=out)
+
+
+def explain(
+    x: Tensor,
+    weight: PackedFp4Weight,
+    bias: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    out: Tensor | None = None,
+) -> str:
+    """`epiloq.explain` for `packed_fp4_mm` by its own arguments."""
+    if not isinstance(weight, PackedFp4Weight):
+        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
+    optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
+    expect_tensors(_NAME, {"x": x}, optional, writes=False)
+    counts = _counts(offs, masked_m)
+    experts = _experts(x, weight.n, counts, masked_m is not None)
+    result = x.new_empty((*x.shape[:-1], weight.n // experts)) if out is None else out
+    _check(result, x, weight, bias, counts, out is not None)
+    if result.numel() == 0:
+        return "nothing to launch: the output is empty"
+    refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
+    if _few(x, counts):
+        said = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
+        if not said.startswith("no "):
+            return said
+    where = "in memory" if x.is_cuda else "some rows at a time"
+    dense = f"the weight dequantised to {str(x.dtype).removeprefix('torch.')}, {where}, then torch's product"
+    return dense if counts is None else f"one expert after the other: {dense}"
+
+
+def _fake(x: Tensor, *rest: Any) -> Tensor:
+    offs, masked_m, _, n, _ = rest[4:]
+    counts = _counts(offs, masked_m)
+    return x.new_empty((*x.shape[:-1], n // (1 if counts is None else counts.shape[0])))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, q, scale, factor, _, offs, masked_m, *numbers = inputs
+    ctx.save_for_backward(q, scale, factor, offs, masked_m)
+    ctx.numbers, ctx.shape = numbers, x.shape
+
+
+def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """``dy @ W`` of each expert's rows, of which those of no expert have none, and sums of rows for the bias."""
+    q, scale, factor, offs, masked_m = ctx.saved_tensors
+    of_x, _, _, of_factor, of_bias, *_ = ctx.needs_input_grad
+    if of_factor:
+        raise NotImplementedError(f"epiloq.{_NAME} has no gradient of weight.factor, only of x and bias")
+    weight, counts = PackedFp4Weight(q, scale, factor, *ctx.numbers), _counts(offs, masked_m)
+    dx = dbias = None
+    if counts is None:
+        if of_x:
+            with without_autocast(dy.device.type):
+                dx = dy @ weight.dequantize(dy.dtype)
+        if of_bias:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
+    else:
+        dx, dbias = dy.new_zeros(ctx.shape), dy.new_zeros((counts.numel(), dy.shape[-1]))
+        size = weight.n // counts.numel()
+        for expert, place in _places(counts, dx):
+            part = weight.row_slice(expert * size, (expert + 1) * size)
+            with without_autocast(dy.device.type):
+                dx[place] = dy[place] @ part.dequantize(dy.dtype)
+            dbias[expert] = dy[place].sum(0)
+    return (dx if of_x else None, None, None, None, dbias if of_bias else None, *(None,) * 5)
+
+
+register_product(
+    _NAME,
+    "Tensor x, Tensor q, Tensor scale, Tensor? factor, Tensor? bias, Tensor? offs, Tensor? masked_m, str format, "
+    "int n, int k",
+    run,
+    _fake,
+)
+torch.library.register_autograd(f"epiloq::{_NAME}", _pull, setup_context=_save, lib=LIBRARY)

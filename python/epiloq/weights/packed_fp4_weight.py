@@ -1,0 +1,218 @@
+"""PackedFp4Weight: FP4 weights in the order that the kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from epiloq._torch.library import direct, expect_tensors, register
+from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed, pieces
+from epiloq.weights.packed_layout import (
+    PANEL_ROWS,
+    codes_of,
+    groups_of,
+    packed_codes,
+    packed_parameters,
+    parameters_of,
+    shapes_of,
+)
+
+_PACK = "pack_fp4_weight"
+# The bytes of scales of 1, which pad.
+_ONE = {"mxfp4": BIAS, "nvfp4": 0x58}
+# An E4M3 scale times this, as float16, has no sign and no bits below the three of E4M3's fraction: eight bits remain.
+_STEP, _SHIFT = 128, 7
+_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedFp4Weight:
+    """A weight ``[n, k]`` of E2M1 numbers, ``W = e2m1(code) * scale * factor``; made by `pack_fp4_weight`.
+
+    - ``q``: uint8 ``[panels, K / 64, 32, 16]``, the codes in the order of a `PackedWeight` of 4 bits, K padded to a
+      multiple of 128 and rows to one of 16 with codes of 0;
+    - ``scale``: uint8 ``[panels, blocks, 16]``: "mxfp4" the bytes of E8M0; "nvfp4" the upper eight bits but the sign of
+      ``128 * scale`` as float16, which hold any E4M3 number from 0 on;
+    - ``factor``: float32 ``[E]``, one for each of E matrices of as many rows behind each other, or None: 1.
+    """
+
+    q: Tensor
+    scale: Tensor
+    factor: Tensor | None
+    format: str
+    n: int
+    k: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.n, self.k))
+
+    @property
+    def group_size(self) -> int:
+        """Weights of a row that share a scale."""
+        return FORMATS[self.format].block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return self.q.nbytes + self.scale.nbytes + (0 if self.factor is None else self.factor.nbytes)
+
+    def to(self, device: torch.device | str) -> PackedFp4Weight:
+        """The same weight on another device."""
+        factor = None if self.factor is None else self.factor.to(device)
+        return replace(self, q=self.q.to(device), scale=self.scale.to(device), factor=factor)
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``(codes, scale, factor)`` as `pack_fp4_weight` took them; codes of blocks with a scale of 0 are 0."""
+        scale = unpacked_scales(self.scale, self.format, self.n, self.k)
+        return unpacked_codes(self.q, self.n, self.k), scale, self.factor
+
+    def row_slice(self, first: int, last: int) -> PackedFp4Weight:
+        """Rows `first` (a multiple of 16) to `last`, which share its memory, all of one matrix."""
+        panels = slice(first // PANEL_ROWS, -(-last // PANEL_ROWS))
+        factor = self.factor
+        if factor is not None and factor.numel() > 1:
+            matrix = first // (self.n // factor.numel())
+            factor = factor[matrix : matrix + 1]
+        return replace(self, q=self.q[panels], scale=self.scale[panels], factor=factor, n=last - first)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight ``[n, k]``, of the bits of `epiloq.fp4_dequantize`."""
+        arguments = (self.q, self.scale, self.factor, self.format, self.n, self.k, dtype)
+        if direct((self.q, self.scale), (self.factor,)):
+            return _dequantize(*arguments)
+        result: Tensor = torch.ops.epiloq.dequantize_packed_fp4(*arguments)
+        return result
+
+    def pieces(self, at_once: int) -> list[slice]:
+        """Ranges of rows that begin with a panel, of about so many numbers."""
+        panels = -(-self.n // PANEL_ROWS)
+        found = pieces(panels, PANEL_ROWS * self.k, at_once)
+        return [slice(p.start * PANEL_ROWS, min(p.stop * PANEL_ROWS, self.n)) for p in found]
+
+    def rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows, beginning with a panel, of one matrix, in floating point."""
+        codes, scale, factor = self.row_slice(rows.start, rows.stop).unpack()
+        return dequantized_rows(codes, scale, factor, self.k, dtype, slice(None))
+
+    def __repr__(self) -> str:
+        return f"PackedFp4Weight({list(self.shape)}, {self.format}, {self.q.device})"
+
+
+def pack_fp4_weight(codes: Tensor, scale: Tensor, *, in_features: int, factor: Tensor | None = None) -> PackedFp4Weight:
+    """Pack a weight ``[N, K]``, or E of as many rows behind each other, for `epiloq.packed_fp4_mm`.
+
+    Args:
+        codes: uint8 ``[N, ceil(K / 2)]``, as `epiloq.fp4_dequantize` takes them.
+        scale: uint8 or float8_e8m0fnu (MXFP4), or float8_e4m3fn (NVFP4), likewise. Scales of NVFP4 are not negative.
+        in_features: K.
+        factor: float32, one element, or ``[E]``: of E matrices, N a multiple of 16 E.
+
+    Returns:
+        The weight on codes' device.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+        TypeError: an argument is not a tensor.
+    """
+    expect_tensors(_PACK, {"codes": codes, "scale": scale}, {"factor": factor}, writes=False)
+    if type(in_features) is not int or in_features < 0:
+        _refuse("in_features", "an integer from 0", in_features)
+    check_weight(codes, scale, None, in_features, _PACK)
+    n, chosen = codes.shape[0], format_of(scale, _PACK)
+    if factor is not None:
+        matrices = factor.numel()
+        if factor.dtype != torch.float32 or factor.device != codes.device or matrices < 1:
+            _refuse("factor", f"float32 on {codes.device}", f"{factor.dtype} {list(factor.shape)} on {factor.device}")
+        if matrices > 1 and n % (matrices * PANEL_ROWS):
+            _refuse("factor", f"one element, or one for each matrix of a multiple of {PANEL_ROWS} rows", matrices)
+        factor = factor.reshape(matrices)
+    stored = packed_scales(scale, chosen, in_features)
+    q = without_codes_of_zeros(pack_codes(codes, in_features), stored, chosen)
+    return PackedFp4Weight(q, stored, factor, chosen.name, n, in_features)
+
+
+def shapes_of_parts(format: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of `q` and `scale`."""
+    return {name: shapes_of(4, n, k, FORMATS[format].block_size)[name] for name in ("q", "scale")}
+
+
+def pack_codes(codes: Tensor, k: int) -> Tensor:
+    """`q` of codes ``[N, ceil(k / 2)]``, as they are."""
+    return packed_codes(torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :k], 4)
+
+
+def unpacked_codes(q: Tensor, n: int, k: int) -> Tensor:
+    """Codes ``[n, ceil(k / 2)]`` of `q`."""
+    each = codes_of(q, 4)[:n, : k + k % 2]
+    return packed(each)
+
+
+def packed_scales(scale: Tensor, chosen: Fp4Format, k: int) -> Tensor:
+    """`scale` of block scales ``[N, ceil(k / block)]``. Raises ValueError for negative ones."""
+    if chosen.name == "mxfp4":
+        bytes_of = scale.view(torch.uint8)
+    else:
+        values = scale.float()
+        if not values.is_meta and bool((values < 0).any()):
+            _refuse("scale", "no negative numbers", f"{values.min().item():g}")
+        # NaN of either sign is one.
+        half = torch.where(values.isnan(), torch.nan, values.abs() * _STEP).to(torch.float16)
+        bytes_of = (half.view(torch.int16) >> _SHIFT).to(torch.uint8)
+    n, given = bytes_of.shape
+    panels, groups, _ = shapes_of_parts(chosen.name, n, k)["scale"]
+    filled = torch.nn.functional.pad(bytes_of, (0, groups - given, 0, panels * PANEL_ROWS - n), value=_ONE[chosen.name])
+    return packed_parameters(filled, groups)
+
+
+def unpacked_scales(scale: Tensor, format: str, n: int, k: int) -> Tensor:
+    """Block scales ``[n, ceil(k / block)]`` in the format's own type."""
+    chosen = FORMATS[format]
+    bytes_of = parameters_of(scale)[:n, : groups_of(k, chosen.block_size)]
+    if format == "mxfp4":
+        return bytes_of.contiguous()
+    half = (bytes_of.to(torch.int16) << _SHIFT).view(torch.float16)
+    return (half.float() / _STEP).to(chosen.scale_dtype)
+
+
+def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tensor:
+    """`q` with codes of 0 in blocks of scale 0, which kernels read as a small number; itself without such blocks."""
+    if chosen.name == "mxfp4" or q.is_meta or not bool((scale == 0).any()):
+        return q
+    there = (parameters_of(scale) != 0).to(torch.uint8).repeat_interleave(chosen.block_size, 1)
+    return packed_codes(codes_of(q, 4) * there[:, : q.shape[1] * 64], 4)
+
+
+@torch.no_grad()
+def _dequantize(
+    q: Tensor, scale: Tensor, factor: Tensor | None, format: str, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    weight = PackedFp4Weight(q, scale, factor, format, n, k)
+    out = q.new_empty((n, k), dtype=dtype)
+    matrices = 1 if factor is None else factor.numel()
+    for first in range(0, n, max(n // matrices, 1)):
+        one = weight.row_slice(first, first + n // matrices)
+        for rows in one.pieces(_AT_ONCE):
+            out[first + rows.start : first + rows.stop] = one.rows(rows, dtype)
+    return out
+
+
+def _fake_dequantize(q: Tensor, *rest: Any) -> Tensor:
+    _, _, _, n, k, dtype = rest
+    return q.new_empty((n, k), dtype=dtype)
+
+
+def _refuse(argument: str, expected: object, got: object) -> NoReturn:
+    raise ValueError(f"epiloq.{_PACK}: {argument}: expected {expected}, got {got}")
+
+
+register(
+    "dequantize_packed_fp4",
+    "dequantize_packed_fp4(Tensor q, Tensor scale, Tensor? factor, str format, SymInt n, SymInt k, ScalarType dtype)"
+    " -> Tensor",
+    _dequantize,
+    _fake_dequantize,
+)

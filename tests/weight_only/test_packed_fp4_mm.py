@@ -1,0 +1,238 @@
+"""`packed_fp4_mm` against float64, of one matrix and of experts, and packed FP4 weights, which lose nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import epiloq
+import fp4_reference
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight
+
+E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
+KINDS = {"mxfp4": E8M0, "nvfp4": E4M3}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SIZES = [(1, 1, 16), (1, 300, 1024), (7, 33, 576), (64, 40, 128), (65, 130, 96), (4, 7, 33), (2, 3, 1), (0, 8, 64)]
+SIZES += [(2, 0, 64), (2, 4, 0), (200, 48, 160)]
+
+
+def packed(n: int, k: int, form: str, device: str, matrices: int = 1) -> tuple[PackedFp4Weight, Tensor]:
+    """A weight, perhaps of several matrices behind each other, and W in float64."""
+    codes, scale, _ = fp4_reference.weight(n, k, KINDS[form], device)
+    factor = torch.rand(matrices, device=device) + 0.1 if form == "nvfp4" else None
+    each = None if factor is None else factor.repeat_interleave(n // matrices)
+    weight = fp4_reference.dequantized(codes, scale, each, k)
+    return epiloq.pack_fp4_weight(codes, scale, in_features=k, factor=factor), weight
+
+
+def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Within the roundings of the weights to x's dtype, of sums in fp32 and of the result."""
+    of_bias = 0 if bias is None else bias.double()
+    exact, size = x.double() @ weight.t() + of_bias, x.double().abs() @ weight.abs().t()
+    eps = torch.finfo(x.dtype).eps
+    bound = size * (eps / 2 + 2.0**-16) + (exact.abs() + size * eps) * eps / 2 + torch.finfo(x.dtype).tiny
+    assert found.shape == exact.shape and found.dtype == x.dtype
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_products(m: int, n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
+    weight, exact = packed(n, k, form, device)
+    x, bias = torch.randn(m, k + 3, device=device).to(dtype)[:, :k], torch.randn(n, device=device).to(dtype)
+    for of_bias in (None, bias):
+        found = epiloq.packed_fp4_mm(x, weight, of_bias)
+        assert_product(found, x, exact, of_bias)
+        out = torch.full((m, n + 3), 7.0, device=device, dtype=dtype)[:, :n]
+        assert epiloq.packed_fp4_mm(x, weight, of_bias, out=out) is out and torch.equal(out, found)
+    assert_product(epiloq.packed_fp4_mm(x.contiguous()[None], weight, bias)[0], x, exact, bias)
+    assert epiloq.explain("packed_fp4_mm", x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("rows", [[3, 0, 5], [0, 0, 1], [100, 0, 70]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_experts(rows: list[int], form: str, masked: bool, dtype: torch.dtype, device: str, seed: int) -> None:
+    experts, n, k, spare = len(rows), 48, 160, 2
+    weight, exact = packed(experts * n, k, form, device, experts)
+    bias = torch.randn(experts, n, device=device).to(dtype)
+    counts = torch.tensor(rows, dtype=torch.int32, device=device)
+    if masked:
+        x, where = torch.randn(experts, max(rows) + spare, k, device=device).to(dtype), {"masked_m": counts}
+        places: list[Any] = [(expert, slice(count)) for expert, count in enumerate(rows)]
+    else:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        x, where = torch.randn(sum(rows) + spare, k, device=device).to(dtype), {"offs": ends}
+        places = [slice(end - count, end) for end, count in zip(ends.tolist(), rows, strict=True)]
+    for of_bias in (None, bias):
+        out = torch.full((*x.shape[:-1], n), 7.0, device=device, dtype=dtype)
+        assert epiloq.packed_fp4_mm(x, weight, of_bias, **where, out=out) is out
+        found = epiloq.packed_fp4_mm(x, weight, of_bias, **where)
+        rest = torch.ones_like(out, dtype=torch.bool)
+        for expert, place in enumerate(places):
+            matrix = exact[expert * n : (expert + 1) * n]
+            assert_product(out[place], x[place], matrix, None if of_bias is None else of_bias[expert])
+            assert torch.equal(found[place], out[place])
+            rest[place] = False
+        assert (out[rest] == 7).all()
+    assert epiloq.explain("packed_fp4_mm", x, weight, bias, **where)
+
+
+@given(
+    n=st.integers(0, 70),
+    k=st.integers(0, 300),
+    form=st.sampled_from(sorted(KINDS)),
+    random=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_packing_loses_nothing(n: int, k: int, form: str, random: int) -> None:
+    torch.manual_seed(random)
+    codes = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8)
+    blocks = (n, -(-k // fp4_reference.BLOCK[KINDS[form]]))
+    # Of NVFP4 all bytes but those of negative numbers and of 0.
+    low, high = (0, 256) if form == "mxfp4" else (1, 128)
+    scale = torch.randint(low, high, blocks, dtype=torch.uint8).view(KINDS[form])
+    factor = None if form == "mxfp4" else torch.rand(1)
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k, factor=factor)
+    again = weight.unpack()
+    if k % 2 and n:
+        codes[:, -1] &= 15
+    assert torch.equal(again[0], codes) and torch.equal(again[1].view(torch.uint8), scale.view(torch.uint8))
+    assert again[2] is factor or torch.equal(again[2], factor)
+    expected = epiloq.fp4_dequantize(codes, scale, in_features=k, global_scale=factor)
+    for dtype in DTYPES:
+        found = weight.dequantize(dtype)
+        assert found.dtype == dtype and torch.equal(found.nan_to_num(nan=3.5), expected.to(dtype).nan_to_num(nan=3.5))
+
+
+def test_every_code_by_every_scale(device: str) -> None:
+    for kind in KINDS.values():
+        block = fp4_reference.BLOCK[kind]
+        codes = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(256, block // 16)
+        scale = torch.arange(256).to(torch.uint8).view(256, 1).view(kind)
+        if kind == E4M3:
+            codes, scale = codes[:128], scale.view(torch.uint8)[:128].view(kind)
+        codes, scale = codes.to(device), scale.to(device)
+        weight = epiloq.pack_fp4_weight(codes, scale, in_features=block)
+        expected = epiloq.fp4_dequantize(codes, scale, in_features=block)
+        assert torch.equal(weight.dequantize().nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0))
+        # By the kernel on a GPU: every number of the weight, as a row of the unit matrix picks it.
+        for dtype in (torch.float16, torch.bfloat16):
+            x = torch.eye(block, device=device, dtype=dtype)
+            found = epiloq.packed_fp4_mm(x, weight).t().float()
+            picked = expected.to(dtype).float()
+            # Others are rounded, or smaller than what some products take for 0.
+            low, high = (2.0**-14, 2.0**14) if dtype == torch.float16 else (2.0**-100, 2.0**120)
+            fits = (picked == 0) | (picked.abs() > low) & (picked.abs() < high)
+            rows = fits.all(1) & expected.isfinite().all(1)
+            assert torch.equal(found[rows], picked[rows])
+
+
+def test_scales_of_zero_and_below(seed: int, device: str) -> None:
+    codes, scale, _ = fp4_reference.weight(20, 70, E4M3, device)
+    scale.view(torch.uint8)[3, 1], scale.view(torch.uint8)[18, 4] = 0, 0x80
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=70)
+    expected = epiloq.fp4_dequantize(codes, scale, in_features=70)
+    assert torch.equal(weight.dequantize(), expected)
+    x = torch.randn(3, 70, device=device).bfloat16()
+    assert_product(epiloq.packed_fp4_mm(x, weight), x, expected.double(), None)
+    assert (epiloq.weights.fp4.code_values(weight.unpack()[0], 70)[3, 16:32] == 0).all()
+    scale.view(torch.uint8)[0, 0] = 0xB8
+    with pytest.raises(ValueError, match=r"epiloq\.pack_fp4_weight: scale: expected no negative numbers, got -1"):
+        epiloq.pack_fp4_weight(codes, scale, in_features=70)
+
+
+@pytest.mark.parametrize("form", KINDS)
+def test_gradients(form: str, seed: int, device: str) -> None:
+    weight, _ = packed(96, 80, form, device, 2)
+    dense = weight.dequantize().view(2, 48, 80)
+    ends = torch.tensor([3, 4], dtype=torch.int32, device=device)
+    x = torch.randn(6, 80, device=device, requires_grad=True)
+    bias = torch.randn(2, 48, device=device, requires_grad=True)
+    dy = torch.randn(6, 48, device=device)
+    y = epiloq.packed_fp4_mm(x, weight, bias, offs=ends)
+    dx, dbias = torch.autograd.grad(y, (x, bias), dy)
+    torch.testing.assert_close(dx[:3], dy[:3] @ dense[0])
+    torch.testing.assert_close(dx[3:4], dy[3:4] @ dense[1])
+    assert (dx[4:] == 0).all()
+    torch.testing.assert_close(dbias, torch.stack([dy[:3].sum(0), dy[3]]))
+    one = weight.row_slice(0, 48)
+    (dx,) = torch.autograd.grad(epiloq.packed_fp4_mm(x, one).square().sum(), x)
+    torch.testing.assert_close(dx, 2 * (x @ dense[0].t()) @ dense[0], rtol=1e-4, atol=1e-4)
+    gradient = torch.func.grad(lambda part: (epiloq.packed_fp4_mm(part, one) * dy).sum())(x.detach())
+    torch.testing.assert_close(gradient, dy @ dense[0])
+    compiled = torch.compile(epiloq.packed_fp4_mm, fullgraph=True, backend="aot_eager")
+    (again,) = torch.autograd.grad(compiled(x, one).square().sum(), x)
+    torch.testing.assert_close(again, dx)
+
+
+def test_rows_share_memory(seed: int) -> None:
+    weight, _ = packed(64, 40, "nvfp4", "cpu", 2)
+    part = weight.row_slice(32, 55)
+    assert part.q.data_ptr() == weight.q[2].data_ptr() and part.n == 23
+    assert torch.equal(part.dequantize(), weight.dequantize()[32:55])
+    assert weight.nbytes == weight.q.nbytes + weight.scale.nbytes + 8 and "nvfp4" in repr(weight)
+
+
+def test_refused(seed: int) -> None:
+    weight, _ = packed(64, 40, "mxfp4", "cpu")
+    x, two = torch.ones(3, 40), torch.tensor([1, 3], dtype=torch.int32)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"x": torch.ones(3, 41)}, "x: expected float32, float16 or bfloat16 with 40 columns"),
+        ({"x": torch.ones(3, 40).double()}, "x: expected float32"),
+        ({"x": torch.ones(40, 3).t()}, "x: expected row-major"),
+        ({"x": torch.tensor(1.0)}, "x: expected at least one dimension"),
+        ({"bias": torch.ones(3)}, r"bias: expected x's torch\.float32 \[64\]"),
+        ({"bias": torch.ones(64), "offs": two}, r"bias: expected x's torch\.float32 \[2, 32\]"),
+        ({"offs": two, "masked_m": two}, "offs: expected at most one"),
+        ({"offs": two.long()}, r"offs: expected int32 \[E\]"),
+        ({"offs": torch.tensor([1, 2, 3], dtype=torch.int32)}, "weight: expected 3 matrices of a multiple of 16"),
+        ({"offs": torch.tensor([2, 1], dtype=torch.int32)}, "offs: expected ascending ends up to 3"),
+        ({"offs": torch.tensor([2, 4], dtype=torch.int32)}, "offs: expected ascending ends up to 3"),
+        ({"masked_m": two}, r"x: expected \[2, M, K\]"),
+        ({"x": torch.ones(2, 2, 40), "masked_m": two}, "masked_m: expected 0 to 2"),
+        ({"out": torch.ones(3, 63)}, r"out: expected \[3, 64\]"),
+        (
+            {"weight": PackedFp4Weight(weight.q[:, :0], weight.scale, None, "mxfp4", 64, 40)},
+            r"weight\.q: expected uint8",
+        ),
+        ({"weight": PackedFp4Weight(weight.q, weight.scale[:1], None, "mxfp4", 64, 40)}, r"weight\.scale: expected"),
+    ]
+    for arguments, said in cases:
+        with pytest.raises(ValueError, match=rf"epiloq\.packed_fp4_mm: {said}"):
+            epiloq.packed_fp4_mm(**{"x": x, "weight": weight, **arguments})
+    with pytest.raises(TypeError, match="weight: expected a PackedFp4Weight, got Tensor"):
+        epiloq.packed_fp4_mm(x, x)  # type: ignore[arg-type]
+    codes, scale, _ = fp4_reference.weight(40, 40, E4M3)
+    for factor, said in ((torch.ones(2), "factor: expected one element"), (torch.ones(1).double(), "factor: expected")):
+        with pytest.raises(ValueError, match=rf"epiloq\.pack_fp4_weight: {said}"):
+            epiloq.pack_fp4_weight(codes, scale, in_features=40, factor=factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_the_kernel_is_taken_and_waits_for_nothing(form: str, dtype: torch.dtype, seed: int) -> None:
+    """Of few rows, dense and of experts, in a captured graph too; more rows are multiplied by a dense weight."""
+    weight, exact = packed(8 * 256, 512, form, "cuda", 8)
+    x, ends = torch.randn(40, 512, device="cuda").to(dtype), torch.arange(5, 41, 5, device="cuda", dtype=torch.int32)
+    assert "dequantised" not in epiloq.explain("packed_fp4_mm", x, weight, offs=ends)
+    assert "dequantised" not in epiloq.explain("packed_fp4_mm", x, weight.row_slice(0, 256))
+    assert "dequantised" in epiloq.explain("packed_fp4_mm", x.repeat(20, 1), weight, offs=20 * ends)
+    epiloq.packed_fp4_mm(x, weight, offs=ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = epiloq.packed_fp4_mm(x, weight, offs=ends)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    for expert in range(8):
+        rows = slice(5 * expert, 5 * expert + 5)
+        assert_product(found[rows], x[rows], exact[expert * 256 : (expert + 1) * 256], None)
