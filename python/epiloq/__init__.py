@@ -2,7 +2,7 @@
 
 The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `weight_only_mm`, `quantize_int8` and their like) work
 on torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models;
-`explain`, `supports` and `config` say and steer what runs; `quantize` holds the algorithms, `formats` checkpoints,
+`explain`, `supports` and `config` tell and control what runs; `quantize` holds the algorithms, `formats` checkpoints,
 `compat` other libraries' names.
 """
 

@@ -59,7 +59,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
-    """The kernel that ``epiloq.<name>(*args, **kwargs)`` would use here, in words; nothing is computed.
+    """The kernel that ``epiloq.<name>(*args, **kwargs)`` would use here, by name; nothing is computed.
 
     Of `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `online_quant_mm` and `weight_only_mm`
     the question can be put without tensors or a GPU: ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``

@@ -216,7 +216,7 @@ def quantize_(
     calibrate
         ``calibrate(model)`` runs the float model on sample inputs, while the smallest and largest input of every
         chosen layer are recorded. Static schemes need it, the others do not call it. It runs in evaluation mode
-        under ``torch.no_grad``; then each module has its own mode again. One range serves all tokens: where a few of
+        under ``torch.no_grad``; then each module has its own mode again. One range covers all tokens: where a few of
         them are far larger than the rest (in language models the inputs of some down projections), leave the layer
         out.
     observer

@@ -143,7 +143,7 @@ def test_opened_saved_and_converted(folders: Path, tmp_path: Path, form: str) ->
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["scheme"] == f"w4a16-{form}" and {row["weights"] for row in facts["kinds"]} == {form}
     result = run("convert", folders / form, tmp_path / "gptq", "--format", "gptq")
-    assert result.exit_code == 2 and "cannot say Fp4Linear" in result.output
+    assert result.exit_code == 2 and "cannot represent Fp4Linear" in result.output
 
 
 def changed(folder: Path, target: Path, activations: dict[str, Any] | None, more: dict[str, Tensor]) -> Path:

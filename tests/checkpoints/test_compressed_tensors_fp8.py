@@ -295,7 +295,7 @@ def test_what_is_left_out_is_as_the_package_has_it() -> None:
 
 def test_conversions_that_are_refused(ours: Path, tmp_path: Path) -> None:
     for target in ("gptq", "awq", "deepseek-fp8"):
-        with pytest.raises(FormatError, match=r"cannot say Fp8Linear\(activation='token', weight='channel'\)"):
+        with pytest.raises(FormatError, match=r"cannot represent Fp8Linear\(activation='token', weight='channel'\)"):
             convert.prepare(ours / "fp8-token", tmp_path / "out", target)
     mixed = epiloq.quantize_(tiny_model(**ROUND), "fp8", lambda module, name: name.endswith("q_proj"))
     epiloq_modules.save(epiloq.quantize_(mixed, "fp8-token"), tmp_path / "mixed")

@@ -59,7 +59,7 @@ def test_exactly_where_float8_represents_a_block(base: int, reach: int, n: int, 
         found = blocks_of_mxfp4(weight)
         assert torch.equal(found.dequantize(), weight.dequantize()) and found.scale.shape == (1, 1)
     else:
-        with pytest.raises(ValueError, match=r"deepseek-fp8: cannot say this MXFP4 weight: block \[0, 0\]"):
+        with pytest.raises(ValueError, match=r"deepseek-fp8: cannot represent this MXFP4 weight: block \[0, 0\]"):
             blocks_of_mxfp4(weight)
 
 
@@ -107,7 +107,7 @@ def test_convert(folders: Path, tmp_path: Path, source: str) -> None:
 
 def test_refused(folders: Path, tmp_path: Path) -> None:
     result = run("convert", folders / "nvfp4", tmp_path / "out", "--format", "deepseek-fp8")
-    assert result.exit_code == 2 and "cannot say Fp4Linear(format='nvfp4')" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "cannot represent Fp4Linear(format='nvfp4')" in " ".join(result.output.split())
     wide = tmp_path / "wide"
     wide.mkdir()
     for file in (folders / "mxfp4").iterdir():

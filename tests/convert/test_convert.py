@@ -73,7 +73,7 @@ def test_three_bits(tmp_path: Path, symmetric: bool) -> None:
         assert same(weights(tmp_path / "0"), weights(tmp_path / f"{step + 1}"))
     first, last = (dict(Checkpoint(tmp_path / name).tensors()) for name in "03")
     assert same(first, last)
-    with pytest.raises(FormatError, match="cannot say 3 bits, only 4 bits"):
+    with pytest.raises(FormatError, match="cannot represent 3 bits, only 4 bits"):
         convert.prepare(tmp_path / "0", tmp_path / "no", "awq")
 
 

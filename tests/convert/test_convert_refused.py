@@ -1,4 +1,4 @@
-"""What `epiloq convert` cannot say in another format, and why; and that nothing is left of it."""
+"""What `epiloq convert` cannot represent in another format, and why; and that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def test_scales_that_would_be_rounded(teacher: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "target", "said"),
     [
-        ("int8 channel", "awq", "cannot say 8 bits"),
+        ("int8 channel", "awq", "cannot represent 8 bits"),
         ("w8a8", "gptq", "activations cannot be said"),
         ("w8a8", "awq", "activations cannot be said"),
-        ("int4 asymmetric", "deepseek-fp8", "cannot say integers of 4 bits, only FP8 in blocks of 128 x 128"),
+        ("int4 asymmetric", "deepseek-fp8", "cannot represent integers of 4 bits, only FP8 in blocks of 128 x 128"),
         ("int4 asymmetric", "compressed-tensors", "is in the format compressed-tensors already"),
         ("int4 asymmetric", "gguf", "there are deepseek-fp8, compressed-tensors, gptq, awq, epiloq"),
     ],
@@ -103,7 +103,7 @@ def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, said: st
 def test_what_only_epiloq_says(tmp_path: Path, scheme: str) -> None:
     epiloq_modules.save(epiloq.quantize_(tiny_model(**ROUND), scheme), tmp_path / "in")
     for target in ("compressed-tensors", "gptq", "awq", "deepseek-fp8"):
-        with pytest.raises(FormatError, match=r"cannot say OnlineQuantLinear\("):
+        with pytest.raises(FormatError, match=r"cannot represent OnlineQuantLinear\("):
             convert.prepare(tmp_path / "in", tmp_path / "out", target)
 
 

@@ -45,7 +45,7 @@ def run(
     bias: Tensor | None = None,
     clamp: tuple[float, float] = (-math.inf, math.inf),
 ) -> Tensor:
-    """The kernel (row, blocks that share K) whatever the tables say: ``[B, H, W, Ci]`` to ``[B, P, Q, Co]``."""
+    """The kernel (row, CTAs that split K), whatever the tables choose: ``[B, H, W, Ci]`` to ``[B, P, Q, Co]``."""
     where = epiloq.ops.convolutions.conv2d.geometry("", weight.kernel, *list(place.arguments.values()))
     out = poisoned((x.shape[0], *where.output_size(x.shape[1:3], weight.kernel), weight.n), x.dtype, str(x.device))
     given = arguments(x, weight, place, bias, clamp)

@@ -19,7 +19,7 @@ FLOAT8_ROWS = {"sm89": 6, "sm90": 4 + tile_rows.FLOAT8}
 
 
 def tiles_of(kernels: set[str]) -> set[str]:
-    """Whether blocks share K or not."""
+    """With split-K and without."""
     return {kernel.partition(", K over")[0] for kernel in kernels}
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 # Ragged rows of weights; the tile with more stages of weights than of tokens, two to a block, of nine steps each; four
 # to a block, of an odd number of steps.
 SIZES = [(4096, 640), (6152, 576), (7168, 2320), (8192, 1040), (14336, 1040), (14344, 1040), (28680, 272)]
-# Of so few tiles that two blocks share K, of an odd number of steps but for one; the last for 65 tokens and more, too.
+# Of so few tiles that two CTAs split K, of an odd number of steps but for one; the last for 65 tokens and more, too.
 SHARED = [(40, 3216), (1032, 528), (1032, 2320), (2112, 7184), (3080, 4112), (3424, 8208), (4096, 14464)]
 
 

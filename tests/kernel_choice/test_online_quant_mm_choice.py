@@ -59,7 +59,7 @@ def test_nothing_is_launched_for_nothing() -> None:
 
 
 def test_the_rate_of_memory_counts() -> None:
-    """Eight bits by few tokens wait for it; many products do not."""
+    """8-bit weights at small M wait for it; large products do not."""
     few, many = (
         [kernel(m, n, 4096, 128, 8, "sm90", rate) for rate in (1000, 8000)] for m, n in ((64, 8192), (4096, 4096))
     )

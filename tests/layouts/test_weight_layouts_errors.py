@@ -1,4 +1,4 @@
-"""Tensors that do not make a weight, and weights that a layout cannot say: errors that name what is wrong."""
+"""Tensors that do not make a weight, and weights that a layout cannot represent: errors that name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""online_quant_mm by kernels that are asked for: every row, every number of blocks that share K, a shared last wave."""
+"""online_quant_mm by kernels that are asked for: every row, every number of CTAs that split K, a stream-K last wave."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_integers_are_exact_by_every_kernel(seed: int, family: str, bits: int) -
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", ROWS)
 def test_every_kernel_is_near_float64(seed: int, family: str, bits: int, offset: bool) -> None:
-    """With scales, offsets, a bias, and halves, whose whole tiles leave by other ways."""
+    """With scales, offsets, a bias, and 16-bit outputs, whose full tiles are stored on another path."""
     skip_unless_here(family)
     weight = make_weight(N, K, 128, bits=bits, offset=offset, device="cuda")
     prepared, bias = weight.prepared(), torch.randn(N, device="cuda", dtype=torch.bfloat16)

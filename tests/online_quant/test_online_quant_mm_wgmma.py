@@ -77,8 +77,8 @@ def test_what_is_not_finite_stays_in_its_row(
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_leave_as_floats_do(seed: int, dtype: torch.dtype, bits: int) -> None:
-    """16-bit outputs leave by other ways than float32, by TMA while the next tile is multiplied; where K is short that
-    is soon done. Their values are those of float32, rounded."""
+    """16-bit outputs are stored on another path than float32, by TMA while the next tile is multiplied; where K is
+    short that is soon done. Their values are those of float32, rounded."""
     for kernel, m, n, k in (*CASES, *((Kernel("sm90", row), 514, 8192, 128) for row in range(5))):
         weight = make_weight(n, k, 128, bits=bits, offset=False, device="cuda").prepared()
         for _ in range(5):

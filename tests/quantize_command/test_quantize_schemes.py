@@ -1,4 +1,4 @@
-"""``epiloq quantize`` of every scheme, in every format that can say it."""
+"""``epiloq quantize`` of every scheme, in every format that can represent it."""
 
 from __future__ import annotations
 

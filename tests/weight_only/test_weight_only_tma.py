@@ -113,7 +113,7 @@ def test_groups_have_their_parameters(seed: int, bits: int, group_size: int, sca
 @each_kernel
 def test_a_ring_of_stages_goes_round(seed: int, kernel: Kernel, bits: int) -> None:
     """Barriers and phases: more steps than stages, which are fewer by 8 bits; the last of them short, or fewer than
-    share K within a block; sums of integers, exact in any order."""
+    split K within a CTA; sums of integers, exact in any order."""
     for k in (128, 256, 1152, 2056, 8192):
         weight = make_weight(300, k, bits, -1, "zero", device="cuda")
         packed = epiloq.pack_weight(weight.q, ones(300, torch.bfloat16), weight.zero, bits=bits, group_size=-1)

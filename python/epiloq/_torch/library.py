@@ -20,7 +20,7 @@ from epiloq._torch.parameters import FrozenParameter
 # define/impl rather than custom_op, which costs 10 us a call.
 LIBRARY = torch.library.Library("epiloq", "DEF")
 
-# Tensors that are what their memory says.
+# Tensors whose values are their memory's, unlike lazily negated or conjugated ones.
 PLAIN = frozenset({Tensor, Parameter, FrozenParameter})
 
 # Looked up once: `direct` is on the path of every call.
@@ -75,7 +75,7 @@ def register_product(
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:
     """Whether a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work.
 
-    Plain ones are what their memory says: of a lazily negated one (``z.conj().imag``) it has the other sign.
+    The values of plain ones are their memory's: of a lazily negated one (``z.conj().imag``) it has the other sign.
     """
     if is_dynamo_compiling():
         return False

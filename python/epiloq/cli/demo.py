@@ -109,7 +109,7 @@ def results_table(results: Results) -> Table:
 
 
 def show(results: Results, console: Console) -> None:
-    """Print the table, the worst layers by name, and which text served for what."""
+    """Print the table, the worst layers by name, and which text was used for what."""
     console.print(results_table(results))
     console.print(
         "ppl: perplexity, change in percent of the teacher's. Prefill, decode: tokens per second for one sequence, in "
@@ -134,7 +134,7 @@ def show(results: Results, console: Console) -> None:
 
 
 def span(part: dict[str, Any]) -> str:
-    """A part of the text in words."""
+    """Description of a part of the text."""
     first = part["first_token"]
     return f"tokens {first} to {first + part['tokens'] - 1}"
 

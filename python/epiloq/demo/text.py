@@ -45,7 +45,7 @@ class Text:
     calibration: Part
 
     def describe(self) -> dict[str, Any]:
-        """Which part served for what, for the report."""
+        """Which part was used for what, for the report."""
         return {
             "source": self.source,
             "evaluation": self.evaluation.describe(),

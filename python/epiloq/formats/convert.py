@@ -37,7 +37,7 @@ class Conversion:
 
 
 def prepare(source: Path, output: Path, name: str) -> Conversion:
-    """Open a checkpoint and see whether the format `name` (a key of FORMATS) can say it.
+    """Open a checkpoint and see whether the format `name` (a key of FORMATS) can represent it.
 
     Raises FormatError: `output` exists or cannot be made, the source is bad or not quantised, or the reason why it
     cannot be said.
@@ -56,7 +56,7 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 
 def refusal(layers: Layers, layout: Format) -> str | None:
-    """Why a format cannot say a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
+    """Why a format cannot represent a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
     transposed = [name for name in layers.readers if isinstance(layers.linears.get(name), TransposedConv1D)]
     if transposed and not layout.conv1d:
         return f"{transposed[0]}: {layout.name}: cannot hold a Conv1D, only torch.nn.Linear"
@@ -93,7 +93,7 @@ def _sample(layers: Layers, name: str) -> Weight:
 
 
 def _restated(weight: Weight, layout: Format) -> Weight:
-    """A weight in other numbers that a format can say, the same weight; itself where there are no such."""
+    """A weight in other numbers that a format can represent, the same weight; itself where there are no such."""
     if layout.name != "deepseek-fp8" or not isinstance(weight, ModuleWeight) or weight.module != "Fp4Linear":
         return weight
     return deepseek_fp8.blocks_of_mxfp4(weight) if weight.options["format"] == "mxfp4" else weight
@@ -102,10 +102,11 @@ def _restated(weight: Weight, layout: Format) -> Weight:
 def perform(
     conversion: Conversion, advance: Callable[[], None] = lambda: None, largest_shard: int = LARGEST_SHARD
 ) -> dict[str, Any]:
-    """Write the new directory, calling `advance` after each layer, and say what came of it.
+    """Write the new directory, calling `advance` after each layer, and report what came of it.
 
     It appears by one rename, with every file of the source but weights and their descriptions. One layer is held at a
-    time. Raises FormatError for values that the format cannot say, OSError when the disk fails; nothing is left then.
+    time. Raises FormatError for values that the format cannot represent, OSError when the disk fails;
+    nothing is left then.
     """
     layers = conversion.layers
     checkpoint = layers.checkpoint

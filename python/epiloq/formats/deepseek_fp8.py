@@ -78,7 +78,7 @@ def blocks_of_mxfp4(weight: ModuleWeight) -> BlockWeight:
     for stripe, first in enumerate(range(0, values.shape[0], BLOCK)):
         rows = values[first : first + BLOCK]
         if not bool(rows.isfinite().all()):
-            raise FormatError("deepseek-fp8: cannot say NaN or infinite numbers of an MXFP4 weight")
+            raise FormatError("deepseek-fp8: cannot represent NaN or infinite numbers of an MXFP4 weight")
         exponent = _exponents(rows, stripe)
         scales[stripe] = torch.ldexp(torch.ones_like(scales[stripe]), exponent)
         spread = scales[stripe].repeat_interleave(BLOCK)[: values.shape[1]]
@@ -97,8 +97,9 @@ def _exponents(rows: Tensor, stripe: int) -> Tensor:
     if bool(wide.any()):
         column = int(wide.nonzero()[0, 0])
         raise FormatError(
-            f"deepseek-fp8: cannot say this MXFP4 weight: block [{stripe}, {column}] of {BLOCK} x {BLOCK} reaches from "
-            f"2^{int(lowest[column])} to 2^{int(highest[column])}, more than 2^{_SPAN}, which float8_e4m3fn spans"
+            f"deepseek-fp8: cannot represent this MXFP4 weight: block [{stripe}, {column}] of {BLOCK} x {BLOCK} "
+            f"reaches from 2^{int(lowest[column])} to 2^{int(highest[column])}, more than 2^{_SPAN}, "
+            "which float8_e4m3fn spans"
         )
     return torch.where(highest > _FAR, (highest - _HIGHEST).clamp(min=-126), 0)
 

@@ -109,7 +109,7 @@ class Description:
 
     @property
     def weights(self) -> str:
-        """The weights in words."""
+        """Description of the weights."""
         what = {"fp8": "fp8", "fp4": "fp4", "table": f"{self.bits}-bit table"}.get(self.kind, f"int{self.bits}")
         size = {"group": f" of {self.group_size}", "block": f" of {self.block}"}.get(self.strategy, "")
         return f"{what} per {self.strategy}{size}, {'symmetric' if self.symmetric else 'asymmetric'}"
@@ -151,7 +151,7 @@ class Description:
 
     @property
     def loss(self) -> str | None:
-        """What of the computation is not carried out, in words; None where all is."""
+        """Description of what of the computation is not carried out; None where all is."""
         if self.kind == "fp8" and self.strategy == "block" and self.inputs is not None and self.rows is None:
             assert self.block is not None
             rows, columns = self.block

@@ -123,7 +123,7 @@ def groups_of(layers: Mapping[str, tuple[str, Options]]) -> list[Group]:
 
 
 def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
-    """A model's quantised layers by name. Raises FormatError for a module that the format has no word for, or none."""
+    """A model's quantised layers by name. Raises FormatError for a module that the format cannot represent, or none."""
     found: dict[str, tuple[str, Options]] = {}
     for name, module in named_layers(model):
         kind = KINDS.get(type(module).__name__)
@@ -140,7 +140,7 @@ def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHAR
     """Write a model of transformers that `quantize_` has been at into a new `folder`; it appears by one rename.
 
     A tokenizer is saved beside by its own ``save_pretrained``. Raises FormatError where `folder` exists, or for a
-    quantised layer that the format has no word for, or none.
+    quantised layer that the format cannot represent, or none.
     """
     with written_whole(folder) as aside:
         write(model, model_config(model), aside, largest_shard)

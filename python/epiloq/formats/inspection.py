@@ -28,7 +28,7 @@ def inspect(layers: Layers) -> dict[str, Any]:
     bytes
         What there is, by type, and what the same model had in floating point.
     formats
-        For each format, null if it can say these layers, else the reason why it cannot.
+        For each format, null if it can represent these layers, else the reason why it cannot.
     """
     checkpoint = layers.checkpoint
     after: Counter[str] = Counter()

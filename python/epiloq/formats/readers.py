@@ -53,7 +53,7 @@ class Layout:
     from_tensors
         What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
     to_tensors
-        The inverse, given the model's type. Raises FormatError for what the layout cannot say.
+        The inverse, given the model's type. Raises FormatError for what the layout cannot represent.
     check
         Raises FormatError for tensors of other types or shapes than a layer's, whose values are not looked at.
     """

@@ -1,4 +1,4 @@
-"""The formats of whole checkpoints, as data: what each says, and how. `readers` has the way back."""
+"""The formats of whole checkpoints, as data: what each represents, and how. `readers` has the way back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Format:
-    """How one format says things. Callables raise FormatError for what it cannot say.
+    """How one format represents things. Callables raise FormatError for what it cannot represent.
 
     scale_dtype
         The type to which scales should be rounded, given the model's and how layers are quantised.
@@ -115,7 +115,7 @@ def _weights_only(name: str, weight: Weight, quantization: Quantization | None) 
 
 def _describe_gptq(weight: Weight, quantization: Quantization | None) -> Description:
     described = _grid_of(quantization)
-    # Asymmetric groups of positive weights have the zero point 0, which the first version has no word for.
+    # Asymmetric groups of positive weights have the zero point 0, which the first version cannot represent.
     version = "gptq" if described.grid.symmetric else "gptq_v2"
     return of_grid(described, version, isinstance(weight, QuantizedWeight) and weight.perm is not None)
 
@@ -161,7 +161,7 @@ def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:
         strategy = {(-1, -1): "tensor", (1, -1): "channel"}.get(block, "block")
         if min(block) > 0 or strategy != "block":
             return Description(layout, "fp8", strategy=strategy, block=(rows, columns) if strategy == "block" else None)
-    raise FormatError(f"compressed-tensors: cannot say {weight.described}")
+    raise FormatError(f"compressed-tensors: cannot represent {weight.described}")
 
 
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.d
         said = f"FP8 in blocks of {weight.rows} x {FP8_BLOCK}"
     else:
         said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
-    raise FormatError(f"deepseek-fp8: cannot say {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}")
+    raise FormatError(f"deepseek-fp8: cannot represent {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}")
 
 
 def _blocks_config(written: Written) -> dict[str, Any]:

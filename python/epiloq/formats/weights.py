@@ -64,7 +64,7 @@ class ModuleWeight:
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
+        """Description, for messages."""
         return f"{self.module}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
 
 
@@ -88,13 +88,13 @@ Weight: TypeAlias = QuantizedWeight | BlockWeight | ModuleWeight
 def on_grid(weight: Weight, name: str) -> QuantizedWeight:
     """A weight that a format of integers can take as far as its kind goes. Raises FormatError for another kind."""
     if isinstance(weight, BlockWeight):
-        raise FormatError(f"{name}: cannot say FP8 values in blocks, only integers on a grid")
+        raise FormatError(f"{name}: cannot represent FP8 values in blocks, only integers on a grid")
     if isinstance(weight, ModuleWeight):
-        raise FormatError(f"{name}: cannot say {weight.described}")
+        raise FormatError(f"{name}: cannot represent {weight.described}")
     if weight.zero is not None and bool((weight.zero >> weight.bits).any()):
         raise FormatError(
-            f"{name}: cannot say a zero point of {1 << weight.bits} (some files of gptq's first version have it): "
-            f"it has {weight.bits} bits for one"
+            f"{name}: cannot represent a zero point of {1 << weight.bits} (some files of gptq's first version have it):"
+            f" it has {weight.bits} bits for one"
         )
     return weight
 
@@ -105,4 +105,4 @@ def exact(scale: Tensor, dtypes: tuple[torch.dtype, ...], name: str) -> torch.dt
         if torch.equal(scale.to(dtype).float(), scale.float()):
             return dtype
     expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    raise FormatError(f"{name}: cannot say these scales: some are no {expected} numbers and would be rounded")
+    raise FormatError(f"{name}: cannot represent these scales: some are no {expected} numbers and would be rounded")

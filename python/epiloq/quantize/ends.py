@@ -79,7 +79,7 @@ def settled(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> tuple[E
     tied = f"{first} and {others} are tied"
     if layout.shares:
         return ends, (f"{tied}: one quantised weight, stored once",)
-    twice = f"{tied}, which {layout.name} cannot say of a quantised weight: stored for each of them"
+    twice = f"{tied}, which {layout.name} cannot represent of a quantised weight: stored for each of them"
     target = TARGETS[ends.head.name] if ends.head is not None else None
     if target is None or layout.describe is None:
         return ends, (twice,)

@@ -1,4 +1,4 @@
-"""Which formats can say what a scheme makes of a model."""
+"""Which formats can represent what a scheme makes of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schemes() -> dict[str, Scheme]:
 
 
 def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
-    """For each format, in order of preference, why it cannot say a scheme's layers; None if it can."""
+    """For each format, in order of preference, why it cannot represent a scheme's layers; None if it can."""
     target = TARGETS[scheme]
     quantization = target.quantization(symmetric)
     weight = target.blank((CONVENIENT, CONVENIENT), symmetric)
@@ -35,7 +35,7 @@ def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
 
 
 def choose(scheme: str, layout: str | None, symmetric: bool = False) -> str:
-    """The format to write: the one that was asked for or, by default, the first that can say the scheme.
+    """The format to write: the one that was asked for or, by default, the first that can represent the scheme.
 
     Raises FormatError, with the reason and the formats that fit, for one that cannot.
     """

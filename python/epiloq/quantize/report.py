@@ -72,7 +72,7 @@ def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
-    """What decided the result, in words."""
+    """What decided the result, as text."""
     found = {name: "none" if report[key] is None else str(report[key]) for name, key in SETTINGS.items()}
     if report["budget"]:
         found["scheme"] = f"chosen for each layer by {report['budget']['asked']}"

@@ -56,7 +56,7 @@ class Codebook(Protocol[_Kept]):
 
     @property
     def reorders(self) -> bool:
-        """Whether `kept` has a word for columns in another order than the layer's, a `perm`."""
+        """Whether `kept` can represent columns in another order than the layer's, a `perm`."""
 
     def length(self, channels: int) -> int:
         """Input channels in a full group of a layer with so many of them."""

@@ -14,20 +14,20 @@ struct BlockwiseFinish {
   static constexpr int kVector = 8;  // columns per thread
   static constexpr int kSharedBytes = kKGroups * kTileM * kPitch * 4;
 
-  static __device__ void keep(float* sums, int team, int row, int column, float2 pair) {
-    *reinterpret_cast<float2*>(sums + (team * kTileM + row) * kPitch + column) = pair;
+  static __device__ void keep(float* sums, int k_group, int row, int column, float2 pair) {
+    *reinterpret_cast<float2*>(sums + (k_group * kTileM + row) * kPitch + column) = pair;
   }
 
   static __device__ void add_up(float const* sums, int row, int column, float (&x)[kVector]) {
 #pragma unroll
-    for (int team = 0; team < kKGroups; ++team) {
-      auto const* const from = reinterpret_cast<float4 const*>(sums + (team * kTileM + row) * kPitch + column);
+    for (int k_group = 0; k_group < kKGroups; ++k_group) {
+      auto const* const from = reinterpret_cast<float4 const*>(sums + (k_group * kTileM + row) * kPitch + column);
 #pragma unroll
       for (int i = 0; i < kVector / 4; ++i) {
         float4 const four = from[i];
         float const values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[4 * i + e] = team == 0 ? values[e] : x[4 * i + e] + values[e];
+        for (int e = 0; e < 4; ++e) x[4 * i + e] = k_group == 0 ? values[e] : x[4 * i + e] + values[e];
       }
     }
   }

@@ -87,14 +87,14 @@ struct BlockwiseSm75 {
     __device__ __forceinline__ int begin(int i) {
       a.store(ring, ring + K::kParametersA, work.a(), work.thread);
       b.store(ring + K::kB, ring + K::kParametersB, work.b(), work.thread);
-      K::wait_for_team(work.team);
+      K::sync_k_group(work.k_group);
       if (i + 1 < work.steps) {
         b.load(work.b(), work.step(i + 1), work.thread);
         a.load(work.a(), work.step(i + 1), work.thread);
       }
       return 0;
     }
-    __device__ __forceinline__ void end() { K::wait_for_team(work.team); }
+    __device__ __forceinline__ void end() { K::sync_k_group(work.k_group); }
   };
 };
 

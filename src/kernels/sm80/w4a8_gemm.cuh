@@ -43,16 +43,16 @@ struct Blockwise {
   static constexpr int kStep = kBlockwiseStep;
   static constexpr int kKGroups = kKGroups_, kStages = kStages_;
   static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
-  static constexpr int kTeamThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kThreads = kKGroups * kTeamThreads;
+  static constexpr int kKGroupThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kThreads = kKGroups * kKGroupThreads;
   static constexpr int kMinBlocks = kThreads <= 128 ? 2 : 1;
   static constexpr int kGroups = kStep / kGroup;  // quantisation blocks per stage
   static constexpr int kDepth = kGroup / 32;      // products along K per block
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;
   static constexpr int kKinds = kParameterKinds;
 
-  using A = BlockwiseOperand<kTeamThreads, kTileM, kStep, kGroups>;
-  using B = BlockwiseOperand<kTeamThreads, kTileN, kStep * kBits / 8, kGroups>;
+  using A = BlockwiseOperand<kKGroupThreads, kTileM, kStep, kGroups>;
+  using B = BlockwiseOperand<kKGroupThreads, kTileN, kStep * kBits / 8, kGroups>;
 
   // A stage: A's values, B's values, A's parameters, B's parameters.
   static constexpr int kB = A::kValueBytes;
@@ -67,13 +67,13 @@ struct Blockwise {
 
   using Sums = float[kRows][kColumns][4];
 
-  static __device__ void wait_for_team(int team) {
+  static __device__ void sync_k_group(int k_group) {
     if constexpr (kKGroups == 1) {
       __syncthreads();
-    } else if constexpr (kTeamThreads == 32) {
+    } else if constexpr (kKGroupThreads == 32) {
       __syncwarp();
     } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
+      asm volatile("bar.sync %0, %1;" ::"r"(k_group + 1), "n"(kKGroupThreads) : "memory");
     }
   }
 
@@ -191,21 +191,21 @@ struct Blockwise {
   // A thread's K group, tile, and the K steps of its group.
   struct Work {
     BlockwiseProblem const& p;
-    int team, thread, first_m, first_n, steps;
+    int k_group, thread, first_m, first_n, steps;
 
     __device__ A a() const { return {p.a, p.k, first_m, p.m, p.a_parameters, kKinds, p.kinds, p.padded_m}; }
     __device__ B b() const {
       return {p.b, p.k / 8 * kBits, first_n, p.n, p.b_parameters, p.kinds, p.kinds, p.padded_n};
     }
-    __device__ int step(int i) const { return team + i * kKGroups; }
+    __device__ int step(int i) const { return k_group + i * kKGroups; }
   };
 
   static __device__ void run(BlockwiseProblem const& p, unsigned char* shared) {
-    int const team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, lane = threadIdx.x % 32;
+    int const k_group = threadIdx.x / kKGroupThreads, thread = threadIdx.x % kKGroupThreads, lane = threadIdx.x % 32;
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
-    unsigned char* const ring = shared + team * kStages * kStageBytes;
-    int const steps = (p.k / kStep - team + kKGroups - 1) / kKGroups;
-    typename Machine::template Pipeline<Blockwise> pipeline({p, team, thread, first_m, first_n, steps}, ring);
+    unsigned char* const ring = shared + k_group * kStages * kStageBytes;
+    int const steps = (p.k / kStep - k_group + kKGroups - 1) / kKGroups;
+    typename Machine::template Pipeline<Blockwise> pipeline({p, k_group, thread, first_m, first_n, steps}, ring);
 
     int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
     Sums sums = {};
@@ -228,7 +228,7 @@ struct Blockwise {
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          Finish::keep(all_sums, team, first_row + 16 * r + 8 * h + lane / 4, first_column + 8 * j + 2 * (lane % 4),
+          Finish::keep(all_sums, k_group, first_row + 16 * r + 8 * h + lane / 4, first_column + 8 * j + 2 * (lane % 4),
                        {sums[r][j][2 * h], sums[r][j][2 * h + 1]});
         }
       }

@@ -64,7 +64,7 @@ struct BlockwiseSm80 {
     // Waits for the ith stage, and returns its offset; it may be read until `end`.
     __device__ __forceinline__ int begin(int i) {
       cp_async_wait<kStages - 2>();
-      K::wait_for_team(work.team);
+      K::sync_k_group(work.k_group);
       if (i + kStages - 1 < work.steps) {
         SharedAddress const stage = ring + filled * K::kStageBytes;
         copy_b(stage, i + kStages - 1);

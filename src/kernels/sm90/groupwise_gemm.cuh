@@ -65,7 +65,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     auto const fill = [&] {
       if constexpr (C::kFillsEarly) out.fill_first_round(sums, tile);
     };
-    Mainloop::sum(sums, place, PipelineState<C>(before + group_k), steps, boundary, send, look_ahead, fill);
+    Mainloop::sum(sums, place, Position<C>(before + group_k), steps, boundary, send, look_ahead, fill);
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, depth, C::kSendsLater && !more);
@@ -119,11 +119,11 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
       if (warp < C::kProducerWarps) producer.run(warp, early);
     }
     // Scale warps, kScaleWarps per producer warp that does not load scales itself.
-    int const turn = warp - C::kProducerWarps, part = turn / C::kProducerWarps;
+    int const scale_warp = warp - C::kProducerWarps, part = scale_warp / C::kProducerWarps;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
-      if (turn >= 0) copy_all_scales<C>(producer, turn);
-    } else if (!C::kWholeRows && !C::brings_scales(params) && turn >= 0 && part < C::kScaleWarps) {
-      read_scales<C>(params, shared, producer.share, turn % C::kProducerWarps, part * 32 + lane);
+      if (scale_warp >= 0) copy_all_scales<C>(producer, scale_warp);
+    } else if (!C::kWholeRows && !C::brings_scales(params) && scale_warp >= 0 && part < C::kScaleWarps) {
+      read_scales<C>(params, shared, producer.share, scale_warp % C::kProducerWarps, part * 32 + lane);
     }
   } else {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();

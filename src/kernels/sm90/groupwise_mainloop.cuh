@@ -66,7 +66,7 @@ struct GroupwiseMainloop {
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
   };
 
-  static __device__ __forceinline__ void read(Factors& factors, Place const& of, PipelineState<C> const& at, int step) {
+  static __device__ __forceinline__ void read(Factors& factors, Place const& of, Position<C> const& at, int step) {
     if constexpr (C::kWholeRows) return;
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
@@ -83,13 +83,13 @@ struct GroupwiseMainloop {
     for (int j = 0; j < kPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
   }
 
-  static __device__ __forceinline__ void wait(Place const& of, PipelineState<C> const& at) {
+  static __device__ __forceinline__ void wait(Place const& of, Position<C> const& at) {
     mbarrier_wait(of.full + at.stage * 8, at.parity);
   }
 
   // Issues the products of one round of a stage, accumulating or from zero.
-  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, PipelineState<C> const& at,
-                                               int round, bool onto) {
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, Position<C> const& at, int round,
+                                               bool onto) {
     auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
     auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
     fence(product);
@@ -111,7 +111,7 @@ struct GroupwiseMainloop {
   }
 
   // Releases a stage once all lanes have read their scales.
-  static __device__ __forceinline__ void release(Place const& of, PipelineState<C> const& at) {
+  static __device__ __forceinline__ void release(Place const& of, Position<C> const& at) {
     __syncwarp();
     if (!of.releases) return;
     if constexpr (C::kPairs) {
@@ -154,8 +154,8 @@ struct GroupwiseMainloop {
   // least kParts times while wgmma is in flight, `look_ahead` once, and `fill` once the sums of the first round are
   // complete.
   template <class Send, class LookAhead, class Fill>
-  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, PipelineState<C> at,
-                                             int steps, int boundary, Send send, LookAhead look_ahead, Fill fill) {
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, Position<C> at, int steps,
+                                             int boundary, Send send, LookAhead look_ahead, Fill fill) {
     if (C::kKGroups > 1 && steps <= 0) return;
     if constexpr (C::kExact) {
       sum_in_place(sums[0], of, at, steps, send, look_ahead);
@@ -168,9 +168,9 @@ struct GroupwiseMainloop {
 
   // int8: accumulates in place; a stage is released once the next one's product has been issued.
   template <class Send, class LookAhead>
-  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, PipelineState<C> at,
-                                                      int steps, Send send, LookAhead look_ahead) {
-    PipelineState<C> behind = at;
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, Position<C> at, int steps,
+                                                      Send send, LookAhead look_ahead) {
+    Position<C> behind = at;
     for (int i = 0; i < steps; ++i) {
       wait(of, at);
       begin(sums, of, at, 0, true);
@@ -189,12 +189,12 @@ struct GroupwiseMainloop {
   // One product at a time, promoted while other warpgroups multiply. The loop is unrolled so that ptxas polls the next
   // full barrier before the promotion and hides its latency; one step in four stores a part of the previous tile.
   template <class Send, class LookAhead, class Fill>
-  static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of,
-                                                     PipelineState<C> at, int steps, int boundary, Send send,
-                                                     LookAhead look_ahead, Fill fill) {
+  static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of, Position<C> at,
+                                                     int steps, int boundary, Send send, LookAhead look_ahead,
+                                                     Fill fill) {
     float product[kSums];
     Factors factors;
-    auto const turn = [&](int step, auto beside_first, auto beside_last) {
+    auto const run_step = [&](int step, auto beside_first, auto beside_last) {
       wait(of, at);
 #pragma unroll
       for (int round = 0; round < C::kRounds; ++round) {
@@ -214,29 +214,29 @@ struct GroupwiseMainloop {
     int step = 0;
     if constexpr (!C::kSendsLater) {
 #pragma unroll kTogether
-      for (; step < steps; ++step) turn(step, nothing, nothing);
+      for (; step < steps; ++step) run_step(step, nothing, nothing);
     } else {
 #pragma unroll 1
       for (; step + kTogether + C::kParts <= steps; step += kTogether) {
-        turn(step, nothing, send);
+        run_step(step, nothing, send);
 #pragma unroll
-        for (int i = 1; i < kTogether; ++i) turn(step + i, nothing, nothing);
+        for (int i = 1; i < kTogether; ++i) run_step(step + i, nothing, nothing);
       }
 #pragma unroll 1
-      for (; step < steps - 1; ++step) turn(step, nothing, send);
-      turn(step, look_ahead, fill);
+      for (; step < steps - 1; ++step) run_step(step, nothing, send);
+      run_step(step, look_ahead, fill);
     }
   }
 
   // Promotes one product while the next is in flight. Without the last branch ptxas 13.0 serialises wgmma (C7514).
   // Unrolled as above, except for per-row scales.
-  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, PipelineState<C> at,
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, Position<C> at,
                                                         int steps, int boundary) {
     struct Product {
       float sums[kSums];
       Factors factors;
     } one, other;
-    PipelineState<C> ahead = at;
+    Position<C> ahead = at;
     auto const begin_next = [&](Product& product) {
       wait(of, ahead);
       begin(product.sums, of, ahead, 0, false);

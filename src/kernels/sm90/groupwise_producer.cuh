@@ -105,7 +105,7 @@ struct TileProducer {
     bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
     int const half = C::kPairs ? warp_uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
     int before = 0;  // steps of the tiles that are done
-    PipelineState<C> ring(producer);
+    Position<C> ring(producer);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
       KSteps const steps = share.of(tile);
@@ -176,7 +176,7 @@ struct TileProducer {
     int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
     int before = 0;
-    PipelineState<C> ring(producer),
+    Position<C> ring(producer),
         behind(producer);  // this step's stage, and the step that must free it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {

@@ -14,7 +14,7 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   GroupwiseParams const& params = of.params;
   int const bytes = params.tokens.boxes[0] * 4 + kWeightBytes;
   int before = 0;  // steps of the tiles that are done
-  PipelineState<C> ring(producer);
+  Position<C> ring(producer);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
     KSteps const steps = of.share.of(tile);
@@ -50,7 +50,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
   SharedAddress const tokens = in_register(shared_address(shared.scales(0) + own));
   SharedAddress const weights = in_register(shared_address(shared.scales(0) + C::kM + own_weight));
   int before = 0;  // steps of the tiles that are done
-  PipelineState<C> ring(producer);
+  Position<C> ring(producer);
   GroupwiseScheduler<C> scheduler(p, params.tiles);
   for (GroupwiseTile tile; scheduler.next(tile);) {
     KSteps const steps = share.of(tile);

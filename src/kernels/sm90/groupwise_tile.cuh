@@ -12,6 +12,7 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/groupwise_split_k.h"
 #include "kernels/common/groupwise_tile_scheduler.cuh"
+#include "kernels/common/pipeline.cuh"
 #include "kernels/common/tensor_map.h"
 #include "kernels/common/tile_config.h"
 #include "problems/groupwise_gemm.h"
@@ -197,26 +198,6 @@ struct Groupwise {
 
 // A role's position in the pipeline of tokens and, if that differs, of weights.
 template <class C>
-class PipelineState {
- public:
-  int stage, parity;
-  __device__ explicit PipelineState(int step)
-      : stage(step % C::kStages), parity(step / C::kStages % 2), tokens_(step % C::kTokenStages) {}
-  __device__ int token_stage() const { return kIsOne ? stage : tokens_; }
-  __device__ void advance(int steps) {
-    stage += steps;
-    if (stage >= C::kStages) {
-      stage -= C::kStages;
-      parity ^= 1;
-    }
-    if constexpr (kIsOne) return;
-    tokens_ += steps;
-    if (tokens_ >= C::kTokenStages) tokens_ -= C::kTokenStages;
-  }
-
- private:
-  static constexpr bool kIsOne = C::kStages == C::kTokenStages;
-  int tokens_;
-};
+using Position = PairedPipelineState<C::kStages, C::kTokenStages>;
 
 }  // namespace epiloq::gemm

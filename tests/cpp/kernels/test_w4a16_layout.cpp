@@ -164,7 +164,7 @@ void blocks_of_an_sm() {
   for (wo::DecodeConfig const& config : wo::kDecodeRows) blocks_of_a_row(config);
 }
 
-// Blocks that share K: each piece is one block's, and every other one's sums of it have a slot there of their own.
+// CTAs that split K: each slice of D is reduced by one CTA, and the partial sums of each other CTA have a slot there.
 void subtiles_have_one_owner_and_slots_apart() {
   for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
     for (int subtiles = 1; subtiles <= 100; ++subtiles) {
@@ -220,7 +220,7 @@ void warps_finish_as_many_subtiles() {
   }
 }
 
-// What blocks send one another fits behind the ring or in it, and what a block's ways do in it.
+// What CTAs send one another fits behind or inside the pipeline's stages, as do a CTA's own partial sums.
 void exchanges_fit() {
   constexpr int kSubtileBytes = wo::kPanelRows * 8 * 4;
   auto const subtiles_of = [](auto const& config) { return config.rows() / wo::kPanelRows * (config.tokens / 8); };

@@ -1,4 +1,4 @@
-"""Products on a GPU into a given output, checked against float64, with the kernel that served in words."""
+"""Products on a GPU into a given output, checked against float64, with the name of the kernel that ran."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def exact_float8(p: Float8Problem) -> tuple[Tensor, Tensor]:
 
 
 # Tensor cores keep about 14 bits of a sum. Added up in fp32 every 128 or 256 of K, the errors are a random walk of that
-# size, a part of the terms' span that does not grow with K: 2^-12 in the mean on an H200, 2^-8.8 for the worst of 8
+# size, a part of the terms' span that does not grow with K: 2^-12 on average on an H200, 2^-8.8 for the worst of 8
 # million elements. Left to the tensor cores over all of K, it does: the worst were 2^-6.1 at 2048, 2^-3.1 at 65,536.
 ACCURATE = 2.0**-8
 

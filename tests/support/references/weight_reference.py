@@ -74,7 +74,10 @@ def run_kernel(
     clamp: tuple[float, float] = (-math.inf, math.inf),
     out: Tensor | None = None,
 ) -> Tensor:
-    """One kernel (family, row, blocks that share K), whatever the tables say. ValueError where it cannot serve."""
+    """One kernel (family, row, CTAs that split K), whatever the tables choose.
+
+    Raises ValueError where it does not support the problem.
+    """
     if out is None:
         out = poisoned((x.shape[0], weight.n), x.dtype, str(x.device))
     w = weight

@@ -122,7 +122,7 @@ def _few_bits(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _few_bits_error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """One output ulp, and the rounding of weights where a dense convolution serves, as random signs add it up."""
+    """One output ulp, and the rounding of weights where a dense convolution runs, as random signs add it up."""
     layer, dtype = _layer(case), KINDS[case.variant][2]
     if result.shape != (case.m, case.n, *layer.output_image) or result.dtype != dtype:
         return float("inf")

@@ -16,7 +16,7 @@ GROUP = 128
 COLUMNS = 128
 # Up to so many rows of an expert -> rows of a tile, warps, stages.
 TILES = ((16, (16, 4, 5)), (64, (64, 4, 4)), (1 << 30, (128, 8, 4)))
-# Tiles of rows that go through all columns together, so that the L2 cache serves the weight again.
+# Tiles of rows that go through all columns together, so that the weight is read from L2 again.
 TOGETHER = tl.constexpr(8)
 
 

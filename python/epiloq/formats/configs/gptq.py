@@ -80,7 +80,7 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str
     alike = Counter(replace(described, ordered=ordered) for described in layers.values())
     base = alike.most_common(1)[0][0]
     if len({described.layout for described in alike}) > 1:
-        raise FormatError("gptq: cannot say layers of which some are symmetric and others are not")
+        raise FormatError("gptq: cannot represent layers of which some are symmetric and others are not")
     found = {
         "quant_method": METHOD,
         "bits": base.bits,

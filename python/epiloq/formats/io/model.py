@@ -109,7 +109,7 @@ def save(
     Each weight comes with how it is quantised, None where it is not to integers on a grid. `shared` layers have the
     weight of an embedding among them, and no own; `untie` says that config.json must not tie a head to its embedding.
     `value` gives tensors by name that are on the meta device in the model. Raises FormatError for what the format
-    cannot say.
+    cannot represent.
     """
     target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source, shared)
     target.untie = untie
@@ -128,7 +128,7 @@ def save(
 
 
 class Target:
-    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot say.
+    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot represent.
 
     Tensors are named as in the files that the model comes from, `source`, which know its names for them.
     """

@@ -98,9 +98,9 @@ def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
         return from_packed(weight.packed, version=version)
     value = on_grid(weight, "awq")
     if value.bits != BITS:
-        raise FormatError(f"awq: cannot say {value.bits} bits, only {BITS} bits")
+        raise FormatError(f"awq: cannot represent {value.bits} bits, only {BITS} bits")
     if value.perm is not None:
-        raise FormatError("awq: cannot say groups in activation order (act-order)")
+        raise FormatError("awq: cannot represent groups in activation order (act-order)")
     rows, columns = value.q.shape
     _groups(rows, columns, value.group_size)
     tensors = layout.words(Codes.of(value))

@@ -40,7 +40,7 @@ class Quantization:
 
     @staticmethod
     def of_all(layers: Mapping[str, Quantization | None]) -> Quantization | None:
-        """How layers by name are quantised together; None where no one value says that."""
+        """How layers by name are quantised together; None where no single value represents that."""
         found = set(layers.values())
         if len(found) == 2 and None not in found:
             dynamic, static = sorted((one for one in found if one is not None), key=lambda one: str(one.activations))
@@ -50,7 +50,7 @@ class Quantization:
 
 
 class FormatError(ValueError):
-    """A checkpoint that cannot be read, or a weight that a format cannot say; the message tells why, in one line.
+    """A checkpoint that cannot be read, or a weight that a format cannot represent; the message tells why, in one line.
 
     Names come from files, which may have any characters in them: those that cannot be printed are escaped.
     """
@@ -212,6 +212,6 @@ def flag(found: Mapping[str, Any], key: str, default: bool, layout: str) -> bool
 
 
 def divides(what: str, size: int, multiple: int, layout: str) -> None:
-    """Raise FormatError unless `size` is a multiple of what a format can say."""
+    """Raise FormatError unless `size` is a multiple of what a format can represent."""
     if size % multiple:
         raise FormatError(f"{layout}: {what}: expected a multiple of {multiple}, got {size}")

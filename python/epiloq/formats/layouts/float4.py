@@ -70,7 +70,7 @@ def to_tensors(weight: Weight, described: Description, dtype: torch.dtype) -> di
         chosen.name,
     ):
         said = weight.described if isinstance(weight, ModuleWeight) else "other numbers than FP4"
-        raise FormatError(f"{described.layout}: cannot say {said}")
+        raise FormatError(f"{described.layout}: cannot represent {said}")
     codes, scale = weight.state["weight"], weight.state["weight_scale"]
     # The package's reader takes whole blocks alone.
     divides("in_features", 2 * codes.shape[1] if weight.columns is None else weight.columns, chosen.block_size, _NAME)

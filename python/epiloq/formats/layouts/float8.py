@@ -108,7 +108,7 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
     """The inverse of `from_tensors`, scales in float32. Raises FormatError for another kind of weight."""
     if isinstance(weight, BlockWeight):
         if described.block is None or described.rows != weight.rows:
-            raise FormatError(f"{described.layout}: cannot say FP8 in blocks of {weight.rows} x {FP8_BLOCK}")
+            raise FormatError(f"{described.layout}: cannot represent FP8 in blocks of {weight.rows} x {FP8_BLOCK}")
         scale = weight.scale.float()
         if described.block[0] != weight.rows:
             every = torch.arange(0, weight.q.shape[0], described.block[0], device=scale.device) // weight.rows
@@ -119,7 +119,7 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
         dict(described.module[1]),
     ):
         said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
-        raise FormatError(f"{described.layout}: cannot say {said}")
+        raise FormatError(f"{described.layout}: cannot represent {said}")
     state = weight.state
     shape = _scales(described, (weight.state["weight"].shape[0], weight.state["weight"].shape[1]))
     one = () if names.scalar else (1,)

@@ -1,5 +1,5 @@
 """The GPTQ layout: ``qweight`` packed along the input channels, transposed; ``gptq_v2`` stores zero points as they are,
-``gptq`` stores them less one, which has no word for 0 but has one for 2^bits.
+``gptq`` stores them less one, which represents 2^bits but not 0.
 
 Defined by AutoGPTQ and GPTQModel (``qlinear_cuda_old``, ``qlinear_torch``), drawn in docs/guide/weight_layouts.md.
 """
@@ -69,7 +69,8 @@ def to_packed(
 def from_packed(packed: PackedWeight, *, checkpoint_format: str = "gptq") -> dict[str, Tensor]:
     """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
 
-    Raises FormatError for sizes that do not fill words, real offsets, or a zero point that the version cannot say.
+    Raises FormatError for sizes that do not fill words, real offsets, or a zero point that the version cannot
+    represent.
     """
     return _write(Codes.of_packed(packed, "gptq"), checkpoint_format)
 

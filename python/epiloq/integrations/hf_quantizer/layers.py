@@ -18,7 +18,7 @@ from epiloq.weights.grid import QuantizedWeight
 def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[str, Tensor]:
     """A layer's tensors but for a bias, as the directory had them that it was opened from; `dtype` is the model's.
 
-    Raises FormatError where the format cannot say it: what is written was read back and compared.
+    Raises FormatError where the format cannot represent it: what is written was read back and compared.
     """
     if reader.described is None:
         raise FormatError("expected a layer that the configuration describes")
@@ -28,7 +28,7 @@ def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[st
     rows, columns = cast(QuantizedLayer, module).weight_shape
     again = reader.from_tensors(tensors, (rows, columns))
     if not _same(again, weight):
-        raise FormatError("the format of the directory that was opened cannot say this weight")
+        raise FormatError("the format of the directory that was opened cannot represent this weight")
     return tensors
 
 

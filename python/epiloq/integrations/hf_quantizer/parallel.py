@@ -181,7 +181,7 @@ def _check(model: Any, asked: Any) -> None:
             isinstance(module, ExpertLinears)
             and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1
         ):
-            raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as experts serve, {module.experts}")
+            raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as there are experts, {module.experts}")
 
 
 def _outline(model: Any) -> Any:

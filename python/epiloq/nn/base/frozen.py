@@ -1,7 +1,7 @@
 """Gradients of layers whose quantised weights are frozen: the input's, ``dx = dy W``, and the bias's.
 
 W is the weight that the stored integers stand for. Activations are rounded on the way in, which the gradient ignores
-(straight through). One `torch.autograd.Function` serves all layers, in eager torch, under ``torch.compile`` and under
+(straight through). One `torch.autograd.Function` covers all layers, in eager torch, under ``torch.compile`` and under
 ``torch.func``'s transforms; calls that want no gradient never come here.
 """
 

@@ -158,8 +158,8 @@ class PreparedLinear(FrozenLinear):
             raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
 
     def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: tuple[Any, ...]) -> list[Any] | None:
-        """Where one call of C++ serves: what it may write, `x`, and the layer's parts. Of one of `dtypes`, and with
-        nothing to cut off along N. Otherwise None."""
+        """Where one C++ call suffices: the tensor it may write, `x`, and the layer's parts. Of one of `dtypes`, and
+        with nothing to cut off along N. Otherwise None."""
         if x.dtype not in dtypes or not takes_directly(x, self.in_features, parts):
             return None
         if parts[0].shape[0] != self.out_features:

@@ -52,7 +52,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     weight_scale: Tensor
     RENAMED = FILES_SAY_WEIGHT
-    # None of the float tensors follows casts: they say numbers that integers stand for.
+    # None of the float tensors follows casts: they are what the layer's integers stand for.
     FOLLOWS = frozenset()
 
     input_scale: Tensor

@@ -45,15 +45,15 @@ def gptq(
         dtype: of the factorisation, float32 or float64.
 
     Raises:
-        ValueError: before anything is computed, `act_order` without `static_groups` on a grid that has no word for such
-            groups; shapes that do not fit, numbers that are not finite, or a Hessian that no dampening helps.
+        ValueError: before anything is computed, `act_order` without `static_groups` on a grid that cannot represent
+            such groups; shapes that do not fit, numbers that are not finite, or a Hessian that no dampening helps.
     """
     if weight.ndim != 2:
         raise ValueError(f"gptq: weight: expected two dimensions [N, K], got {list(weight.shape)}")
     columns = weight.shape[1]
     if act_order and not static_groups and not grid.reorders and grid.length(columns) < columns:
         raise ValueError(
-            f"gptq: static_groups: expected True beside act_order, or act_order=False: {grid} has no word for groups "
+            f"gptq: static_groups: expected True beside act_order, or act_order=False: {grid} cannot represent groups "
             "in another order than the layer's"
         )
     if hessian.shape != (columns, columns):

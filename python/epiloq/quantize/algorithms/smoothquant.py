@@ -143,7 +143,7 @@ def smoothquant_(
     is computed. Computed weights of chosen linear layers (`torch.nn.utils.parametrize`, pruning) become parameters.
 
     Args:
-        calibrate: ``calibrate(model)`` runs the model on sample inputs; its first call also serves as the probe.
+        calibrate: ``calibrate(model)`` runs the model on sample inputs; its first call is also used as the probe.
         alpha: as for `smooth_scale`.
         filter_fn: ``filter_fn(module, name) -> bool``, which linear layers will be quantised; as for `quantize_`.
 

@@ -17,7 +17,7 @@ from epiloq.weights.packed_weight import BITS
 DEFAULT = ("w4a16", "w4a16-g128", "w4a16-g64", "w4a16-g32", "w8a16")
 """What GPU kernels and the other engines take; w3a16-* and w2a16-* for less."""
 LAYOUTS = ("compressed-tensors", "epiloq")
-"""Formats that have words for layers of several schemes."""
+"""Formats that support layers of several schemes."""
 BASE = "w8a16"
 """The scheme that every layer can have, whose rules decide which layers are quantised."""
 HEADER = 112

@@ -120,7 +120,7 @@ class Work:
         return replace(done, weights=weights, input_errors=errors)
 
     def quantise(self, name: str, block: nn.Module, layers: dict[str, nn.Linear], runs: Runs) -> Block:
-        """Fold the block's layers in place, quantise them, and say what came of it."""
+        """Fold the block's layers in place, quantise them, and report what came of it."""
         with self.ranks.together():
             for n, layer in layers.items():
                 if not torch.isfinite(layer.weight).all():

@@ -43,9 +43,9 @@ struct DecodeMainloop {
   int parameter;  // of the first panel and group, row g
   typename F::Zero symmetric;
 
-  __device__ __forceinline__ DecodeMainloop(TileParams const& params_, int team)
+  __device__ __forceinline__ DecodeMainloop(TileParams const& params_, int warpgroup)
       : params(params_),
-        first_panel(team * C::kOwnPanels),
+        first_panel(warpgroup * C::kOwnPanels),
         symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {
     int const lane = threadIdx.x % 32, token = lane % 8;
     weights = in_register(first_panel * panel_bytes(C::kBits) + lane * 16);
@@ -193,13 +193,13 @@ template <class C, bool kSameType, bool kHasZeros>
 __device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
                                                   TileParams const& params, typename C::Shared const& shared,
                                                   SharedAddress stages, int k_group, int steps) {
-  DecodePlace ring{k_group, 0};  // every K group has at least one stage
+  gemm::DynamicPipelineState ring{k_group, 0};  // every K group has at least one stage
 #pragma unroll 1
   for (int step = k_group; step < steps; step += C::kKGroups) {
-    gemm::mbarrier_wait(shared.full + ring.at * 8, ring.phase);
-    math.template multiply<kSameType, kHasZeros>(sums, stages + ring.at * params.stage.bytes);
+    gemm::mbarrier_wait(shared.full + ring.stage * 8, ring.phase);
+    math.template multiply<kSameType, kHasZeros>(sums, stages + ring.stage * params.stage.bytes);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) gemm::mbarrier_arrive(shared.empty + ring.at * 8);
+    if (threadIdx.x % 32 == 0) gemm::mbarrier_arrive(shared.empty + ring.stage * 8);
     ring.advance(params.stages, C::kKGroups);
   }
 }

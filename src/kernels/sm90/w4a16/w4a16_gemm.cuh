@@ -20,19 +20,20 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_,
   using X = X_;  // of tokens
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kBlocks = kBlocks_;
   static constexpr bool kRounds = kRounds_, kTakesMore = true;
-  static constexpr int kTeamThreads = 128, kKGroupThreads = kMGroups * kTeamThreads,
-                       kConsumerTeams = kMGroups * kKGroups;
-  static constexpr int kConsumerThreads = kConsumerTeams * kTeamThreads;
+  static constexpr int kWarpgroupThreads = 128, kKGroupThreads = kMGroups * kWarpgroupThreads,
+                       kConsumerWarpgroups = kMGroups * kKGroups;
+  static constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
   // One producer warp; or a whole producer warpgroup if registers are to be reallocated, which costs 300 cycles at
   // start. A single consumer warpgroup already has as many registers as an instruction can address.
-  static constexpr bool kSharesRegisters = kConsumerTeams > 1;
-  static constexpr int kCopyThreads = kSharesRegisters ? kTeamThreads : 32, kThreads = kConsumerThreads + kCopyThreads;
+  static constexpr bool kSharesRegisters = kConsumerWarpgroups > 1;
+  static constexpr int kCopyThreads = kSharesRegisters ? kWarpgroupThreads : 32,
+                       kThreads = kConsumerThreads + kCopyThreads;
   // The producer keeps at least 32 registers if that costs the consumers none.
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kCopyRegisters =
-      kConsumerTeams < 6 && Tokens_::kCopyRegisters < 32 ? 32 : Tokens_::kCopyRegisters;
+      kConsumerWarpgroups < 6 && Tokens_::kCopyRegisters < 32 ? 32 : Tokens_::kCopyRegisters;
   static constexpr int kConsumerRegisters =
-      (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kConsumerTeams) / 8 * 8;
+      (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kConsumerWarpgroups) / 8 * 8;
 
   static constexpr bool kLendsRing = lends_ring(kKGroups, kTokens_);  // if CTAs split K
 };
@@ -59,7 +60,7 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
   pdl_wait();
   SharedAddress const full = warp_uniform(shared.full), empty = warp_uniform(shared.empty);
   SharedAddress const first_stage = warp_uniform(shared_address(stages));
-  DecodePlace ring{0, 0};
+  gemm::DynamicPipelineState ring{0, 0};
   ring.advance(params.stages, k_group);
   int next_step = k_group;
 #pragma unroll 1
@@ -82,8 +83,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   __shared__ std::uint64_t barriers[barrier_bytes(C::kMostStages) / 8];
   typename C::Shared const shared(barriers);
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
-  int const group = warp_uniform(threadIdx.x / C::kTeamThreads), warp = warp_uniform(threadIdx.x / 32 % 4);
-  if (group == C::kConsumerTeams) return start_and_copy<C>(params, shared, shared_address(stages), warp);
+  int const group = warp_uniform(threadIdx.x / C::kWarpgroupThreads), warp = warp_uniform(threadIdx.x / 32 % 4);
+  if (group == C::kConsumerWarpgroups) return start_and_copy<C>(params, shared, shared_address(stages), warp);
   if (threadIdx.x < 32 && gemm::elect_one()) prefetch_maps(params);
   bool const shares = gridDim.y > 1;
   if (shares && threadIdx.x == 0) {

@@ -31,7 +31,7 @@ struct WgmmaMainloop {
                Element, Element, float, cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::Int<kInstruction>>>());
   // Columns dequantised at a time, within one scale group, as many as the registers hold: fewer, larger pieces wait
   // less often.
-  static constexpr int kTokensByWholeTiles = C::kConsumerTeams < 4 ? 64 : C::kConsumerTeams == 4 ? 32 : 16;
+  static constexpr int kTokensByWholeTiles = C::kConsumerWarpgroups < 4 ? 64 : C::kConsumerWarpgroups == 4 ? 32 : 16;
   static constexpr bool kWholeTiles = C::kTokens <= kTokensByWholeTiles * 2 / kTokenBytes;
   static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && kWholeTiles ? 64 : 32;
   static constexpr int kSubtiles = kPadding / kPiece, kInSubtile = kPiece / kInstruction;
@@ -55,10 +55,10 @@ struct WgmmaMainloop {
   int parameter;  // of a scale group of the panel, row g
   typename F::Zero symmetric;
 
-  __device__ WgmmaMainloop(TileParams const& params_, int team, int warp)
+  __device__ WgmmaMainloop(TileParams const& params_, int warpgroup, int warp)
       : params(params_),
         lane(threadIdx.x % 32),
-        panel(team * C::kBlocks * 4 + warp),
+        panel(warpgroup * C::kBlocks * 4 + warp),
         first(in_register(lane_at(C::kBits, lane, 0))),
         parameter(in_register(panel * C::kGroups * kPanelRows + lane / 4 * 2)),
         symmetric(F::zero(1 << (C::kBits - 1), 1 << (C::kBits - 1))) {}
@@ -213,18 +213,18 @@ struct WgmmaMainloop {
   // A tile's K steps, every kKGroups-th from `next` on, which is then the next tile's first. A stage is released once
   // it has been multiplied.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
-                               int& next, DecodePlace& ring) const {
+                               int& next, gemm::DynamicPipelineState& ring) const {
 #pragma unroll 1
     for (; next < steps; next += C::kKGroups) {
-      gemm::mbarrier_wait(full + ring.at * 8, ring.phase);
-      Stage const stage = stage_of(stages + ring.at * params.stage.bytes);
+      gemm::mbarrier_wait(full + ring.stage * 8, ring.phase);
+      Stage const stage = stage_of(stages + ring.stage * params.stage.bytes);
       if constexpr (C::kRounds) {
         multiply_rounded(sums, stage);
       } else {
         multiply(sums, stage);
       }
       __syncwarp();
-      if (lane == 0) gemm::mbarrier_arrive(empty + ring.at * 8);
+      if (lane == 0) gemm::mbarrier_arrive(empty + ring.stage * 8);
       ring.advance(params.stages, C::kKGroups);
     }
     next -= steps;

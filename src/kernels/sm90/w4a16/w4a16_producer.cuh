@@ -7,6 +7,7 @@
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cutlass/arch/barrier.h"
 #include "kernels/common/device_code.cuh"
+#include "kernels/common/pipeline.cuh"
 #include "kernels/common/ptx/tma.cuh"
 #include "kernels/sm90/w4a16/w4a16_stage_layout.h"
 #include "problems/weight_only.h"
@@ -42,19 +43,6 @@ __device__ __forceinline__ void prefetch_maps(TileParams const& params) {
   cute::prefetch_tma_descriptor(&params.maps.tokens[1]);
   if (params.zero_bytes > 0) cute::prefetch_tma_descriptor(&params.maps.zeros);
 }
-
-// Pipeline state: a stage and the parity to wait for.
-struct DecodePlace {
-  int at;
-  std::uint32_t phase;
-
-  // By at most the number of stages.
-  __device__ __forceinline__ void advance(int stages, int by = 1) {
-    bool const again = at + by >= stages;
-    at += again ? by - stages : by;
-    phase ^= again;
-  }
-};
 
 // Tokens that are rows of a matrix, a swizzle line of columns at a time from the first step on; kBytes per element.
 template <int kBytes_, class Params_>
@@ -176,14 +164,14 @@ struct TileCopies {
     }
 
     template <bool kHasZeros>
-    __device__ __forceinline__ void issue_all(SharedAddress stages, Shared const& shared, DecodePlace& ring,
-                                              int from = 0) {
+    __device__ __forceinline__ void issue_all(SharedAddress stages, Shared const& shared,
+                                              gemm::DynamicPipelineState& ring, int from = 0) {
       int const bytes = params.loaded_bytes[is_last];
       // Otherwise these are recomputed in each iteration.
       SharedAddress const first_stage = in_register(stages), first_full = in_register(shared.full);
 #pragma unroll 1
       for (int step = place.first_step + from, end = place.first_step + place.steps; step < end; ++step) {
-        SharedAddress const full = first_full + ring.at * 8, stage = first_stage + ring.at * params.stage.bytes;
+        SharedAddress const full = first_full + ring.stage * 8, stage = first_stage + ring.stage * params.stage.bytes;
         gemm::mbarrier_wait(full + kMostStages * 8, ring.phase);
         // Otherwise each multiple of the step gets a register, more than the producer has.
         issue_weights(stage, full, bytes, in_register(step), kHasZeros);

@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_tiles(typename C::Params const& params, typ
                                            SharedAddress stages, typename C::Copies& first) {
   pdl_wait();
   first.issue_early_tokens(stages, shared);
-  DecodePlace ring{0, 1};  // the first wait for each stage passes
+  gemm::DynamicPipelineState ring{0, 1};  // the first wait for each stage passes
   ring.advance(params.stages, first.early());
   first.template issue_all<kHasZeros>(stages, shared, ring, first.early());
   if constexpr (!C::kTakesMore) return;

@@ -50,7 +50,7 @@ class KGroupsEpilogue {
   static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kKGroups, kBarrier = 2;
   // A warp's own sums wait for the others' in registers if they are few, unless six warpgroups leave none; otherwise in
   // the stages.
-  static constexpr bool kInRegisters = kOwn <= 2 && C::kConsumerTeams < 6;
+  static constexpr bool kInRegisters = kOwn <= 2 && C::kConsumerWarpgroups < 6;
   static constexpr int kPlaces = C::kKGroups - 1;  // in the stages, per eight
   static_assert(C::kBlocks == 1 && kEights % C::kKGroups == 0 && kBarrier + C::kPanels <= 16);
 

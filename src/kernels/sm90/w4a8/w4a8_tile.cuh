@@ -6,22 +6,12 @@
 #include <cstdint>
 
 #include "core/target.h"
+#include "kernels/common/pipeline.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/common/w4a8_epilogue.cuh"
 #include "problems/w4a8_gemm.h"
 
 namespace epiloq::gemm {
-
-// Pipeline state.
-template <int kStages>
-struct BlockwisePipeline {
-  int stage = 0;
-  std::uint32_t phase = 0;
-  __device__ void advance() {
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    phase ^= stage == 0;
-  }
-};
 
 template <int kTokens_, int kBits_>
 struct BlockwiseSm90Tile {
@@ -66,7 +56,7 @@ struct BlockwiseSm90Tile {
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 3);
   static constexpr int kEarlySteps = 2;  // whose weights are issued before everything else
-  using Ring = BlockwisePipeline<kStages>;
+  using Ring = PipelineState<kStages>;
 
   // With split-K the stages hold the sums of the CTA's eights of tokens, one vector per lane: those of all CTAs, for as
   // many eights as any CTA owns.
