@@ -125,3 +125,12 @@ def test_nobody_is_sent_to_an_index() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((documents.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+IN_THE_TREE = r"`((?:src|include|cmake|python|tests|tools|docs|benchmarks|examples)/[\w./-]+)`"
+
+
+@every_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(IN_THE_TREE, page.read_text(encoding="utf-8"))
+    assert not [name for name in named if not (documents.ROOT / name).exists()]
