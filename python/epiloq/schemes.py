@@ -16,6 +16,7 @@ from epiloq.nn import (
     Fp4Linear,
     Fp8BlockLinear,
     Fp8Linear,
+    Fp8WeightOnlyLinear,
     Int8Conv2d,
     Int8Linear,
     OnlineQuantLinear,
@@ -28,7 +29,14 @@ from epiloq.vocabulary import planned, quantize_ends_
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = (
-    Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | OnlineQuantLinear | W4A8Linear | WeightOnlyLinear
+    Fp4Linear
+    | Fp8BlockLinear
+    | Fp8Linear
+    | Fp8WeightOnlyLinear
+    | Int8Linear
+    | OnlineQuantLinear
+    | W4A8Linear
+    | WeightOnlyLinear
 )
 # The same with from_conv2d.
 QuantisedConv2d: TypeAlias = Int8Conv2d | WeightOnlyConv2d
@@ -133,6 +141,18 @@ _TABLE = (
         "FP8 weights per block of 128 x 128; FP8 activations per group of 128 in a token, scaled at run time",
         Fp8BlockLinear,
         {},
+    ),
+    Scheme(
+        "w8a16-fp8",
+        "FP8 weights per channel; floating-point activations",
+        Fp8WeightOnlyLinear,
+        {"block": (1, -1)},
+    ),
+    Scheme(
+        "w8a16-fp8-block",
+        "FP8 weights per block of 128 x 128; floating-point activations",
+        Fp8WeightOnlyLinear,
+        {"block": (128, 128)},
     ),
     _w4a8("w4a8-fp8", "fp8", "FP8"),
     _w4a8("w4a8-int8", "int8", "int8"),

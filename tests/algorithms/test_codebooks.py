@@ -33,6 +33,8 @@ GRIDS = {
     "fp8": Float8Grid(rows=-1),
     "fp8-token": Float8Grid(),
     "fp8-block": Float8Grid(128, 128),
+    "w8a16-fp8": Float8Grid(),
+    "w8a16-fp8-block": Float8Grid(128, 128),
     "w4a16-mxfp4": Fp4Grid("mxfp4"),
     "w4a16-nvfp4": Fp4Grid("nvfp4"),
     "w8a8-block": OffsetGrid(8, 128, symmetric=True),

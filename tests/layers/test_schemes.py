@@ -13,18 +13,29 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import schemes
-from epiloq.nn import Fp4Linear, Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
+from epiloq.nn import (
+    Fp4Linear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    Fp8WeightOnlyLinear,
+    Int8Linear,
+    OnlineQuantLinear,
+    W4A8Linear,
+    WeightOnlyLinear,
+)
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
 BLOCKS = ("w8a8-block", "w4a8-block")
 FP8 = ("fp8", "fp8-token", "fp8-block")
+FP8_WEIGHTS = ("w8a16-fp8", "w8a16-fp8-block")
 WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")
 W4A8 = ("w4a8-fp8", "w4a8-int8")
 FP4 = ("w4a16-mxfp4", "w4a16-nvfp4")
-NAMES = (*INT8, *BLOCKS, *FP8, *W4A8, *WEIGHT_ONLY, *FP4)
+NAMES = (*INT8, *BLOCKS, *FP8, *FP8_WEIGHTS, *W4A8, *WEIGHT_ONLY, *FP4)
 INTEGERS = (*INT8, *BLOCKS, *W4A8, *WEIGHT_ONLY)
-QUANTISED = (Fp4Linear, Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear)
+FP8_LAYERS = (Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear)
+QUANTISED = (*FP8_LAYERS, Fp4Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear)
 
 
 def quantised(model: nn.Module) -> list[str]:
@@ -56,13 +67,15 @@ def test_quantises_in_place_and_stays_close(scheme: str, seed: int) -> None:
         ("fp8", lambda linear: Fp8Linear.from_linear(linear, activation="tensor", weight="tensor")),
         ("fp8-token", Fp8Linear.from_linear),
         ("fp8-block", Fp8BlockLinear.from_linear),
+        ("w8a16-fp8", Fp8WeightOnlyLinear.from_linear),
+        ("w8a16-fp8-block", lambda linear: Fp8WeightOnlyLinear.from_linear(linear, block=(128, 128))),
     ],
 )
 def test_fp8_schemes(scheme: str, same: Callable[[nn.Linear], nn.Module], seed: int) -> None:
     model, inputs = LanguageModel().eval(), tokens()
     expected, linear = model(inputs), copy.deepcopy(model.blocks[1].up)
     epiloq.quantize_(model, scheme, calibrate=lambda m: pytest.fail("calibrated"))
-    made = [name for name, module in model.named_modules() if isinstance(module, (Fp8BlockLinear, Fp8Linear))]
+    made = [name for name, module in model.named_modules() if isinstance(module, FP8_LAYERS)]
     assert made == [*IN_BLOCKS, "head"]
     x = torch.randn(5, 20)
     assert repr(model.blocks[1].up) == repr(same(linear))

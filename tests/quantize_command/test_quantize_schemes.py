@@ -45,6 +45,8 @@ FORMATS_OF = {
     "fp8-block": ["deepseek-fp8", "compressed-tensors", "epiloq"],
     "w4a8-fp8": ["compressed-tensors", "epiloq"],
     "w4a8-int8": ["compressed-tensors", "epiloq"],
+    "w8a16-fp8": ["compressed-tensors", "epiloq"],
+    "w8a16-fp8-block": ["compressed-tensors", "epiloq"],
     "w8a16": ["compressed-tensors", "gptq", "epiloq"],
     "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],

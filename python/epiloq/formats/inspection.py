@@ -74,7 +74,7 @@ def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[st
 
 _DEQUANTISED = {
     "TableLinear": "4-bit tables: each call dequantises the weight, but on CUDA for up to 64 tokens",
-    "Fp8WeightOnlyLinear": "FP8 without FP8 activations: each call dequantises the weight",
+    "Fp8WeightOnlyLinear": "FP8 weights alone: each call dequantises them, but on CUDA for up to 64 tokens",
 }
 
 

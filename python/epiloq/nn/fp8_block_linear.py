@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._torch.float8 import multiplies_float8
 from epiloq._torch.threads import threads_for
+from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import (
     FLOAT_DTYPES,
     FP8_BLOCK,
@@ -26,7 +28,8 @@ class Fp8BlockLinear(PreparedLinear):
 
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
     contiguous ``[.., out_features]`` in the dtype of `x`. Every 128 values of a token have a scale, measured, see
-    ``epiloq.quantize_fp8``; the product is ``epiloq.groupwise_mm``.
+    ``epiloq.quantize_fp8``; the product is ``epiloq.groupwise_mm``. On GPUs without FP8
+    tensor cores (below compute capability 8.9) x is not quantised: `epiloq.fp8_weight_mm`.
 
     rows
         How many rows of W share a scale with 128 columns: 128, or 1.
@@ -94,7 +97,8 @@ class Fp8BlockLinear(PreparedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, parts = convert_input(self, x), self._made
-        call = self._direct(x, FLOAT_DTYPES, parts) if self.rows == FP8_BLOCK else None
+        is_direct = self.rows == FP8_BLOCK and multiplies_float8(x.device)
+        call = self._direct(x, FLOAT_DTYPES, parts) if is_direct else None
         if call is not None:
             call.append(threads_for(x))
             _core.fp8_block_linear(*call)
@@ -102,8 +106,11 @@ class Fp8BlockLinear(PreparedLinear):
         return self._call(x, parts)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
-        q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
         weight_q, bias, weight_scale_inv = tensors
+        if not multiplies_float8(x.device):
+            self._check_width(x)
+            return fp8_weight_product(x, weight_q, weight_scale_inv, bias, (self.rows, FP8_BLOCK), self.out_features)
+        q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
         bias = None if bias is None else bias.to(x.dtype)
         y = epiloq.groupwise_mm(
             q,

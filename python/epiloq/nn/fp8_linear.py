@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq import _core
+from epiloq._torch.float8 import multiplies_float8
 from epiloq._torch.library import refuse_batch_invariant
 from epiloq._torch.threads import threads_for
+from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import (
     FLOAT32,
     FLOAT_DTYPES,
@@ -43,6 +45,8 @@ class Fp8Linear(PreparedLinear):
         ``"channel"``: a scale for each output feature. ``"tensor"``: one for all of W.
     limit
         What is larger in magnitude is taken for this much before scales are measured; None for no limit.
+
+    On GPUs without FP8 tensor cores (below compute capability 8.9) x is not quantised: `epiloq.fp8_weight_mm`.
 
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
         weight_q      uint8 [N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest, ties to even
@@ -130,9 +134,11 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
+        x, parts = convert_input(self, x), self._made
+        if not multiplies_float8(x.device):
+            return self._call(x, parts)
         if self.activation == "tensor":
             refuse_batch_invariant("epiloq.nn.Fp8Linear", "one scale of all tokens depends on all of them")
-        x, parts = convert_input(self, x), self._made
         call = self._direct(self._limited(x), HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
         if call is not None:
             call += [self.activation == "token", threads_for(x)]
@@ -146,6 +152,10 @@ class Fp8Linear(PreparedLinear):
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         x = self._limited(x)
         weight_q, bias, weight_scale, input_scale = tensors
+        if not multiplies_float8(x.device):
+            self._check_width(x)
+            block = (1, -1) if self.weight_scales == "channel" else (-1, -1)
+            return fp8_weight_product(x, weight_q, weight_scale, bias, block, self.out_features)
         out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
         granularity = "token" if self.activation == "token" else "tensor"
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity=granularity, scale=input_scale, pad_to=K_MULTIPLE)

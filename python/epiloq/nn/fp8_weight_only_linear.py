@@ -1,4 +1,4 @@
-"""Fp8WeightOnlyLinear: a linear layer with FP8 weights, dequantised as it runs, and floating-point activations."""
+"""Fp8WeightOnlyLinear: a linear layer with FP8 weights and floating-point activations."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import epiloq
 from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear
+from epiloq.nn.base.fp8_weight import fp8_weight_product
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, FP8_BLOCK, K_MULTIPLE, PreparedLinear, check_linear
 from epiloq.nn.base.quantized_layer import convert_input
+
+# What `quantize_fp8` calls the blocks for which it measures scales.
+_GRANULARITIES: dict[tuple[int, ...], str] = {(1, -1): "token", (-1, -1): "tensor", (FP8_BLOCK, FP8_BLOCK): "block"}
 
 
 class Fp8WeightOnlyLinear(PreparedLinear):
-    """``y = x W^T + bias`` with float8_e4m3fn W, dequantised to the dtype of `x` in each call, and x as it is.
+    """``y = x W^T + bias`` with float8_e4m3fn W and x as it is, by `epiloq.fp8_weight_mm`.
 
-    For inference with checkpoints whose activations stay in floating point, or whose blocks no kernel multiplies: a
-    weight takes a byte in memory, and a call dequantises it before a product in floating point. `x` is
+    For inference: a weight takes a byte in memory, on GPUs without FP8 tensor cores, too. For up to 64 tokens W is not
+    rounded, and on a GPU a kernel reads its bytes; for more tokens W is dequantised in each call. `x` is
     ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the dtype of `x`.
 
     block
-        Rows and columns of W that share a scale, -1 for all: (-1, -1) for the tensor, (1, -1) for channels.
+        Rows and columns of W that share a scale, -1 for all: (-1, -1) for the tensor, (1, -1) for channels, (128, 128)
+        for DeepSeek's blocks.
 
     Parameters without gradients, which are the state dict (N = out_features, K = in_features):
         weight_q      uint8 [N, K], the bytes of float8_e4m3fn values
@@ -48,12 +54,41 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         super().__init__(in_features, out_features, dtype)
         if len(block) != 2 or not all(type(size) is int and (size == -1 or size > 0) for size in block):
             raise ValueError(f"{self._class()}: block: expected rows and columns, -1 for all, got {block!r}")
-        self.block = tuple(block)
+        self.block = block[0], block[1]
         shape = (out_features, in_features)
         scales = tuple(1 if size == -1 else -(-whole // size) for size, whole in zip(block, shape, strict=True))
-        self._hold("weight_q", shape, (1, 1), self.WEIGHT_DTYPE, device)
+        # The kernel loads 16 columns at once. More columns must not have more scales.
+        multiple = K_MULTIPLE if block[1] == -1 or block[1] % K_MULTIPLE == 0 else 1
+        self._hold("weight_q", shape, (1, multiple), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale", scales, (1, 1), torch.float32, device)
         self._hold("bias", (out_features,), (1,), dtype, device, wanted=bias)
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear, *, block: Sequence[int] = (1, -1)) -> Fp8WeightOnlyLinear:
+        """Quantise `linear` (left as it is) to the nearest FP8 weights, on its device; "meta" gives "meta".
+
+        What shares a scale with a NaN or an infinity in the weights gives NaN.
+
+        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` and for a `block` that is none
+        of (1, -1), (-1, -1) and (128, 128).
+        """
+        cls.check_convertible(linear, block=block)
+        values, has_bias = linear.weight, linear.bias is not None
+        place: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
+        layer = cls(linear.in_features, linear.out_features, has_bias, block=block, **place).train(linear.training)
+        if not values.is_meta:
+            q, scale = epiloq.quantize_fp8(values.contiguous(), granularity=_GRANULARITIES[tuple(block)])
+            layer._fill(weight_q=q, weight_scale=scale.view(layer.weight_scale.shape), bias=linear.bias)
+        return layer
+
+    @staticmethod
+    def check_convertible(linear: nn.Module, *, block: Sequence[int] = (1, -1)) -> None:
+        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        check_linear("Fp8WeightOnlyLinear", linear)
+        if tuple(block) not in _GRANULARITIES:
+            expected = ", ".join(map(str, _GRANULARITIES))
+            raise ValueError(f"Fp8WeightOnlyLinear: block: expected one of {expected}, got {block!r}")
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, scale = tensors
@@ -62,7 +97,7 @@ class Fp8WeightOnlyLinear(PreparedLinear):
             scale = scale[torch.arange(first, last, device=scale.device) // rows]
         if scale.shape[1] > 1:
             scale = scale.repeat_interleave(columns, 1)[:, : self.in_features]
-        found: Tensor = weight_q[first:last].to(torch.float32) * scale
+        found: Tensor = weight_q[first:last, : self.in_features].to(torch.float32) * scale
         return found
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,8 +109,8 @@ class Fp8WeightOnlyLinear(PreparedLinear):
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         refuse_batch_invariant("epiloq.nn.Fp8WeightOnlyLinear", DENSE_PRODUCT)
-        weight, bias = self._rows(0, self.out_features, *tensors).to(x.dtype), tensors[1]
-        return nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        weight_q, bias, scale = tensors
+        return fp8_weight_product(x, weight_q, scale, bias, self.block, self.out_features)
 
     def extra_repr(self) -> str:
         return (

@@ -59,8 +59,8 @@ def fp8_weight_mm(
     Raises:
         ValueError: an argument does not fit; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative
-            (`epiloq.nn.Fp8WeightOnlyLinear` has the input's and the bias's).
+        NotImplementedError: batch invariance is asked for; later, a gradient reaches the result, as there is no
+            derivative (`epiloq.nn.Fp8WeightOnlyLinear` has the input's and the bias's).
     """
     rows, columns = _sizes(block)
     if direct((x, weight, scale), (bias, out)):

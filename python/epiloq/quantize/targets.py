@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from epiloq.formats.layouts.base import Activations, Quantization
 from epiloq.formats.table import blank
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
-from epiloq.nn import Fp8BlockLinear, OnlineQuantLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, OnlineQuantLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.algorithms.smoothquant import INT8
 from epiloq.schemes import SCHEMES
@@ -80,7 +81,7 @@ class Target:
             state = weight.grid.stored(weight)
             state["weight"] = state.pop("weight_q")
         else:
-            state = _online(weight) if scheme.module is OnlineQuantLinear else _rows(weight)
+            state = _STATES[scheme.module](weight)
         columns = weight.q.shape[1]
         return ModuleWeight(scheme.module.__name__, scheme.options, state, weight.dequantize, columns=columns)
 
@@ -95,6 +96,18 @@ def _online(weight: CodedWeight) -> dict[str, Tensor]:
 def _rows(weight: CodedWeight) -> dict[str, Tensor]:
     """The state of ``nn.Fp8Linear``."""
     return {"weight": weight.q, "weight_scale": weight.scale.flatten()}
+
+
+def _blocks(weight: CodedWeight) -> dict[str, Tensor]:
+    """The state of ``nn.Fp8WeightOnlyLinear``."""
+    return {"weight": weight.q, "weight_scale": weight.scale}
+
+
+_STATES: dict[type, Callable[[CodedWeight], dict[str, Tensor]]] = {
+    OnlineQuantLinear: _online,
+    Fp8Linear: _rows,
+    Fp8WeightOnlyLinear: _blocks,
+}
 
 
 def _rounded(name: str, base: Float8Grid | OffsetGrid, inputs: Float8Grid | OffsetGrid) -> Target:
@@ -117,6 +130,8 @@ _TABLE = (
     Target("w8a8-int8-static", _CHANNELS, activations="int8-static"),
     _rounded("w8a8-block", OffsetGrid(8, 128, symmetric=True), OffsetGrid(8, 128)),
     _rounded("w4a8-block", OffsetGrid(4, 32), OffsetGrid(8, 32)),
+    Target("w8a16-fp8", Float8Grid(), algorithm="rtn"),
+    Target("w8a16-fp8-block", Float8Grid(FP8_BLOCK, FP8_BLOCK), algorithm="rtn"),
     _rounded("fp8", Float8Grid(rows=-1), Float8Grid(rows=-1)),
     _rounded("fp8-token", Float8Grid(), Float8Grid()),
     _rounded("fp8-block", Float8Grid(FP8_BLOCK, FP8_BLOCK), Float8Grid(group_size=FP8_BLOCK)),

@@ -78,6 +78,7 @@ LAYERS: dict[str, Make] = {
     "fp8-block-by-row": lambda k, n: _filled(quantised.Fp8BlockLinear(k, n, rows=1)),
     "fp8-limit": lambda k, n: _filled(quantised.Fp8Linear(k, n, limit=3.0)),
     "fp8-weight-only": lambda k, n: _filled(quantised.Fp8WeightOnlyLinear(k, n, block=(8, 5))),
+    "w8a16-fp8": _of_linear(quantised.Fp8WeightOnlyLinear),
     "w8a8-block": _of_linear(quantised.OnlineQuantLinear, bits=8, group_size=32, symmetric=True),
     "w4a8-block": _of_linear(quantised.OnlineQuantLinear, bits=4, group_size=32, symmetric=False),
     "w4a16": _of_linear(quantised.WeightOnlyLinear, bits=4, group_size=32, zeros="zero"),
