@@ -302,25 +302,14 @@ struct Shape {
   int warps, ctas;
 };
 
-// Every CTA has as many pieces, as far as they divide, and all run at a time, so that none is left for a last wave.
-Shape shape_of(int pieces, int warps, int sms) {
-  int const at_once = kWarpsOfSm / warps * sms, rounds = static_cast<int>(ceil_div(pieces, at_once));
-  return {warps, static_cast<int>(ceil_div(pieces, rounds))};
-}
-
-// The shape that keeps most bytes in flight, unless SMs have too unequal parts to convert in time.
-Shape shape_of(int pieces, int sms) {
-  constexpr float kEnoughWarps = 10, kBusy = 0.6f;  // of an SM; of its time, where all have equal parts
-  Shape best{};
-  float least = 0;
-  for (int warps : {8, 4, 16}) {
-    Shape const shape = shape_of(pieces, warps, sms);
-    auto const of_sm = static_cast<float>(ceil_div(shape.ctas, sms) * ceil_div(pieces, shape.ctas));
-    float const in_flight = static_cast<float>(shape.ctas * warps) / (kEnoughWarps * sms);
-    float const cost = std::max(1.f, kBusy * of_sm * sms / pieces) / std::min(1.f, in_flight);
-    if (best.warps == 0 || cost < least) best = shape, least = cost;
+// One piece for each CTA, in as many warps as let all run at a time. More pieces than that are divided evenly among the
+// CTAs, so that none is left for a last wave. `groups`: CTAs that share a piece's rows, for other tokens.
+Shape shape_of(int pieces, int groups, int sms) {
+  for (int warps : {kWarpsOfSm, kWarpsOfSm / 2, kWarpsOfSm / 4}) {
+    if (pieces * groups <= kWarpsOfSm / warps * sms) return {warps, pieces};
   }
-  return best;
+  int const warps = kWarpsOfSm / 2, at_once = std::max(1, kWarpsOfSm / warps * sms / groups);
+  return {warps, static_cast<int>(ceil_div(pieces, ceil_div(pieces, at_once)))};
 }
 
 template <class T, int kTiles, int kPanels, bool kGrouped>
@@ -335,7 +324,8 @@ void launch_shaped(Problem const& p, Shape shape, Stream stream) {
 template <class T, int kTiles, int kPanels>
 void launch_tiled(Problem const& p, int device, Stream stream) {
   int const pieces = pieces_of<Decode<T, kTiles, kPanels, false>>(p.weight.n);
-  Shape const shape = shape_of(pieces, device_properties(device).sm_count);
+  int const groups = static_cast<int>(ceil_div(p.m, kTileTokens * kTiles));
+  Shape const shape = shape_of(pieces, groups, device_properties(device).sm_count);
   if (p.weight.block_columns < p.weight.k) return launch_shaped<T, kTiles, kPanels, true>(p, shape, stream);
   launch_shaped<T, kTiles, kPanels, false>(p, shape, stream);
 }
