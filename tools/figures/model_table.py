@@ -73,12 +73,11 @@ def short(rows: list[Measured], layers: int) -> str:
 
 
 def by_layer(rows: list[Measured]) -> str:
-    """Microseconds of a layer, without embedding, last norm and head, and of an eager one on the host."""
+    """Microseconds of a layer, without embedding, last norm and head."""
     phases = {
         ("compile", "decode", 1): "decode, batch 1",
         ("compile", "decode", 16): "batch 16",
         ("compile", "prefill", 1): "prefill of 2048",
-        ("eager", "decode", 1): "eager decode",
     }
     table = []
     for name, own in contenders(rows).items():
