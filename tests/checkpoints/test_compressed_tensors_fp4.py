@@ -141,6 +141,7 @@ def test_opened_saved_and_converted(folders: Path, tmp_path: Path, form: str) ->
     result = run("inspect", tmp_path / "epiloq", "--json", tmp_path / "facts.json")
     assert result.exit_code == 0, result.output
     facts = json.loads((tmp_path / "facts.json").read_text())
+    assert any("on CUDA for up to 64 tokens" in note for note in facts["notes"])
     assert facts["scheme"] == f"w4a16-{form}" and {row["weights"] for row in facts["kinds"]} == {form}
     result = run("convert", folders / form, tmp_path / "gptq", "--format", "gptq")
     assert result.exit_code == 2 and "cannot represent Fp4Linear" in result.output

@@ -219,3 +219,11 @@ def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, said: str
         save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=said):
         opened(tmp_path)
+
+
+def test_commands_say_who_opens_it(folder: Path) -> None:
+    from epiloq.formats.io.checkpoint import Checkpoint
+    from epiloq.formats.layers import Layers
+
+    with pytest.raises(ValueError, match=r"mxfp4 \(experts of GPT-OSS\) is opened by transformers' from_pretrained"):
+        Layers(Checkpoint(folder))

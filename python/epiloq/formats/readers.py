@@ -262,6 +262,11 @@ def parse(found: Mapping[str, Any]) -> Rules:
     Raises FormatError, which names key and value, for what is not read.
     """
     method = found.get("quant_method")
+    if method == "mxfp4":
+        raise FormatError(
+            "quantization_config: quant_method: mxfp4 (experts of GPT-OSS) is opened by transformers' from_pretrained "
+            "after import epiloq.integrations.transformers, and by nothing else here"
+        )
     if not isinstance(method, str) or method not in CONFIGS:
         expected = ", ".join((*CONFIGS, epiloq_modules.METHOD))
         raise FormatError(f"quantization_config: quant_method: expected one of {expected}, got {method!r}")

@@ -21,13 +21,11 @@ from epiloq._torch.library import (
     register_product,
     without_autocast,
 )
+from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
 from epiloq.ops.weight_only_mm import _on_16_bytes
-from epiloq.weights.fp4 import FLOATS, FORMATS
-from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
-from epiloq.weights.packed_layout import PANEL_ROWS
-from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight
+from epiloq.weights.tensor_checks import refuse
 
-_NAME = "packed_fp4_mm"
 # Rows of an expert, on average, up to which the kernel reads the codes; above, W is dequantised first.
 _DECODE_ROWS = 64
 # Weights that are dequantised at once: 4 MiB of float32 on a CPU, which caches hold, and 64 MiB on a GPU.
@@ -68,15 +66,15 @@ def packed_fp4_mm(
         TypeError: an argument is not a tensor, or ``weight`` no `PackedFp4Weight`.
     """
     if not isinstance(weight, PackedFp4Weight):
-        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
+        raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
     w = weight
     arguments = (x, w.q, w.scale, w.factor, bias, offs, masked_m, w.format, w.n, w.k)
     if direct((x, w.q, w.scale), (w.factor, bias, offs, masked_m, out)):
         return run(*arguments, out=out)
     optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
-    expect_tensors(_NAME, {"x": x}, optional, writes=out is not None)
+    expect_tensors(NAME, {"x": x}, optional, writes=out is not None)
     if out is None:
-        if is_transformed() and _counts(offs, masked_m) is None:  # which do not compose with `register_autograd`
+        if is_transformed() and counts_of(offs, masked_m) is None:  # which do not compose with `register_autograd`
             return torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
         result: Tensor = torch.ops.epiloq.packed_fp4_mm(*arguments)
         return result
@@ -100,88 +98,18 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`packed_fp4_mm` for plain tensors, its arguments taken apart."""
-    weight, counts = PackedFp4Weight(q, scale, factor, format, n, k), _counts(offs, masked_m)
-    experts = _experts(x, n, counts, masked_m is not None)
+    weight, counts = PackedFp4Weight(q, scale, factor, format, n, k), counts_of(offs, masked_m)
+    experts = experts_of(x, n, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], n // experts)) if out is None else out
-    _check(result, x, weight, bias, counts, out is not None)
+    check(result, x, weight, bias, counts, out is not None)
     if result.numel() > 0:
         # Of the kernel, too, K is shared out by the number of rows.
-        refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
+        refuse_batch_invariant(f"epiloq.{NAME}", DENSE_PRODUCT)
         if not _by_kernel(result, x, weight, bias, counts):
             _dequantised(result, x, weight, bias, counts)
     if out is not None:
         mark_written(out)
     return result
-
-
-def _counts(offs: Tensor | None, masked_m: Tensor | None) -> Tensor | None:
-    if offs is not None and masked_m is not None:
-        refuse(_NAME, "offs", "at most one of offs and masked_m", "both")
-    return masked_m if offs is None else offs
-
-
-def _experts(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
-    """How many matrices there are."""
-    if x.ndim == 0:
-        refuse(_NAME, "x", "at least one dimension", "a scalar")
-    if counts is None:
-        return 1
-    name = "masked_m" if masked else "offs"
-    if counts.ndim != 1 or counts.dtype != torch.int32 or counts.numel() == 0:
-        refuse(_NAME, name, "int32 [E]", described(counts))
-    experts = counts.numel()
-    if n % experts or n // experts % PANEL_ROWS:
-        wanted = f"{experts} matrices of a multiple of {PANEL_ROWS} rows behind each other"
-        refuse(_NAME, "weight", wanted, f"{n} rows")
-    if x.ndim != (3 if masked else 2) or (masked and x.shape[0] != experts):
-        refuse(_NAME, "x", f"[{experts}, M, K]" if masked else "[M, K]", described(x))
-    return experts
-
-
-def _check(
-    out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None, out_given: bool
-) -> None:
-    if x.dtype not in FLOATS or x.shape[-1] != weight.k:
-        refuse(_NAME, "x", f"float32, float16 or bfloat16 with {weight.k} columns", described(x))
-    check_memory("x", x, x.device, _NAME)
-    if counts is None or x.ndim == 2:
-        check_rows("x", x, _NAME)
-    elif weight.k > 1 and x.stride(-1) != 1:
-        refuse(_NAME, "x", "dense rows", described(x))
-    if weight.format not in FORMATS:
-        refuse(_NAME, "weight.format", f"one of {', '.join(FORMATS)}", repr(weight.format))
-    experts = 1 if counts is None else counts.numel()
-    shapes = shapes_of_parts(weight.format, weight.n, weight.k)
-    parts = {"q": weight.q, "scale": weight.scale}
-    for name, tensor in parts.items():
-        if tensor.dtype != torch.uint8 or tensor.shape != shapes[name] or not tensor.is_contiguous():
-            refuse(_NAME, f"weight.{name}", f"uint8 {list(shapes[name])}, dense", described(tensor))
-    factor = weight.factor
-    if factor is not None and (factor.dtype != torch.float32 or factor.shape not in ((1,), (experts,))):
-        refuse(_NAME, "weight.factor", f"float32 [{experts}]", described(factor))
-    rows = weight.n // experts
-    shape = (rows,) if counts is None else (experts, rows)
-    if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
-        refuse(_NAME, "bias", f"x's {x.dtype} {list(shape)}, dense", described(bias))
-    inputs: dict[str, Tensor | None] = {
-        "x": x,
-        "weight.q": weight.q,
-        "weight.scale": weight.scale,
-        "weight.factor": factor,
-        "bias": bias,
-    }
-    inputs["masked_m" if x.ndim == 3 else "offs"] = counts
-    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    for name, tensor in there.items():
-        check_memory(name, tensor, x.device, _NAME)
-    if out_given:
-        if out.dtype != x.dtype:
-            refuse(_NAME, "out", f"x's {x.dtype}", described(out))
-        check_memory("out", out, x.device, _NAME)
-        check_written("out", out, (*x.shape[:-1], rows), _NAME)
-        for name, tensor in there.items():
-            if overlap(out, tensor):
-                refuse(_NAME, "out", f"memory apart from {name}'s", "an overlap")
 
 
 def _few(x: Tensor, counts: Tensor | None) -> bool:
@@ -229,7 +157,7 @@ def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
         low = 0 if x.ndim == 3 else begin
         if not low <= count <= most:
             name, wanted = ("masked_m", f"0 to {most}") if x.ndim == 3 else ("offs", f"ascending ends up to {most}")
-            refuse(_NAME, name, wanted, counts.tolist())
+            refuse(NAME, name, wanted, counts.tolist())
         if count > low:
             yield expert, ((expert, slice(count)) if x.ndim == 3 else slice(low, count))
         begin = count
@@ -264,16 +192,16 @@ def explain(
 ) -> str:
     """`epiloq.explain` for `packed_fp4_mm` by its own arguments."""
     if not isinstance(weight, PackedFp4Weight):
-        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
+        raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
     optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
-    expect_tensors(_NAME, {"x": x}, optional, writes=False)
-    counts = _counts(offs, masked_m)
-    experts = _experts(x, weight.n, counts, masked_m is not None)
+    expect_tensors(NAME, {"x": x}, optional, writes=False)
+    counts = counts_of(offs, masked_m)
+    experts = experts_of(x, weight.n, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], weight.n // experts)) if out is None else out
-    _check(result, x, weight, bias, counts, out is not None)
+    check(result, x, weight, bias, counts, out is not None)
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
-    refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
+    refuse_batch_invariant(f"epiloq.{NAME}", DENSE_PRODUCT)
     if _few(x, counts):
         said = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
         if not said.startswith("no "):
@@ -285,7 +213,7 @@ def explain(
 
 def _fake(x: Tensor, *rest: Any) -> Tensor:
     offs, masked_m, _, n, _ = rest[4:]
-    counts = _counts(offs, masked_m)
+    counts = counts_of(offs, masked_m)
     return x.new_empty((*x.shape[:-1], n // (1 if counts is None else counts.shape[0])))
 
 
@@ -300,8 +228,8 @@ def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     q, scale, factor, offs, masked_m = ctx.saved_tensors
     of_x, _, _, of_factor, of_bias, *_ = ctx.needs_input_grad
     if of_factor:
-        raise NotImplementedError(f"epiloq.{_NAME} has no gradient of weight.factor, only of x and bias")
-    weight, counts = PackedFp4Weight(q, scale, factor, *ctx.numbers), _counts(offs, masked_m)
+        raise NotImplementedError(f"epiloq.{NAME} has no gradient of weight.factor, only of x and bias")
+    weight, counts = PackedFp4Weight(q, scale, factor, *ctx.numbers), counts_of(offs, masked_m)
     dx = dbias = None
     if counts is None:
         if of_x:
@@ -321,10 +249,10 @@ def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 register_product(
-    _NAME,
+    NAME,
     "Tensor x, Tensor q, Tensor scale, Tensor? factor, Tensor? bias, Tensor? offs, Tensor? masked_m, str format, "
     "int n, int k",
     run,
     _fake,
 )
-torch.library.register_autograd(f"epiloq::{_NAME}", _pull, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(f"epiloq::{NAME}", _pull, setup_context=_save, lib=LIBRARY)

@@ -1,0 +1,85 @@
+"""What `packed_fp4_mm` refuses, before anything is computed or written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq.weights.fp4 import FLOATS, FORMATS
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
+from epiloq.weights.packed_layout import PANEL_ROWS
+from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
+
+NAME = "packed_fp4_mm"
+
+
+def counts_of(offs: Tensor | None, masked_m: Tensor | None) -> Tensor | None:
+    """The one that is given. Raises ValueError for both."""
+    if offs is not None and masked_m is not None:
+        refuse(NAME, "offs", "at most one of offs and masked_m", "both")
+    return masked_m if offs is None else offs
+
+
+def experts_of(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
+    """How many matrices there are. Raises ValueError for counts, rows or a weight that do not fit them."""
+    if x.ndim == 0:
+        refuse(NAME, "x", "at least one dimension", "a scalar")
+    if counts is None:
+        return 1
+    name = "masked_m" if masked else "offs"
+    if counts.ndim != 1 or counts.dtype != torch.int32 or counts.numel() == 0:
+        refuse(NAME, name, "int32 [E]", described(counts))
+    experts = counts.numel()
+    if n % experts or n // experts % PANEL_ROWS:
+        wanted = f"{experts} matrices of a multiple of {PANEL_ROWS} rows behind each other"
+        refuse(NAME, "weight", wanted, f"{n} rows")
+    if x.ndim != (3 if masked else 2) or (masked and x.shape[0] != experts):
+        refuse(NAME, "x", f"[{experts}, M, K]" if masked else "[M, K]", described(x))
+    return experts
+
+
+def check(
+    out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None, out_given: bool
+) -> None:
+    """Raise ValueError, which names the argument, unless everything fits."""
+    if x.dtype not in FLOATS or x.shape[-1] != weight.k:
+        refuse(NAME, "x", f"float32, float16 or bfloat16 with {weight.k} columns", described(x))
+    check_memory("x", x, x.device, NAME)
+    if counts is None or x.ndim == 2:
+        check_rows("x", x, NAME)
+    elif weight.k > 1 and x.stride(-1) != 1:
+        refuse(NAME, "x", "dense rows", described(x))
+    if weight.format not in FORMATS:
+        refuse(NAME, "weight.format", f"one of {', '.join(FORMATS)}", repr(weight.format))
+    experts = 1 if counts is None else counts.numel()
+    shapes = shapes_of_parts(weight.format, weight.n, weight.k)
+    parts = {"q": weight.q, "scale": weight.scale}
+    for name, tensor in parts.items():
+        if tensor.dtype != torch.uint8 or tensor.shape != shapes[name] or not tensor.is_contiguous():
+            refuse(NAME, f"weight.{name}", f"uint8 {list(shapes[name])}, dense", described(tensor))
+    factor = weight.factor
+    if factor is not None and (factor.dtype != torch.float32 or factor.shape not in ((1,), (experts,))):
+        refuse(NAME, "weight.factor", f"float32 [{experts}]", described(factor))
+    rows = weight.n // experts
+    shape = (rows,) if counts is None else (experts, rows)
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
+        refuse(NAME, "bias", f"x's {x.dtype} {list(shape)}, dense", described(bias))
+    inputs: dict[str, Tensor | None] = {
+        "x": x,
+        "weight.q": weight.q,
+        "weight.scale": weight.scale,
+        "weight.factor": factor,
+        "bias": bias,
+    }
+    inputs["masked_m" if x.ndim == 3 else "offs"] = counts
+    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    for name, tensor in there.items():
+        check_memory(name, tensor, x.device, NAME)
+    if out_given:
+        if out.dtype != x.dtype:
+            refuse(NAME, "out", f"x's {x.dtype}", described(out))
+        check_memory("out", out, x.device, NAME)
+        check_written("out", out, (*x.shape[:-1], rows), NAME)
+        for name, tensor in there.items():
+            if overlap(out, tensor):
+                refuse(NAME, "out", f"memory apart from {name}'s", "an overlap")
