@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -20,47 +20,22 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.parameter import BasevLLMParameter
 
 from epiloq.formats.epiloq_modules import METHOD, Group
-from epiloq.integrations.engines.parts import Part, PartsLinear, layers_by_name
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
-
-_QKV = ("q", "k", "v")
+from epiloq.integrations.engines.checkpoint import FormatConfig, PartsMethod, StoredTensor
+from epiloq.integrations.engines.parts import Part, layers_by_name
 
 
-class EpiloqConfig(QuantizationConfig):
+class EpiloqConfig(FormatConfig, QuantizationConfig):
     """What a directory of epiloq's own format says of its layers, each by the name that it has in the model."""
+
+    engine = "vLLM"
 
     def __init__(self, layers: Mapping[str, Group]) -> None:
         super().__init__()
         self.layers = dict(layers)
 
     @classmethod
-    def get_name(cls) -> str:
-        return METHOD
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return list(FLOAT_DTYPES)
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None beside config.json."""
-        return []
-
-    @classmethod
     def from_config(cls, config: dict[str, Any]) -> EpiloqConfig:
         return cls(layers_by_name(config))
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
-        """Files name the format, and no method, so that what does not know it refuses them."""
-        ours = hf_quant_cfg.get("format") == METHOD and hf_quant_cfg.get("quant_method") in (None, "", METHOD)
-        return METHOD if ours and user_quant in (None, METHOD) else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         names = list(self.layers)
@@ -71,33 +46,16 @@ class EpiloqConfig(QuantizationConfig):
 
         Raises ValueError for quantised layers of other kinds: experts, embeddings, output heads.
         """
-        if isinstance(layer, LinearBase):
-            names = self.names(prefix)
-            groups = [self.layers.get(name) for name in names]
-            return UnquantizedLinearMethod() if not any(groups) else EpiloqLinearMethod(names, groups)
-        inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
-        if inside:
-            raise ValueError(
-                f"epiloq: {inside[0]}: expected quantised linear layers alone, for vLLM runs this one as "
-                f"{type(layer).__name__}; quantise the model anew with --ignore {inside[0]}"
-            )
-        return None
-
-    def names(self, prefix: str) -> list[str]:
-        """The names in the checkpoint of the parts of a layer that vLLM may have merged."""
-        parent, _, leaf = prefix.rpartition(".")
-        apart = self.packed_modules_mapping.get(leaf, [leaf])
-        if prefix in self.layers:
-            return [prefix]
-        return [f"{parent}.{name}" if parent else name for name in apart]
+        if not isinstance(layer, LinearBase):
+            return self.check_not_quantised(layer, prefix)
+        names = self.names(prefix)
+        groups = [self.layers.get(name) for name in names]
+        return UnquantizedLinearMethod() if not any(groups) else EpiloqLinearMethod(names, groups)
 
 
 @register_weight_loader_v2_supported_method
-class EpiloqLinearMethod(LinearMethodBase):
+class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
     """A linear layer, of one part or several, each with its own kind."""
-
-    def __init__(self, names: list[str], groups: list[Group | None]) -> None:
-        self.names, self.groups = names, groups
 
     def create_weights(
         self,
@@ -109,39 +67,14 @@ class EpiloqLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        count = len(output_partition_sizes)
-        if len(self.names) not in (1, count):
-            raise ValueError(f"epiloq: {layer.prefix}: expected {count} layers, got {', '.join(self.names)}")
         first = layer.tp_rank * input_size_per_partition if input_size_per_partition != input_size else 0
         columns = (first, first + input_size_per_partition)
-        several = len(self.names) == count
-        self.parts = [
-            Part(self.names[i if several else 0], self.groups[i if several else 0], columns, input_size)
-            for i in range(count)
-        ]
-        self.sizes, self.dtype = output_partition_sizes, params_dtype
-        load = self.loader(layer, extra_weight_attrs["weight_loader"])
-        self.stored = sorted({name for part in self.parts for name in part.rules})
+        self.prepare(f"{layer.prefix}: ", columns, input_size, output_partition_sizes, params_dtype)
+        load = self.loader(layer, extra_weight_attrs["weight_loader"], isinstance(layer, ReplicatedLinear))
         for name in self.stored:
             layer.register_parameter(name, StoredParameter(name, self.parts, self.sizes, load))
 
-    def loader(self, layer: Any, given: Callable[..., None]) -> Callable[..., None]:
-        """The engine's loader; but for replicated layers, and files that hold merged layers as one."""
-
-        def load(parameter: StoredParameter, tensor: Tensor, shard: Any = None) -> None:
-            if isinstance(shard, (int, str)):
-                given(parameter, tensor, shard)
-            elif len(self.sizes) == 1 and not isinstance(layer, ReplicatedLinear):
-                given(parameter, tensor)
-            else:
-                self.load_together(layer, parameter, tensor, shard)
-
-        return load
-
-    def load_together(
-        self, layer: Any, parameter: StoredParameter, tensor: Tensor, shard: tuple[int, ...] | None
-    ) -> None:
-        """Load a tensor of a layer that the files hold merged."""
+    def starts(self, layer: Any, shards: Sequence[int]) -> Iterator[tuple[int, int]]:
         sizes, replicas = list(layer.output_partition_sizes), [1] * len(self.sizes)
         whole = [size * layer.tp_size for size in sizes]
         if isinstance(layer, QKVParallelLinear):
@@ -150,23 +83,13 @@ class EpiloqLinearMethod(LinearMethodBase):
         elif isinstance(layer, ReplicatedLinear):
             whole = sizes
         first = 0
-        for index in range(len(sizes)) if shard is None else shard:
+        for index in shards:
             rank = 0 if isinstance(layer, ReplicatedLinear) else layer.tp_rank // replicas[index]
-            start = first + rank * sizes[index]
-            parameter.take(index, tensor, start, sizes[index])
+            yield index, first + rank * sizes[index]
             first += whole[index]
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        for name in self.stored:
-            delattr(layer, name)
-        layer.epiloq = PartsLinear(self.parts, self.dtype)
-        del self.parts
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return layer.epiloq(x, bias)
-
-
-class StoredParameter(BasevLLMParameter):
+class StoredParameter(StoredTensor, BasevLLMParameter):
     """A tensor by its name in files, for each part of a layer; it holds nothing itself."""
 
     def __new__(cls, *arguments: Any) -> StoredParameter:
@@ -176,24 +99,9 @@ class StoredParameter(BasevLLMParameter):
         super().__init__(data=torch.empty(0), weight_loader=load)
         self.stored_name, self.parts, self.sizes = name, parts, sizes
 
-    def take(self, index: int, tensor: Tensor, first: int, size: int) -> None:
-        """Keep `size` rows from the one on that is `first`, for a part."""
-        self.parts[index].take(self.stored_name, tensor, (first, first + size), self.device)
-
-    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
-        self.take(0, loaded_weight, self.tp_rank * self.sizes[0], self.sizes[0])
-
-    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
-        self.take(0, loaded_weight, 0, self.sizes[0])
-
-    def load_merged_column_weight(self, loaded_weight: Tensor, **given: Any) -> None:
-        size = given["shard_size"]
-        self.take(given["shard_id"], loaded_weight, self.tp_rank * size, size)
-
-    def load_qkv_weight(self, loaded_weight: Tensor, **given: Any) -> None:
-        index, size = _QKV.index(given["shard_id"]), given["shard_size"]
-        rank = self.tp_rank if index == 0 else self.tp_rank // given["num_heads"]
-        self.take(index, loaded_weight, rank * size, size)
+    def rank_of(self, given: Mapping[str, Any]) -> int:
+        rank: int = self.tp_rank
+        return rank
 
 
 def register() -> None:

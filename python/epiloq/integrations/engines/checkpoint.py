@@ -1,0 +1,157 @@
+"""What epiloq's own format means to an engine, without the engine: bases of the classes that vLLM and SGLang register.
+
+Both engines have the same interface (SGLang's came from vLLM's): a configuration that gives each layer its method, a
+method that creates a layer's parameters and runs it, and parameters that know which rows of a loaded tensor are the
+rank's. Subclasses add what differs: how ranks are asked for, and how merged layers are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.formats.epiloq_modules import METHOD, Group
+from epiloq.integrations.engines.parts import Part, PartsLinear
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
+
+QKV = ("q", "k", "v")
+
+
+class FormatConfig:
+    """What a directory of epiloq's own format says of its layers, each by the name that it has in the model."""
+
+    engine: ClassVar[str]
+    layers: dict[str, Group]
+    packed_modules_mapping: Any  # merged layer: the layers in the checkpoint
+
+    @classmethod
+    def get_name(cls) -> str:
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return list(FLOAT_DTYPES)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None beside config.json."""
+        return []
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Files name the format, and no method, so that what does not know it refuses them."""
+        ours = hf_quant_cfg.get("format") == METHOD and hf_quant_cfg.get("quant_method") in (None, "", METHOD)
+        return METHOD if ours and user_quant in (None, METHOD) else None
+
+    def names(self, prefix: str) -> list[str]:
+        """The names in the checkpoint of the parts of a layer that the engine may have merged."""
+        if prefix in self.layers:
+            return [prefix]
+        parent, _, leaf = prefix.rpartition(".")
+        apart = self.packed_modules_mapping.get(leaf, [leaf])
+        return [f"{parent}.{name}" if parent else name for name in apart]
+
+    def check_not_quantised(self, layer: nn.Module, prefix: str) -> None:
+        """Raise ValueError for a quantised layer that is no linear one: experts, embeddings, output heads."""
+        inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
+        if inside:
+            raise ValueError(
+                f"epiloq: {inside[0]}: expected quantised linear layers alone, for {self.engine} runs this one as "
+                f"{type(layer).__name__}; quantise the model anew with --ignore {inside[0]}"
+            )
+
+
+class PartsMethod:
+    """Runs a linear layer, of one part or several, each with its own kind."""
+
+    parts: list[Part]
+    sizes: list[int]  # rows of each part
+    dtype: torch.dtype
+    stored: list[str]  # names of the parameters while tensors are loaded
+
+    def __init__(self, names: list[str], groups: list[Group | None]) -> None:
+        self.names, self.groups = names, groups
+
+    def prepare(
+        self, where: str, columns: tuple[int, int], in_features: int, sizes: list[int], dtype: torch.dtype
+    ) -> None:
+        """Outline the parts: a rank's `columns` of `in_features`, and rows by part. `where` begins an error."""
+        count = len(sizes)
+        if len(self.names) not in (1, count):
+            raise ValueError(f"epiloq: {where}expected {count} layers, got {', '.join(self.names)}")
+        several = len(self.names) == count
+        self.parts = [
+            Part(self.names[i if several else 0], self.groups[i if several else 0], columns, in_features)
+            for i in range(count)
+        ]
+        self.sizes, self.dtype = sizes, dtype
+        self.stored = sorted({name for part in self.parts for name in part.rules})
+
+    def loader(self, layer: Any, given: Callable[..., None], is_replicated: bool) -> Callable[..., None]:
+        """The engine's loader; but for replicated layers, and files that hold merged layers as one."""
+
+        def load(parameter: Any, tensor: Tensor, shard: Any = None) -> None:
+            if isinstance(shard, (int, str)):
+                given(parameter, tensor, shard)
+            elif len(self.sizes) == 1 and not is_replicated:
+                given(parameter, tensor)
+            else:
+                for index, first in self.starts(layer, range(len(self.sizes)) if shard is None else shard):
+                    parameter.take(index, tensor, first, self.sizes[index])
+
+        return load
+
+    def starts(self, layer: Any, shards: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Parts of a layer that the files hold merged, each with the first of the rank's rows in the tensor."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for name in self.stored:
+            delattr(layer, name)
+        layer.epiloq = PartsLinear(self.parts, self.dtype)
+        del self.parts
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        result: Tensor = layer.epiloq(x, bias)
+        return result
+
+
+class StoredTensor:
+    """A tensor by its name in files, for each part of a layer; the parameter itself holds nothing."""
+
+    stored_name: str
+    parts: list[Part]
+    sizes: list[int]
+    device: torch.device
+
+    def take(self, index: int, tensor: Tensor, first: int, size: int) -> None:
+        """Keep `size` rows from the one on that is `first`, for a part."""
+        self.parts[index].take(self.stored_name, tensor, (first, first + size), self.device)
+
+    def rank_of(self, given: Mapping[str, Any]) -> int:
+        """The rank among those that divide the layer, by what the engine gives a loader."""
+        raise NotImplementedError
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor, **given: Any) -> None:
+        self.take(0, loaded_weight, self.rank_of(given) * self.sizes[0], self.sizes[0])
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor, **given: Any) -> None:
+        self.take(0, loaded_weight, 0, self.sizes[0])
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, **given: Any) -> None:
+        size = given["shard_size"]
+        self.take(given["shard_id"], loaded_weight, self.rank_of(given) * size, size)
+
+    def load_qkv_weight(self, loaded_weight: Tensor, **given: Any) -> None:
+        index, size = QKV.index(given["shard_id"]), given["shard_size"]
+        rank = self.rank_of(given) if index == 0 else self.rank_of(given) // given["num_heads"]
+        self.take(index, loaded_weight, rank * size, size)
