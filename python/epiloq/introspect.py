@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from epiloq import _core
+from epiloq.ops.attention.scaled_bmm import explain as explain_scaled_bmm
+from epiloq.ops.checks.problems import explain_problem
 from epiloq.ops.convolutions.conv2d_int8 import explain as explain_conv2d_int8
 from epiloq.ops.convolutions.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.fp4_mm import explain as explain_fp4_mm
@@ -19,13 +21,11 @@ from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.lookup_int8 import explain as explain_lookup_int8
 from epiloq.ops.online_quant_mm import explain as explain_online_quant_mm
 from epiloq.ops.packed_fp4_mm import explain as explain_packed_fp4_mm
-from epiloq.ops.problems import explain_problem
 from epiloq.ops.quantizers.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantizers.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import explain as explain_quantize_int8
 from epiloq.ops.quantizers.rms_norm_quant import explain as explain_rms_norm_quant
 from epiloq.ops.quantizers.silu_and_mul_quant import explain as explain_silu_and_mul_quant
-from epiloq.ops.scaled_bmm import explain as explain_scaled_bmm
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import explain as explain_table_mm

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from epiloq.integrations.in_memory import describe_on_saving
 from epiloq.layer_filter import Filter
 from epiloq.models.conversion import quantize_layers
+from epiloq.models.in_memory import describe_on_saving
 from epiloq.nn import (
     Fp4Linear,
     Fp8BlockLinear,

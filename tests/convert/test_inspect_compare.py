@@ -21,9 +21,9 @@ from typer.testing import Result
 
 import epiloq
 from command_line import WIDE, run, teacher_and_text, text
+from epiloq.evaluation.comparison import answers, layer_error
 from epiloq.evaluation.perplexity import perplexity
 from epiloq.formats import epiloq_modules
-from epiloq.formats.comparison import answers, layer_error
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from tiny_teacher import save, tiny_model
@@ -216,10 +216,10 @@ def test_perplexity_refuses_windows_of_other_shapes() -> None:
 
 def test_every_module_has_words() -> None:
     """Of each class that epiloq's format has, as `inspect` describes its layers."""
-    from epiloq.formats import inspection
     from epiloq.formats.epiloq_modules import KINDS
+    from epiloq.inspection import directory
 
-    assert set(inspection._WORDS) >= {name for name in KINDS if name not in ("Int8Linear", "W4A8Linear")}
-    assert inspection._WORDS["Fp8WeightOnlyLinear"]({"block": (-1, -1)})[2] == "tensor"
-    assert inspection._WORDS["Fp8WeightOnlyLinear"]({"block": (1, -1)})[2] == "channel"
-    assert inspection._WORDS["Fp8WeightOnlyLinear"]({"block": [64, 32]})[2] == "64x32"
+    assert set(directory._WORDS) >= {name for name in KINDS if name not in ("Int8Linear", "W4A8Linear")}
+    assert directory._WORDS["Fp8WeightOnlyLinear"]({"block": (-1, -1)})[2] == "tensor"
+    assert directory._WORDS["Fp8WeightOnlyLinear"]({"block": (1, -1)})[2] == "channel"
+    assert directory._WORDS["Fp8WeightOnlyLinear"]({"block": [64, 32]})[2] == "64x32"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from epiloq import pack_weight
 from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
-from epiloq.weights.packed_rows import rows_of
+from epiloq.weights.packed.rows import rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GRIDS = ((8, -1, "none"), (8, 32, "zero"), (4, 32, "zero"), (4, 128, "none"), (4, -1, "zero"))

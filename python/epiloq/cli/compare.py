@@ -60,7 +60,7 @@ def compare(
 
 
 def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
-    from epiloq.formats.comparison import other_tensors, weight_errors
+    from epiloq.evaluation.comparison import other_tensors, weight_errors
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.layers import Layers
 
@@ -81,8 +81,8 @@ def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
 
 
 def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
+    from epiloq.evaluation.comparison import answers
     from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
-    from epiloq.formats.comparison import answers
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates

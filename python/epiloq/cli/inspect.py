@@ -43,21 +43,21 @@ def inspect(
     console = results_console(json_file)
     with failures("inspect"):
         quiet()
-        from epiloq.formats import gguf_inspection, inspection
         from epiloq.formats.io.checkpoint import Checkpoint
         from epiloq.formats.layers import Layers
+        from epiloq.inspection import directory, gguf
 
-        if gguf_inspection.is_gguf(folder):
+        if gguf.is_gguf(folder):
             check_installed("inspect", [] if find_spec("gguf") else ["gguf"], "gguf")
-            facts = gguf_inspection.inspect(folder, check)
+            facts = gguf.inspect(folder, check)
             show_gguf(facts, console)
             write_json(json_file, facts)
             return
         layers = Layers(Checkpoint(folder))
-        facts = inspection.inspect(layers)
+        facts = directory.inspect(layers)
         if check:
             with progress_stages() as stage, stage("decode", len(layers.readers) + len(layers.rest)) as advance:
-                facts["wrong"] = inspection.check(layers, advance)
+                facts["wrong"] = directory.check(layers, advance)
         show(facts, console)
         write_json(json_file, facts)
         if facts.get("wrong"):

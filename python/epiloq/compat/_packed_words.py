@@ -16,7 +16,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.compat._checks import HALF_DTYPES, require_dtype, require_matrix
-from epiloq.weights.packed_checks import checked_perm
+from epiloq.weights.packed.checks import checked_perm
 from epiloq.weights.packed_weight import PackedWeight
 
 

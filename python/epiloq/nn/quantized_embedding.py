@@ -15,7 +15,7 @@ from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.nn.base.quantized_layer import QuantizedLayer, expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 from epiloq.weights.computed import check_finite
-from epiloq.weights.packed_rows import rows_of
+from epiloq.weights.packed.rows import rows_of
 from epiloq.weights.packed_weight import SCALE_DTYPES, PackedWeight, pack_weight
 
 _PARTS = ("q", "scale", "zero", "offset")

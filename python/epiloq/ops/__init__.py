@@ -1,6 +1,7 @@
 """The operations: matrix products one file each, `convolutions`, and `quantizers` of activations."""
 
 from epiloq._torch.threads import lend_threads
+from epiloq.ops.attention.scaled_bmm import scaled_bmm
 from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.convolutions.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.fp4_mm import fp4_mm
@@ -17,7 +18,6 @@ from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import quantize_int8
 from epiloq.ops.quantizers.rms_norm_quant import rms_norm_quant
 from epiloq.ops.quantizers.silu_and_mul_quant import silu_and_mul_quant
-from epiloq.ops.scaled_bmm import scaled_bmm
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import table_mm
 from epiloq.ops.w4a8_mm import w4a8_mm

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.comparison import answers, layer_error
+from epiloq.evaluation.comparison import answers, layer_error
 from epiloq.formats.description import Description
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import FORMATS, Format

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq._torch.library import expect_tensors
-from epiloq.weights.dequantize import dequantize_weight
+from epiloq.weights.packed.dequantize import dequantize_weight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
 # Columns that a kernel reads at a time.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from epiloq._torch.library import expect_tensors
-from epiloq.weights.dequantize import dequantize_weight
-from epiloq.weights.packed_checks import BITS as BITS
-from epiloq.weights.packed_checks import SCALE_DTYPES as SCALE_DTYPES
-from epiloq.weights.packed_checks import check_integers, check_parameters, check_sizes, checked_perm, refuse
+from epiloq.weights.packed.checks import BITS as BITS
+from epiloq.weights.packed.checks import SCALE_DTYPES as SCALE_DTYPES
+from epiloq.weights.packed.checks import check_integers, check_parameters, check_sizes, checked_perm, refuse
+from epiloq.weights.packed.dequantize import dequantize_weight
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,
     codes_of,

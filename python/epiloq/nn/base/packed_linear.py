@@ -12,7 +12,7 @@ from epiloq._torch.library import PLAIN
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.nn.base.quantized_layer import expected
-from epiloq.weights.packed_checks import check_sizes, checked_perm
+from epiloq.weights.packed.checks import check_sizes, checked_perm
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
 

@@ -13,7 +13,7 @@ from epiloq.nn.base.packed_linear import packed_nearest
 from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.w4a8_linear import ACTIVATIONS
-from epiloq.weights.packed_checks import check_sizes
+from epiloq.weights.packed.checks import check_sizes
 from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
 from epiloq.weights.packed_weight import PackedWeight
 

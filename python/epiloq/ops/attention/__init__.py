@@ -1,1 +1,1 @@
-"""Attention and its cache."""
+"""Attention: its batched products, and one decode step over a cache."""

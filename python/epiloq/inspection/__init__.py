@@ -1,0 +1,1 @@
+"""What ``epiloq inspect`` tells of model directories and GGUF files."""
