@@ -217,10 +217,10 @@ def test_compiled(kind: str, device: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_large_weights_are_dequantised_in_pieces(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen, "_PIECE", 128 * 100)
+def test_large_weights_are_dequantised_in_chunks(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen, "_CHUNK", 128 * 100)
     layer, weight = make(kind, 100, 300)
-    assert len(layer._pieces()) == 3
+    assert len(layer._chunks()) == 3
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(4, 100).to(dtype).requires_grad_()
         y = layer(x)

@@ -14,7 +14,7 @@ from epiloq.nn import W4A8Linear, WeightOnlyLinear
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.parallel import join, shard_columns, shard_rows
-from epiloq.parallel.pieces import CUTS
+from epiloq.parallel.blocked_tensors import CUTS
 from epiloq.weights.packed_weight import pack_weight
 from every_layer import LAYERS
 

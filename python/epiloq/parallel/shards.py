@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.formats.epiloq_modules import Options
-from epiloq.parallel.pieces import Piece, cut_of, options_of
+from epiloq.parallel.blocked_tensors import BlockedTensor, cut_of, options_of
 
 # Columns that share a scale in a shard of columns in activation order, whose groups came apart.
 _SUBGROUP = 32
@@ -98,22 +98,22 @@ def _cut(layer: Any, rows: range | None, columns: range | None) -> tuple[Any, Te
                 f"epiloq.parallel: {name}: expected some of 0 to {size}, got {given.start} to {given.stop}"
             )
     rows, columns = rows or range(n), columns or range(k)
-    pieces = cut.take(layer)
+    blocked = cut.take(layer)
     order, bias = getattr(layer, "weight_perm", None), layer._stored("bias")
     bias = None if bias is None else bias.detach().clone()
-    step_rows = math.lcm(*(p.rows for p in pieces.values() if p.rows))
+    step_rows = math.lcm(*(p.rows for p in blocked.values() if p.rows))
     first = rows.start // step_rows * step_rows
     whole_columns = len(columns) == k
     if order is not None and not whole_columns:
-        tensors, group = _reordered(pieces, order, columns, layer.group_size)
+        tensors, group = _reordered(blocked, order, columns, layer.group_size)
         width = tensors["q"].shape[1]
         made = cut.make(layer, tensors, n, width, {**options, "group_size": group})
         made.shard = Shard(n, k, rows, columns, options, tail=width - len(columns), order=order.detach().clone())
         return made, bias
-    step = math.lcm(*(p.columns for p in pieces.values() if p.columns))
+    step = math.lcm(*(p.columns for p in blocked.values() if p.columns))
     left = columns.start // step * step
     right = min(k, -(-columns.stop // step) * step) if cut.tail else columns.stop
-    found = {name: _slice(piece, range(first, rows.stop), range(left, right)) for name, piece in pieces.items()}
+    found = {name: _slice(block, range(first, rows.stop), range(left, right)) for name, block in blocked.items()}
     if order is not None:
         found["perm"] = order.detach().clone()
     made = cut.make(layer, found, rows.stop - first, right - left, options)
@@ -132,12 +132,12 @@ def _finish(made: Any, bias: Tensor | None, of_sum: bool) -> None:
     made._settle()
 
 
-def _slice(piece: Piece, rows: range, columns: range) -> Tensor:
-    found = piece.tensor.detach()
-    if piece.rows:
-        found = found[rows.start // piece.rows : -(-rows.stop // piece.rows)]
-    if piece.columns:
-        found = found[:, columns.start // piece.columns : -(-columns.stop // piece.columns)]
+def _slice(block: BlockedTensor, rows: range, columns: range) -> Tensor:
+    found = block.tensor.detach()
+    if block.rows:
+        found = found[rows.start // block.rows : -(-rows.stop // block.rows)]
+    if block.columns:
+        found = found[:, columns.start // block.columns : -(-columns.stop // block.columns)]
     return found.clone(memory_format=torch.contiguous_format)
 
 
@@ -170,17 +170,17 @@ class _Slots:
 
 
 def _reordered(
-    pieces: Mapping[str, Piece], order: Tensor, columns: range, group_size: int
+    blocked: Mapping[str, BlockedTensor], order: Tensor, columns: range, group_size: int
 ) -> tuple[dict[str, Tensor], int]:
     slots = _Slots.of(order, columns, group_size)
-    q = pieces["q"].tensor
+    q = blocked["q"].tensor
     wide = q.new_zeros((q.shape[0], slots.width))
     wide[:, slots.places] = q[:, slots.kept]
     perm = torch.full((slots.width,), -1, dtype=torch.int64, device=q.device)
     perm[slots.places] = order[slots.kept] - columns.start
     empty = perm == -1
     perm[empty] = torch.arange(len(columns), slots.width, device=q.device)
-    rest = {name: p.tensor[:, slots.groups].contiguous() for name, p in pieces.items() if name != "q"}
+    rest = {name: p.tensor[:, slots.groups].contiguous() for name, p in blocked.items() if name != "q"}
     return {"q": wide, "perm": perm, **rest}, slots.length
 
 
@@ -237,12 +237,12 @@ def join(shards: Sequence[Any]) -> nn.Module:
     whole: dict[str, Tensor] = {}
     for layer in shards:
         shard: Shard = layer.shard
-        for name, piece in cut.take(layer).items():
-            given = piece.tensor.to(device)
+        for name, block in cut.take(layer).items():
+            given = block.tensor.to(device)
             if shard.order is not None:
                 _put_back(whole, name, given, shard, options["group_size"])
             else:
-                _place(whole, name, piece._replace(tensor=given), shard)
+                _place(whole, name, block._replace(tensor=given), shard)
     order = first.order if first.order is not None else getattr(shards[0], "weight_perm", None)
     if order is not None:
         whole["perm"] = order.to(device)
@@ -273,13 +273,13 @@ def _missing(shards: Sequence[Shard]) -> str:
     return ""
 
 
-def _place(whole: dict[str, Tensor], name: str, piece: Piece, shard: Shard) -> None:
-    """Put a shard's piece in its place in the whole layer's."""
-    given, n, k = piece.tensor, shard.out_features, shard.in_features
-    # Zeros in front begin a group, so that pieces begin on whole elements.
+def _place(whole: dict[str, Tensor], name: str, block: BlockedTensor, shard: Shard) -> None:
+    """Put a shard's tensor in its place in the whole layer's."""
+    given, n, k = block.tensor, shard.out_features, shard.in_features
+    # Zeros in front begin a group, so that shards begin on whole elements.
     row, column = shard.rows.start - shard.above, shard.columns.start - shard.head
     shape, place = list(given.shape), [slice(None)] * given.ndim
-    for dim, (unit, begin, size) in enumerate(((piece.rows, row, n), (piece.columns, column, k))):
+    for dim, (unit, begin, size) in enumerate(((block.rows, row, n), (block.columns, column, k))):
         if unit and dim < given.ndim:
             shape[dim] = -(-size // unit)
             place[dim] = slice(begin // unit, begin // unit + given.shape[dim])

@@ -20,7 +20,7 @@ from epiloq._torch.library import is_traced, is_transformed
 from epiloq.nn.base.quantized_layer import QuantizedLayer
 
 # Elements of a weight that are de-quantised at a time.
-_PIECE = 1 << 24
+_CHUNK = 1 << 24
 # Rows of a weight that share what can be shared: 128 of FP8 blocks, 16 of packed weights.
 _ROWS = 128
 
@@ -185,7 +185,7 @@ class FrozenLinear(Frozen):
 
     def dequantized_weight(self) -> Tensor:
         parts = self._parts()
-        rows = [self._rows(*piece, *parts) for piece in self._pieces()]
+        rows = [self._rows(*chunk, *parts) for chunk in self._chunks()]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _spread(self, bias: Tensor) -> Tensor:
@@ -194,21 +194,21 @@ class FrozenLinear(Frozen):
     def _gather(self, dy: Tensor) -> Tensor:
         return dy.flatten(0, -2).sum(0) if dy.dim() > 1 else dy
 
-    def _pieces(self) -> list[tuple[int, int]]:
+    def _chunks(self) -> list[tuple[int, int]]:
         """Ranges of rows that are de-quantised together."""
-        step = max(_PIECE // max(self.in_features, 1) // _ROWS * _ROWS, _ROWS)
+        step = max(_CHUNK // max(self.in_features, 1) // _ROWS * _ROWS, _ROWS)
         return [(first, min(first + step, self.out_features)) for first in range(0, self.out_features, step)]
 
     def _push(self, x: Tensor, *tensors: Any) -> Tensor:
-        products = [x @ self._rows(*piece, *tensors).to(x.dtype).t() for piece in self._pieces()]
+        products = [x @ self._rows(*chunk, *tensors).to(x.dtype).t() for chunk in self._chunks()]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def _pull(self, dy: Tensor, shape: torch.Size, *tensors: Any) -> Tensor:
-        pieces = self._pieces()
-        if len(pieces) == 1:
-            return dy @ self._rows(*pieces[0], *tensors).to(dy.dtype)
+        chunks = self._chunks()
+        if len(chunks) == 1:
+            return dy @ self._rows(*chunks[0], *tensors).to(dy.dtype)
         total: Any = 0
-        for first, last in pieces:
+        for first, last in chunks:
             rows = self._rows(first, last, *tensors).to(dy.dtype)
             total = total + (dy[..., first:last] @ rows).to(torch.float32)
         return cast(Tensor, total)

@@ -17,7 +17,7 @@ STRANDS = 8
 
 So the sums are the same bit for bit on 1 to 8 ranks; further ranks have no windows, but quantise layers all the same.
 """
-_PIECE = 1 << 30
+_CHUNK = 1 << 30
 """Bytes that are sent at once."""
 
 T = TypeVar("T")
@@ -95,8 +95,8 @@ class Group(Ranks):
         dist.broadcast_object_list(sent, owner, device=torch.device("cpu"))
         if owner != self.rank:
             tensors = self._empty(sent[0])
-        for piece in _pieces(tensors):
-            dist.broadcast(piece, owner)
+        for chunk in _chunks(tensors):
+            dist.broadcast(chunk, owner)
         return value if owner == self.rank else _unpacked(sent[0], tensors)  # type: ignore[return-value]
 
     def move(self, value: T | None, source: int, target: int) -> T | None:
@@ -110,14 +110,14 @@ class Group(Ranks):
         if self.rank == source:
             head, tensors = _packed(value)
             dist.send_object_list([head], target, device=torch.device("cpu"))
-            for piece in _pieces(tensors):
-                dist.send(piece, target)
+            for chunk in _chunks(tensors):
+                dist.send(chunk, target)
         elif self.rank == target:
             received = [b""]
             dist.recv_object_list(received, source, device=torch.device("cpu"))
             tensors = self._empty(received[0])
-            for piece in _pieces(tensors):
-                dist.recv(piece, source)
+            for chunk in _chunks(tensors):
+                dist.recv(chunk, source)
             return _unpacked(received[0], tensors)  # type: ignore[no-any-return]
         return None
 
@@ -149,7 +149,7 @@ class Group(Ranks):
 
 
 def balanced(costs: Sequence[float], world: int) -> list[int]:
-    """A rank for each piece of work, the most expensive first to whoever has least to do."""
+    """A rank for each item of work, the most expensive first to whoever has least to do."""
     loads, found = [0.0] * world, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         found[index] = loads.index(min(loads))
@@ -182,8 +182,8 @@ def _unpacked(head: bytes, tensors: list[Tensor]) -> Any:
     return Unpickler(io.BytesIO(pickle.loads(head)[1])).load()
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The bytes of tensors, for not every backend knows every type."""
     for tensor in tensors:
         if tensor.numel():
-            yield from tensor.flatten().view(torch.uint8).split(_PIECE)
+            yield from tensor.flatten().view(torch.uint8).split(_CHUNK)

@@ -29,7 +29,7 @@ from epiloq.weights.fp4 import packed as packed_codes
 from epiloq.weights.packed_weight import pack_weight
 
 
-class Piece(NamedTuple):
+class BlockedTensor(NamedTuple):
     """A tensor of a layer, ``[rows, columns]`` or ``[rows]``, and how many of the weight's rows and columns share an
     element. 0 means all of them: such a tensor is the same in every shard."""
 
@@ -43,14 +43,14 @@ class Cut:
     """How layers of a class come apart and are put together.
 
     take
-        A layer's pieces by name, with the integers under "q".
+        A layer's tensors by name, with the integers under "q".
     make
         A layer ``[n, k]`` of tensors with these names, in the manner of another, which says the rest.
     tail
         Whether columns must end on a scale, too.
     """
 
-    take: Callable[[Any], dict[str, Piece]]
+    take: Callable[[Any], dict[str, BlockedTensor]]
     make: Callable[[Any, Mapping[str, Tensor], int, int, Options], Any]
     tail: bool = False
 
@@ -58,12 +58,12 @@ class Cut:
 def _prepared(**units: Callable[[Any], tuple[int, int]]) -> Cut:
     """Layers that store their tensors as they are; `units` are those of the scales."""
 
-    def take(layer: Any) -> dict[str, Piece]:
-        pieces = {"q": Piece(layer._stored("weight_q"), 1, 1)}
+    def take(layer: Any) -> dict[str, BlockedTensor]:
+        blocked = {"q": BlockedTensor(layer._stored("weight_q"), 1, 1)}
         for name, unit in units.items():
             if (tensor := layer._stored(name)) is not None:
-                pieces[name] = Piece(tensor, *unit(layer))
-        return pieces
+                blocked[name] = BlockedTensor(tensor, *unit(layer))
+        return blocked
 
     def make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
         q = tensors["q"]
@@ -80,11 +80,11 @@ def _all(layer: Any) -> tuple[int, int]:
     return 0, 0
 
 
-def _packed_take(layer: Any) -> dict[str, Piece]:
+def _packed_take(layer: Any) -> dict[str, BlockedTensor]:
     q, scale, zero = layer.packed.unpack()
     length = max(layer.group_size, 0)
-    pieces = {"q": Piece(q, 1, 1), "scale": Piece(scale, 1, length)}
-    return pieces if zero is None else pieces | {layer.zeros: Piece(zero, 1, length)}
+    blocked = {"q": BlockedTensor(q, 1, 1), "scale": BlockedTensor(scale, 1, length)}
+    return blocked if zero is None else blocked | {layer.zeros: BlockedTensor(zero, 1, length)}
 
 
 def _packed_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
@@ -97,10 +97,10 @@ def _packed_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, opti
     return made
 
 
-def _online_take(layer: Any) -> dict[str, Piece]:
+def _online_take(layer: Any) -> dict[str, BlockedTensor]:
     q, scale, offset = layer.prepared.unpack()
-    pieces = {"q": Piece(q, 1, 1), "scale": Piece(scale, 1, layer.group_size)}
-    return pieces if offset is None else pieces | {"offset": Piece(offset, 1, layer.group_size)}
+    blocked = {"q": BlockedTensor(q, 1, 1), "scale": BlockedTensor(scale, 1, layer.group_size)}
+    return blocked if offset is None else blocked | {"offset": BlockedTensor(offset, 1, layer.group_size)}
 
 
 def _online_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
@@ -110,15 +110,15 @@ def _online_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, opti
     return made
 
 
-def _table_take(layer: Any) -> dict[str, Piece]:
+def _table_take(layer: Any) -> dict[str, BlockedTensor]:
     n, k, block = layer.out_features, layer.in_features, layer.block_size
     packed = layer._stored("weight_q")
     codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
     # Blocks run through the rows: of as many columns as divide both, every row begins one.
     unit = math.gcd(block, k)
     scale = layer._stored("weight_scale").repeat_interleave(block // unit)[: n * k // unit].view(n, k // unit)
-    table = Piece(layer._stored("weight_table"), 0, 0)
-    return {"q": Piece(codes, 1, 1), "weight_scale": Piece(scale, 1, unit), "weight_table": table}
+    table = BlockedTensor(layer._stored("weight_table"), 0, 0)
+    return {"q": BlockedTensor(codes, 1, 1), "weight_scale": BlockedTensor(scale, 1, unit), "weight_table": table}
 
 
 def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
@@ -134,13 +134,13 @@ def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, optio
     return made
 
 
-def _fp4_take(layer: Any) -> dict[str, Piece]:
+def _fp4_take(layer: Any) -> dict[str, BlockedTensor]:
     state, unit = layer.file_state(), FP4_FORMATS[layer.format].block_size
     packed, scale = state["weight"], state["weight_scale"].view(torch.uint8)
     codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, : layer.in_features]
-    pieces = {"q": Piece(codes, 1, 1), "weight_scale": Piece(scale, 1, unit)}
+    blocked = {"q": BlockedTensor(codes, 1, 1), "weight_scale": BlockedTensor(scale, 1, unit)}
     whole = state.get("weight_global_scale")
-    return pieces if whole is None else pieces | {"weight_global_scale": Piece(whole, 0, 0)}
+    return blocked if whole is None else blocked | {"weight_global_scale": BlockedTensor(whole, 0, 0)}
 
 
 def _fp4_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
