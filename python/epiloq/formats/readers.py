@@ -269,7 +269,8 @@ def parse(found: Mapping[str, Any]) -> Rules:
         )
     if not isinstance(method, str) or method not in CONFIGS:
         expected = ", ".join((*CONFIGS, epiloq_modules.METHOD))
-        raise FormatError(f"quantization_config: quant_method: expected one of {expected}, got {method!r}")
+        likely = ", as in directories of MLX" if method is None and found.keys() >= {"bits", "group_size"} else ""
+        raise FormatError(f"quantization_config: quant_method: expected one of {expected}, got {method!r}{likely}")
     return CONFIGS[method](found)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epiloq.formats.io.architecture import hollow, renamed, untie_
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
-from epiloq.formats.io.unused import check_unused
+from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.models.conv1d import transpose_
 from epiloq.quantize.calibration.residence import Resident
 from epiloq.quantize.calibration.store import Store
@@ -128,6 +128,7 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
     originals: dict[str, Tensor] = dict(model.named_parameters())
     origins = {_storage(tensor): name for name, tensor in originals.items()}
     model = transpose_(renamed(model, source))
+    check_types(model, source)
     untie_(model, source)
     take_experts_apart_(model, layout)
     wanted = {name: (origins.get(_storage(p), name), p.shape) for name, p in model.named_parameters()}

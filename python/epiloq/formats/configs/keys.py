@@ -20,9 +20,9 @@ TUNING = frozenset(
     model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
     modules_in_block_to_quantize modules_to_fuse momentum moe mse not_use_best_mse nblocks nsamples offload_to_disk
     offload_to_disk_path original_dtype pack_impl pad_token_id provider quant_lm_head run_compressed sampler
-    scale_dtype seed seqlen static_groups super_bits super_group_size tokenizer train_bs transformers_version
-    true_sequential use_cuda_fp16 use_exllama use_optimized_inference use_quant_input v2 v2_alpha v2_memory_device
-    version vllm_backend vram_strategy wait_for_submodule_finalizers weight_dtype
+    scale_dtype seed seqlen static_groups super_bits super_group_size supported_types tokenizer train_bs
+    transformers_version true_sequential use_cuda_fp16 use_exllama use_optimized_inference use_quant_input v2
+    v2_alpha v2_memory_device version vllm_backend vram_strategy wait_for_submodule_finalizers weight_dtype
     """.split()  # noqa: SIM905
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, "none", "None")

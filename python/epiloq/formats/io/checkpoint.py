@@ -160,7 +160,7 @@ class Checkpoint:
             self.entries = read_header(self.folder / named)
             return dict.fromkeys(self.entries, named)
         else:
-            raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither")
+            raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither{self._other_weights()}")
         for file in sorted(set(files.values())):
             if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
                 raise FormatError(f"{self.folder / INDEX}: expected safetensors files beside it, got {file!r}")
@@ -172,6 +172,15 @@ class Checkpoint:
                     raise FormatError(f"{self.folder / file}: {name}: expected a tensor, found none")
                 self.entries[name] = found[name]
         return files
+
+    def _other_weights(self) -> str:
+        """The end of a sentence that says which weights there are instead, if any."""
+        found = sorted(path.name for path in self.folder.iterdir() if path.suffix in WEIGHTS)
+        if not found:
+            return ""
+        said = self.config.get("quantization_config")
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}"
 
     def _named_by_auto_gptq(self) -> str | None:
         """The one file of weights whose name AutoGPTQ wrote beside it."""

@@ -15,7 +15,7 @@ from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
 from epiloq.formats.io.safe_files import reason
-from epiloq.formats.io.unused import check_unused
+from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
@@ -33,7 +33,7 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
     """
     if checkpoint.quantization is not None:
         raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
-    skeleton(checkpoint, "meta")  # Refuses what would take gigabytes to build.
+    check_types(skeleton(checkpoint, "meta"), checkpoint)
     try:
         model, info = architecture(checkpoint).from_pretrained(
             checkpoint.folder,

@@ -21,6 +21,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LONGEST_REASON = 240
 """Characters of what another package says; some print a page."""
 
+ADAPTER = "adapter_config.json"
+_OF_AN_ADAPTER = f": {ADAPTER} is PEFT's; open the model that it names, then the adapter on it"
+
 _SPECIAL = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -64,7 +67,8 @@ def check_regular(file: Path) -> os.stat_result:
 def _missing(file: Path) -> str:
     """The sentence for a file that is not there, perhaps because a model's name on a hub was given for its folder."""
     if file.parent.is_dir():
-        return f"{file}: missing"
+        adapter = file.name == "config.json" and (file.parent / ADAPTER).exists()
+        return f"{file}: missing{_OF_AN_ADAPTER if adapter else ''}"
     name = file.parent.as_posix()
     said = f"{name}: expected a model directory, found nothing there"
     if not _HUB_NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Tensors of files in floating point that are no part of the model that config.json describes."""
+"""Tensors of files, said to be in floating point, that the model which config.json describes has no place for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from epiloq.formats.io.architecture import has_no_use_for
-from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError
 
 _NAMED = 3
@@ -25,8 +26,8 @@ def buffers_of(model: nn.Module) -> set[str]:
 def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoint) -> None:
     """Warn of tensors that a model has no place for, by the names that it would give them.
 
-    Raises FormatError for those of further members of a list that the model has, as of more layers than config.json
-    says: another model would come of the files.
+    Raises FormatError for what would make another model of the files: tensors of further members of a list that the
+    model has, as of more layers than config.json says, and of layers that have none of that name.
     """
     buffers = buffers_of(model)
     left = []
@@ -39,6 +40,13 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
                 f"{checkpoint.where(name)}: not a tensor of this model, whose {found[0]} has {found[1]} by "
                 "config.json: expected the config.json that belongs to the files"
             )
+        layer, part = split_name(name)
+        if _is_leaf(model, layer) and not (part == "bias" and not bool(checkpoint.tensor(name).any())):
+            kind = type(model.get_submodule(layer)).__name__
+            raise FormatError(
+                f"{checkpoint.where(name)}: not a tensor of this model, whose {layer} is a plain {kind}: expected a "
+                "config.json that says what it is for (how layers are quantised, or that they have biases)"
+            )
         left.append(name)
     if left:
         others = f" and {len(left) - _NAMED} others" if len(left) > _NAMED else ""
@@ -47,6 +55,28 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
             f"{', '.join(left[:_NAMED])}{others}",
             stacklevel=2,
         )
+
+
+def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise FormatError for integers and FP8 in the place of a model's floating-point numbers: they need scales."""
+    state = model.state_dict(keep_vars=True)
+    for name, entry in checkpoint.entries.items():
+        dtype, target = DTYPES[entry.dtype], state.get(name)
+        wide = dtype.is_floating_point and dtype.itemsize > 1
+        if not wide and (dtype.is_floating_point if target is None else target.is_floating_point()):
+            raise FormatError(
+                f"{checkpoint.where(name)}: expected numbers in floating point of 16 bits or more, got {entry.dtype}, "
+                "but config.json does not say how layers are quantised"
+            )
+
+
+def _is_leaf(model: nn.Module, layer: str) -> bool:
+    """Whether this is a layer that holds tensors and no others."""
+    try:
+        module = model.get_submodule(layer)
+    except AttributeError:
+        return False
+    return bool(layer) and not list(module.children()) and bool(module._parameters)
 
 
 def _beyond(model: nn.Module, name: str) -> tuple[str, int] | None:
