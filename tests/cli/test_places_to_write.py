@@ -52,3 +52,29 @@ def test_figures_go_into_a_fifo_and_a_linked_file(tmp_path: Path) -> None:
 def test_nothing_replaces_a_device() -> None:
     assert run("env", "--json", os.devnull).exit_code == 0
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_a_link_to_nothing_on_the_way(tmp_path: Path) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    (tmp_path / "dead").symlink_to("nowhere")
+    for place in ("dead/out", "dead/a/out"):
+        found = quantize(model, tmp_path / place, "--scheme", "w8a16", "--algorithm", "rtn")
+        assert found.exit_code == 2 and f"{tmp_path / 'dead'} is a link to nothing" in found.output
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff\xfed"))
+    found = quantize(model, odd, "--scheme", "w8a16", "--algorithm", "rtn")
+    assert found.exit_code == 2 and r"b\xff\xfed': expected a path in UTF-8" in found.output
+    model.rename(odd)
+    found = run("inspect", odd)
+    assert found.exit_code == 2 and r"b\xff\xfed': expected a path in UTF-8" in found.output
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63, 10**23])
+def test_seeds_that_no_generator_takes(tmp_path: Path, seed: int) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    found = quantize(model, tmp_path / "out", "--scheme", "w8a16", "--seed", seed)
+    assert found.exit_code == 2 and f"got {seed} (--seed)" in " ".join(found.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]

@@ -30,6 +30,9 @@ from epiloq.quantize.texts import needs_text
 from epiloq.weights.computed import check_finite
 from epiloq.weights.grid import Grid
 
+SEEDS = 1 << 63
+"""How many there are for torch's generators."""
+
 
 def check_request(settings: Settings) -> None:
     """Raise ValueError for settings that fit no model, or an output that cannot be made."""
@@ -40,6 +43,8 @@ def check_request(settings: Settings) -> None:
         if ALGORITHMS[settings.algorithm].learn:
             raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
     check_new(output)
+    if not 0 <= settings.seed < SEEDS:
+        raise ValueError(f"seed: expected 0 to {SEEDS - 1}, got {settings.seed} (--seed)")
     if settings.keep_dynamic is not None and not target.static:
         raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
     if settings.symmetric and not isinstance(target.base, Grid):

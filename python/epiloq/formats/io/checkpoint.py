@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epiloq.files import Held, check_free, held
 from epiloq.formats.io.limits import Limits
-from epiloq.formats.io.safe_files import check_folder, check_new, check_regular, read_json, status
+from epiloq.formats.io.safe_files import check_encodable, check_folder, check_new, check_regular, read_json, status
 from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
 from epiloq.formats.layouts.base import FormatError
 
@@ -53,6 +53,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        check_encodable(self.folder)
         self.config = read_json(self.folder / "config.json")
         check_folder(self.folder)
         self.entries: dict[str, Entry] = {}

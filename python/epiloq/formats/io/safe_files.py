@@ -76,11 +76,22 @@ def _missing(file: Path) -> str:
     return f"{said}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
 
 
+def check_encodable(path: Path) -> None:
+    """Raise FormatError for a path that is not UTF-8, which safetensors needs."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"{os.fsencode(path)!r}: expected a path in UTF-8, which safetensors needs") from None
+
+
 def check_new(folder: Path) -> None:
     """Raise FormatError unless a folder can be made that is not there yet, with what it lies in."""
     if folder.exists() or folder.is_symlink():
         raise FormatError(f"{folder} exists already: choose another output, or move it away")
-    nearest = next(each for each in folder.absolute().parents if each.exists())
+    check_encodable(folder)
+    nearest = next(each for each in folder.absolute().parents if each.exists() or each.is_symlink())
+    if nearest.is_symlink() and not nearest.exists():
+        raise FormatError(f"{folder}: expected a place in a folder, but {nearest} is a link to nothing")
     if not nearest.is_dir():
         raise FormatError(f"{folder}: expected a place in a folder, but {nearest} is a file")
     reason = why_not_made(nearest)
