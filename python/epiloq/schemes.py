@@ -120,6 +120,12 @@ _TABLE = (
     ),
     Scheme(
         "w4a8-block",
+        "4-bit weights in blocks of 128 with offsets; int8 activations in the same blocks, scaled at run time",
+        OnlineQuantLinear,
+        {"bits": 4, "group_size": 128, "symmetric": False},
+    ),
+    Scheme(
+        "w4a8-block-g32",
         "4-bit weights in blocks of 32 with offsets; int8 activations in the same blocks, scaled at run time",
         OnlineQuantLinear,
         {"bits": 4, "group_size": 32, "symmetric": False},

@@ -38,7 +38,8 @@ GRIDS = {
     "w4a16-mxfp4": Fp4Grid("mxfp4"),
     "w4a16-nvfp4": Fp4Grid("nvfp4"),
     "w8a8-block": OffsetGrid(8, 128, symmetric=True),
-    "w4a8-block": OffsetGrid(4, 32),
+    "w4a8-block": OffsetGrid(4, 128),
+    "w4a8-block-g32": OffsetGrid(4, 32),
 }
 OTHERS = {
     "offsets of 8 bits": OffsetGrid(8, 48),

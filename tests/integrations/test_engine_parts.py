@@ -31,7 +31,7 @@ def part_of(layer: Any, group: Group, rows: tuple[int, int], columns: tuple[int,
     return part
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-block", "w4a8-block", "fp8-block", "w8a16", "w4a16-g128"])
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-block", "w4a8-block-g32", "fp8-block", "w8a16", "w4a16-g128"])
 def test_rows_and_columns_of_ranks(seed: int, scheme: str) -> None:
     """Of 90 rows and 416 columns each of two ranks has half, which no unit of rows or columns divides."""
     layer, group = quantised(scheme, 90)

@@ -24,7 +24,7 @@ from epiloq.integrations.sglang.checkpoint import EpiloqConfig, EpiloqLinearMeth
 from epiloq.schemes import SCHEMES
 
 K, DTYPE = 256, torch.bfloat16
-SCHEMES_OF_TEXT = ["w8a8-int8", "w8a8-int8-azp", "w8a8-block", "w4a8-block", "fp8", "fp8-token", "fp8-block"]
+SCHEMES_OF_TEXT = ["w8a8-int8", "w8a8-int8-azp", "w8a8-block", "w4a8-block-g32", "fp8", "fp8-token", "fp8-block"]
 SCHEMES_OF_TEXT += ["w8a16", "w4a16-g128", "w4a16-g32"]
 
 

@@ -26,7 +26,7 @@ EVERY = [
     "w8a8-int8-azp",
     "w8a8-int8-static",
     "w8a8-block",
-    "w4a8-block",
+    "w4a8-block-g32",
     "fp8",
     "fp8-token",
     "fp8-block",

@@ -26,7 +26,7 @@ from epiloq.nn import (
 from toy_language_model import IN_BLOCKS, LanguageModel, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
-BLOCKS = ("w8a8-block", "w4a8-block")
+BLOCKS = ("w8a8-block", "w4a8-block", "w4a8-block-g32")
 FP8 = ("fp8", "fp8-token", "fp8-block")
 FP8_WEIGHTS = ("w8a16-fp8", "w8a16-fp8-block")
 WEIGHT_ONLY = ("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32")

@@ -39,7 +39,7 @@ ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 96}
 SCHEMES = {
     "int8": "w8a8-int8",
     "fp8": "fp8",
-    "blocks": "w4a8-block",
+    "blocks": "w4a8-block-g32",
     "w4": "w4a16-g32",
     "mix-int8": "w8a8-int8",
     "mix-w4": "w4a16-g32",

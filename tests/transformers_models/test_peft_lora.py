@@ -20,7 +20,7 @@ import epiloq.integrations.peft as integration
 import epiloq.integrations.transformers
 import tiny_teacher
 
-SCHEMES = ["w4a16-g32", "w8a8-int8", "fp8-block", "w4a8-block"]
+SCHEMES = ["w4a16-g32", "w8a8-int8", "fp8-block", "w4a8-block-g32"]
 
 
 @pytest.fixture(autouse=True)

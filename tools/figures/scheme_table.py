@@ -61,7 +61,8 @@ ROWS = (
     Row("w8a8-int8-azp", "smoothquant"),
     Row("w4a16-g128", "gptq", SHORT_GROUPS),
     Row("w4a16-g128", "awq+gptq", SHORT_GROUPS),
-    *(Row(scheme, algorithm) for scheme in ("fp8-block", "w4a8-block") for algorithm in ("rtn", "gptq")),
+    *(Row("fp8-block", algorithm) for algorithm in ("rtn", "gptq")),
+    *(Row(scheme, algorithm) for scheme in ("w4a8-block-g32", "w4a8-block") for algorithm in ("rtn", "gptq")),
     *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
     # The epiloq format alone has these short groups.
     *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
