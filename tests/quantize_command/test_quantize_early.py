@@ -53,7 +53,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "sizes that the format cannot hold": (
         ("--scheme", "w4a16-g128", "--format", "compressed-tensors"),
         "in_features: expected a multiple of 128, got 64; type --format gptq or --format epiloq or "
-        "--scheme w4a16-g32 --format compressed-tensors instead",
+        "--scheme w4a16-g32 --format compressed-tensors",
     ),
     "sizes that blocks do not fill": (
         ("--scheme", "fp8-block", "--format", "compressed-tensors"),
