@@ -35,8 +35,8 @@ void launch_grouped(Problem const& p, int tiles, int split, int device, Stream s
   using T = CudaType<kX>;
   using F = FormatOf<T, kFormat>;
   constexpr int kStages = F::kBits == 4 ? kConfig.stages4 : kConfig.stages8;
-  using S =
-      wo::Tiled<T, F::kBits, F::kGroups, false, kWarps, kConfig.tokens, kStages, kConfig.blocks, typename F::Fragment>;
+  using S = wo::Tiled<T, F::kBits, F::kGroups, false, kWarps, kConfig.tokens, kStages, kConfig.blocks,
+                      typename F::Fragment, kConfig.columns>;
   static_assert(S::kRows == kTileRows);
   auto const kernel = &grouped_kernel<S, T>;
   static PerDevice prepared;
@@ -46,7 +46,7 @@ void launch_grouped(Problem const& p, int tiles, int split, int device, Stream s
                "asking for shared memory");
   });
   wo::StageLayout const layout = wo::StageLayout::of(p.product.weight, S::kPanels, F::kGroups);
-  int const shared_bytes = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
+  int const shared_bytes = kLocatedBytes + std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   dim3 const grid(static_cast<unsigned>(tiles) * static_cast<unsigned>(ceil_div(p.product.weight.n, S::kRows)), split);
   cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, p, layout),
              "launching epiloq.grouped_weight_only_mm");

@@ -13,12 +13,14 @@ namespace epiloq::ops::grouped_weight_only_mm {
 enum class Format { kInt4Wide, kInt4Of64, kInt4Of32, kInt8Wide, kMxfp4, kNvfp4 };
 inline constexpr int kFormats = 6;
 
-// CTA tile: 128 weight rows by `tokens` tokens; pipeline stages for 4 and 8 bits; resident CTAs per SM.
+// CTA tile: 128 weight rows by `tokens` tokens; pipeline stages for 4 and 8 bits; resident CTAs per SM; columns that a
+// warp multiplies at a time, at most, as registers allow.
 struct Config {
-  int tokens, stages4, stages8, blocks;
+  int tokens, stages4, stages8, blocks, columns;
 };
 inline constexpr int kWarps = 4, kTileRows = 32 * kWarps;
-inline constexpr std::array kRows{Config{8, 4, 3, 4}, Config{16, 4, 3, 4}, Config{32, 4, 3, 3}, Config{64, 3, 2, 2}};
+inline constexpr std::array kRows{Config{8, 4, 3, 4, 128}, Config{16, 4, 3, 4, 128}, Config{32, 4, 3, 3, 128},
+                                  Config{64, 3, 2, 2, 64}};
 
 // `tiles` tiles of tokens; the CTAs of a cluster split K.
 using Launch = void (*)(Problem const&, int tiles, int split, int device, Stream);

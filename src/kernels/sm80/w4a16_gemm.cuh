@@ -11,14 +11,14 @@
 namespace epiloq::ops::weight_only_mm {
 
 template <class T, int kBits, int kGroups, bool kOffsets, int kWarps_, int kTokens_, int kStages_, int kBlocks_,
-          class F = Fragment<T, kBits>>
+          class F = Fragment<T, kBits>, int kMostColumns = kStep>
 struct Tiled {
   static constexpr int kWarps = kWarps_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocks = kBlocks_;  // per SM
   static constexpr int kPanels = 2;         // per warp
-  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8, F>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8, F, kMostColumns>;
   static constexpr int kRows = kWarps * kPanels * kPanelRows;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kChunks = TokenPlace::kBytes / 16;
@@ -59,11 +59,14 @@ struct Tiled {
 };
 
 // The CTA's tile of tokens begins at `first_token`, that of rows is `row_tile`; CTAs along y split K. make_tokens(first
-// token, first step) returns what issues the CTA's tokens, step by step. `factor` multiplies all sums.
-template <class S, class T, class MakeTokens>
+// token, first step) returns what issues the CTA's tokens, step by step. factor() multiplies all sums.
+struct NoFactor {
+  __device__ __forceinline__ float operator()() const { return 1.f; }
+};
+template <class S, class T, class MakeTokens, class Factor = NoFactor>
 __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
                                               int first_token, int row_tile, MakeTokens make_tokens,
-                                              float factor = 1.f) {
+                                              Factor factor = {}) {
   using W = typename S::W;
   constexpr int kStages = S::kStages;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
@@ -115,7 +118,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   cp_async_wait<0>();
   __syncthreads();  // the sums replace the stages
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * factor);
+  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * factor());
   finish<T, S::kRows, S::kTokens>(p, all_sums, row_tile * S::kRows, first_token, blockIdx.y, gridDim.y);
 }
 

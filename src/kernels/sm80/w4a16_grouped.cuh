@@ -72,26 +72,37 @@ __device__ __forceinline__ wo::Problem product_of(Problem const& p, Tile const& 
   return one;
 }
 
+// What a CTA multiplies, in front of its stages: registers are for sums.
+struct Located {
+  wo::Problem one;
+  Tile tile;
+};
+inline constexpr int kLocatedBytes = wo::whole_lines(sizeof(Located));
+static_assert(kLocatedBytes <= 256);
+
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads,
                              S::kBlocks) void grouped_kernel(__grid_constant__ Problem const p,
                                                              __grid_constant__ wo::StageLayout const layout) {
   extern __shared__ __align__(wo::kSharedLine) std::uint8_t shared[];
-  int const row_tiles = (p.product.weight.n + S::kRows - 1) / S::kRows, index = blockIdx.x / row_tiles;
-  Tile tile{0, 0, p.product.m, index * S::kTokens};
-  if (p.counts != nullptr) {
-    pdl_wait();
-    tile = find_tile<S::kTokens>(p, index);
+  auto& located = *reinterpret_cast<Located*>(shared);
+  int const row_tiles = (p.product.weight.n + S::kRows - 1) / S::kRows;
+  if (p.counts != nullptr) pdl_wait();
+  if (threadIdx.x < 32) {
+    int const index = blockIdx.x / row_tiles;
+    Tile const found =
+        p.counts != nullptr ? find_tile<S::kTokens>(p, index) : Tile{0, 0, p.product.m, index * S::kTokens};
+    if (threadIdx.x == 0) located = {product_of<T>(p, found, layout.scale_bytes), found};
   }
-  if (tile.first >= tile.end - tile.begin) {
+  __syncthreads();
+  if (located.tile.first >= located.one.m) {
     pdl_trigger();
     return;
   }
-  wo::Problem const one = product_of<T>(p, tile, layout.scale_bytes);
-  float const factor = p.factor != nullptr ? __ldg(p.factor + tile.expert) : 1.f;
-  wo::multiply_tile<S, T>(
-      one, layout, shared, tile.first, blockIdx.x % row_tiles,
-      [&](int token, int) { return typename S::Tokens(one, token); }, factor);
+  auto const make_tokens = [&](int token, int) { return typename S::Tokens(located.one, token); };
+  auto const factor = [&] { return p.factor != nullptr ? __ldg(p.factor + located.tile.expert) : 1.f; };
+  wo::multiply_tile<S, T>(located.one, layout, shared + kLocatedBytes, located.tile.first, blockIdx.x % row_tiles,
+                          make_tokens, factor);
 }
 
 }  // namespace epiloq::ops::grouped_weight_only_mm

@@ -59,7 +59,8 @@ __device__ __forceinline__ uint4 load_tokens(SharedAddress at) {
 
 // kPanels panels of 16 weight rows by kTiles tiles of 8 tokens; kGroups scale groups begin in a K step (of 32 or 64
 // columns), or one that spans 2^n steps.
-template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, int kTiles, class F_ = Fragment<T, kBits>>
+template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, int kTiles, class F_ = Fragment<T, kBits>,
+          int kMostColumns = kStep>
 struct Warp {
   using F = F_;
   static constexpr int kVectors = kStep * kBits / 256;  // of 16 bytes, per lane, panel and step
@@ -70,7 +71,8 @@ struct Warp {
       kGroups == 1 && kBits == 4 && (kTiles == 1 ? kPanels < 4 || !kOffsets : kTiles == 8 && !kOffsets);
   static constexpr bool kFew =
       kGroups == 4 || kTiles > 8 || (kTiles * kPanels == 8 && (kOffsets || kBits == 8 || kTiles == 2));
-  static constexpr int kColumns = kWhole ? kStep : kFew ? 32 : 64;
+  static constexpr int kFitting = kWhole ? kStep : kFew ? 32 : 64;
+  static constexpr int kColumns = kFitting < kMostColumns ? kFitting : kMostColumns;
   static constexpr int kSubtiles = kStep / kColumns;    // per step
   static constexpr int kFragments = kColumns / 16;      // per panel and subtile
   static constexpr int kBlocks = kColumns / 32;         // per subtile
