@@ -29,6 +29,12 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"KL divergence {budget['measured']:.4f} nats per token on {budget['measured_on']} text, "
             f"{budget['estimated']:.4f} estimated"
         )
+    tuning = report["tuning"]
+    if tuning:
+        lines.append(
+            f"tuned in {tuning['steps']} steps: KL divergence on calibration text {tuning['kl_before']:.4f} before, "
+            f"{tuning['kl_after']:.4f} after"
+        )
     if report["perplexity"]:
         first, last = report["perplexity"]["before"], report["perplexity"]["after"]
         lines.append(f"perplexity {first:.3f} before, {last:.3f} after ({100 * (last / first - 1):+.2f} %)")

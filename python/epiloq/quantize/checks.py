@@ -51,6 +51,10 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{settings.scheme} has no integers with zero points to leave out (--symmetric)")
     if ALGORITHMS[settings.algorithm].learn and not isinstance(target.base, Grid):
         raise ValueError(f"{settings.algorithm} learns integers with zero points, which {settings.scheme} has not")
+    if settings.tune < 0:
+        raise ValueError(f"--tune: expected at least 0 steps, got {settings.tune}")
+    if settings.tune and not isinstance(target.base, Grid):
+        raise ValueError(f"--tune: trains the scales of integers, which {settings.scheme} has not")
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
     if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
@@ -84,7 +88,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
     carried(source.folder)
     outline = transpose_(skeleton(source, "meta"))
-    if settings.evaluation is not None or settings.budget is not None:
+    if settings.evaluation is not None or settings.budget is not None or settings.tune:
         check_generates(outline, settings.model)
     if settings.rotate:
         check_rotatable(outline)

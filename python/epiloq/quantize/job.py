@@ -41,6 +41,7 @@ from epiloq.quantize.settings import Settings
 from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, needs_text, read_windows
+from epiloq.quantize.tuning import tuned
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook
@@ -157,7 +158,7 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
             check_free(_aside(settings) / LOCK)
         check_resumable(_aside(settings), identity)
     layout = FORMATS[plan.layout]
-    model, residence = opened(source, layout.name, plan.lists, whole=settings.rotate or settings.budget is not None)
+    model, residence = opened(source, layout.name, plan.lists, whole=settings.whole)
     some = None if needs_text(settings) else {*plan.layers, *plan.ends.names}
     check_finite_weights(islice(residence.values(model), ranks.rank, None, ranks.world), some, source)
     if settings.rotate and rotate_(model, seed=settings.seed).untied:
@@ -229,10 +230,11 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     except ValueError:
         store.discard()
         raise
+    read = tuned(job, store, tally) if settings.tune else store.read
     whole = job.aside / "model"
     rmtree(whole, ignore_errors=True)
     with tally.timed("write", 1) as advance:
-        finished = (block.weights for block in map(store.read, tally.blocks) if block is not None)
+        finished = (block.weights for block in map(read, tally.blocks) if block is not None)
         layout, all_of = FORMATS[job.plan.layout], job.quantization
         quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic, grids=job.grids)
         weights = (

@@ -140,6 +140,7 @@ def finished(job: Job, whole: Path, tally: Tally, before: float | None, start: f
         "bytes_after": weight_bytes(whole),
         "perplexity": None,
         "budget": None,
+        "tuning": tally.tuning,
     }
     ends = job.plan.ends
     loaded = load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names or job.choice else None

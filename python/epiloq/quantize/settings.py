@@ -28,6 +28,8 @@ class Settings:
         Whether to go on with too little text, or with text to evaluate on that calibration sees.
     command
         What the report says this was asked by.
+    tune
+        Steps of training scales and norms end to end after that; see `algorithms.tune`. 0 leaves them.
     rotate
         Whether to fold rotations into the weights first; see `algorithms.rotate`.
     """
@@ -54,3 +56,9 @@ class Settings:
     embedding: str | None = None
     rotate: bool = False
     budget: Budget | None = None
+    tune: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model must be in memory as a whole, rather than block by block."""
+        return self.rotate or self.budget is not None or self.tune > 0

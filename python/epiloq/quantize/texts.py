@@ -31,7 +31,8 @@ class Texts:
 
 def needs_text(settings: Settings) -> bool:
     """Whether a run looks at what the model computes."""
-    return settings.budget is not None or TARGETS[settings.scheme].static or ALGORITHMS[settings.algorithm].needs_inputs
+    looks = settings.budget is not None or settings.tune > 0 or TARGETS[settings.scheme].static
+    return looks or ALGORITHMS[settings.algorithm].needs_inputs
 
 
 def read_windows(settings: Settings, source: Checkpoint) -> Texts:

@@ -67,9 +67,9 @@ def static_int8(x: Tensor, grid: InputGrid) -> Tensor:
     return _widened(q, scale, zero)
 
 
-def dynamic_int8(x: Tensor) -> Tensor:
-    """Tokens ``[T, K]`` through int8 and back, with a scale and a zero point for each."""
-    return _widened(*epiloq.quantize_int8(x.float(), symmetric=False))
+def dynamic_int8(x: Tensor, symmetric: bool = False) -> Tensor:
+    """Tokens ``[T, K]`` through int8 and back, with a scale for each and, unless symmetric, a zero point."""
+    return _widened(*epiloq.quantize_int8(x.float(), symmetric=symmetric))
 
 
 def _widened(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

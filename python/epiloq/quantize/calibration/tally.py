@@ -30,6 +30,8 @@ class Tally:
     resumed: int = 0
     error_of: str = "weight"
     """Of what the errors are: each layer's "weight", or its "output"."""
+    tuning: dict[str, float] | None = None
+    """Steps of end-to-end tuning, and the KL divergence on calibration text before and after."""
     counts: Tensor = field(default_factory=lambda: torch.zeros((HIGHEST - LOWEST) * PER_OCTAVE, dtype=torch.int64))
 
     @contextmanager

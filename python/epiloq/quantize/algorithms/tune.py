@@ -1,0 +1,232 @@
+"""End-to-end tuning: train the scales of a quantised model, and its norms, for the least divergence from the original.
+
+The codes stay (EfficientQAT's second phase, Chen et al., arXiv 2407.11062), so the checkpoint has the same size and
+format. The loss is ``KL(teacher || model)`` on calibration text; rounding, also of scales to the checkpoint's type and
+of activations to int8, is differentiated as the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from epiloq.observers import evaluating
+from epiloq.quantize.calibration.blocks import home_of, without_cache
+from epiloq.quantize.calibration.static import dynamic_int8
+from epiloq.weights.grid import InputGrid, QuantizedWeight
+from epiloq.weights.rounding import Parameters, spread
+from epiloq.weights.scales import scales_in
+
+RATE = 1e-3
+"""Of Adam, relative to each scale and norm weight; it rises over `WARMING` steps and falls linearly to 0."""
+WARMING, BETAS = 8, (0.9, 0.95)
+CHECKED = 8
+"""Windows on which the divergence before and after is measured."""
+
+Inputs = Literal["int8", "int8-azp", "int8-static"]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of it.
+
+    weights
+        By layer, codes as they were.
+    norms
+        The other parameters that were trained, by name.
+    before, after
+        The divergence in nats per token; equal, with everything as it was, where tuning did not help.
+    """
+
+    weights: dict[str, QuantizedWeight]
+    norms: dict[str, Tensor]
+    before: float
+    after: float
+
+
+@torch.no_grad()
+def tune(
+    model: nn.Module,
+    weights: Mapping[str, QuantizedWeight],
+    teacher: nn.Module,
+    windows: Sequence[Tensor],
+    *,
+    steps: int,
+    inputs: Inputs | None = None,
+    rate: float = RATE,
+    seed: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> Tuned:
+    """Train scales (of weights, and static ones of inputs) and norms of a language model; the model stays as it is.
+
+    Each step takes one window. The result has the smaller of the divergences before and after, over at most `CHECKED`
+    windows.
+
+    Args:
+        model: in float32, as `calibrate` leaves it: what is not a quantised weight is that of the result.
+        weights: of its layers by name.
+        teacher: the model in floating point; ``teacher(window).logits`` as the model's.
+        windows: int64 ``[1, n]`` tokens each.
+        steps: of Adam.
+        inputs: how the layers' inputs are rounded to int8; those with ``weight.inputs`` are static. None leaves them.
+        advance: called after each step.
+
+    Raises:
+        ValueError: no windows, steps or rate out of range, or a model that is not in float32.
+    """
+    for name, lowest, value in (("windows", 1, len(windows)), ("steps", 0, steps)):
+        if value < lowest:
+            raise ValueError(f"tune: {name}: expected at least {lowest}, got {value}")
+    if not rate > 0:
+        raise ValueError(f"tune: rate: expected more than 0, got {rate}")
+    other = next((n for n, p in model.named_parameters() if p.dtype != torch.float32), None)
+    if other is not None:
+        raise ValueError(f"tune: model: expected float32 parameters, got {model.get_parameter(other).dtype} ({other})")
+    state = _State(model, weights, inputs)
+    with evaluating(model), evaluating(teacher), without_cache(model), without_cache(teacher), state.rounded_inputs():
+
+        def lost(window: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = _logarithms(teacher(window.to(home_of(teacher))).logits).to(home_of(model))
+            return (wanted.exp() * (wanted - _logarithms(state.logits(window)))).sum(-1).mean()
+
+        checked = windows[:CHECKED]
+        before = sum(float(lost(window)) for window in checked) / len(checked)
+        _descend(state, lost, windows, steps, rate, seed, advance)
+        after = sum(float(lost(window)) for window in checked) / len(checked)
+    if not after < before:
+        return Tuned(dict(weights), {name: p.detach().clone() for name, p in state.norms.items()}, before, before)
+    norms = {name: state.norm(name).detach().clone() for name in state.norms}
+    return Tuned({name: state.kept(name) for name in state.layers}, norms, before, after)
+
+
+def _descend(
+    state: _State,
+    lost: Callable[[Tensor], Tensor],
+    windows: Sequence[Tensor],
+    steps: int,
+    rate: float,
+    seed: int,
+    advance: Callable[[], None],
+) -> None:
+    optimizer = torch.optim.Adam(state.changes(), lr=rate, betas=BETAS)
+    draw, order = torch.Generator().manual_seed(seed), list[int]()
+    for step in range(steps):
+        order = order or torch.randperm(len(windows), generator=draw).tolist()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1, (step + 1) / WARMING) * (1 - step / steps)
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            lost(windows[order.pop()]).backward()
+        optimizer.step()
+        advance()
+
+
+def _logarithms(logits: Tensor) -> Tensor:
+    return logits[0].float().log_softmax(-1)
+
+
+class _Layer:
+    """A quantised weight whose scales change by a trained part of themselves."""
+
+    def __init__(self, value: QuantizedWeight, device: torch.device) -> None:
+        self.value, self.grid = value, value.grid
+        parameters = Parameters(value.scale.to(device), None if value.zero is None else value.zero.to(device))
+        self.scale, self.order = parameters.scale, None if value.perm is None else value.perm.argsort().to(device)
+        zero = spread(parameters, self.grid, value.q.shape).shift
+        self.codes = value.q.to(device).float() - (0 if zero is None else zero)
+        self.change = torch.zeros_like(self.scale, requires_grad=True)
+
+    def scales(self) -> Tensor:
+        """The scales in the checkpoint's type."""
+        exact = self.scale * (1 + self.change)
+        return exact + (scales_in(exact.detach(), self.grid.scale_dtype).float() - exact).detach()
+
+    def weight(self) -> Tensor:
+        found = self.codes * spread(Parameters(self.scales()), self.grid, self.codes.shape).scale
+        return found if self.order is None else found[:, self.order]
+
+    def kept(self) -> QuantizedWeight:
+        scale = self.scales().detach().to(self.value.scale.device)
+        # A sum with the difference need not give the rounded scale itself.
+        return replace(self.value, scale=scales_in(scale, self.grid.scale_dtype).float())
+
+
+class _State:
+    """A model's trained parameters: changes in proportion to scales of weights and inputs, and to norms' weights."""
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, QuantizedWeight], inputs: Inputs | None) -> None:
+        self.model, self.inputs = model, inputs
+        self.layers = {n: _Layer(value, model.get_submodule(n).weight.device) for n, value in weights.items()}
+        self.norms = {n: p for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("norm.weight")}
+        self.norm_changes = {n: torch.zeros_like(p, requires_grad=True) for n, p in self.norms.items()}
+        found = {n: value.inputs for n, value in weights.items() if value.inputs is not None}
+        self.static: dict[str, tuple[InputGrid, Tensor]] = {}
+        for name, grid in found.items():
+            self.static[name] = self._of_siblings(name, grid)
+
+    def _of_siblings(self, name: str, grid: InputGrid) -> tuple[InputGrid, Tensor]:
+        """A layer's input scale with its change, which layers of one module that have the same scale share."""
+        parent = name.rpartition(".")[0]
+        for other, (known, change) in self.static.items():
+            same = torch.equal(known.scale, grid.scale) and torch.equal(known.zero, grid.zero)
+            if same and other.rpartition(".")[0] == parent:
+                return known, change
+        return grid, torch.zeros_like(grid.scale, device=home_of(self.model), requires_grad=True)
+
+    def changes(self) -> list[Tensor]:
+        """What is trained, each once."""
+        scales = [layer.change for layer in self.layers.values()]
+        inputs = list({id(change): change for _, change in self.static.values()}.values())
+        return [*scales, *self.norm_changes.values(), *inputs]
+
+    def kept(self, name: str) -> QuantizedWeight:
+        """A layer's weight with its trained scales."""
+        value = self.layers[name].kept()
+        if name not in self.static:
+            return value
+        grid, change = self.static[name]
+        scale = grid.scale * (1 + change.detach().to(grid.scale.device))
+        return replace(value, inputs=InputGrid(scale, grid.zero.clone()))
+
+    def norm(self, name: str) -> Tensor:
+        return self.norms[name].detach() * (1 + self.norm_changes[name])
+
+    def logits(self, window: Tensor) -> Tensor:
+        values = {f"{name}.weight": layer.weight() for name, layer in self.layers.items()}
+        values |= {name: self.norm(name) for name in self.norms}
+        found: Tensor = functional_call(self.model, values, (window.to(home_of(self.model)),)).logits
+        return found
+
+    @contextmanager
+    def rounded_inputs(self) -> Iterator[None]:
+        """Round the inputs of layers to int8 whenever the model runs."""
+        handles = []
+        for name in self.layers if self.inputs is not None else ():
+
+            def hook(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> tuple[Tensor, ...]:
+                return (self._rounded(name, args[0]), *args[1:])
+
+            handles.append(self.model.get_submodule(name).register_forward_pre_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _rounded(self, name: str, x: Tensor) -> Tensor:
+        if name not in self.static:
+            flat = x.detach().reshape(-1, x.shape[-1]).contiguous()
+            found = dynamic_int8(flat, symmetric=self.inputs == "int8")
+            return x + (found.view_as(x) - x).detach()
+        grid, change = self.static[name]
+        scale, zero = grid.scale.to(x.device) * (1 + change), grid.zero.to(x.device)
+        steps = x / scale
+        steps = steps + (steps.round() - steps).detach()
+        return steps.clamp(-128 - zero, 127 - zero) * scale
