@@ -14,7 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def row(scheme: str, perplexity: float, dynamic: int = 0) -> dict[str, Any]:
-    return {"scheme": scheme, "perplexity": perplexity, "bytes": 174_000_000, "layers": 210, "dynamic": dynamic}
+    return {
+        "scheme": scheme,
+        "perplexity": perplexity,
+        "kl": 0.07,
+        "bytes": 174_000_000,
+        "layers": 210,
+        "dynamic": dynamic,
+    }
 
 
 FOUND: dict[str, Any] = {
@@ -34,11 +41,11 @@ def cells(table: str) -> dict[str, list[str]]:
 
 def test_the_gap_is_that_between_rounding_and_the_model() -> None:
     found = cells(scheme_table.table(FOUND))
-    assert found["floating point"][:4] == ["16.00", "+0.0 %", "", "538"]
-    assert found["`w4a16-g64 rtn`"] == ["20.00", "+25.0 %", "", "174", "0.50x", "2.25x"]
-    assert found["`w4a16-g64 gptq`"][:3] == ["17.00", "+6.2 %", "75 %"]
+    assert found["floating point"][:5] == ["16.00", "+0.0 %", "", "", "538"]
+    assert found["`w4a16-g64 rtn`"] == ["20.00", "+25.0 %", "0.0700", "", "174", "0.50x", "2.25x"]
+    assert found["`w4a16-g64 gptq`"][:4] == ["17.00", "+6.2 %", "0.0700", "75 %"]
     kept = found["`w8a8-int8-static smoothquant --keep-dynamic auto` (12 of 210 layers)"]
-    assert kept == ["16.80", "+5.0 %", "", "174", "", ""]
+    assert kept == ["16.80", "+5.0 %", "0.0700", "", "174", "", ""]
 
 
 def test_rows_that_are_missing_are_named() -> None:
@@ -48,11 +55,13 @@ def test_rows_that_are_missing_are_named() -> None:
 
 
 def test_writing_keeps_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text(json.dumps(FOUND))
+    rows = tmp_path / "rows.json"
+    scheme_table.keep(rows, FOUND)
+    assert json.loads(rows.read_text()) == FOUND == scheme_table.read(rows)
     doc = tmp_path / "doc.md"
     doc.write_text(f"before\n{scheme_table.BEGIN}\nold\n{scheme_table.END}\nafter\n")
     for _ in range(2):
-        scheme_table.write(doc, tmp_path)
+        scheme_table.write(doc, rows)
         text = doc.read_text()
         assert text.startswith(f"before\n{scheme_table.BEGIN}\n| scheme") and text.endswith(
             f"{scheme_table.END}\nafter\n"
@@ -60,6 +69,8 @@ def test_writing_keeps_the_rest(tmp_path: Path) -> None:
         assert "old" not in text and text.count(scheme_table.BEGIN) == 1
 
 
-def test_the_document_has_the_marks() -> None:
+def test_the_document_has_the_table_of_the_kept_figures() -> None:
     text = (ROOT / "docs" / "guide" / "choosing_a_scheme.md").read_text(encoding="utf-8")
     assert text.index(scheme_table.BEGIN) < text.index(scheme_table.END)
+    inside = text.partition(scheme_table.BEGIN)[2].partition(scheme_table.END)[0]
+    assert inside.strip() == scheme_table.table(scheme_table.read(scheme_table.RESULTS))

@@ -1,12 +1,16 @@
 """Measures schemes and algorithms on a model, for docs/guide/choosing_a_scheme.md.
 
-    python tools/figures/scheme_table.py text TEXTS
-    python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,..]
-    python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
-    python tools/figures/scheme_table.py write --work DIR docs/guide/choosing_a_scheme.md
+    python tools/figures/scheme_table.py all MODEL --work DIR
 
-Rows are kept in DIR/rows.json as they are measured: run it again to go on. `speed` times, for each scheme that was
-measured, one output directory beside the floating-point model.
+cuts the text, measures every row that is missing, and writes the document's table. Or one after the other:
+
+    python tools/figures/scheme_table.py text TEXTS
+    python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,…] [--device cuda]
+    python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
+    python tools/figures/scheme_table.py write docs/guide/choosing_a_scheme.md
+
+Rows are kept in benchmarks/results/accuracy (`--results`) as they are measured: run it again to go on. `speed` times,
+for each scheme that was measured, one output directory beside the floating-point model.
 """
 
 from __future__ import annotations
@@ -25,9 +29,16 @@ WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
 FLOAT = "floating point"
 # SmolLM2's 576 channels are no multiple of 128, which only this format can say.
 SHORT_GROUPS = ("--format", "gptq")
+TUNED = ("--tune", "64")
+ROOT = Path(__file__).parents[2]
+DOCUMENT, RESULTS = ROOT / "docs/guide/choosing_a_scheme.md", ROOT / "benchmarks/results/accuracy/smollm2-135m.json"
+NO_ROWS = ("speed", "about")
+"""What the figures' file holds beside rows."""
 BEGIN, END = "<!-- made by tools/figures/scheme_table.py -->", "<!-- end -->"
 Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
-Work = Annotated[Path, typer.Option(help="Where rows.json and the outputs are kept.")]
+Work = Annotated[Path, typer.Option(help="Where the outputs are kept.")]
+Results = Annotated[Path, typer.Option(help="Where the figures are kept.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
 class Row(NamedTuple):
@@ -51,6 +62,11 @@ ROWS = (
     Row("w4a16-g64", "gptq"),
     Row("w4a16-g64", "awq+gptq"),
     Row("w4a16-g64", "awq"),
+    Row("w4a16-g64", "gptq", TUNED),
+    *(Row("w4a16-g64", algorithm) for algorithm in ("gptq+refine", "gptq-guided", "awq+gptq-guided")),
+    Row("w8a8-int8-static", "smoothquant-search"),
+    Row("w8a8-int8-static", "smoothquant-search", TUNED),
+    Row("w8a8-int8", "smoothquant", TUNED),
     Row("w4a16-g32", "gptq"),
     Row("w4a16-g32", "awq+gptq"),
     Row("w4a16-g32", "awq"),
@@ -76,15 +92,18 @@ def epiloq(*arguments: object) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def read(work: Path) -> dict[str, Any]:
-    file = work / "rows.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+def read(results: Path) -> dict[str, Any]:
+    """Figures by row, and of all together."""
+    return json.loads(results.read_text()) if results.exists() else {}
 
 
-def keep(work: Path, found: dict[str, Any]) -> None:
-    aside = work / "rows.part"
-    aside.write_text(json.dumps(found, indent=1) + "\n")
-    aside.replace(work / "rows.json")
+def keep(results: Path, found: dict[str, Any]) -> None:
+    """Replace the file as a whole; a row takes one line."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in found.items())
+    aside = results.with_suffix(".part")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    aside.write_text(f"{{\n{lines}\n}}\n")
+    aside.replace(results)
 
 
 @app.command()
@@ -98,15 +117,17 @@ def text(texts: Path) -> None:
     (texts / "calibration.txt").write_text(whole[len(whole) // 2 :], encoding="utf-8")
 
 
-def evaluate(folder: Path, texts: Path, work: Path) -> dict[str, Any]:
+def evaluate(folder: Path, teacher: Path, texts: Path, work: Path, device: str) -> dict[str, Any]:
     file = work / "eval.json"
-    epiloq("eval", folder, "--text", texts / "evaluation.txt", "--tokens", EVALUATED, "--json", file)
+    text = ("--text", texts / "evaluation.txt", "--tokens", EVALUATED)
+    epiloq("eval", folder, *text, "--kl", teacher, "--device", device, "--json", file)
     return json.loads(file.read_text())  # type: ignore[no-any-return]
 
 
-def quantise(model: Path, row: Row, texts: Path, work: Path, output: Path) -> dict[str, Any]:
+def quantise(model: Path, row: Row, texts: Path, work: Path, output: Path, device: str) -> dict[str, Any]:
     file = work / "quantize.json"
     options: list[object] = ["--scheme", row.scheme, "--algorithm", row.algorithm, *row.options]
+    options += ["--device", device]
     if row.algorithm != "rtn" or "static" in row.scheme:
         options += ["--calibration", texts / "calibration.txt", "--windows", WINDOWS, "--length", LENGTH]
     epiloq("quantize", model, *options, "--output", output, "--json", file)
@@ -115,38 +136,46 @@ def quantise(model: Path, row: Row, texts: Path, work: Path, output: Path) -> di
 
 @app.command()
 def measure(
-    model: Path, texts: Texts, work: Work, rows: Annotated[str, typer.Option(help="Schemes, with commas.")] = ""
+    model: Path,
+    texts: Texts,
+    work: Work,
+    rows: Annotated[str, typer.Option(help="Schemes, with commas.")] = "",
+    results: Results = RESULTS,
+    device: Device = "cpu",
 ) -> None:
     """Measure the rows that are missing, one after the other."""
     work.mkdir(parents=True, exist_ok=True)
-    found = read(work)
+    found = read(results)
     if FLOAT not in found:
-        found[FLOAT] = {"perplexity": (e := evaluate(model, texts, work))["perplexity"], "bytes": e["file_bytes"]}
-        keep(work, found)
+        seen = evaluate(model, model, texts, work, device)
+        found[FLOAT] = {"perplexity": seen["perplexity"], "kl": 0.0, "bytes": seen["file_bytes"]}
+        keep(results, found)
     for row in ROWS:
         if row.name in found or (rows and row.scheme not in rows.split(",")):
             continue
         output = work / row.name.replace(" ", "_")
         shutil.rmtree(output, ignore_errors=True)
-        made, seen = quantise(model, row, texts, work, output), evaluate(output, texts, work)
+        made = quantise(model, row, texts, work, output, device)
+        seen = evaluate(output, model, texts, work, device)
         dynamic = sum(errors["kept_dynamic"] for errors in made["input_errors"].values())
         found[row.name] = {
             "scheme": row.scheme,
             "perplexity": seen["perplexity"],
+            "kl": seen["kl"],
             "bytes": made["bytes_after"],
             "seconds": made["stages"]["quantise"],
             "memory": made["peak_memory_bytes"],
             "layers": len(made["layer_errors"]),
             "dynamic": dynamic,
         }
-        keep(work, found)
+        keep(results, found)
         if any(other.scheme == row.scheme for other in ROWS[: ROWS.index(row)]):
             shutil.rmtree(output)  # `speed` needs one for each scheme.
         print(row.name, found[row.name], flush=True)
 
 
 @app.command()
-def speed(model: Path, texts: Texts, work: Work) -> None:
+def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> None:
     """Time each scheme in turns with the floating-point model, on this machine as it is."""
     from epiloq.cli.common import quiet
 
@@ -156,7 +185,7 @@ def speed(model: Path, texts: Texts, work: Work) -> None:
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
 
-    found = read(work)
+    found = read(results)
     baseline, _ = load(Checkpoint(model))
     prompt = windows(load_tokenizer(model), read_texts(texts / "evaluation.txt"), LENGTH)[0]
     for row in ROWS:
@@ -164,18 +193,19 @@ def speed(model: Path, texts: Texts, work: Work) -> None:
         if row.name in found and folder.is_dir():
             took = timing.measure(load(Checkpoint(folder))[0], baseline, prompt)
             found.setdefault("speed", {})[row.scheme] = [took.prefill_speedup, took.decode_speedup]
-            keep(work, found)
+            keep(results, found)
 
 
 def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """A row's cells."""
     exact = found[FLOAT]["perplexity"]
     cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
+    cells.append(f"{row['kl']:.4f}" if "kl" in row and name != FLOAT else "")
     nearest = next((r for n, r in found.items() if n.startswith(f"{row.get('scheme')} rtn")), None)
     closed = nearest is not None and nearest is not row and row["scheme"].startswith("w4")
     gap = nearest["perplexity"] - exact if nearest else 0.0
     cells.append(f"{100 * (1 - (row['perplexity'] - exact) / gap):.0f} %" if closed else "")
-    cells.append(f"{row['bytes'] / 1e6:.0f}")
+    cells.append(f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else "")
     took = found.get("speed", {}).get(row.get("scheme"))
     cells += ["", ""] if took is None else [f"{took[0]:.2f}x", f"{took[1]:.2f}x"]
     kept = f" ({row['dynamic']} of {row['layers']} layers)" if row.get("dynamic") else ""
@@ -184,20 +214,36 @@ def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 def table(found: dict[str, Any]) -> str:
     """The table in Markdown, and what was not measured."""
-    heads = ("scheme, algorithm", "perplexity", "change", "gap closed", "MB", "prefill", "decode")
+    heads = ("scheme, algorithm", "perplexity", "change", "KL", "gap closed", "MB", "prefill", "decode")
     lines = [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
-    names = [FLOAT, *sorted({row.name for row in ROWS}, key=lambda name: (name.split()[0], len(name)))]
+    known = {row.name for row in ROWS} | {name for name in found if name not in (FLOAT, *NO_ROWS)}
+    names = [FLOAT, *sorted(known, key=lambda name: (name.split()[0], len(name), name))]
     lines += [f"| {' | '.join(line(name, found[name], found))} |" for name in names if name in found]
     absent = [f"`{name}`" for name in names if name not in found]
     return "\n".join(lines) + (f"\n\nNot measured: {', '.join(absent)}." if absent else "")
 
 
 @app.command()
-def write(doc: Path, work: Work) -> None:
+def write(doc: Annotated[Path, typer.Argument()] = DOCUMENT, results: Results = RESULTS) -> None:
     """Put the table into a document, between its marks."""
     before, _, rest = doc.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    doc.write_text(f"{before}{BEGIN}\n{table(read(work))}\n{END}{after}", encoding="utf-8")
+    doc.write_text(f"{before}{BEGIN}\n{table(read(results))}\n{END}{after}", encoding="utf-8")
+
+
+@app.command("all")
+def everything(
+    model: Path,
+    work: Work,
+    results: Results = RESULTS,
+    device: Device = "cpu",
+    document: Annotated[Path, typer.Option(help="Where the table goes, between its marks.")] = DOCUMENT,
+) -> None:
+    """Cut the text, measure what is missing, and write the document's table."""
+    texts = work / "texts"
+    text(texts)
+    measure(model, texts, work, results=results, device=device)
+    write(document, results)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.algorithms.tuning import tuned
 from epiloq.quantize.budget import search
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.joining import check_alike
@@ -41,7 +42,6 @@ from epiloq.quantize.settings import Settings
 from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, needs_text, read_windows
-from epiloq.quantize.tuning import tuned
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook

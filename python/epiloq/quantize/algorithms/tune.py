@@ -163,7 +163,7 @@ class _State:
 
     def __init__(self, model: nn.Module, weights: Mapping[str, QuantizedWeight], inputs: Inputs | None) -> None:
         self.model, self.inputs = model, inputs
-        self.layers = {n: _Layer(value, model.get_submodule(n).weight.device) for n, value in weights.items()}
+        self.layers = {n: _Layer(value, home_of(model)) for n, value in weights.items()}
         self.norms = {n: p for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("norm.weight")}
         self.norm_changes = {n: torch.zeros_like(p, requires_grad=True) for n, p in self.norms.items()}
         found = {n: value.inputs for n, value in weights.items() if value.inputs is not None}

@@ -1,0 +1,172 @@
+"""Trains a small language model whose weights were never quantised, to measure schemes and algorithms on.
+
+    python tools/figures/small_teacher.py OUTPUT [--steps 400]
+
+A Llama of some 11 million parameters with a tokenizer of 4096 byte-level pieces, from the standard library alone: the
+last three quarters of Python's language reference (`pydoc_data.topics`), whose first quarter `scheme_table.py` keeps
+to evaluate on, and the docstrings of its modules. The same seed gives the same model on one machine and number of
+threads. Some minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+END = "<|end|>"
+WARMING, FLOOR = 0.05, 0.1
+"""Parts of the steps in which the rate rises, and of the rate that it falls to."""
+WEIGHT_DECAY, LARGEST_NORM, BETAS = 0.1, 1.0, (0.9, 0.95)
+
+
+class Recipe(NamedTuple):
+    """Sizes of the model, and how long it is trained; a step is `batch` windows of `length` tokens."""
+
+    vocabulary: int = 4096
+    hidden: int = 320
+    layers: int = 8
+    heads: int = 5
+    feed_forward: int = 896
+    length: int = 256
+    batch: int = 8
+    steps: int = 400
+    rate: float = 1.5e-3
+    seed: int = 0
+
+
+def reference() -> str:
+    """The language reference without its first quarter."""
+    from pydoc_data.topics import topics
+
+    whole = "\n".join(topics.values())
+    return whole[len(whole) // 4 :]
+
+
+def docstrings(folder: Path) -> Iterator[str]:
+    """All docstrings of each module under a folder, in the order of the files' names; no tests, no other packages."""
+    for file in sorted(folder.rglob("*.py")):
+        if {"site-packages", "test", "tests", "idle_test", "pydoc_data"} & set(file.relative_to(folder).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = [said for node in ast.walk(tree) if isinstance(node, documented) and (said := ast.get_docstring(node))]
+        if found:
+            yield "\n\n".join(found)
+
+
+def tokenizer_of(texts: list[str], vocabulary: int) -> Any:
+    """Byte-level pairs, merged as often as the text asks for; `END` begins and ends texts."""
+    import tokenizers
+    import transformers
+
+    found = tokenizers.Tokenizer(tokenizers.models.BPE())
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    found.train_from_iterator(texts, trainer)
+    wrapper: Any = transformers.PreTrainedTokenizerFast
+    return wrapper(tokenizer_object=found, bos_token=END, eos_token=END)
+
+
+def windows_of(tokenizer: Any, texts: list[str], length: int) -> Tensor:
+    """All text as one stream, cut into windows int64 ``[count, length]``."""
+    stream: list[int] = []
+    for ids in tokenizer(texts, verbose=False)["input_ids"]:
+        stream += [tokenizer.eos_token_id, *ids]
+    count = len(stream) // length
+    if not count:
+        raise ValueError(f"small_teacher: text: expected at least {length} tokens, got {len(stream)}")
+    return torch.tensor(stream[: count * length], dtype=torch.int64).view(count, length)
+
+
+def blank(recipe: Recipe, vocabulary: int, end: int) -> Any:
+    """The model before training, by the recipe's seed."""
+    import transformers
+
+    torch.manual_seed(recipe.seed)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.feed_forward,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def train(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
+    """Train in place by AdamW, the rate rising and then falling as a cosine; the loss of each step."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.rate, betas=BETAS)
+    draw, rise, lost = torch.Generator().manual_seed(recipe.seed), max(1, int(WARMING * recipe.steps)), list[float]()
+    model.train()
+    for step in range(recipe.steps):
+        done = max(0.0, (step - rise) / max(1, recipe.steps - rise))
+        part = min((step + 1) / rise, FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = part * recipe.rate
+        chosen = windows[torch.randint(len(windows), (recipe.batch,), generator=draw)]
+        loss = model(chosen, labels=chosen).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+        optimizer.step()
+        lost.append(float(loss.detach()))
+        if step % 20 == 0:
+            print(f"step {step} of {recipe.steps}: loss {lost[-1]:.3f}", flush=True)
+    model.eval()
+    return lost
+
+
+def main(
+    output: Annotated[Path, typer.Argument(help="The model directory to make.")],
+    steps: Annotated[int, typer.Option(min=1)] = Recipe().steps,
+    seed: Annotated[int, typer.Option()] = Recipe().seed,
+) -> None:
+    """Train and save the model with its tokenizer."""
+    if output.exists():
+        raise typer.BadParameter(f"{output} exists already")
+    recipe = Recipe(steps=steps, seed=seed)
+    texts = [reference(), *docstrings(Path(sysconfig.get_paths()["stdlib"]))]
+    tokenizer = tokenizer_of(texts, recipe.vocabulary)
+    windows = windows_of(tokenizer, texts, recipe.length)
+    model = blank(recipe, len(tokenizer), int(tokenizer.eos_token_id))
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, {windows.numel()} tokens of text"
+    )
+    train(model, windows, recipe)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+if __name__ == "__main__":
+    typer.run(main)
