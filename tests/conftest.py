@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Kernels that were tuned on this machine are not what tests are about.
+os.environ["EPILOQ_TUNING"] = "off"
 # How long an example takes says something about the machine, and nothing about what is tested.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -19,6 +19,7 @@ SIMPLER = (
     (r"typing\.Annotated\[list\[(\w+)\], '?\"?FixedSize\(\d+\)\"?'?\]", r"list[\1]"),
     (r"collections\.abc\.(\w+)", r"\1"),
     (r"typing\.(\w+)", r"\1"),
+    (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # of on_first_dispatch
     (r"-> dict:", "-> dict[str, int]:"),  # of device_properties, which pybind11's dict does not say
     (r"^__version__: str = .*$", "__version__: str"),
 )

@@ -6,6 +6,7 @@
 #include "epiloq/device.h"
 #include "epiloq/export.h"
 #include "epiloq/tensor.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq {
 
@@ -46,6 +47,8 @@ struct GroupwiseMmProblem {
   DType a = DType::kFloat8E4M3;
   bool has_experts = false;      // offs or masked_m, if for one expert
   bool batch_invariant = false;  // batch_invariant.h
+
+  bool operator==(GroupwiseMmProblem const&) const = default;
 };
 
 EPILOQ_API void check(GroupwiseMm const& call);
@@ -53,5 +56,6 @@ EPILOQ_API void groupwise_mm(GroupwiseMm const& call, Stream stream);
 EPILOQ_API void groupwise_mm(GroupwiseMm const& call);  // on the CPU
 EPILOQ_API std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(GroupwiseMm const& call);
+EPILOQ_API KernelCandidates candidates(GroupwiseMmProblem const& problem, int device);  // as of scaled_mm.h
 
 }  // namespace epiloq

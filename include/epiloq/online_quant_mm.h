@@ -8,6 +8,7 @@
 #include "epiloq/device.h"
 #include "epiloq/export.h"
 #include "epiloq/tensor.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq {
 
@@ -77,5 +78,6 @@ EPILOQ_API bool needs_staging(std::int64_t group_size);
 EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count,
                                                int memory_gb_s = 0);
 EPILOQ_API std::string explain(OnlineQuantMm const& call);
+EPILOQ_API KernelCandidates candidates(OnlineQuantProblem const& problem, int device);  // as of scaled_mm.h
 
 }  // namespace epiloq

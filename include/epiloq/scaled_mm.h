@@ -6,6 +6,7 @@
 #include "epiloq/device.h"
 #include "epiloq/export.h"
 #include "epiloq/tensor.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq {
 
@@ -44,6 +45,8 @@ struct ScaledMmProblem {
   std::int64_t batches = 1;      // of a scaled_bmm
   bool int8_out = false;         // scaled_bmm's, with an output scale
   bool batch_invariant = false;  // batch_invariant.h
+
+  bool operator==(ScaledMmProblem const&) const = default;
 };
 
 // Throws InvalidArgument where an argument does not fit. Works without CUDA.
@@ -57,6 +60,8 @@ EPILOQ_API void scaled_mm(ScaledMm const& call);
 // Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build.
 EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(ScaledMm const& call);
+// What may be tuned, on a device; or for kNoDevice, on the first card of the forced architecture.
+EPILOQ_API KernelCandidates candidates(ScaledMmProblem const& problem, int device);
 
 // The epilogue alone, on the host, in the same expression as the kernels: out float32 [M, N] from acc int32 [M, N], or
 // float32 as float8 products have it.

@@ -5,6 +5,7 @@
 
 #include "epiloq/export.h"
 #include "epiloq/tensor.h"
+#include "epiloq/tuning.h"
 #include "epiloq/weight_only_mm.h"
 
 namespace epiloq {
@@ -21,6 +22,13 @@ struct W4a8Mm {
   std::optional<TensorView> bias{};  // [N] of out's type, added in fp32
 };
 
+// What the choice of a kernel depends on.
+struct W4a8Problem {
+  std::int64_t m = 0, n = 0, k = 0, group_size = 128;
+
+  bool operator==(W4a8Problem const&) const = default;
+};
+
 EPILOQ_API void check(W4a8Mm const& call);
 
 // Launches and returns true; or does nothing and returns false for what there is no kernel for: another device, zero
@@ -29,6 +37,7 @@ EPILOQ_API void check(W4a8Mm const& call);
 // The packed weight is read before the stream's previous kernels have finished; see weight_only_mm.h.
 EPILOQ_API bool w4a8_mm(W4a8Mm const& call, Stream stream);
 EPILOQ_API std::string explain(W4a8Mm const& call);
+EPILOQ_API KernelCandidates candidates(W4a8Problem const& problem, int device);  // as of scaled_mm.h
 
 // out = bfloat16(scale_a x_q), products in fp32, rounded once: tokens for weight_only_mm. On a CUDA device.
 struct WidenTokens {

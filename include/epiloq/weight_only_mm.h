@@ -6,6 +6,7 @@
 #include "epiloq/device.h"
 #include "epiloq/export.h"
 #include "epiloq/tensor.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq {
 
@@ -99,5 +100,6 @@ EPILOQ_API void dequantize_weight(DequantizeWeight const& call, Stream stream);
 EPILOQ_API std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count,
                                               int memory_gb_s);
 EPILOQ_API std::string explain(WeightOnlyMm const& call);
+EPILOQ_API KernelCandidates candidates(WeightOnlyMmProblem const& problem, int device);  // as of scaled_mm.h
 
 }  // namespace epiloq

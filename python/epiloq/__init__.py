@@ -2,8 +2,8 @@
 
 The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `weight_only_mm`, `quantize_int8` and their like) work
 on torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models;
-`explain`, `supports` and `config` tell and control what runs; `quantize` holds the algorithms, `formats` checkpoints,
-`compat` other libraries' names.
+`explain`, `supports` and `config` tell and control what runs, `tune` measures it; `quantize` holds the algorithms,
+`formats` checkpoints, `compat` other libraries' names.
 """
 
 from importlib import import_module
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from epiloq.kv_cache import QuantizedCache as QuantizedCache
     from epiloq.optimize import optimize_ as optimize_
     from epiloq.schemes import quantize_ as quantize_
+    from epiloq.tuning.tuner import tune as tune
 
 # The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:
@@ -103,13 +104,22 @@ __all__ = [
     "silu_and_mul_quant",
     "supports",
     "table_mm",
+    "tune",
     "w4a8_mm",
     "weight_only_mm",
 ]
 
 # A third of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
 _ON_DEMAND = ("compat", "formats", "nn", "optimize", "quantize", "schemes")
-_FUNCTIONS = {"QuantizedCache": "kv_cache", "optimize_": "optimize", "quantize_": "schemes"}
+_FUNCTIONS = {"QuantizedCache": "kv_cache", "optimize_": "optimize", "quantize_": "schemes", "tune": "tuning.tuner"}
+
+
+def _load_tuned_kernels(device: int) -> None:
+    """What dispatch calls before a device's first product."""
+    import_module("epiloq.tuning.store").load(device)
+
+
+_core.on_first_dispatch(_load_tuned_kernels)
 
 
 def __getattr__(name: str) -> Any:

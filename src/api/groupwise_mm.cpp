@@ -8,6 +8,7 @@
 #include "cpu/gemm/groupwise_mm.h"
 #include "cpu/gemm/int8.h"
 #include "dispatch/arch.h"
+#include "dispatch/choice_cache.h"
 #include "dispatch/groupwise_mm/launch.h"
 #include "dispatch/groupwise_mm/select.h"
 #include "epiloq/batch_invariant.h"
@@ -224,6 +225,14 @@ Target target_of(GroupwiseMm const& call) {
   return find_target(set, device).value_or(generic);
 }
 
+ops::groupwise_mm::Choice choice_of(GroupwiseMm const& call, Sizes const& sizes) {
+  GroupwiseMmProblem const problem = problem_of(call, sizes);
+  int const device = tuning::index_of(call.a.device);
+  return gemm::remembered_choice(problem, device, [&] {
+    return tuning::choose<ops::groupwise_mm::Selection>(problem, target_of(call), device).choice;
+  });
+}
+
 bool is_empty(Sizes const& sizes) { return sizes.a.rows == 0 || sizes.n == 0 || sizes.experts == 0; }
 
 gemm::GroupwiseProblem arguments_of(GroupwiseMm const& call, Sizes const& sizes) {
@@ -269,10 +278,8 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
                       describe(call.a));
   }
   if (is_empty(sizes)) return;
-  Target const target = target_of(call);
-  auto const choice = ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count);
-  ops::groupwise_mm::launch(choice, arguments_of(call, sizes), call.a.dtype, call.out.dtype, call.a.device.index,
-                            stream);
+  ops::groupwise_mm::launch(choice_of(call, sizes), arguments_of(call, sizes), call.a.dtype, call.out.dtype,
+                            call.a.device.index, stream);
 }
 
 void groupwise_mm(GroupwiseMm const& call) {
@@ -311,8 +318,13 @@ std::string explain(GroupwiseMm const& call) {
         call.a.dtype == DType::kInt8 ? describe_int8(rows) : std::string("cpu, ") + float8_way(rows).name;
     return has_experts(call) ? words + ", expert by expert" : words;
   }
-  Target const target = target_of(call);
-  return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem_of(call, sizes), target.arch, target.sm_count));
+  return tuning::explain<ops::groupwise_mm::Selection>(problem_of(call, sizes), target_of(call),
+                                                       tuning::index_of(call.a.device));
+}
+
+KernelCandidates candidates(GroupwiseMmProblem const& problem, int device) {
+  auto const set = problem.a == DType::kInt8 ? KernelSet::kInt8Groupwise : KernelSet::kFloat8Groupwise;
+  return tuning::candidates<ops::groupwise_mm::Selection>(problem, target_of_index("groupwise_mm", set, device));
 }
 
 }  // namespace epiloq

@@ -7,7 +7,6 @@
 #include "dispatch/choice_cache.h"
 #include "dispatch/online_quant_mm/launch.h"
 #include "dispatch/online_quant_mm/select.h"
-#include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 
 namespace epiloq {
@@ -108,15 +107,11 @@ Target target_of(OnlineQuantMm const& call) {
   return target_of("online_quant_mm", KernelSet::kOnlineQuant, call.x.device);
 }
 
-online::Choice fastest(OnlineQuantProblem const& problem, Target const& target) {
-  return batch_invariant() ? online::choose_batch_invariant(problem, target) : online::choose(problem, target);
-}
-
 online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
   if (call.staged) return {online::Family::kStaged, 0};
   OnlineQuantProblem const problem = problem_of(call, sizes);
   if (call.kernel) return online::choose(problem, target_of(call), *call.kernel);
-  return fastest(problem, target_of(call));
+  return tuning::choose<online::Selection>(problem, target_of(call), tuning::index_of(call.x.device)).choice;
 }
 
 online::Choice remembered_choice(OnlineQuantMm const& call, Sizes const& sizes) {
@@ -211,7 +206,7 @@ std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
   if (problem.m == 0 || problem.n == 0) return kNothing;
-  return online::describe(fastest(problem, target), problem);
+  return online::describe(online::Selection::choose(problem, target), problem);
 }
 
 std::string explain(OnlineQuantMm const& call) {
@@ -220,7 +215,14 @@ std::string explain(OnlineQuantMm const& call) {
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return online::describe_on_host(problem_of(call, sizes));
   }
-  return online::describe(choose(call, sizes), problem_of(call, sizes));
+  if (call.staged || call.kernel) return online::describe(choose(call, sizes), problem_of(call, sizes));
+  return tuning::explain<online::Selection>(problem_of(call, sizes), target_of(call), tuning::index_of(call.x.device));
+}
+
+KernelCandidates candidates(OnlineQuantProblem const& problem, int device) {
+  check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
+  return tuning::candidates<online::Selection>(problem,
+                                               target_of_index("online_quant_mm", KernelSet::kOnlineQuant, device));
 }
 
 }  // namespace epiloq

@@ -7,6 +7,7 @@
 #include "cpu/gemm/int8.h"
 #include "cpu/gemm/scaled_mm.h"
 #include "dispatch/arch.h"
+#include "dispatch/choice_cache.h"
 #include "dispatch/scaled_mm/launch.h"
 #include "dispatch/scaled_mm/select.h"
 #include "epilogue/eval.h"
@@ -143,11 +144,21 @@ epilogue::Operands operands_of(ScaledMm const& call) {
   return operands;
 }
 
+KernelSet kernels_of(DType a) { return a == DType::kInt8 ? KernelSet::kInt8Gemm : KernelSet::kFloat8Gemm; }
+
 Target target_of(ScaledMm const& call) {
   if (call.out.dtype == DType::kFloat32) {
     throw Unsupported("epiloq.scaled_mm: out: CUDA kernels write float16 or bfloat16, got float32");
   }
-  return target_of("scaled_mm", is_float8(call) ? KernelSet::kFloat8Gemm : KernelSet::kInt8Gemm, call.a.device);
+  return target_of("scaled_mm", kernels_of(call.a.dtype), call.a.device);
+}
+
+ops::scaled_mm::Choice choice_of(ScaledMm const& call, Sizes const& sizes) {
+  ScaledMmProblem const problem = problem_of(call, sizes);
+  int const device = tuning::index_of(call.a.device);
+  return gemm::remembered_choice(problem, device, [&] {
+    return tuning::choose<ops::scaled_mm::Selection>(problem, target_of(call), device).choice;
+  });
 }
 
 gemm::Problem arguments_of(ScaledMm const& call, Sizes const& sizes) {
@@ -184,8 +195,7 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
     throw Unsupported("epiloq.scaled_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
   }
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
-  ops::scaled_mm::launch(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)),
-                         {call.a.dtype, call.b.dtype, call.out.dtype}, call.azp_adj.has_value(),
+  ops::scaled_mm::launch(choice_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype}, call.azp_adj.has_value(),
                          arguments_of(call, sizes), call.a.device.index, stream, call.constant_b);
 }
 
@@ -213,7 +223,7 @@ std::string explain_scaled_mm(ScaledMmProblem const& asked, Arch arch, int sm_co
     throw InvalidArgument("epiloq.explain: dtype: expected int8 beside an int8 output, got " +
                           std::string(name(problem.a)));
   }
-  Target target = nominal(problem.a == DType::kInt8 ? KernelSet::kInt8Gemm : KernelSet::kFloat8Gemm, arch);
+  Target target = nominal(kernels_of(problem.a), arch);
   if (sm_count > 0) target.sm_count = sm_count;
   return ops::scaled_mm::describe(ops::scaled_mm::choose(problem, target));
 }
@@ -224,7 +234,13 @@ std::string explain(ScaledMm const& call) {
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return is_float8(call) ? std::string("cpu, ") + float8_way(sizes.a.rows).name : describe_int8(sizes.a.rows);
   }
-  return ops::scaled_mm::describe(ops::scaled_mm::choose(problem_of(call, sizes), target_of(call)));
+  return tuning::explain<ops::scaled_mm::Selection>(problem_of(call, sizes), target_of(call),
+                                                    tuning::index_of(call.a.device));
+}
+
+KernelCandidates candidates(ScaledMmProblem const& problem, int device) {
+  return tuning::candidates<ops::scaled_mm::Selection>(problem,
+                                                       target_of_index("scaled_mm", kernels_of(problem.a), device));
 }
 
 void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {

@@ -3,7 +3,9 @@
 #include "api/checks/packed_weight.h"
 #include "core/checks.h"
 #include "dispatch/arch.h"
+#include "dispatch/choice_cache.h"
 #include "dispatch/w4a8_mm/launch.h"
+#include "dispatch/w4a8_mm/select.h"
 #include "epiloq/device.h"
 #include "problems/w4a8_mm.h"
 
@@ -50,6 +52,10 @@ Problem checked(W4a8Mm const& call) {
           x.stride};
 }
 
+W4a8Problem problem_of(Problem const& p, W4a8Mm const& call) {
+  return {p.product.m, p.product.weight.n, p.product.weight.k, call.weight.group_size};
+}
+
 // Why there is no kernel; null if there is.
 char const* obstacle(Problem const& p, std::optional<Target> const& target) {
   wo::Weight const& w = p.product.weight;
@@ -75,8 +81,11 @@ bool w4a8_mm(W4a8Mm const& call, Stream stream) {
   std::optional<Target> const target = target_of(call);
   if (obstacle(problem, target) != nullptr || product.weight.k == 0) return false;
   if (product.m == 0 || product.weight.n == 0) return true;
-  Choice const choice = ops::w4a8_mm::choose(product.m, product.weight.n, product.weight.k, *target);
-  ops::w4a8_mm::launch(choice, problem, call.out.dtype, call.x_q.device.index, stream);
+  int const device = call.x_q.device.index;
+  Choice const choice = gemm::remembered_choice(problem_of(problem, call), device, [&] {
+    return tuning::choose<ops::w4a8_mm::Selection>(problem_of(problem, call), *target, device).choice;
+  });
+  ops::w4a8_mm::launch(choice, problem, call.out.dtype, device, stream);
   return true;
 }
 
@@ -117,10 +126,13 @@ std::string explain(W4a8Mm const& call) {
   Problem const problem = checked(call);
   std::optional<Target> const target = target_of(call);
   if (char const* const why = obstacle(problem, target)) return std::string("no float8 kernel for ") + why;
-  auto const& product = problem.product;
-  Choice const choice = ops::w4a8_mm::choose(product.m, product.weight.n, product.weight.k, *target);
-  return "sm90 wgmma, weights to float8 in registers, row " + std::to_string(choice.row) + ", split-K " +
-         std::to_string(choice.split);
+  return tuning::explain<ops::w4a8_mm::Selection>(problem_of(problem, call), *target,
+                                                  tuning::index_of(call.x_q.device));
+}
+
+KernelCandidates candidates(W4a8Problem const& problem, int device) {
+  return tuning::candidates<ops::w4a8_mm::Selection>(problem,
+                                                     target_of_index("w4a8_mm", KernelSet::kWeightOnly, device));
 }
 
 }  // namespace epiloq

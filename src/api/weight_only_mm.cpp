@@ -8,7 +8,6 @@
 #include "dispatch/choice_cache.h"
 #include "dispatch/weight_only_mm/launch.h"
 #include "dispatch/weight_only_mm/select.h"
-#include "epiloq/batch_invariant.h"
 #include "problems/weight_only.h"
 
 namespace epiloq {
@@ -86,7 +85,7 @@ Target target_of(WeightOnlyMm const& call) {
 wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
   WeightOnlyMmProblem const p = problem_of(problem, call);
   if (call.kernel) return wo::choose(p, target_of(call), *call.kernel);
-  return batch_invariant() ? wo::choose_batch_invariant(p, target_of(call)) : wo::choose(p, target_of(call));
+  return tuning::choose<wo::Selection>(p, target_of(call), tuning::index_of(call.x.device)).choice;
 }
 
 wo::Choice remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
@@ -126,7 +125,7 @@ std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch
   Target target = nominal(KernelSet::kWeightOnly, arch);
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
-  return wo::describe(batch_invariant() ? wo::choose_batch_invariant(problem, target) : wo::choose(problem, target));
+  return wo::describe(wo::Selection::choose(problem, target));
 }
 
 std::string explain(WeightOnlyMm const& call) {
@@ -135,7 +134,13 @@ std::string explain(WeightOnlyMm const& call) {
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return wo::describe_on_host(problem, call.x.dtype);
   }
-  return wo::describe(choice_of(problem, call));
+  if (call.kernel) return wo::describe(choice_of(problem, call));
+  return tuning::explain<wo::Selection>(problem_of(problem, call), target_of(call), tuning::index_of(call.x.device));
+}
+
+KernelCandidates candidates(WeightOnlyMmProblem const& problem, int device) {
+  wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
+  return tuning::candidates<wo::Selection>(problem, target_of_index("weight_only_mm", KernelSet::kWeightOnly, device));
 }
 
 }  // namespace epiloq

@@ -72,6 +72,7 @@ PYBIND11_MODULE(_core, module) {
   register_scaled_mm(module);
   register_silu_and_mul_quant(module);
   register_table_mm(module);
+  register_tuning(module);
   register_w4a8_mm(module);
   register_weight_only_mm(module);
 }

@@ -22,6 +22,7 @@ void register_scaled_bmm(py::module_& module);
 void register_scaled_mm(py::module_& module);
 void register_silu_and_mul_quant(py::module_& module);
 void register_table_mm(py::module_& module);
+void register_tuning(py::module_& module);
 void register_w4a8_mm(py::module_& module);
 void register_weight_only_mm(py::module_& module);
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "epiloq/error.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq {
 namespace {
@@ -150,9 +151,12 @@ Target nominal(KernelSet set, Arch arch) {
   throw InvalidArgument("epiloq.explain: arch: expected one of " + names + ", got " + name(arch));
 }
 
+Target target_of_index(char const* operation, KernelSet set, int device) {
+  return device == kNoDevice ? nominal(set, forced_arch()) : target_of_device(operation, set, device);
+}
+
 Target target_of(char const* operation, KernelSet set, Device device) {
-  if (device.type == Device::Type::kCuda) return target_of_device(operation, set, device.index);
-  return nominal(set, forced_arch());
+  return target_of_index(operation, set, device.type == Device::Type::kCuda ? device.index : kNoDevice);
 }
 
 }  // namespace epiloq

@@ -30,6 +30,9 @@ Target target_of_device(char const* operation, KernelSet set, int device);
 // for it, Unsupported if it has no kernels of its own.
 Target nominal(KernelSet set, Arch arch);
 
+// The same by a device's index, or kNoDevice.
+Target target_of_index(char const* operation, KernelSet set, int device);
+
 // The target of a CUDA device; on the CPU, the forced architecture's first card.
 Target target_of(char const* operation, KernelSet set, Device device);
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "dispatch/tuning.h"
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "kernels/common/params_cache.h"
@@ -7,18 +8,20 @@
 namespace epiloq::gemm {
 
 // Evaluating the cost model of dozens of candidates takes as long as a launch, so each thread caches its choices by
-// problem, device and what epiloq.config asks for.
+// problem, device, what epiloq.config asks for, and the state of the tuned choices.
 template <class Problem, class Choose>
 auto remembered_choice(Problem const& problem, int device, Choose const& choose) {
   struct Question {
     Problem problem;
     Arch arch;
     bool batch_invariant;
+    std::uint64_t epoch;
     bool operator==(Question const&) const = default;
   };
+  if (!tuning::forced_kernel().empty()) return choose();
   thread_local ParamsCache<Question, decltype(choose())> cache;
   auto const key = static_cast<std::uintptr_t>(problem.n * 31 + problem.k * 7 + problem.m);
-  return cache.get(key, {problem, forced_arch(), batch_invariant()}, device, choose);
+  return cache.get(key, {problem, forced_arch(), batch_invariant(), tuning::epoch()}, device, choose);
 }
 
 }  // namespace epiloq::gemm

@@ -171,3 +171,12 @@ def test_without_typer_it_does_what_it_can(option: str, code: int, said: str) ->
     assert result.returncode == code
     assert said in (result.stdout if code == 0 else result.stderr)
     assert "Traceback" not in result.stderr
+
+
+def test_tune_says_in_a_sentence_that_it_needs_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epiloq._core.built_archs", lambda: [])
+    for what in ("64x128", str(model)):
+        result = run("tune", what, "--tokens", "1,16")
+        assert result.exit_code == 2
+        assert result.stderr == "epiloq tune: needs a CUDA device that epiloq has kernels for, and finds none here\n"
+    assert run("tune", "64x128", "--tokens", "1;2").exit_code == 2

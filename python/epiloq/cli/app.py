@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "epiloq.cli.inspect:inspect",
     "convert": "epiloq.cli.convert:convert",
     "compare": "epiloq.cli.compare:compare",
+    "tune": "epiloq.cli.tune:tune",
 }
 INTERRUPTED = 130
 HELP = {"help_option_names": ["-h", "--help"]}

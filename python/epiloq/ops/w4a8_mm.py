@@ -33,7 +33,7 @@ _FEW_TOKENS, _FEW_COLUMNS, _MOST_COLUMNS, _ROWS, _TOKENS = 16, 16, 131071, 256, 
 # Elements of 16 bits in 16 bytes.
 _ALIGNED = 8
 # Tokens from which the float8 kernel of SM90 is the faster one: for fewer, reading the weight takes longest.
-_MANY_TOKENS = 256
+MANY_TOKENS = 256
 
 
 def w4a8_mm(
@@ -149,7 +149,7 @@ def multiply(call: Call) -> None:
 
 
 def _may_be_float8(x_q: Tensor) -> bool:
-    return not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= _MANY_TOKENS
+    return not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= MANY_TOKENS
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, call: Call) -> bool:

@@ -1,6 +1,7 @@
 #include "dispatch/groupwise_mm/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <sstream>
 
@@ -50,6 +51,22 @@ WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem c
   if (one_order) return alone;  // which tiles are split depends on M
   auto const shared = best_of(2);
   return shared.ns + late_next(shared.choice) < alone.ns + late_next(alone.choice) ? shared : alone;
+}
+
+using Timed = tuning::Timed<Choice>;
+
+template <class Tiles>
+std::vector<Timed> candidates_of(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+  std::vector<Timed> all;
+  constexpr std::int64_t kFewest = 64;
+  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+    if (tiles[row].config.tokens() > 2 * std::max(rows_of_expert(p), kFewest)) continue;
+    for (int split_k : {1, 2}) {
+      double const ns = expected_ns(tiles[row], p, sm_count, split_k);
+      if (std::isfinite(ns)) all.push_back({{family, row, split_k}, 1e-3 * ns});
+    }
+  }
+  return all;
 }
 
 // mma.sync has a tile for few rows or columns, and one for many.
@@ -102,6 +119,33 @@ double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, 
   std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
   return static_cast<double>(waves * whole_ns + ceil_div(steps, split_k) * tile.split_ns + tile.end_ns +
                              tile.reduction_ns + tokens * tile.reduction_token_ns);
+}
+
+std::string Selection::key(GroupwiseMmProblem const& p) {
+  std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a);
+  text += p.whole_rows ? " rows" : p.column_scales ? " columns" : " blocks";
+  if (!p.aligned) text += " unaligned";
+  if (p.has_experts || p.experts > 1) text += " experts=" + std::to_string(p.experts);
+  return text;
+}
+
+std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target const& t) {
+  Choice const own = groupwise_mm::choose(p, t.arch, t.sm_count);
+  switch (own.family) {
+    case Family::kGeneric:
+      return {};
+    case Family::kMma:
+      return {{{Family::kMma, 0}}, {{Family::kMma, 1}}};
+    case Family::kSm90:
+      return candidates_of(own.family, kTiles, p, t.sm_count);
+    case Family::kSm90ColumnScales:
+      return candidates_of(own.family, kColumnScaleTiles, p, t.sm_count);
+    case Family::kSm90Int8Rows:
+      return candidates_of(own.family, kInt8RowTiles, p, t.sm_count);
+    case Family::kSm90Float8Rows:
+      return candidates_of(own.family, kFloat8RowTiles, p, t.sm_count);
+  }
+  return {};
 }
 
 std::string describe(Choice const& choice) {

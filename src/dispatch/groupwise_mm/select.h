@@ -3,8 +3,11 @@
 // Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <string>
+#include <vector>
 
+#include "core/target.h"
 #include "dispatch/groupwise_mm/tables.h"
+#include "dispatch/tuning.h"
 #include "epiloq/groupwise_mm.h"
 
 namespace epiloq::ops::groupwise_mm {
@@ -27,5 +30,19 @@ struct WholeRowsChoice {
 WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
 double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int split_k = 1);
 std::string describe(Choice const& choice);
+
+// For dispatch/tuning.h.
+struct Selection {
+  using Problem = GroupwiseMmProblem;
+  using Choice = groupwise_mm::Choice;
+  static constexpr char const* kName = "groupwise_mm";
+
+  static std::string key(Problem const& problem);
+  static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
+  static Choice choose(Problem const& problem, Target const& target) {
+    return groupwise_mm::choose(problem, target.arch, target.sm_count);
+  }
+  static std::string describe(Choice const& choice, Problem const&) { return groupwise_mm::describe(choice); }
+};
 
 }  // namespace epiloq::ops::groupwise_mm

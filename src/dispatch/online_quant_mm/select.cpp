@@ -209,6 +209,27 @@ Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel co
   return {kernel.family, kernel.row, kernel.split, static_cast<int>(whole)};
 }
 
+std::string Selection::key(OnlineQuantProblem const& p) {
+  return tuning::key_of(kName, p.m, p.n, p.k) + " bits=" + std::to_string(p.bits) +
+         " group=" + std::to_string(p.group_size);
+}
+
+std::vector<tuning::Timed<Choice>> Selection::candidates(OnlineQuantProblem const& p, Target const& t) {
+  std::vector<tuning::Timed<Choice>> all;
+  if (!has_fused_kernel(p.group_size) || p.k == 0) return all;
+  if (t.has_wgmma) {
+    for_each_candidate(p, t, [&](Choice const& choice) { all.push_back({choice, 1e-3 * time_of(choice, p, t)}); });
+    return all;
+  }
+  auto const add = [&](Family family, auto const& tiles) {
+    for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+      if (is_there(tiles, row, p, t) && suits(tiles[row].tile_m(), p)) all.push_back({{family, row}});
+    }
+  };
+  t.arch == Arch::kSm75 ? add(Family::kSm75, kSm75Tiles) : add(Family::kSm80, kTiles);
+  return all;
+}
+
 std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
   std::ostringstream text;
   if (choice.family == Family::kStaged) {

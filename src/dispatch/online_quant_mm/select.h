@@ -3,8 +3,11 @@
 // Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <string>
+#include <vector>
 
 #include "core/target.h"
+#include "dispatch/tuning.h"
+#include "epiloq/batch_invariant.h"
 #include "epiloq/online_quant_mm.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -28,5 +31,21 @@ Choice choose_batch_invariant(OnlineQuantProblem const& problem, Target const& t
 Choice choose(OnlineQuantProblem const& problem, Target const& target, OnlineQuantKernel const& kernel);
 bool has_fused_kernel(std::int64_t group_size);
 std::string describe(Choice const& choice, OnlineQuantProblem const& problem);
+
+// For dispatch/tuning.h.
+struct Selection {
+  using Problem = OnlineQuantProblem;
+  using Choice = online_quant_mm::Choice;
+  static constexpr char const* kName = "online_quant_mm";
+
+  static std::string key(Problem const& problem);
+  static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
+  static Choice choose(Problem const& problem, Target const& target) {
+    return batch_invariant() ? choose_batch_invariant(problem, target) : online_quant_mm::choose(problem, target);
+  }
+  static std::string describe(Choice const& choice, Problem const& problem) {
+    return online_quant_mm::describe(choice, problem);
+  }
+};
 
 }  // namespace epiloq::ops::online_quant_mm

@@ -77,6 +77,10 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, ScaledM
 
 constexpr int kSkinnyRows = 16;
 
+bool fits(SkinnyConfig const& config, ScaledMmProblem const& p) {
+  return config.tokens >= p.m && config.panels * kSkinnyRows <= p.n;
+}
+
 // The fewest panels on the busiest SM; then the most per CTA, since each CTA reads every token.
 Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   int best = -1;
@@ -84,7 +88,7 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   int tokens = 0;
   for (int row = 0; row < static_cast<int>(kSkinnyTiles.size()); ++row) {
     SkinnyConfig const& config = kSkinnyTiles[row];
-    if (config.tokens < p.m || config.panels * kSkinnyRows > p.n) continue;
+    if (!fits(config, p)) continue;
     if (best >= 0 && config.tokens != tokens) break;  // the table is sorted by tokens
     std::int64_t const load = ceil_div(ceil_div(p.n, config.panels * kSkinnyRows), t.sm_count) * config.panels;
     if (best < 0 || load <= best_load) {
@@ -107,21 +111,28 @@ constexpr bool all_as_their_rows(Tiles const& tiles, ForMany const& tiles_for_ma
 }
 static_assert(all_as_their_rows(kSm90Tiles, kSm90ForMany) && all_as_their_rows(kSm90Float8Tiles, kSm90FastForMany));
 
+GroupwiseMmProblem whole_rows_problem(ScaledMmProblem const& p) {
+  return {.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a, .batch_invariant = p.batch_invariant};
+}
+
+double expected_ns(TileForMany const& many, ScaledMmProblem const& p, Target const& t) {
+  GroupwiseMmProblem in_boxes = whole_rows_problem(p);
+  if (p.m % many.tokens != 0) in_boxes.m += std::int64_t{many.more_rows} * many.tokens;
+  groupwise_mm::Tile const timed{{many.tokens / 64, 1, many.weights}, many.step_ns, many.end_ns};
+  return groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
+}
+
 // One of groupwise_mm's tiles with per-row scales, or a TileForMany.
 Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
-  GroupwiseMmProblem const product{
-      .m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a, .batch_invariant = p.batch_invariant};
+  GroupwiseMmProblem const product = whole_rows_problem(p);
   auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
   Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.split_k};
   double best_ns = own.ns;
   auto const consider = [&](Family family, auto const& tiles_for_many) {
     for (TileForMany const& many : tiles_for_many) {
       if (p.m <= many.tokens) continue;
-      GroupwiseMmProblem in_boxes = product;
-      if (p.m % many.tokens != 0) in_boxes.m += std::int64_t{many.more_rows} * many.tokens;
-      groupwise_mm::Tile const timed{{many.tokens / 64, 1, many.weights}, many.step_ns, many.end_ns};
-      double const ns = groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
+      double const ns = expected_ns(many, p, t);
       if (ns >= best_ns) continue;
       best = {family, many.tile};
       best_ns = ns;
@@ -133,6 +144,42 @@ Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
     consider(Family::kSm90Float8, kSm90FastForMany);
   }
   return best;
+}
+
+using Timed = tuning::Timed<Choice>;
+
+template <class Tiles>
+std::vector<Timed> mma_candidates(Family family, Tiles const& tiles, ScaledMmProblem const& p, Target const& t) {
+  std::vector<Timed> all;
+  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+    bool const accurate = !tiles[row].fast_accum || p.fast_accum;
+    if (accurate && tiles[row].shared_bytes() <= t.shared_bytes) all.push_back({{family, row}});
+  }
+  return all;
+}
+
+// CUTLASS tiles, not many times wider than there are tokens; then groupwise_mm's.
+template <class Tiles>
+std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmProblem const& p, Target const& t) {
+  std::vector<Timed> all;
+  constexpr double kUs = 1e-3;
+  bool const is_int8 = p.a == DType::kInt8;
+  auto const model = [&](int row, auto const& timed) {
+    for (TileForMany const& many : timed) {
+      if (many.tile == row) return kUs * expected_ns(many, p, t);
+    }
+    return 0.0;
+  };
+  for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+    WgmmaConfig const& c = tiles[row];
+    int const tokens = c.swap ? c.tile.n : c.tile.m;
+    if ((c.fast_accum && !p.fast_accum) || tokens > 2 * std::max<std::int64_t>(p.m, 32)) continue;
+    all.push_back({{family, row}, is_int8 ? model(row, kSm90ForMany) : model(row, kSm90FastForMany)});
+  }
+  for (auto const& [own, us] : groupwise_mm::Selection::candidates(whole_rows_problem(p), t)) {
+    all.push_back({{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.row, own.split_k}, us});
+  }
+  return all;
 }
 
 template <class Rules>
@@ -242,6 +289,38 @@ std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
     return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.split_k}};
   }
   return std::nullopt;
+}
+
+std::string Selection::key(ScaledMmProblem const& p) {
+  std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a) + " b=" + name(p.b);
+  if (!p.aligned) text += " unaligned";
+  if (p.fast_accum) text += " fast_accum";
+  if (p.batches > 1) text += " batches=" + std::to_string(p.batches);
+  if (p.int8_out) text += " int8_out";
+  return text;
+}
+
+std::vector<Timed> Selection::candidates(ScaledMmProblem const& p, Target const& t) {
+  bool const is_int8 = p.a == DType::kInt8, is_e4m3 = p.a == DType::kFloat8E4M3 && p.b == DType::kFloat8E4M3;
+  if (!p.aligned || p.k == 0 || p.batches > 1 || p.int8_out || !(is_int8 || is_e4m3)) return {};
+  switch (t.arch) {
+    case Arch::kSm90:
+      return is_int8 ? sm90_candidates(Family::kSm90, kSm90Tiles, p, t)
+                     : sm90_candidates(Family::kSm90Float8, kSm90Float8Tiles, p, t);
+    case Arch::kSm89:
+      return is_int8 ? std::vector<Timed>{} : mma_candidates(Family::kSm89, kSm89Tiles, p, t);
+    case Arch::kSm80: {
+      auto all = mma_candidates(Family::kSm80, kSm80Tiles, p, t);
+      for (int row = 0; row < static_cast<int>(kSkinnyTiles.size()); ++row) {
+        if (fits(kSkinnyTiles[row], p)) all.push_back({{Family::kSkinny, row}});
+      }
+      return all;
+    }
+    case Arch::kSm75:
+      return mma_candidates(Family::kSm75, kSm75Tiles, p, t);
+    default:
+      return {};
+  }
 }
 
 std::string describe(Choice const& choice) {

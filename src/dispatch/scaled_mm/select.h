@@ -4,9 +4,11 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/target.h"
 #include "dispatch/groupwise_mm/select.h"
+#include "dispatch/tuning.h"
 #include "epiloq/scaled_mm.h"
 
 namespace epiloq::ops::scaled_mm {
@@ -37,5 +39,17 @@ Choice choose(ScaledMmProblem const& problem, Target const& target);
 // The corresponding choice of groupwise_mm, if it is one.
 std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice);
 std::string describe(Choice const& choice);
+
+// For dispatch/tuning.h.
+struct Selection {
+  using Problem = ScaledMmProblem;
+  using Choice = scaled_mm::Choice;
+  static constexpr char const* kName = "scaled_mm";
+
+  static std::string key(Problem const& problem);
+  static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
+  static Choice choose(Problem const& problem, Target const& target) { return scaled_mm::choose(problem, target); }
+  static std::string describe(Choice const& choice, Problem const&) { return scaled_mm::describe(choice); }
+};
 
 }  // namespace epiloq::ops::scaled_mm

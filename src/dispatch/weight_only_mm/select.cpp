@@ -90,6 +90,7 @@ bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
   return p.m > kDigitTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }
 bool suits(GemvConfig const&, WeightOnlyMmProblem const&) { return true; }
+bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) { return c.tokens < 2 * std::max<std::int64_t>(p.m, 9); }
 
 template <class Config>
 std::int64_t waves_of(Config const& c, WeightOnlyMmProblem const& p, int split, Target const& t) {
@@ -134,6 +135,7 @@ double tile_time(Config const& c, TileTimes const& times, WeightOnlyMmProblem co
 }
 
 // A row's time, by table.
+double time_of_row(decltype(kTiledRows) const&, int, WeightOnlyMmProblem const&, int, Target const&) { return 0; }
 double time_of_row(decltype(kGemvRows) const&, int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
   return gemv_time(row, p, split, t);
 }
@@ -151,41 +153,53 @@ double time_of_row(decltype(kDecodeRows) const& rows, int row, WeightOnlyMmProbl
          cluster_time(kDecodeSums, rows[row], p, split, t);
 }
 
-struct Timed {
-  Choice choice;
-  double time = std::numeric_limits<double>::infinity();
+using Timed = tuning::Timed<Choice>;
 
-  void consider(Choice const& other, double its_time) {
-    if (its_time < time) *this = {other, its_time};
-  }
-  template <class Rows>
-  void consider(Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
-    std::int64_t const steps = ceil_div(p.k, kPadding);
-    int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
-    for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
-      if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
-      for (int split = 1; split <= most; ++split) {
-        if (!may_share(rows[row], p, split, t)) continue;
-        consider({family, row, split}, time_of_row(rows, row, p, split, t));
-      }
-    }
+// The first of equals.
+struct Best {
+  Timed timed{{Family::kDense, 0, 1, "no kernel fits the shared memory"}, std::numeric_limits<double>::infinity()};
+
+  void consider(Timed const& other) {
+    if (other.us < timed.us) timed = other;
   }
 };
 
-Choice gemv_choice(WeightOnlyMmProblem const& p, Target const& t) {
-  Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
-  best.consider(Family::kStream, kGemvRows, p, t);
-  return best.choice;
+template <class Rows>
+void add(std::vector<Timed>& all, Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
+  std::int64_t const steps = ceil_div(p.k, kPadding);
+  int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
+  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+    if (!is_there(family, row, p, t) || !suits(rows[row], p)) continue;
+    for (int split = 1; split <= most; ++split) {
+      if (!may_share(rows[row], p, split, t)) continue;
+      all.push_back({{family, row, split}, time_of_row(rows, row, p, split, t)});
+    }
+  }
 }
 
-// The fastest kernel, or a dense product if weights may be rounded.
+constexpr Choice kManyTokens{Family::kDense, 0, 1, "many tokens"};
+
+// Where weights may be rounded a dense product is a candidate. mma.sync tiles are without a cost model.
+std::vector<Timed> all_candidates(WeightOnlyMmProblem const& p, Target const& t) {
+  std::vector<Timed> all;
+  if (p.m > kExactTokens) all.push_back({kManyTokens, time_of_dense(p)});
+  add(all, Family::kStream, kGemvRows, p, t);
+  if (t.has_wgmma && !p.offsets) {
+    add(all, Family::kRing, kDecodeRows, p, t);
+    add(all, Family::kWgmma, kWgmmaRows, p, t);
+  } else {
+    add(all, Family::kTiled, kTiledRows, p, t);
+  }
+  return all;
+}
+
+// The candidate that the cost model expects to be the fastest.
 Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
-  Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
-  if (p.m > kExactTokens) best = {{Family::kDense, 0, 1, "many tokens"}, time_of_dense(p)};
-  best.consider(Family::kStream, kGemvRows, p, t);
-  best.consider(Family::kRing, kDecodeRows, p, t);
-  best.consider(Family::kWgmma, kWgmmaRows, p, t);
-  return best.choice;
+  Best best;
+  for (Timed const& candidate : all_candidates(p, t)) {
+    if (candidate.choice.family != Family::kTiled) best.consider(candidate);
+  }
+  return best.timed.choice;
 }
 
 // The narrowest tile that holds all tokens, or else the widest.
@@ -211,16 +225,16 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
   constexpr int kMostSplit = 2;
   int const few = kWgmmaRows.front().tokens;
   auto const fastest_of = [&](WeightOnlyMmProblem const& problem, int first_split, int last_split) {
-    Timed best{{Family::kDense, 0, 1, "no kernel fits the shared memory"}};
+    Best best;
     for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
       WgmmaConfig const& c = kWgmmaRows[row];
       if (!keeps_order(c) || !is_there(Family::kWgmma, row, problem, t)) continue;
       if (c.tokens != few && c.tokens >= 2 * problem.m) continue;
       for (int split = first_split; split <= last_split; ++split) {
-        best.consider({Family::kWgmma, row, split}, time_of_row(kWgmmaRows, row, problem, split, t));
+        best.consider({{Family::kWgmma, row, split}, time_of_row(kWgmmaRows, row, problem, split, t)});
       }
     }
-    return best.choice;
+    return best.timed.choice;
   };
   WeightOnlyMmProblem of_few = p;
   of_few.m = few / 2;
@@ -281,8 +295,8 @@ int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_pe
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
   if (t.has_wgmma && !p.offsets) return fastest(p, t);
-  if (p.m >= kDenseTokens) return {Family::kDense, 0, 1, "many tokens"};
-  if (p.m <= kGemvTokens) return gemv_choice(p, t);
+  if (p.m >= kDenseTokens) return kManyTokens;
+  if (p.m <= kGemvTokens) return fastest(p, t);
   return tiled_choice(p, t);
 }
 
@@ -315,6 +329,21 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
     throw InvalidArgument(
         std::string("epiloq.weight_only_mm: kernel: expected one that fits, got one that does not: ") + why);
   return {kernel.family, kernel.row, kernel.split};
+}
+
+std::string Selection::key(WeightOnlyMmProblem const& p) {
+  std::ostringstream text;
+  text << tuning::key_of(kName, p.m, p.n, p.k) << " bits=" << p.bits << " group=" << group_of(p)
+       << " x=" << name(p.dtype) << " scale=" << p.scale_bytes << " zero=" << p.zero_bytes;
+  if (!p.aligned) text << " unaligned";
+  if (p.offsets) text << " offsets";
+  if (!p.same_type) text << " mixed";
+  return text.str();
+}
+
+std::vector<tuning::Timed<Choice>> Selection::candidates(WeightOnlyMmProblem const& p, Target const& t) {
+  if (why_dense(p, t) != nullptr) return {};
+  return all_candidates(p, t);
 }
 
 std::string describe(Choice const& choice) {

@@ -3,10 +3,13 @@
 // Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
 #include <string>
+#include <vector>
 
 #include "core/target.h"
+#include "dispatch/tuning.h"
 #include "dispatch/weight_only_mm/costs.h"
 #include "dispatch/weight_only_mm/tables.h"
+#include "epiloq/batch_invariant.h"
 #include "epiloq/weight_only_mm.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -27,6 +30,20 @@ Choice choose_batch_invariant(WeightOnlyMmProblem const& problem, Target const& 
 // Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
+
+// For dispatch/tuning.h.
+struct Selection {
+  using Problem = WeightOnlyMmProblem;
+  using Choice = weight_only_mm::Choice;
+  static constexpr char const* kName = "weight_only_mm";
+
+  static std::string key(Problem const& problem);
+  static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
+  static Choice choose(Problem const& problem, Target const& target) {
+    return batch_invariant() ? choose_batch_invariant(problem, target) : weight_only_mm::choose(problem, target);
+  }
+  static std::string describe(Choice const& choice, Problem const&) { return weight_only_mm::describe(choice); }
+};
 
 // Why no kernel supports the problem with any number of tokens; null if one does.
 char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);

@@ -1,0 +1,175 @@
+"""What may be tuned: matrix products by their sizes, of layers, models or plain shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from epiloq import _core
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
+from epiloq.nn.base.packed_linear import PackedLinear
+from epiloq.ops.w4a8_mm import MANY_TOKENS
+from epiloq.schemes import SCHEMES
+
+Options: TypeAlias = tuple[tuple[str, Any], ...]
+DTYPE = torch.bfloat16
+"""Of activations where a layer does not say."""
+DEFAULT_SCHEMES = ("w8a8-int8", "fp8-token", "fp8-block", "w4a16-g128")
+_CANDIDATES: Mapping[str, Callable[..., tuple[str, str, list[tuple[str, float]]]]] = {
+    "scaled_mm": _core.candidates_scaled_mm,
+    "groupwise_mm": _core.candidates_groupwise_mm,
+    "online_quant_mm": _core.candidates_online_quant_mm,
+    "w4a8_mm": _core.candidates_w4a8_mm,
+    "weight_only_mm": _core.candidates_weight_only_mm,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product ``[M, K] x [N, K]^T`` of an operation, and what else its kernel depends on."""
+
+    operation: str
+    m: int
+    n: int
+    k: int
+    options: Options = ()
+
+    def candidates(self, device: int) -> Candidates:
+        """Its kernels on a CUDA device, by index; -1: on the first card of the architecture that is forced."""
+        key, chosen, found = _CANDIDATES[self.operation](device, self.m, self.n, self.k, **dict(self.options))
+        return Candidates(key, chosen, dict(found))
+
+    def __str__(self) -> str:
+        said = "".join(f" {name}={value}" for name, value in self.options)
+        return f"{self.operation} M={self.m} N={self.n} K={self.k}{said}"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """`key` names the problems that share a choice, `chosen` is what dispatch takes by itself, `expected_us` what the
+    cost model expects of each candidate, 0 where it has no opinion."""
+
+    key: str
+    chosen: str
+    expected_us: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A layer's product, without tokens."""
+
+    operation: str
+    n: int
+    k: int
+    options: Options = ()
+    tokens: range = range(1, 1 << 31)  # for which it is used
+
+    def of(self, m: int) -> Problem:
+        return Problem(self.operation, m, self.n, self.k, self.options)
+
+
+def _padded(layer: Int8Linear | Fp8Linear | Fp8BlockLinear) -> tuple[int, int]:
+    """The sizes that kernels see."""
+    n, k = layer._padded_shapes["weight_q"]
+    return n, k
+
+
+def _dtype_name(layer: PackedLinear) -> str:
+    dtype = layer.weight_scale.dtype
+    return str(DTYPE if dtype == torch.float32 else dtype).removeprefix("torch.")
+
+
+def _weight_only(layer: PackedLinear, dtype: str) -> _Product:
+    scale = layer.weight_scale.dtype
+    options: dict[str, Any] = {
+        "bits": layer.bits,
+        "group_size": layer.group_size,
+        "dtype": dtype,
+        "scale_bytes": scale.itemsize,
+        "zeros": layer.weight_zero is not None,
+        "offsets": layer.weight_offset is not None,
+        "same_type": str(scale) == f"torch.{dtype}",
+    }
+    return _Product("weight_only_mm", layer.out_features, layer.in_features, tuple(options.items()))
+
+
+def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
+    """Few tokens are multiplied in 16 bits; many, where the kernel can, in float8."""
+    few = _weight_only(layer, "bfloat16")
+    if layer.activation == "int8" or layer.weight_zero is not None:
+        yield few
+        return
+    yield replace(few, tokens=range(1, MANY_TOKENS))
+    options = (("group_size", layer.group_size),)
+    yield _Product("w4a8_mm", layer.out_features, layer.in_features, options, range(MANY_TOKENS, 1 << 31))
+
+
+def _products_of(layer: nn.Module) -> Iterator[_Product]:
+    if isinstance(layer, Int8Linear):
+        yield _Product("scaled_mm", *_padded(layer), (("dtype", "int8"),))
+    elif isinstance(layer, Fp8Linear):
+        yield _Product("scaled_mm", *_padded(layer), (("dtype", "float8_e4m3fn"),))
+    elif isinstance(layer, Fp8BlockLinear):
+        yield _Product("groupwise_mm", *_padded(layer), (("column_scales", layer.rows == 1),))
+    elif isinstance(layer, OnlineQuantLinear):
+        options = (("bits", layer.bits), ("group_size", layer.group_size))
+        yield _Product("online_quant_mm", layer.out_features, layer.in_features, options)
+    elif isinstance(layer, W4A8Linear):
+        yield from _w4a8(layer)
+    elif isinstance(layer, WeightOnlyLinear) and layer.bits in (4, 8):
+        yield _weight_only(layer, _dtype_name(layer))
+
+
+def _layers_of(what: Any, schemes: Sequence[str]) -> Iterator[nn.Module]:
+    """Quantised layers: a model's own, or if it has none those that its linear layers would become."""
+    if isinstance(what, nn.Module):
+        own = [layer for layer in what.modules() if any(_products_of(layer))]
+        shapes = {(layer.out_features, layer.in_features) for layer in what.modules() if isinstance(layer, nn.Linear)}
+        yield from own or _layers_of(sorted(shapes), schemes)
+    elif isinstance(what, tuple) and len(what) == 2 and all(type(size) is int for size in what):
+        n, k = cast(tuple[int, int], what)
+        if min(n, k) < 1:
+            raise ValueError(f"epiloq.tune: what: expected sizes (N, K) of at least 1, got {what}")
+        for name in schemes:
+            yield SCHEMES[name].convert(nn.Linear(k, n, bias=False, device="meta", dtype=DTYPE))
+    elif isinstance(what, Iterable) and not isinstance(what, (str, bytes)):
+        for each in what:
+            yield from _layers_of(each, schemes)
+    else:
+        raise TypeError(
+            f"epiloq.tune: what: expected a model, quantised layers or shapes (N, K), got {type(what).__name__}"
+        )
+
+
+def _check(tokens: Sequence[int], schemes: Sequence[str]) -> None:
+    for m in tokens:
+        if type(m) is not int or not 1 <= m < 2**31:
+            raise ValueError(f"epiloq.tune: tokens: expected integers from 1 to 2^31 - 1, got {m!r}")
+    known = [name for name, scheme in SCHEMES.items() if scheme.layer is nn.Linear and not scheme.static]
+    for name in schemes:
+        if name not in known:
+            raise ValueError(f"epiloq.tune: schemes: expected some of {', '.join(known)}, got {name!r}")
+
+
+def problems_of(
+    what: nn.Module | Iterable[Any], tokens: Sequence[int], schemes: Sequence[str] = DEFAULT_SCHEMES
+) -> list[Problem]:
+    """The distinct products of layers with so many tokens: of a model's, a layer's, or those that a shape ``(N, K)``
+    or a linear layer of a float model becomes under each scheme. Products without a choice of kernels, such as those of
+    2 and 3 bits, are left out.
+
+    Raises ValueError or TypeError, naming the argument of `epiloq.tune`; ValueError, too, where there is nothing to
+    tune.
+    """
+    _check(tokens, schemes)
+    products = dict.fromkeys(product for layer in _layers_of(what, schemes) for product in _products_of(layer))
+    if not products:
+        raise ValueError(
+            "epiloq.tune: what: found no linear layer whose kernel could be chosen; expected a model with linear "
+            "layers, or shapes (N, K)"
+        )
+    return [product.of(m) for product in products for m in dict.fromkeys(tokens) if m in product.tokens]

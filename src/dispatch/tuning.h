@@ -1,0 +1,97 @@
+#pragma once
+
+// Kernel choice with measurements: a forced candidate, then a tuned one, then the operation's own choice.
+//
+// An operation describes itself by a Selection:
+//   Problem, Choice
+//   kName                                   of the operation
+//   key(Problem) -> string                  the problems that share a tuned choice
+//   candidates(Problem, Target) -> vector<Timed<Choice>>; empty: there is nothing to choose
+//   choose(Problem, Target) -> Choice       by rules or the cost model
+//   describe(Choice, Problem) -> string     unique among candidates
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/target.h"
+#include "epiloq/batch_invariant.h"
+#include "epiloq/error.h"
+#include "epiloq/tensor.h"
+#include "epiloq/tuning.h"
+
+namespace epiloq::tuning {
+
+// A choice and the time that the cost model expects, in microseconds; 0: it has no opinion.
+template <class Choice>
+struct Timed {
+  Choice choice;
+  double us = 0;
+};
+
+template <class Choice>
+struct Chosen {
+  Choice choice;
+  bool tuned = false;
+};
+
+std::string const& forced_kernel();
+std::optional<std::string> tuned_kernel(int device, std::string const& key);
+// Grows whenever tuned choices change.
+std::uint64_t epoch();
+
+inline int index_of(Device device) { return device.type == Device::Type::kCuda ? device.index : kNoDevice; }
+
+// Rows that tiles see alike, so that they share a tuned choice: each M up to 8, then multiples of 8 and of 16, and
+// above 256 multiples of the largest CTA tile, 128 tokens. CUTLASS tiles load partial boxes slowly, so whole ones are
+// apart.
+struct Tokens {
+  std::int64_t bucket;
+  bool whole;
+};
+Tokens tokens_of(std::int64_t m);
+std::string key_of(char const* operation, std::int64_t m, std::int64_t n, std::int64_t k);
+
+template <class Selection>
+std::optional<typename Selection::Choice> find(std::string const& name, typename Selection::Problem const& problem,
+                                               Target const& target) {
+  for (auto const& candidate : Selection::candidates(problem, target)) {
+    if (Selection::describe(candidate.choice, problem) == name) return candidate.choice;
+  }
+  return std::nullopt;
+}
+
+template <class Selection>
+Chosen<typename Selection::Choice> choose(typename Selection::Problem const& problem, Target const& target,
+                                          int device) {
+  if (std::string const& forced = forced_kernel(); !forced.empty()) {
+    if (auto const choice = find<Selection>(forced, problem, target)) return {*choice};
+    throw InvalidArgument(std::string("epiloq.") + Selection::kName +
+                          ": kernel: expected one of this problem's candidates, got " + forced);
+  }
+  // With batch invariance all M keep to one order of sums.
+  auto const name = batch_invariant() ? std::nullopt : tuned_kernel(device, Selection::key(problem));
+  if (name) {
+    if (auto const choice = find<Selection>(*name, problem, target)) return {*choice, true};
+  }
+  return {Selection::choose(problem, target)};
+}
+
+template <class Selection>
+std::string explain(typename Selection::Problem const& problem, Target const& target, int device) {
+  auto const chosen = choose<Selection>(problem, target, device);
+  return Selection::describe(chosen.choice, problem) + (chosen.tuned ? " (tuned: measured on this card)" : "");
+}
+
+template <class Selection>
+KernelCandidates candidates(typename Selection::Problem const& problem, Target const& target) {
+  KernelCandidates result{
+      Selection::key(problem), Selection::describe(Selection::choose(problem, target), problem), {}};
+  for (auto const& candidate : Selection::candidates(problem, target)) {
+    result.all.push_back({Selection::describe(candidate.choice, problem), candidate.us});
+  }
+  return result;
+}
+
+}  // namespace epiloq::tuning
