@@ -52,9 +52,20 @@ def test_inputs() -> None:
     assert not structure.same_input(Twice, ("q", "v"))
 
 
+@pytest.mark.parametrize("many_sequences", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("tokens", "heads", "shared"), [(1, 8, 2), (1, 4, 4), (5, 8, 2), (1, 6, 1)])
-def test_grouped_attention(seed: int, masked: bool, tokens: int, heads: int, shared: int) -> None:
+def test_grouped_attention(
+    seed: int,
+    masked: bool,
+    tokens: int,
+    heads: int,
+    shared: int,
+    many_sequences: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if many_sequences:  # than the kernel for few is used for on a GPU
+        monkeypatch.setattr("epiloq.optimize.attention._decodes", lambda *_: False)
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = heads // shared, False
     query = torch.randn(3, tokens, heads, 16).transpose(1, 2)

@@ -2,7 +2,8 @@
 
 transformers repeats keys and values for each query head where there is a mask, as with a static cache, and attention
 kernels for many tokens use a fraction of a GPU for one. `decode_attention` takes the single new token of each sequence
-instead; several at a time go to transformers' own ``sdpa``.
+instead; on a GPU of a few sequences, as for more of them torch's kernels are faster, of which the query heads of one
+key head are the tokens. Several tokens at a time go to transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.optimize.structure import attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
+# Up to which `decode_attention` is the faster one on a GPU (H100: at 16 sequences it is not).
+_FEW_SEQUENCES = 2
 # As epiloq.kv_cache calls it, which needs transformers.
 READS_STORED = "epiloq_sdpa_of_stored"
 NAMES = (NAME, READS_STORED)
@@ -50,13 +54,26 @@ def grouped_sdpa(
 
     if is_stored:
         key, value = key.dequantize(), value.dequantize()
+    if _groups_heads(query, key, attention_mask) and kwargs.get("position_bias") is None:
+        grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
+        result = nn.functional.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
+        return result.reshape(*query.shape[:1], 1, query.shape[1], value.shape[-1]), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
 
 
+def _groups_heads(query: Tensor, keys: Tensor, mask: Tensor | None) -> bool:
+    """Whether the query heads of a key head can be rows of one product."""
+    return query.shape[2] == 1 and query.shape[1] != keys.shape[1] and (mask is None or mask.shape[1] == 1)
+
+
 def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
     """Whether this is a step of decode that `decode_attention` takes."""
+    if query.is_cuda and query.shape[0] > _FEW_SEQUENCES and not is_batch_invariant():
+        return False
     if query.shape[2] != 1 or (torch.is_grad_enabled() and query.requires_grad):
         return False
     by_heads = mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1))
