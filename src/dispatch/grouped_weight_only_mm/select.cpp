@@ -16,7 +16,6 @@ using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
 constexpr int kStepsPerCta = 4;  // of K at least, where CTAs split it
-constexpr int kCtasPerSm = 3;    // that K is split for: fewer leave latencies exposed
 
 // Rows of x in an expert that has any, on average; of masked experts as many as fit.
 int typical_rows(Problem const& p) {
@@ -49,12 +48,13 @@ bool fits(Problem const& p, Format format, Config const& c, Target const& target
 
 bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
 
-int split_of(Problem const& p, int tokens, Target const& target) {
+// Slices of K that let as many CTAs run as the device holds.
+int split_of(Problem const& p, Config const& c, Target const& target) {
   if (!has_clusters(target)) return 1;
   int const experts = p.counts == nullptr || p.product.m == 0 ? 1 : std::min(p.experts, p.product.m);
-  int const tiles = experts * ceil_div(typical_rows(p), tokens);
+  int const tiles = experts * ceil_div(typical_rows(p), c.tokens);
   int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
-  int const wanted = ceil_div(kCtasPerSm * target.sm_count, ctas);
+  int const wanted = std::max(1, c.blocks * target.sm_count / ctas);
   int const most = std::max(1, p.product.weight.padded_k / kPadding / kStepsPerCta);
   return std::min({wanted, most, kMaxCluster});
 }
@@ -80,7 +80,7 @@ Choice choose(Problem const& p, Format format, Target const& target) {
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
   while (row < last && kRows[row].tokens < rows && fits(p, format, kRows[row + 1], target)) ++row;
-  return {format, row, most_tiles(p, kRows[row].tokens), split_of(p, kRows[row].tokens, target)};
+  return {format, row, most_tiles(p, kRows[row].tokens), split_of(p, kRows[row], target)};
 }
 
 Choice choose(Problem const& p, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel) {

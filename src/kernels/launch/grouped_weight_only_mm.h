@@ -14,7 +14,7 @@ enum class Format { kInt4Wide, kInt4Of64, kInt4Of32, kInt8Wide, kMxfp4, kNvfp4 }
 inline constexpr int kFormats = 6;
 
 // CTA tile: 128 weight rows by `tokens` tokens; pipeline stages for 4 and 8 bits; resident CTAs per SM; columns that a
-// warp multiplies at a time, at most, as registers allow.
+// warp multiplies at a time before SM90, at most, as registers allow.
 struct Config {
   int tokens, stages4, stages8, blocks, columns;
 };

@@ -72,7 +72,12 @@ struct Warp {
   static constexpr bool kFew =
       kGroups == 4 || kTiles > 8 || (kTiles * kPanels == 8 && (kOffsets || kBits == 8 || kTiles == 2));
   static constexpr int kFitting = kWhole ? kStep : kFew ? 32 : 64;
+  // Before SM90 ptxas needs more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kColumns = kFitting < kMostColumns ? kFitting : kMostColumns;
+#else
+  static constexpr int kColumns = kFitting;
+#endif
   static constexpr int kSubtiles = kStep / kColumns;    // per step
   static constexpr int kFragments = kColumns / 16;      // per panel and subtile
   static constexpr int kBlocks = kColumns / 32;         // per subtile
