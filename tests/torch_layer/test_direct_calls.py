@@ -44,7 +44,7 @@ CALLS: dict[type[nn.Module], tuple[Any, str]] = {
     Int8Linear: (_core, "int8_linear"),
     Fp8Linear: (_core, "fp8_linear"),
     Fp8BlockLinear: (_core, "fp8_block_linear"),
-    WeightOnlyLinear: (weight_only_linear, "run"),
+    WeightOnlyLinear: (weight_only_linear, "run_weight_only"),
     OnlineQuantLinear: (online_quant_linear, "run"),
 }
 

@@ -49,8 +49,13 @@ def test_products(m: int, n: int, k: int, form: str, dtype: torch.dtype, device:
     for of_bias in (None, bias):
         found = epiloq.packed_fp4_mm(x, weight, of_bias)
         assert_product(found, x, exact, of_bias)
-        out = torch.full((m, n + 3), 7.0, device=device, dtype=dtype)[:, :n]
-        assert epiloq.packed_fp4_mm(x, weight, of_bias, out=out) is out and torch.equal(out, found)
+        wide = torch.full((m, n + 3), 7.0, device=device, dtype=dtype)
+        out = wide[:, :n]
+        assert epiloq.packed_fp4_mm(x, weight, of_bias, out=out) is out
+        assert_product(out, x, exact, of_bias)
+        # cuBLAS, for what the kernel does not take, sums into rows that are apart in another order.
+        assert device == "cuda" or torch.equal(out, found)
+        assert (wide[:, n:] == 7).all()
     assert_product(epiloq.packed_fp4_mm(x.contiguous()[None], weight, bias)[0], x, exact, bias)
     assert epiloq.explain("packed_fp4_mm", x, weight, bias)
 
