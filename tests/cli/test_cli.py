@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 import epiloq
 from epiloq import __main__ as folders
 from epiloq.cli import app
-from epiloq.cli.environment import collect
 from epiloq.cli.output import write_json
+from epiloq.environment import collect
 
 
 def run(*arguments: str) -> Result:

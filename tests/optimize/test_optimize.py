@@ -17,7 +17,7 @@ import transformers
 import epiloq
 from epiloq.optimize import optimize_
 from epiloq.optimize.siblings import siblings_of
-from small_models import FAMILIES, SIZES, logits, quantised, relative, tokens
+from small_models import FAMILIES, SIZES, logits, quantised, relative, rounding_noise, tokens
 
 EXACT = ("w4a16-g32", "w8a16", "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
 SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8")
@@ -43,8 +43,16 @@ def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
     apart = 2 if scheme == "fp8-block" else 0
     assert len(report.merged) == merged - apart
     assert len(report.fused) == fused - apart
-    # An input that lies on the edge between two integers may be rounded the other way.
-    assert relative(logits(model, x), expected) <= (1e-5 if scheme in EXACT else 5e-3)
+    differences = [relative(logits(model, x), expected)]
+    if scheme in EXACT:
+        assert differences[0] <= 1e-5
+    else:
+        # Activations near a tie may be rounded the other way, which is rare, and no more than the noise of rounding.
+        assert differences[0] <= rounding_noise(before, x)
+        for _ in range(3):
+            x = tokens()
+            differences.append(relative(logits(model, x), logits(before, x)))
+        assert min(differences) <= 1e-5, differences
     assert_same_state(model, before)
 
 

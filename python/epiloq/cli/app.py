@@ -139,7 +139,7 @@ def _without_typer(arguments: list[str], missing: str) -> None:
     if arguments == ["--version"]:
         print(version())
     elif arguments == ["env"]:
-        from epiloq.cli.environment import print_plainly
+        from epiloq.environment import print_plainly
 
         print_plainly()
     else:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import FAILED, check_target, complain, json_option
-from epiloq.cli.environment import collect
 from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
+from epiloq.environment import collect
 from epiloq.files import why_not_made, write_text
 
 if TYPE_CHECKING:

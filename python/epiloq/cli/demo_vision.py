@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.environment import collect
 from epiloq.cli.output import write_json
 from epiloq.cli.progress import progress_stages
+from epiloq.environment import collect
 from epiloq.files import write_text
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from epiloq.cli.common import check_target, json_option
-from epiloq.cli.environment import collect, rows
 from epiloq.cli.output import results_console, write_json
+from epiloq.environment import collect, rows
 
 
 def env(json_file: Annotated[Path | None, json_option()] = None) -> None:

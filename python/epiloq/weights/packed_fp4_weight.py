@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from epiloq._torch.library import direct, expect_tensors, register
 from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed, pieces
@@ -19,6 +20,7 @@ from epiloq.weights.packed_layout import (
     parameters_of,
     shapes_of,
 )
+from epiloq.weights.tensor_checks import check_memory
 
 _PACK = "pack_fp4_weight"
 # The bytes of scales of 1, which pad.
@@ -180,7 +182,10 @@ def unpacked_scales(scale: Tensor, format: str, n: int, k: int) -> Tensor:
 
 def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tensor:
     """`q` with codes of 0 in blocks of scale 0, which kernels read as a small number; itself without such blocks."""
-    if chosen.name == "mxfp4" or q.is_meta or not bool((scale == 0).any()):
+    if chosen.name == "mxfp4" or q.is_meta:
+        return q
+    # A graph cannot depend on values.
+    if not is_compiling() and not bool((scale == 0).any()):
         return q
     there = (parameters_of(scale) != 0).to(torch.uint8).repeat_interleave(chosen.block_size, 1)
     return packed_codes(codes_of(q, 4) * there[:, : q.shape[1] * 64], 4)
@@ -190,6 +195,9 @@ def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tenso
 def _dequantize(
     q: Tensor, scale: Tensor, factor: Tensor | None, format: str, n: int, k: int, dtype: torch.dtype
 ) -> Tensor:
+    for name, tensor in (("q", q), ("scale", scale), ("factor", factor)):
+        if tensor is not None:
+            check_memory(name, tensor, q.device, "dequantize_packed_fp4")
     weight = PackedFp4Weight(q, scale, factor, format, n, k)
     out = q.new_empty((n, k), dtype=dtype)
     matrices = 1 if factor is None else factor.numel()

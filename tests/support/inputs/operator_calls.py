@@ -13,6 +13,7 @@ import conv_reference
 import epiloq
 import fp4_reference
 import weight_reference
+from epiloq.ops.attention import decode_attention
 from reference import make_problem
 
 Calls = Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -33,6 +34,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from w4a8_products(x, n, out)
     yield from fp4_products(x, n)
     yield from convolutions(m, n, device)
+    yield from decode_attentions(m, n, device)
     codes = torch.zeros(-(-n * k // 2), dtype=torch.uint8, device=device)
     numbers, scale = torch.randn(16, device=device), torch.rand(-(-n * k // 24), device=device)
     x = torch.randn(m, k, device=device)
@@ -189,6 +191,18 @@ def grouped_packed_products(x: Tensor, device: str) -> Calls:
     boxes = torch.stack([x, x]).to(torch.float8_e4m3fn)
     out = torch.zeros(experts, m, 16, device=device, dtype=torch.bfloat16)
     yield OPS.grouped_packed_mm_out, (boxes, *parts, scale, None, counts, *numbers), {"out": out}
+
+
+def decode_attentions(batch: int, tokens: int, device: str) -> Calls:
+    assert decode_attention  # whose import registers the operators
+    query = torch.randn(batch, 4, 64, device=device, dtype=torch.bfloat16)
+    cached = torch.randn(2, batch, 2, tokens, 64, device=device, dtype=torch.bfloat16)
+    quantised = cached.clamp(-1, 1).mul(100).to(torch.int8)
+    scale = torch.rand(2, batch, 2, tokens, device=device, dtype=torch.bfloat16)
+    mask = torch.ones(batch, tokens, device=device, dtype=torch.bool)
+    for arguments in ((*cached, None, None, None), (*cached, mask, None, None), (*quantised, mask, *scale)):
+        yield OPS.decode_attention, (query, *arguments, 0.125), {}
+        yield OPS.decode_attention_out, (query, *arguments, 0.125), {"out": torch.zeros_like(query)}
 
 
 def convolutions(batch: int, n: int, device: str) -> Calls:

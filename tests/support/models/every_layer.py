@@ -85,6 +85,8 @@ LAYERS: dict[str, Make] = {
     "w8a16": _of_linear(quantised.WeightOnlyLinear, bits=8, group_size=-1),
     "w4a8-fp8": _of_linear(quantised.W4A8Linear, group_size=32, zeros="zero"),
     "w4a8-int8": _of_linear(quantised.W4A8Linear, activation="int8", group_size=-1),
+    "nvfp4": _of_linear(quantised.Fp4Linear),
+    "mxfp4": _of_linear(quantised.Fp4Linear, format="mxfp4"),
     "table-4": _places,
     "conv-int8": _of_conv(quantised.Int8Conv2d, **_CONV),
     "conv-w4a16": _of_conv(quantised.WeightOnlyConv2d, bits=4, group_size=8, zeros="zero"),

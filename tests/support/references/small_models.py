@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
 import epiloq
+from epiloq.nn.base.frozen import FrozenLinear
 
 SIZES = {
     "hidden_size": 128,
@@ -50,3 +52,17 @@ def logits(model: Any, x: Tensor) -> Tensor:
 
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).double().norm() / b.double().norm())
+
+
+def rounding_noise(model: Any, x: Tensor) -> float:
+    """What the rounding of activations changes in the logits: against the same weights in float layers.
+
+    Bounds the difference between two computations that are equal but for activations near a tie.
+    """
+    plain = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight.data, linear.bias = module.dequantized_weight().float(), module.bias
+            plain.set_submodule(name, linear)
+    return relative(logits(model, x), logits(plain, x))
