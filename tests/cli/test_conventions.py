@@ -90,7 +90,7 @@ def test_a_wrong_name_is_answered_with_the_right_one(
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"), [("epiloq conv", {"convert"}), ("epiloq quantize --scheme w8a16", {"w8a16"})]
+    ("words", "offered"), [("epiloq conv", {"convert"}), ("epiloq quantize --scheme w4a16-g1", {"w4a16-g128"})]
 )
 def test_the_shell_completes_commands_and_schemes(words: str, offered: set[str]) -> None:
     count = str(len(words.split()) - 1)
