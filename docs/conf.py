@@ -36,9 +36,10 @@ suppress_warnings = [
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of signatures: torch's and the standard library's, whose inventories a build without a network lacks.
-    ("py:.*", r"(torch|transformers|numpy|np|collections|pathlib|typing|types|inspect|contextlib)\..*"),
+    ("py:.*", r"(torch|transformers|numpy|np|os|collections|pathlib|typing|types|inspect|contextlib)\..*"),
     ("py:.*", r"(Tensor|nn|torch|Path|Callable|Iterable|Iterator|Mapping|Sequence|Any|optional)(\..*)?"),
     ("py:class", r"Pair|Padding|Clamp|epiloq\.formats\.table\.Written|epiloq\..*\.(_\w+|T)"),  # aliases, type variables
+    ("py:class", r"epiloq\.tuning\.(store\.Card|tuner\.Measured)"),
 ]
 default_role = "name"
 autodoc_member_order = "bysource"

@@ -90,4 +90,6 @@ def test_there_is_little_and_all_of_it_is_cited() -> None:
     text = (documents.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert [file.name for file in files if f"`{file.name}`" not in text] == []
     for file in files:
+        if "accuracy" in file.parts:  # rows of several commits; test_scheme_table.py holds them beside the guide
+            continue
         assert load(str(file.relative_to(RESULTS).with_suffix("")))["commit"][:7] in text, file

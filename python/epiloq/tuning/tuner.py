@@ -72,7 +72,7 @@ def tune(
     Args:
         what: a model, quantised layers, shapes ``(N, K)`` = (out_features, in_features), or a list of such.
         tokens: the numbers of tokens M.
-        schemes: what shapes are tuned for (`epiloq.schemes`); layers bring their own.
+        schemes: names of the schemes that shapes are tuned for; layers bring their own.
         path: the file; by default EPILOQ_TUNING, or epiloq/tuning.json in the user's cache folder.
         device: index of the CUDA device, by default the current one.
         stage: opens a progress display.
