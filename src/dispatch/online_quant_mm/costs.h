@@ -1,8 +1,8 @@
 #pragma once
 
-// Cost model of online_quant_mm on SM90, in ns at a Hopper card's clock, fitted by tools/kernel_times/online_quant_fit.py. Separate
-// from tables.h, as a change there recompiles every kernel. What all candidates share (the quantising kernel, a launch)
-// is left out.
+// Cost model of online_quant_mm on SM90, in ns at a Hopper card's clock, fitted by
+// tools/kernel_times/online_quant_fit.py. Separate from tables.h, as a change there recompiles every kernel. What all
+// candidates share (the quantising kernel, a launch) is left out.
 
 #include <iterator>
 
