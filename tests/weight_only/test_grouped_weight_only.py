@@ -80,14 +80,21 @@ def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
 
 
 def test_ends_that_do_not_fit_reach_no_other_memory(seed: int) -> None:
-    """Run under compute-sanitizer too."""
+    """Beside the rows of the output; compute-sanitizer sees reads, too."""
     weight = make_weight(4 * 32, 128, device="cuda")
-    x = torch.randn(9, 128, device="cuda").half()
+    x, beside = torch.randn(9, 128, device="cuda").half(), 64
     for ends in ([-5, 3, 900, 7], [9, 9, 9, 2**31 - 1], [-1, -1, -1, -1], [4, 2, 9, 9]):
-        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        epiloq.grouped_packed_mm(x, weight.packed, offs=offs)
-        epiloq.grouped_packed_mm(x.expand(4, 9, 128).contiguous(), weight.packed, masked_m=offs)
-    torch.cuda.synchronize()
+        counts = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        for rows in (9, 4 * 9):
+            memory = poisoned((rows + 2 * beside, 32), torch.float16, "cuda")
+            before, out = memory.clone(), memory[beside : beside + rows]
+            if rows == 9:
+                epiloq.grouped_packed_mm(x, weight.packed, offs=counts, out=out)
+            else:
+                boxes = x.expand(4, 9, 128).contiguous()
+                epiloq.grouped_packed_mm(boxes, weight.packed, masked_m=counts, out=out.view(4, 9, 32))
+            for untouched in (slice(beside), slice(beside + rows, None)):
+                assert torch.equal(memory[untouched].view(torch.int16), before[untouched].view(torch.int16))
 
 
 def test_in_a_graph(seed: int) -> None:
