@@ -27,7 +27,7 @@ __device__ __forceinline__ void widen_pair(std::uint32_t bits, __nv_bfloat16, fl
 
 // 16 bytes of keys or values as floats.
 template <class T, Kind kKind>
-struct Piece {
+struct Chunk {
   static constexpr int kCount = kKind == Kind::kHalf ? 8 : 16;
 
   static __device__ __forceinline__ void widen(uint4 const& raw, float (&out)[kCount]) {
@@ -66,7 +66,7 @@ struct State {
 
 template <class T, Kind kKind, int kWidth, int kHeads>
 struct Attention {
-  using P = Piece<T, kKind>;
+  using P = Chunk<T, kKind>;
   static constexpr int kCount = P::kCount, kLanes = kWidth / kCount;  // lanes that share a token
   static constexpr int kGroups = 32 / kLanes;                         // tokens of a warp at a time
   static_assert(kLanes >= 4 && kLanes <= 32 && 32 % kLanes == 0);
@@ -79,16 +79,16 @@ struct Attention {
 
   Problem const& p;
   int batch, key_head, first_head;  // the last of those that share the key head
-  int piece, of_warp;               // of a lane: which elements, and of which token
+  int chunk, of_warp;               // of a lane: which elements, and of which token
   float q[kHeads][kCount];
   float most[kHeads], sum[kHeads], out[kHeads][kCount];
 
   __device__ explicit Attention(Problem const& problem) : p(problem) {
     int const parts = (p.group + kHeads - 1) / kHeads;
     batch = blockIdx.z, key_head = blockIdx.y / parts, first_head = blockIdx.y % parts * kHeads;
-    piece = threadIdx.x % 32 % kLanes, of_warp = threadIdx.x % 32 / kLanes;
+    chunk = threadIdx.x % 32 % kLanes, of_warp = threadIdx.x % 32 / kLanes;
     constexpr float kLog2E = 1.44269504f;
-    auto const* const query = static_cast<T const*>(p.query) + batch * p.of_query.batch + piece * kCount;
+    auto const* const query = static_cast<T const*>(p.query) + batch * p.of_query.batch + chunk * kCount;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       int const head = key_head * p.group + min(first_head + h, p.group - 1);
@@ -96,7 +96,7 @@ struct Attention {
       for (int i = 0; i < kCount; i += 8) {
         uint4 const raw = *reinterpret_cast<uint4 const*>(query + head * p.of_query.head + i);
         float values[8];
-        Piece<T, Kind::kHalf>::widen(raw, values);
+        Chunk<T, Kind::kHalf>::widen(raw, values);
 #pragma unroll
         for (int j = 0; j < 8; ++j) q[h][i + j] = values[j] * (p.scale * kLog2E);
       }
@@ -129,7 +129,7 @@ struct Attention {
     auto const row = [&](void const* data, Strides const& s, int token) {
       auto const* const bytes = static_cast<std::uint8_t const*>(data);
       return __ldg(reinterpret_cast<uint4 const*>(
-          bytes + (batch * s.batch + key_head * s.head + token * s.token) * kBytes + piece * 16));
+          bytes + (batch * s.batch + key_head * s.head + token * s.token) * kBytes + chunk * 16));
     };
     auto const scale = [&](void const* data, Strides const& s, int token) {
       return static_cast<float>(static_cast<T const*>(data)[batch * s.batch + key_head * s.head + token]);
@@ -216,8 +216,8 @@ struct Attention {
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) shared.of_warp[warp][h][piece * kCount + j] = out[h][j];
-      if (piece == 0) shared.warp_state[warp][h] = {most[h], sum[h], {}};
+      for (int j = 0; j < kCount; ++j) shared.of_warp[warp][h][chunk * kCount + j] = out[h][j];
+      if (chunk == 0) shared.warp_state[warp][h] = {most[h], sum[h], {}};
     }
   }
 

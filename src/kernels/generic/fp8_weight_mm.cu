@@ -258,7 +258,7 @@ struct Decode {
 };
 
 template <class D>
-__host__ __device__ constexpr int pieces_of(std::int64_t rows) {
+__host__ __device__ constexpr int row_tiles_of(std::int64_t rows) {
   return static_cast<int>((rows + D::kRows - 1) / D::kRows);
 }
 
@@ -270,13 +270,13 @@ __global__ __launch_bounds__(32 * kWarpsOfSm, 1) void decode_fp8_kernel(__grid_c
   pdl_trigger();
   pdl_wait();
 #pragma unroll 1
-  for (int piece = blockIdx.x; piece < pieces_of<D>(p.weight.n); piece += gridDim.x) {
+  for (int row_tile = blockIdx.x; row_tile < row_tiles_of<D>(p.weight.n); row_tile += gridDim.x) {
     int const warps = blockDim.x / 32, steps = static_cast<int>(p.weight.k / kDepth);
     {
       // Neighbouring steps, so that a warp reads whole lines.
       int const warp = thread_here() / 32, share = (steps + warps - 1) / warps,
                 begin = warp_uniform(min(warp * share, steps));
-      D decode(p, piece * D::kRows, blockIdx.y * D::kTokens, begin);
+      D decode(p, row_tile * D::kRows, blockIdx.y * D::kTokens, begin);
       typename D::Sums sums = {};
       decode.sum_up(sums, min(share, steps - begin));
       if (thread_here() / 32 == warps - 1) decode.add_part(sums);
@@ -284,7 +284,7 @@ __global__ __launch_bounds__(32 * kWarpsOfSm, 1) void decode_fp8_kernel(__grid_c
     }
     __syncthreads();
     for (int i = thread_here(); i < D::kTokens * D::kRows; i += blockDim.x) {
-      int const token = blockIdx.y * D::kTokens + i / D::kRows, row = piece * D::kRows + i % D::kRows;
+      int const token = blockIdx.y * D::kTokens + i / D::kRows, row = row_tile * D::kRows + i % D::kRows;
       if (token >= p.m || row >= p.weight.n) continue;
       float sum = 0;
       for (int of = 0; of < warps; ++of) sum += partial[of * D::kTokens * D::kRows + i];
@@ -297,19 +297,20 @@ __global__ __launch_bounds__(32 * kWarpsOfSm, 1) void decode_fp8_kernel(__grid_c
   }
 }
 
-// How many warps share K, and how many CTAs share the pieces of rows.
+// Warps of a CTA, which split K, and CTAs along the row tiles.
 struct Shape {
   int warps, ctas;
 };
 
-// One piece for each CTA, in as many warps as let all run at a time. More pieces than that are divided evenly among the
-// CTAs, so that none is left for a last wave. `groups`: CTAs that share a piece's rows, for other tokens.
-Shape shape_of(int pieces, int groups, int sms) {
+// One row tile per CTA with the most warps with which all CTAs are resident. If even the fewest do not fit, the CTAs
+// are persistent and take row tiles in equal numbers, which avoids a partial last wave. `token_tiles`: CTAs along
+// tokens.
+Shape shape_of(int row_tiles, int token_tiles, int sms) {
   for (int warps : {kWarpsOfSm, kWarpsOfSm / 2, kWarpsOfSm / 4}) {
-    if (pieces * groups <= kWarpsOfSm / warps * sms) return {warps, pieces};
+    if (row_tiles * token_tiles <= kWarpsOfSm / warps * sms) return {warps, row_tiles};
   }
-  int const warps = kWarpsOfSm / 2, at_once = std::max(1, kWarpsOfSm / warps * sms / groups);
-  return {warps, static_cast<int>(ceil_div(pieces, ceil_div(pieces, at_once)))};
+  int const warps = kWarpsOfSm / 2, at_once = std::max(1, kWarpsOfSm / warps * sms / token_tiles);
+  return {warps, static_cast<int>(ceil_div(row_tiles, ceil_div(row_tiles, at_once)))};
 }
 
 template <class T, int kTiles, int kPanels, bool kGrouped>
@@ -323,9 +324,9 @@ void launch_shaped(Problem const& p, Shape shape, Stream stream) {
 
 template <class T, int kTiles, int kPanels>
 void launch_tiled(Problem const& p, int device, Stream stream) {
-  int const pieces = pieces_of<Decode<T, kTiles, kPanels, false>>(p.weight.n);
-  int const groups = static_cast<int>(ceil_div(p.m, kTileTokens * kTiles));
-  Shape const shape = shape_of(pieces, groups, device_properties(device).sm_count);
+  int const row_tiles = row_tiles_of<Decode<T, kTiles, kPanels, false>>(p.weight.n);
+  int const token_tiles = static_cast<int>(ceil_div(p.m, kTileTokens * kTiles));
+  Shape const shape = shape_of(row_tiles, token_tiles, device_properties(device).sm_count);
   if (p.weight.block_columns < p.weight.k) return launch_shaped<T, kTiles, kPanels, true>(p, shape, stream);
   launch_shaped<T, kTiles, kPanels, false>(p, shape, stream);
 }
