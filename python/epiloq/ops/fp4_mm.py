@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     DENSE_PRODUCT,
     LIBRARY,
@@ -148,16 +148,11 @@ def _in_pieces(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
     """On CUDA: W in memory, in x's dtype."""
-    n, k, m = out.shape[-1], x.shape[-1], prod(x.shape[:-1])
+    n, k = out.shape[-1], x.shape[-1]
     dense = x.new_empty((n, k))
     for rows in pieces(n, k, _AT_ONCE["cuda"]):
         dense[rows] = dequantized_rows(*weight, k, x.dtype, rows)
-    tokens, product = x.reshape(m, k), out.view(m, n)
-    with without_autocast("cuda"):
-        if bias is None:
-            torch.mm(tokens, dense.t(), out=product)
-        else:
-            torch.addmm(bias, tokens, dense.t(), out=product)
+    multiply_dense(out, x, dense, bias)
 
 
 def explain(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     direct,
     expect_tensors,
@@ -138,16 +139,9 @@ def _dense_product(
     out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
 ) -> None:
     """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
-    n, k = weight[0].shape
-    m = out.numel() // n
-    dense = x.new_empty((n, k))
+    dense = x.new_empty(weight[0].shape)
     _core.dequantize_fp8(dense, *weight, *block)
-    rows, product = x.reshape(m, k), out.view(m, n)
-    with without_autocast(x.device.type):
-        if bias is None:
-            torch.mm(rows, dense.t(), out=product)
-        else:
-            torch.addmm(bias, rows, dense.t(), out=product)
+    multiply_dense(out, x, dense, bias)
 
 
 def explain(

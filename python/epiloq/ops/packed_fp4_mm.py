@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     DENSE_PRODUCT,
     LIBRARY,
@@ -175,10 +176,7 @@ def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | Non
         dense = x.new_empty(weight.shape)
         for rows in parts:
             dense[rows] = weight.rows(rows, x.dtype)
-        if bias is None:
-            torch.mm(x, dense.t(), out=out)
-        else:
-            torch.addmm(bias, x, dense.t(), out=out)
+        multiply_dense(out, x, dense, bias)
 
 
 def explain(

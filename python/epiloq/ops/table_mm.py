@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     DENSE_PRODUCT,
     direct,
@@ -154,15 +155,10 @@ def _in_pieces(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
     """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
-    k, m = x.shape[-1], out.numel() // n
+    k = x.shape[-1]
     dense = x.new_empty((n, k))
     _core.dequantize_table(dense, *weight, n, k, block_size)
-    rows, product = x.reshape(m, k), out.view(m, n)
-    with without_autocast(x.device.type):
-        if bias is None:
-            torch.mm(rows, dense.t(), out=product)
-        else:
-            torch.addmm(bias, rows, dense.t(), out=product)
+    multiply_dense(out, x, dense, bias)
 
 
 def explain(

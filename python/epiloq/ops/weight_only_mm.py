@@ -9,13 +9,13 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     direct,
     expect_tensors,
     mark_written,
     refuse_backward,
     register_product,
-    without_autocast,
 )
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
@@ -145,13 +145,7 @@ def dense_product(
     _, n, k, _ = numbers
     weight = x.new_empty((n, k))
     _core.dequantize_weight(weight, *packed, *numbers)
-    m = out.numel() // n
-    rows, product = x.reshape(m, k), out.view(m, n)
-    with without_autocast(x.device.type):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=product)
-        else:
-            torch.addmm(bias.view(n), rows, weight.t(), out=product)
+    product = multiply_dense(out, x, weight, bias)
     if clamp != (-_INFINITY, _INFINITY):
         product.clamp_(*clamp)
 

@@ -1,0 +1,20 @@
+"""Products by a weight that was dequantised into memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epiloq._torch.library import without_autocast
+
+
+def multiply_dense(out: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
+    """Write ``x @ dense.T + bias`` of x ``[…, M, K]`` and dense ``[N, K]`` to ``out`` ``[…, M, N]``, all of one type,
+    whatever autocast says; the result as a matrix, a view of `out`."""
+    n, k = dense.shape
+    m = out.numel() // n
+    rows, product = x.reshape(m, k), out.view(m, n)
+    with without_autocast(x.device.type):
+        if bias is None:
+            return torch.mm(rows, dense.t(), out=product)
+        return torch.addmm(bias.view(n), rows, dense.t(), out=product)
