@@ -15,6 +15,7 @@ from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, check_out_dtype, check_weight
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
+from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
@@ -24,8 +25,6 @@ _NAME = "grouped_packed_mm"
 # Rows of an expert on average above which products of one expert after the other are faster than the kernel that
 # multiplies all.
 _MANY_ROWS = 64
-# Elements of 16 bits, of which a kernel reads so many at a time.
-_ALIGNED = 8
 
 
 def grouped_packed_mm(
@@ -162,8 +161,7 @@ def _by_kernel(
     """Whether a kernel took the product; or, explained, what it would do."""
     if scale_a is not None:
         x = torch.mul(x.to(torch.bfloat16), scale_a, out=torch.empty_like(x, dtype=torch.bfloat16))
-    if any(stride % _ALIGNED for stride in x.stride()[:-1]) or x.data_ptr() % 16:
-        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNED))[..., : x.shape[-1]]
+    x = on_16_bytes(x)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
     tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)
     numbers = ("int", weight.bits, weight.n, weight.k, weight.group_size)

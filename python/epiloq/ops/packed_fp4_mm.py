@@ -23,7 +23,7 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
-from epiloq.ops.weight_only_mm import _on_16_bytes
+from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.tensor_checks import refuse
 
@@ -122,7 +122,7 @@ def _few(x: Tensor, counts: Tensor | None) -> bool:
 def _kernel_arguments(
     out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None
 ) -> tuple[Any, ...]:
-    x = _on_16_bytes(x)
+    x = on_16_bytes(x)
     if counts is None:
         rows = prod(x.shape[:-1])
         out, x = out.view(rows, out.shape[-1]), x.view(rows, x.shape[-1])

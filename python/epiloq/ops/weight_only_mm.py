@@ -99,7 +99,7 @@ def run(
     result = _empty(x, n) if out is None else out
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
-    x = _on_16_bytes(_in_order(x, perm, k))
+    x = on_16_bytes(_in_order(x, perm, k))
     if not _core.weight_only_mm(result, x, *packed, bias, *numbers, lo, hi, threads=threads_for(x)):
         dense_product(result, x, packed, bias, numbers, (lo, hi))
     if out is not None:
@@ -127,7 +127,7 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
     return x.index_select(-1, perm)
 
 
-def _on_16_bytes(x: Tensor) -> Tensor:
+def on_16_bytes(x: Tensor) -> Tensor:
     """x, or on CUDA, if its rows are dense, a copy whose rows are 16-byte aligned."""
     if not x.is_cuda or x.ndim == 0 or x.stride(-1) != 1:
         return x
@@ -163,7 +163,7 @@ def explain(
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
-    return _core.explain_weight_only_mm(out, _on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
+    return _core.explain_weight_only_mm(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
 
 
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
