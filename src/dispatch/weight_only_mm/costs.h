@@ -1,8 +1,8 @@
 #pragma once
 
 // Cost model of weight_only_mm, in microseconds at a Hopper card's clock; memory bandwidth is relative to what clock
-// and bus width give (device.h). Fitted by tools/kernel_times/weight_only_fit.py. Separate from tables.h, as a change there
-// recompiles every kernel.
+// and bus width give (device.h). Fitted by tools/kernel_times/weight_only_fit.py. Separate from tables.h, as a change
+// there recompiles every kernel.
 //
 // A GEMV runs in waves of CTAs. The time of a wave is the p-norm (`power`) of its memory, arithmetic and latency times,
 // plus the reduction over warps.

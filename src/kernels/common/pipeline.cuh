@@ -1,7 +1,7 @@
 #pragma once
 
-// Position of a role (producer or consumer) in a circular pipeline of shared-memory stages: the stage, and the parity of
-// the phase of its full and empty barriers. The parity flips each time the position wraps.
+// Position of a role (producer or consumer) in a circular pipeline of shared-memory stages: the stage, and the parity
+// of the phase of its full and empty barriers. The parity flips each time the position wraps.
 
 #include <cstdint>
 
