@@ -59,7 +59,7 @@ __global__ __launch_bounds__(S::kThreads,
   auto const make_tokens = [&](int first_pixel, int first_step) {
     return PatchTokens<S, T>(p, windows, first_pixel, first_step);
   };
-  wo::multiply_tile<S, T>(p.product, layout, shared, blockIdx.x * S::kTokens, blockIdx.z, make_tokens);
+  wo::multiply_tile<S, T>(p.product, layout, shared, make_tokens);
 }
 
 }  // namespace epiloq::ops::conv2d_weight_only

@@ -58,19 +58,22 @@ struct Tiled {
   };
 };
 
-// The CTA's tile of tokens begins at `first_token`, that of rows is `row_tile`; CTAs along y split K. make_tokens(first
-// token, first step) returns what issues the CTA's tokens, step by step. factor() multiplies all sums.
-struct NoFactor {
-  __device__ __forceinline__ float operator()() const { return 1.f; }
+// A CTA's tile: tokens along x, rows along z. Functions, as each use then reads the index anew: no register keeps it.
+template <class S>
+struct GridTile {
+  __device__ __forceinline__ int first_token() const { return blockIdx.x * S::kTokens; }
+  __device__ __forceinline__ int row_tile() const { return blockIdx.z; }
+  __device__ __forceinline__ float factor() const { return 1.f; }  // of all sums
 };
-template <class S, class T, class MakeTokens, class Factor = NoFactor>
+
+// CTAs along y split K. make_tokens(first token, first step) returns what issues the CTA's tokens, step by step.
+template <class S, class T, class MakeTokens, class CtaTile = GridTile<S>>
 __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout const& layout, std::uint8_t* shared,
-                                              int first_token, int row_tile, MakeTokens make_tokens,
-                                              Factor factor = {}) {
+                                              MakeTokens make_tokens, CtaTile cta = {}) {
   using W = typename S::W;
   constexpr int kStages = S::kStages;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
-  int const first_panel = row_tile * (S::kRows / kPanelRows) + warp * S::kPanels;
+  int const first_panel = cta.row_tile() * (S::kRows / kPanelRows) + warp * S::kPanels;
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, end = (rank + 1) * all_steps / split;
   int const stage_bytes = S::stage_bytes(layout), tokens_at = S::kWarps * layout.bytes;
@@ -85,7 +88,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   }
   pdl_wait();
 
-  auto tokens = make_tokens(first_token, first_step);
+  auto tokens = make_tokens(cta.first_token(), first_step);
   auto const issue = [&](int step, int at) {
     if (step < end) {
       source.issue(layout, to + at + warp * layout.bytes, step);
@@ -118,16 +121,15 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   cp_async_wait<0>();
   __syncthreads();  // the sums replace the stages
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * factor());
-  finish<T, S::kRows, S::kTokens>(p, all_sums, row_tile * S::kRows, first_token, blockIdx.y, gridDim.y);
+  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * cta.factor());
+  finish<T, S::kRows, S::kTokens>(p, all_sums, cta.row_tile() * S::kRows, cta.first_token(), blockIdx.y, gridDim.y);
 }
 
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void tiled_kernel(__grid_constant__ Problem const p,
                                                                         __grid_constant__ StageLayout const layout) {
   extern __shared__ __align__(kSharedLine) std::uint8_t shared[];
-  multiply_tile<S, T>(p, layout, shared, blockIdx.x * S::kTokens, blockIdx.z,
-                      [&](int token, int) { return typename S::Tokens(p, token); });
+  multiply_tile<S, T>(p, layout, shared, [&](int token, int) { return typename S::Tokens(p, token); });
 }
 
 }  // namespace epiloq::ops::weight_only_mm

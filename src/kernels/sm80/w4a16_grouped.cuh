@@ -80,6 +80,16 @@ struct Located {
 inline constexpr int kLocatedBytes = wo::whole_lines(sizeof(Located));
 static_assert(kLocatedBytes <= 256);
 
+struct ExpertTile {
+  Tile const& tile;
+  float const* factors;  // per expert; may be null
+  int row_tiles;
+
+  __device__ __forceinline__ int first_token() const { return tile.first; }
+  __device__ __forceinline__ int row_tile() const { return blockIdx.x % row_tiles; }
+  __device__ __forceinline__ float factor() const { return factors != nullptr ? __ldg(factors + tile.expert) : 1.f; }
+};
+
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads,
                              S::kBlocks) void grouped_kernel(__grid_constant__ Problem const p,
@@ -100,9 +110,8 @@ __global__ __launch_bounds__(S::kThreads,
     return;
   }
   auto const make_tokens = [&](int token, int) { return typename S::Tokens(located.one, token); };
-  auto const factor = [&] { return p.factor != nullptr ? __ldg(p.factor + located.tile.expert) : 1.f; };
-  wo::multiply_tile<S, T>(located.one, layout, shared + kLocatedBytes, located.tile.first, blockIdx.x % row_tiles,
-                          make_tokens, factor);
+  wo::multiply_tile<S, T>(located.one, layout, shared + kLocatedBytes, make_tokens,
+                          ExpertTile{located.tile, p.factor, row_tiles});
 }
 
 }  // namespace epiloq::ops::grouped_weight_only_mm
