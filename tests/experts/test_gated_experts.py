@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from epiloq.nn import (
     ExpertLinears,
+    Fp4Linear,
     Fp8BlockExperts,
     Fp8BlockLinear,
     Fp8Experts,
@@ -22,10 +23,12 @@ from epiloq.nn import (
     Int8Linear,
     OnlineQuantLinear,
     PackedExperts,
+    PackedFp4Experts,
     W4A8Experts,
     W4A8Linear,
     WeightOnlyLinear,
 )
+from fp4_reference import dequantized
 from reference import typical_error
 
 Make = Callable[[nn.Linear], nn.Module]
@@ -41,6 +44,9 @@ KINDS: dict[str, tuple[Make, type, tuple[float, int]]] = {
     # Activations stay as they are.
     "w4a16": (lambda layer: WeightOnlyLinear.from_linear(layer, group_size=32, zeros="zero"), PackedExperts, (0, 0)),
     "w8a16": (lambda layer: WeightOnlyLinear.from_linear(layer, bits=8, group_size=-1), PackedExperts, (0, 0)),
+    "mxfp4": (lambda layer: Fp4Linear.from_linear(layer, format="mxfp4"), PackedFp4Experts, (0, 0)),
+    # Every matrix has a global scale of its own.
+    "nvfp4": (lambda layer: Fp4Linear.from_linear(layer, format="nvfp4"), PackedFp4Experts, (0, 0)),
 }
 
 
@@ -98,6 +104,10 @@ def weight_of(layer: Any) -> Tensor:
         found: Tensor = layer.packed.dequantize()
         return found.double()
     state = layer.file_state()
+    if isinstance(layer, Fp4Linear):
+        divisor = state.get("weight_global_scale")
+        factor = None if divisor is None else divisor.reciprocal()
+        return dequantized(state["weight"], state["weight_scale"], factor, layer.in_features)
     weight = state["weight"].double()
     if "weight_scale" in state:
         return weight * state["weight_scale"].double().view(-1, 1)

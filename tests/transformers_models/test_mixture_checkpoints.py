@@ -219,6 +219,9 @@ def test_quantised_to_deepseek(family: Any, tmp_path: Path) -> None:
         ("w4a16-g32", "compressed-tensors"),
         ("w4a16-g32", "awq"),
         ("w4a16-g32", "gptq"),
+        ("w4a16-mxfp4", "compressed-tensors"),
+        ("w4a16-nvfp4", "compressed-tensors"),
+        ("w4a16-nvfp4", "epiloq"),
     ],
 )
 def test_other_formats(scheme: str, layout: str, family: Any, epiloq_in_transformers: None, tmp_path: Path) -> None:

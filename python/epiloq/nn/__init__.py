@@ -9,6 +9,7 @@ from epiloq.nn.experts.fp4_experts import Fp4Experts
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
+from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp4_linear import Fp4Linear
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
@@ -39,6 +40,7 @@ __all__ = [
     "Int8Table",
     "OnlineQuantLinear",
     "PackedExperts",
+    "PackedFp4Experts",
     "QuantizedEmbedding",
     "TableLinear",
     "W4A8Experts",

@@ -23,6 +23,25 @@ from epiloq.weights.packed_fp4_weight import (
 )
 
 
+def packed_part(name: str, given: Tensor, format: str, n: int, k: int) -> Tensor | str | None:
+    """`weight_q` or `weight_scale` of a layer ``[n, k]`` from the tensor that files have, or what is wrong with it.
+
+    None: not in the form that files have it in.
+    """
+    chosen = FORMATS[format]
+    if name == "weight_q" and given.dtype == torch.uint8 and given.shape == (n, -(-k // 2)):
+        return pack_codes(given, k)
+    if name != "weight_scale" or given.shape != (n, -(-k // chosen.block_size)):
+        return None
+    kinds = (torch.uint8, chosen.scale_dtype, torch.float8_e8m0fnu)
+    if given.dtype not in (kinds[1:] if chosen.has_global_scale else kinds):
+        return f"expected {chosen.scale_dtype} {list(given.shape)}, got {given.dtype}"
+    try:
+        return packed_scales(given, chosen, k)
+    except ValueError as error:
+        return str(error)
+
+
 class Fp4Linear(PreparedLinear):
     """``y = x W^T + bias`` with W of E2M1 numbers in blocks that share a scale, by `epiloq.packed_fp4_mm`.
 
@@ -122,18 +141,8 @@ class Fp4Linear(PreparedLinear):
         return state
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
-        chosen, (n, k) = FORMATS[self.format], (self.out_features, self.in_features)
-        if name == "weight_q" and given.dtype == torch.uint8 and given.shape == (n, -(-k // 2)):
-            return pack_codes(given, k)
-        if name == "weight_scale" and given.shape == (n, -(-k // chosen.block_size)):
-            kinds = (torch.uint8, chosen.scale_dtype, torch.float8_e8m0fnu)
-            if given.dtype not in (kinds[1:] if chosen.has_global_scale else kinds):
-                return f"expected {chosen.scale_dtype} {list(given.shape)}, got {given.dtype}"
-            try:
-                return packed_scales(given, chosen, k)
-            except ValueError as error:
-                return str(error)
-        return super()._fitting(name, given, held)
+        found = packed_part(name, given, self.format, self.out_features, self.in_features)
+        return super()._fitting(name, given, held) if found is None else found
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         return self._value(*tensors).row_slice(first, last).dequantize()

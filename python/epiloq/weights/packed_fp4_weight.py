@@ -23,8 +23,8 @@ from epiloq.weights.packed_layout import (
 from epiloq.weights.tensor_checks import check_memory
 
 _PACK = "pack_fp4_weight"
-# The bytes of scales of 1, which pad.
-_ONE = {"mxfp4": BIAS, "nvfp4": 0x58}
+ONE = {"mxfp4": BIAS, "nvfp4": 0x58}
+"""The bytes of scales of 1, which pad, by format."""
 # An E4M3 scale times this, as float16, has no sign and no bits below the three of E4M3's fraction: eight bits remain.
 _STEP, _SHIFT = 128, 7
 _AT_ONCE = 1 << 22
@@ -166,7 +166,7 @@ def packed_scales(scale: Tensor, chosen: Fp4Format, k: int) -> Tensor:
         bytes_of = (half.view(torch.int16) >> _SHIFT).to(torch.uint8)
     n, given = bytes_of.shape
     panels, groups, _ = shapes_of_parts(chosen.name, n, k)["scale"]
-    filled = torch.nn.functional.pad(bytes_of, (0, groups - given, 0, panels * PANEL_ROWS - n), value=_ONE[chosen.name])
+    filled = torch.nn.functional.pad(bytes_of, (0, groups - given, 0, panels * PANEL_ROWS - n), value=ONE[chosen.name])
     return packed_parameters(filled, groups)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +13,28 @@ from torch.nn import functional
 
 import epiloq
 from epiloq.nn.base.frozen import wants_gradient
-from epiloq.nn.base.prepared_linear import K_MULTIPLE, as_stored
+from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
+from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
 from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
+from epiloq.nn.fp4_linear import Fp4Linear
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.int8_linear import Int8Linear
 from epiloq.nn.w4a8_linear import W4A8Linear
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
+_Linears: TypeAlias = Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | W4A8Linear | WeightOnlyLinear
+
 
 @dataclass(frozen=True)
 class Kind:
     """Linear layers that can be run together: their class and its options, and the class that runs them."""
 
-    linear: type[Fp8BlockLinear] | type[Fp8Linear] | type[Int8Linear] | type[W4A8Linear] | type[WeightOnlyLinear]
+    linear: type[_Linears]
     experts: type[Experts]
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,6 +49,8 @@ class Kind:
             return cls(Fp8Linear, Fp8Experts, {"activation": layer.activation, "weight": layer.weight_scales})
         if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
             return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
+        if isinstance(layer, Fp4Linear):
+            return cls(Fp4Linear, PackedFp4Experts, {"format": layer.format})
         if isinstance(layer, (W4A8Linear, WeightOnlyLinear)) and layer.weight_perm is None:
             options: dict[str, Any] = {"group_size": layer.group_size, "zeros": layer.zeros}
             options["dtype"] = layer.weight_scale.dtype
@@ -53,9 +59,13 @@ class Kind:
             return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.bits})
         return None
 
-    def stacked(self, experts: int, in_features: int, out_features: int, device: torch.device | str | None) -> Experts:
-        """Layers of so many experts, without values."""
-        options = self.options if issubclass(self.experts, PackedExperts) else {}
+    def stacked(
+        self, experts: int, in_features: int, out_features: int, matrices: int, device: torch.device | str | None
+    ) -> Experts:
+        """Layers of so many experts, each of so many matrices of as many rows behind each other, without values."""
+        options = self.options if self.experts.IN_PANELS else {}
+        if issubclass(self.experts, PackedFp4Experts):
+            options = {**options, "matrices": matrices}
         return self.experts(experts, in_features, out_features, **options, device=device)
 
 
@@ -66,9 +76,10 @@ class GatedExperts(nn.Module):
     ``[T, H]`` (float32, float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` of 0 to E - 1 and ``top_k_weights``
     ``[T, top_k]``, giving ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and
     up in one ``epiloq.grouped_mm``, gated and quantised in one pass where `act_fn` is SiLU, multiplied by down in
-    another, and summed in fp32, always in the same order. Nothing is read back to the host, but for
-    weights of few bits (`PackedExperts`), of which one expert is multiplied after the other. Raises ValueError for
-    other shapes, and on a CPU for numbers of experts that there are not.
+    another, and summed in fp32, always in the same order. Nothing is read back to the host, but of weights of few
+    bits (`PackedExperts`, `PackedFp4Experts`) for more than 64 rows an expert on average, where one expert is
+    multiplied after the other. Raises ValueError for other shapes, and on a CPU for numbers of experts that there are
+    not.
 
     Stored, and in the state dict, are the tensors of all experts together, those of gate and up behind each other, in
     `gate_up` and `down`. State dicts may also hold a matrix an expert, as `file_state` gives them and checkpoints have
@@ -99,8 +110,8 @@ class GatedExperts(nn.Module):
         # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
         multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
         self.up_begins = -(-intermediate // multiple) * multiple
-        self.gate_up = kind.stacked(experts, hidden, 2 * self.up_begins, device)
-        self.down = kind.stacked(experts, intermediate, hidden, device)
+        self.gate_up = kind.stacked(experts, hidden, 2 * self.up_begins, 2, device)
+        self.down = kind.stacked(experts, intermediate, hidden, 1, device)
         self.act_fn = None if act_fn is None or _is_silu(act_fn) else act_fn
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
@@ -151,16 +162,15 @@ class GatedExperts(nn.Module):
                 yield f"{expert}.{projection}", layer
 
     def file_state(self) -> dict[str, Tensor]:
-        """The tensors of each expert's layers by their names in files; views of the parameters, without copies."""
+        """The tensors of each expert's layers by their names in files; views of the parameters, but copies of FP4."""
         names = {name: given for given, name in self.kind.linear.RENAMED.items()}
-        return {
-            f"{expert}.{projection}.{names.get(part, part)}": (
-                tensor.detach().view(self.down.WEIGHT_DTYPE) if part == "weight_q" else tensor.detach()
-            )
-            for expert in range(self.experts)
-            for projection in self.projections
-            for part, tensor in self._tensors(expert, projection).items()
-        }
+        found = {}
+        for expert in range(self.experts):
+            for projection in self.projections:
+                experts, _, rows = self._place(projection)
+                for part, tensor in experts.as_in_files(self._tensors(expert, projection), rows).items():
+                    found[f"{expert}.{projection}.{names.get(part, part)}"] = tensor.detach()
+        return found
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden_states = convert_input(self, hidden_states)
@@ -208,12 +218,15 @@ class GatedExperts(nn.Module):
         for begin in (0, self.up_begins):
             self.gate_up.clear(begin + self.intermediate, begin + self.up_begins)
 
+    def _place(self, projection: str) -> tuple[Experts, int, int]:
+        """The layers that hold the matrices of a projection, the first row of each in an expert's, and its rows."""
+        if projection == self.projections.down:
+            return self.down, 0, self.hidden
+        return self.gate_up, 0 if projection == self.projections.gate else self.up_begins, self.intermediate
+
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
         """Where the tensors of one linear layer lie in memory, by the last part of their names."""
-        experts, begin, rows = self.down, 0, self.hidden
-        if projection != self.projections.down:
-            experts, rows = self.gate_up, self.intermediate
-            begin = 0 if projection == self.projections.gate else self.up_begins
+        experts, begin, rows = self._place(projection)
         return experts.places(expert, begin, rows)
 
     def _tensors(self, expert: int, projection: str) -> dict[str, Tensor]:
@@ -264,26 +277,22 @@ def _take(
     if not any(tensor.is_meta for tensor in module.parameters()):
         # Values that were never set may be anything, after `to_empty`.
         module._clear_padding()
-    packed = isinstance(module.gate_up, PackedExperts)
     for expert in range(module.experts):
         for projection in module.projections:
             places, wanted = module._places(expert, projection), module._tensors(expert, projection)
+            experts, _, rows = module._place(projection)
             for part, place in places.items():
                 key = f"{prefix}{expert}.{projection}.{part}"
                 given = state.pop(key if key in state else key.removesuffix("_q"), None)  # As files have it.
-                kind = module.down.WEIGHT_DTYPE if part == "weight_q" else place.dtype
                 if given is None:
                     missing.append(key)
-                elif given.shape != wanted[part].shape or (
-                    (part == "weight_q" or packed) and given.dtype not in (kind, place.dtype)
-                ):
-                    errors.append(
-                        f"GatedExperts: {key}: expected {kind} {list(wanted[part].shape)}, "
-                        f"got {given.dtype} {list(given.shape)}"
-                    )
+                    continue
+                found = experts.fitting(part, given, wanted[part], rows)
+                if isinstance(found, str):
+                    errors.append(f"GatedExperts: {key}: {found}")
                 else:
-                    place.copy_(as_stored(given, place.dtype))
-    if packed and not errors:
+                    place.copy_(found)
+    if module.down.IN_PANELS and not errors:
         module._clear_padding()  # which came within panels
     for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
         for part in experts.held_parts:

@@ -28,7 +28,7 @@ class PackedExperts(Experts):
     """
 
     WEIGHT_DTYPE = torch.uint8
-    SCALE, ROWS_PER_SCALE = "weight_scale", PANEL_ROWS
+    SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
     PARTS = ("weight_q", "weight_scale", "weight_zero", "weight_offset")
     GATED: ClassVar[Mapping[str, Any]] = {}
 

@@ -32,6 +32,8 @@ class Experts(PreparedLinear):
     """Neighbouring output features that share them."""
     GATED: ClassVar[Mapping[str, Any]]
     """How ``epiloq.silu_and_mul_quant`` makes inputs for it."""
+    IN_PANELS: ClassVar[bool] = False
+    """Whether neighbouring output features share bytes, so that what is loaded of them may come with padding."""
 
     def __init__(
         self, experts: int, in_features: int, out_features: int, *, device: torch.device | str | None = None
@@ -96,6 +98,18 @@ class Experts(PreparedLinear):
             "weight_q": self.weight_q[expert, begin : begin + rows],
             self.SCALE: self.get_parameter(self.SCALE)[expert, scales],
         }
+
+    def as_in_files(self, parts: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """The tensors of a linear layer of `rows` rows, which `places` gives, in the form that files have."""
+        return {**parts, "weight_q": parts["weight_q"].view(self.WEIGHT_DTYPE)}
+
+    def fitting(self, name: str, given: Tensor, held: Tensor, rows: int) -> Tensor | str:
+        """A tensor of a linear layer of `rows` rows, in either form, as it is held; or what was expected instead."""
+        exact = name == "weight_q" or self.IN_PANELS
+        kind = self.WEIGHT_DTYPE if name == "weight_q" else held.dtype
+        if given.shape != held.shape or (exact and given.dtype not in (kind, held.dtype)):
+            return f"expected {kind} {list(held.shape)}, got {given.dtype} {list(given.shape)}"
+        return as_stored(given, held.dtype)
 
     def clear(self, begin: int, end: int) -> None:
         """Zero rows of every expert that are padding."""

@@ -1,0 +1,209 @@
+"""PackedFp4Experts: the linear layers of a mixture of experts with FP4 weights, MXFP4 or NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+import epiloq
+from epiloq.nn.base.prepared_linear import check_choice
+from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.fp4_linear import packed_part
+from epiloq.weights.fp4 import FORMATS, divisor_of
+from epiloq.weights.packed_fp4_weight import (
+    ONE,
+    PackedFp4Weight,
+    shapes_of_parts,
+    unpacked_codes,
+    unpacked_scales,
+    without_codes_of_zeros,
+)
+from epiloq.weights.packed_layout import PANEL_ROWS
+
+_GLOBAL = "weight_global_scale"
+
+
+class PackedFp4Experts(Experts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are of E2M1 numbers in blocks that share a scale, activations floating-point, as `Fp4Linear` has them.
+    Products are those of `epiloq.packed_fp4_mm`, which says where one kernel multiplies all experts.
+
+    format
+        "mxfp4" or "nvfp4", as `Fp4Linear` has them.
+    matrices
+        How many matrices of as many rows are behind each other in an expert's: of "nvfp4" each has a global scale of
+        its own. Where those differ, each row is multiplied by each of the matrices as if it were an expert's own.
+
+    Parameters without gradients, which are the state dict (E = experts):
+        weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels behind each other
+        weight_global_scale     float32 [E matrices], of "nvfp4": the reciprocals of the factors
+    """
+
+    WEIGHT_DTYPE = torch.uint8
+    SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
+    PARTS = ("weight_q", "weight_scale", _GLOBAL)
+    GATED: ClassVar[Mapping[str, Any]] = {}
+
+    weight_scale: Tensor
+    weight_global_scale: Tensor | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        format: str = "nvfp4",
+        matrices: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_choice(type(self).__name__, "format", format, tuple(FORMATS))
+        if matrices < 1 or (matrices > 1 and out_features % (matrices * PANEL_ROWS)):
+            raise ValueError(
+                f"{type(self).__name__}: matrices: expected 1, or as many of a multiple of {PANEL_ROWS} rows as make "
+                f"{out_features}, got {matrices}"
+            )
+        self.format, self.matrices = format, matrices
+        super().__init__(experts, in_features, out_features, device=device)
+
+    def _hold_weight(self, device: torch.device | str | None) -> None:
+        self._hold_part("q", device)
+
+    def _hold_scales(self, device: torch.device | str | None) -> None:
+        self._hold_part("scale", device)
+        shape, wanted = (self.experts * self.matrices,), FORMATS[self.format].has_global_scale
+        self._hold(_GLOBAL, shape, (1,), torch.float32, device, wanted)
+
+    def _hold_part(self, name: str, device: torch.device | str | None) -> None:
+        panels, *rest = shapes_of_parts(self.format, self.out_features, self.in_features)[name]
+        shape = (self.experts * panels, *rest)
+        self._hold(f"weight_{name}", shape, (1,) * len(shape), torch.uint8, device)
+
+    @property
+    def padded_in_features(self) -> int:
+        return self.in_features
+
+    @property
+    def _panels(self) -> int:
+        """Panels of an expert."""
+        return -(-self.out_features // PANEL_ROWS)
+
+    @property
+    def _rows_of_matrix(self) -> int:
+        return self.out_features // self.matrices
+
+    def _fill_expert(self, expert: int, values: Tensor) -> None:
+        for begin in range(0, self.out_features, self._rows_of_matrix):
+            matrix = values[begin : begin + self._rows_of_matrix]
+            divisor = divisor_of(matrix) if FORMATS[self.format].has_global_scale else None
+            factor = None if divisor is None else divisor.reciprocal()
+            codes, scale, _ = epiloq.fp4_quantize(matrix, self.format, global_scale=factor)
+            packed = epiloq.pack_fp4_weight(codes, scale, in_features=self.in_features)
+            found = {"weight_q": packed.q, "weight_scale": packed.scale, _GLOBAL: divisor}
+            for name, place in self.places(expert, begin, len(matrix)).items():
+                given = found[name]
+                assert given is not None
+                place.copy_(given)
+
+    def places(self, expert: int, begin: int, rows: int) -> dict[str, Tensor]:
+        first = expert * self._panels + begin // PANEL_ROWS
+        panels = slice(first, first - (-rows // PANEL_ROWS))
+        matrix = expert * self.matrices + begin // self._rows_of_matrix
+        where = {"weight_q": panels, "weight_scale": panels, _GLOBAL: slice(matrix, matrix + 1)}
+        return {name: self.get_parameter(name)[where[name]] for name in self.held_parts}
+
+    def as_in_files(self, parts: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        k = self.in_features
+        return {
+            **parts,
+            "weight_q": unpacked_codes(parts["weight_q"], rows, k),
+            "weight_scale": unpacked_scales(parts["weight_scale"], self.format, rows, k),
+        }
+
+    def fitting(self, name: str, given: Tensor, held: Tensor, rows: int) -> Tensor | str:
+        found = packed_part(name, given, self.format, rows, self.in_features)
+        if found is not None:
+            return found
+        if given.shape != held.shape or given.dtype != held.dtype:
+            return f"expected {held.dtype} {list(held.shape)}, got {given.dtype} {list(given.shape)}"
+        return given
+
+    def clear(self, begin: int, end: int) -> None:
+        """Zero the codes of rows of every expert that are padding, and let their scales be 1."""
+        for row in range(begin, end):
+            panel, place = row // PANEL_ROWS, row % PANEL_ROWS
+            # Of a pair of rows that share their bytes, which four lanes hold.
+            lanes, other = slice(place % 8 * 4, place % 8 * 4 + 4), 0xF0 if place < 8 else 0x0F
+            self.weight_q[panel :: self._panels, :, lanes] &= other
+            self.weight_scale[panel :: self._panels, :, place % 8 * 2 + place // 8] = ONE[self.format]
+
+    def _make(self) -> Any:
+        """The factors are one an expert if its matrices have the same one, else one a matrix."""
+        q, scale, divisor = (self._padded(name) for name in self.PARTS)
+        assert q is not None and scale is not None
+        q = without_codes_of_zeros(q, scale, FORMATS[self.format])
+        if divisor is None:
+            return q, scale, None
+        factor = divisor.reciprocal()
+        each = factor.view(self.experts, self.matrices)
+        # A graph cannot depend on values.
+        if not is_compiling() and not factor.is_meta and bool((each == each[:, :1]).all()):
+            factor = each[:, 0].contiguous()
+        return q, scale, factor
+
+    def _value(self, q: Tensor, scale: Tensor, factor: Tensor | None, rows: int) -> PackedFp4Weight:
+        return PackedFp4Weight(q, scale, factor, self.format, rows, self.in_features)
+
+    def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
+        q, scale, factor = tensors
+        return self._value(q, scale, factor, self.out_features).dequantize()[first:last]
+
+    def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for part in parts:
+            each = 0 if part is None else part.shape[0] // self.experts
+            found.append(None if part is None else part[expert * each : (expert + 1) * each])
+        return found
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows as they are, with scales that nothing reads."""
+        return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
+
+    def multiply(
+        self,
+        q: Tensor,
+        scale: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        offs: Tensor | None = None,
+        masked_m: Tensor | None = None,
+    ) -> Tensor:
+        x, (codes, scales, factor) = q[..., : self.in_features], self._made
+        weight = self._value(codes, scales, factor, self.experts * self._panels * PANEL_ROWS)
+        if factor is None or factor.numel() == self.experts:
+            return epiloq.packed_fp4_mm(x, weight, offs=offs, masked_m=masked_m)
+        if masked_m is not None:
+            counts = masked_m.repeat_interleave(self.matrices)
+            y = epiloq.packed_fp4_mm(x.repeat_interleave(self.matrices, 0), weight, masked_m=counts)
+            return y.view(self.experts, self.matrices, *y.shape[1:]).transpose(1, 2).flatten(2)
+        assert offs is not None
+        places, ends = _for_each_matrix(offs, x.shape[0], self.matrices)
+        source = torch.empty_like(places).view(-1)
+        source[places.flatten()] = torch.arange(x.shape[0], device=x.device).repeat_interleave(self.matrices)
+        return epiloq.packed_fp4_mm(x[source], weight, offs=ends)[places].flatten(1)
+
+
+def _for_each_matrix(offs: Tensor, rows: int, matrices: int) -> tuple[Tensor, Tensor]:
+    """Where rows sorted by expert are if each expert's come once for each of its matrices, ``[rows, matrices]``; and
+    the ends, int32 ``[E matrices]``, of those. Nothing is read back to the host."""
+    ends = torch.cat((offs.new_zeros(1), offs, offs.new_full((1,), rows))).long()
+    begins, counts = ends[:-1], ends[1:] - ends[:-1]
+    row, matrix = (torch.arange(size, device=offs.device) for size in (rows, matrices))
+    expert = torch.searchsorted(ends[1:], row, right=True)
+    places = (begins[expert] * (matrices - 1) + row)[:, None] + matrix * counts[expert][:, None]
+    found = begins[:-1, None] * matrices + (matrix + 1) * counts[:-1, None]
+    return places, found.flatten().to(torch.int32)
