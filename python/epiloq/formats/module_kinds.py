@@ -132,11 +132,11 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
 
 
 def _weight_only(module: modules.WeightOnlyLinear | modules.QuantizedEmbedding, options: Options) -> Weight:
-    described = _weight_only_described(options)
+    described, packed = _weight_only_described(options), module.stored_packed
     if described is None:
-        return OffsetWeight.of(module.packed)
-    q, scale, zero = module.packed.unpack()
-    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, module.packed.perm)
+        return OffsetWeight.of(packed)
+    q, scale, zero = packed.unpack()
+    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, packed.perm)
 
 
 def _weight_only_described(options: Options) -> Quantization | None:
@@ -174,7 +174,7 @@ _TABLE = (
     ),
     Kind(
         modules.WeightOnlyLinear,
-        _attributes("bits", "group_size", "zeros"),
+        {"bits": attrgetter("stored_bits")} | _attributes("group_size", "zeros"),
         _weight_only,
         _weight_only_described,
     ),

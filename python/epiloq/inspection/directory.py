@@ -14,6 +14,7 @@ from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
 from epiloq.models.mixtures import reason_against, stacked
 from epiloq.nn import ExpertLinears
+from epiloq.nn.base.packed_linear import said_of_few_bits
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.targets import TARGETS
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
@@ -82,7 +83,20 @@ _DEQUANTISED = {
 def _notes(layers: Layers) -> list[str]:
     """What a user should know of how layers run."""
     modules = {reader.module[0] for reader in layers.readers.values() if reader.quantization is None}
-    return [_DEQUANTISED[module] for module in sorted(modules & _DEQUANTISED.keys())]
+    return [*(_DEQUANTISED[module] for module in sorted(modules & _DEQUANTISED.keys())), *_few_bits(layers)]
+
+
+def _few_bits(layers: Layers) -> list[str]:
+    """How layers of 2 and 3 bits run on a GPU."""
+    found = set()
+    for name, reader in layers.readers.items():
+        options = reader.module[1]
+        bits, group = options.get("bits", 8), options.get("group_size", -1)
+        if reader.quantization is not None:
+            bits, group = reader.quantization.grid.bits, reader.quantization.grid.group_size
+        said = said_of_few_bits(bits, layers.shape(name)[1], group)
+        found |= set() if said is None else {f"{bits} bits: {said}"}
+    return sorted(found)
 
 
 def _rows(layers: Layers) -> list[dict[str, Any]]:

@@ -26,6 +26,9 @@ class WeightOnlyLinear(PackedLinear):
     For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
     contiguous ``[.., out_features]`` in the dtype of `x`.
 
+    bits
+        2, 3, 4 or 8. On a GPU, whose kernels read neither 2 nor 3, such a layer holds its integers in 4 bits where a
+        kernel reads its groups (32, 64, 128 times a power of two, or whole rows); `stored_bits` are those of files.
     zeros
         "none" (symmetric), "zero" (integer zero points) or "offset" (real ones).
     act_order
@@ -57,7 +60,10 @@ class WeightOnlyLinear(PackedLinear):
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
-        """The layer of a packed weight ``[out_features, in_features]``, whose tensors it shares, and its bias."""
+        """The layer of a packed weight ``[out_features, in_features]``, whose tensors it shares, and its bias.
+
+        Of 2 or 3 bits on a GPU the integers are copied to 4 bits.
+        """
         return cls._of_packed(weight, bias)
 
     @classmethod
@@ -97,9 +103,10 @@ class WeightOnlyLinear(PackedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
+        widened = "" if self.bits == self.stored_bits else f" (stored: {self.stored_bits})"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}, "
+            f"bits={self.bits}{widened}, group_size={self.group_size}, zeros={self.zeros}, "
             f"act_order={self.weight_perm is not None}"
         )
 

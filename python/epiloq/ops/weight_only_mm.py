@@ -21,6 +21,7 @@ from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
 
 _NAME = "weight_only_mm"
+_WIDER = "; weight.in_bits(4) is the same weight, as epiloq.nn.WeightOnlyLinear holds it on a GPU"
 _INFINITY = float("inf")
 _LIMITS = 11  # where they are among the operator's arguments
 # Rows of x that the CUDA kernels read start on 16 bytes.
@@ -39,9 +40,9 @@ def weight_only_mm(
 
     The integers are multiplied unrounded, and a group's scale multiplies its sum. On CUDA there are two exceptions, in
     which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "de-quantise"; and
-    where there is no kernel (2 and 3 bits; groups other than 32, 64, multiples of 128 and whole rows; float32), so that
-    the weight is dequantised into memory. docs/numerics.md has the bounds. The CPU uses `torch.get_num_threads()` of
-    torch's threads (one in a forked child) and releases the GIL.
+    where there is no kernel (2 and 3 bits, see `PackedWeight.in_bits`; groups other than 32, 64, multiples of 128 and
+    whole rows; float32), so that the weight is dequantised into memory. docs/numerics.md has the bounds. The CPU uses
+    `torch.get_num_threads()` of torch's threads (one in a forked child) and releases the GIL.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
@@ -163,7 +164,8 @@ def explain(
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
-    return _core.explain_weight_only_mm(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
+    said = _core.explain_weight_only_mm(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
+    return said + (_WIDER if x.is_cuda and w.bits < 4 else "")
 
 
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Rows of a panel; K is padded to a multiple of PADDING.
 PANEL_ROWS, PADDING = 16, 128
+_PANELS_AT_ONCE = 64
 
 
 def groups_of(k: int, group_size: int) -> int:
@@ -61,6 +62,22 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
     planes = packed.view(panels, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b c
     values = sum((planes.select(4, plane) << plane for plane in range(1, bits)), planes.select(4, 0))
     return values.permute(0, 4, 2, 1, 5, 3, 6).reshape(rows, columns)
+
+
+def recoded(packed: Tensor, bits: int, to_bits: int, shape: tuple[int, int], symmetric: bool) -> Tensor:
+    """The packed codes of a weight ``[N, K]`` with another number of bits, and the same integers.
+
+    Those of a symmetric weight are counted from the middle. Raises ValueError for what fewer bits do not hold.
+    """
+    shift = (1 << (to_bits - 1)) - (1 << (bits - 1)) if symmetric else 0
+    (n, k), found = shape, []
+    for number, part in enumerate(packed.split(_PANELS_AT_ONCE)):
+        rows = n - number * _PANELS_AT_ONCE * PANEL_ROWS
+        codes = codes_of(part, bits)[:rows, :k].to(torch.int16) + shift
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << to_bits:
+            raise ValueError(f"expected integers of {to_bits} bits, got others")
+        found.append(packed_codes(codes.to(torch.uint8), to_bits))
+    return torch.cat(found) if found else packed.new_empty(shapes_of(to_bits, n, k, -1)["q"])
 
 
 def packed_parameters(values: Tensor, groups: int) -> Tensor:

@@ -21,6 +21,7 @@ from epiloq.weights.packed_layout import (
     packed_codes,
     packed_parameters,
     parameters_of,
+    recoded,
     shapes_of,
 )
 
@@ -195,6 +196,24 @@ class PackedWeight:
             raise ValueError(f"PackedWeight.integers: dtype: expected torch.int8 or torch.float8_e4m3fn, got {dtype}")
         numbers = (self.bits, self.n, self.k, self.group_size)
         return dequantize_weight(self.q, self.scale, self.zero, self.offset, *numbers, dtype)
+
+    def in_bits(self, bits: int) -> PackedWeight:
+        """The same weight with codes of 2, 3, 4 or 8 bits: every integer, zero point and scale stays as it is.
+
+        GPU kernels read 4 bits, and neither 2 nor 3. Raises ValueError for integers or zero points that fewer bits do
+        not hold.
+        """
+        check_sizes(bits, self.group_size, "PackedWeight.in_bits")
+        if bits == self.bits:
+            return self
+        too_high = self.zero is not None and self.zero.numel() and int(self.zero.max()) > min(1 << bits, 255)
+        try:
+            q = recoded(self.q, self.bits, bits, (self.n, self.k), self.symmetric)
+        except ValueError:
+            q = None
+        if q is None or too_high:
+            refuse("bits", "enough for the weight's integers and zero points", bits, "PackedWeight.in_bits")
+        return replace(self, q=q, bits=bits)
 
     def row_slice(self, first: int, last: int) -> PackedWeight:
         """Rows `first` (a multiple of 16) to `last` of the weight, which share its memory."""

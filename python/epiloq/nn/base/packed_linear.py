@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,9 @@ from epiloq._torch.library import PLAIN
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.nn.base.quantized_layer import expected
+from epiloq.ops.checks.problems import explain_problem
 from epiloq.weights.packed.checks import check_sizes, checked_perm
+from epiloq.weights.packed_layout import recoded, shapes_of
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
 
@@ -20,14 +23,24 @@ _PARTS = ("q", "scale", "zero", "offset", "perm")
 # In the order in which layers take them.
 STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
 
+WIDENING = ("cuda",)
+"""Devices without kernels for 2 and 3 bits, but with some for 4."""
+
 _Layer = TypeVar("_Layer", bound="PackedLinear")
 
 
 class PackedLinear(FrozenLinear):
     """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, of which subclasses say how they multiply by it.
 
+    stored_bits
+        Of the integers in files. `bits`, those in memory, are 4 on a GPU where kernels read these and not fewer: the
+        same integers, which `file_state` gives as files have them. Loading takes either.
+
     Raises ValueError for sizes below 1, other bits, group sizes or zeros.
     """
+
+    widens = True
+    """Whether that may be: not of tensors that an embedding holds, too."""
 
     weight_q: Tensor
     weight_scale: Tensor
@@ -59,6 +72,7 @@ class PackedLinear(FrozenLinear):
     def _take(self, packed: PackedWeight, bias: Tensor | None) -> None:
         self.in_features, self.out_features = packed.k, packed.n
         self.bits, self.group_size = packed.bits, packed.group_size
+        self.stored_bits = packed.bits
         for name in _PARTS:
             self._store(f"weight_{name}", getattr(packed, name))
         self._store("bias", bias)
@@ -74,6 +88,7 @@ class PackedLinear(FrozenLinear):
         layer = cls.__new__(cls)
         FrozenLinear.__init__(layer, weight.scale.dtype)
         layer._take(weight, None if bias is None else bias.detach().clone())
+        layer._widen()
         return layer
 
     @classmethod
@@ -90,6 +105,29 @@ class PackedLinear(FrozenLinear):
     def packed(self) -> PackedWeight:
         """The weight as a value, which shares the parameters."""
         return self._value(*self._parts())
+
+    @property
+    def stored_packed(self) -> PackedWeight:
+        """The weight as a value, of as many bits as files have."""
+        return self.packed.in_bits(self.stored_bits)
+
+    def file_state(self) -> dict[str, Tensor]:
+        state = super().file_state()
+        return state if self.bits == self.stored_bits else state | {"weight_q": self.stored_packed.q}
+
+    def _settle(self) -> str | None:
+        self._widen()
+        return super()._settle()
+
+    @torch.no_grad()
+    def _widen(self) -> None:
+        """Hold 4 bits where kernels multiply by those and would not by fewer."""
+        q = self._stored("weight_q")
+        numbers = (self.bits, self.in_features, self.group_size)
+        if q is None or type(q) not in PLAIN or not self.widens or not wants_four_bits(q.device, *numbers):
+            return
+        self._store("weight_q", recoded(q, self.bits, 4, self.weight_shape, self.zeros == "none"))
+        self.bits = 4
 
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -113,13 +151,17 @@ class PackedLinear(FrozenLinear):
         return self.packed.nbytes
 
     @property
-    def weight_shape(self) -> tuple[int, ...]:
+    def weight_shape(self) -> tuple[int, int]:
         """``[out_features, in_features]``."""
         return self.out_features, self.in_features
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
         known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES
         both_float = known and held.is_floating_point()
+        if name == "weight_q" and self.bits != self.stored_bits and given.dtype == held.dtype:
+            numbers = (self.out_features, self.in_features, self.group_size)
+            if tuple(given.shape) == shapes_of(self.stored_bits, *numbers)["q"]:
+                return recoded(given, self.stored_bits, self.bits, self.weight_shape, self.zeros == "none")
         if given.shape != held.shape or not (both_float or given.dtype == held.dtype):
             return expected(held, given)
         if name == "weight_perm" and type(given) in PLAIN and not given.is_meta:
@@ -130,6 +172,26 @@ class PackedLinear(FrozenLinear):
         if name != "bias" and given.dtype != held.dtype:
             self._store(name, torch.empty_like(held, dtype=given.dtype))
         return given
+
+
+def wants_four_bits(device: torch.device, bits: int, in_features: int, group_size: int) -> bool:
+    """Whether kernels of a device multiply by a weight of 4 bits and not by the same one of `bits`, which are fewer."""
+    return device.type in WIDENING and bits < 4 and _has_kernel(4, in_features, group_size)
+
+
+@cache
+def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
+    sizes = {"m": 1, "n": 1, "k": in_features}
+    return "dense" not in explain_problem("weight_only_mm", {**sizes, "bits": bits, "group_size": group_size})
+
+
+def said_of_few_bits(bits: int, in_features: int, group_size: int) -> str | None:
+    """How a weight of 2 or 3 bits runs on a GPU, in words; None for other bits, which kernels read as they are."""
+    if bits >= 4:
+        return None
+    if _has_kernel(4, in_features, group_size):
+        return "on CUDA held in 4 bits, exactly, which kernels read"
+    return f"on CUDA each call dequantises the weight: no kernel for {bits} bits, or for its groups in 4 bits"
 
 
 def kind_of_zeros(layer: nn.Module) -> str:

@@ -56,7 +56,7 @@ class Kind:
             options["dtype"] = layer.weight_scale.dtype
             if isinstance(layer, W4A8Linear):
                 return cls(W4A8Linear, W4A8Experts, options | {"activation": layer.activation})
-            return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.bits})
+            return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.stored_bits})
         return None
 
     def stacked(
@@ -140,7 +140,7 @@ class GatedExperts(nn.Module):
         if device.type != "meta":
             for expert, layers in enumerate(found):
                 for projection, layer in zip(linears.projections, layers, strict=True):
-                    state = layer.state_dict()
+                    state = layer.file_state() if isinstance(layer, WeightOnlyLinear) else layer.state_dict()
                     for part, place in module._places(expert, projection).items():
                         place.copy_(state[part])
             module._clear_padding()
