@@ -21,6 +21,7 @@ from epiloq.nn import (
     Fp8WeightOnlyLinear,
     Int8Experts,
     PackedExperts,
+    PackedFp4Experts,
     TableLinear,
     W4A8Experts,
 )
@@ -28,7 +29,7 @@ from epiloq.ops.attention.decode_attention import decode_attention
 
 SCHEMES = (
     *("w8a8-int8", "w8a8-int8-azp", "w8a8-block", "w4a8-block", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8"),
-    *("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32"),
+    *("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32", "w4a16-mxfp4", "w4a16-nvfp4"),
 )
 EXPERTS: dict[str, Callable[[Tensor], nn.Module]] = {
     "int8": Int8Experts.from_weight,
@@ -36,6 +37,9 @@ EXPERTS: dict[str, Callable[[Tensor], nn.Module]] = {
     "fp8-block": Fp8BlockExperts.from_weight,
     "w4a16": lambda w: PackedExperts.from_weight(w, group_size=32, dtype=w.dtype),
     "w4a8": lambda w: W4A8Experts.from_weight(w, group_size=32, dtype=w.dtype),
+    "mxfp4": lambda w: PackedFp4Experts.from_weight(w, format="mxfp4"),
+    # Of three matrices with global scales of their own.
+    "nvfp4": lambda w: PackedFp4Experts.from_weight(w, format="nvfp4", matrices=3),
 }
 MOST = 300
 
@@ -190,10 +194,10 @@ def test_other_architectures_keep_a_kernel(invariant: None) -> None:
 def test_every_operation_holds_it_or_refuses() -> None:
     """A new operation belongs into one of these, and into the tests of it."""
     exact = {"scaled_mm_azp", "conv2d_int8", "requantized_mm", "lookup_int8", "scaled_bmm", "quantize_blockwise_int8"}
-    by_layers = {"scaled_mm", "groupwise_mm", "online_quant_mm", "weight_only_mm", "w4a8_mm"}
+    by_layers = {"scaled_mm", "groupwise_mm", "online_quant_mm", "weight_only_mm", "w4a8_mm", "packed_fp4_mm"}
     by_layers |= {"quantize_int8", "quantize_fp8"}
     here = {"grouped_mm", "grouped_packed_mm", "rms_norm_quant", "silu_and_mul_quant"}
-    refused = {"table_mm", "fp4_mm", "packed_fp4_mm", "fp8_weight_mm", "conv2d_weight_only"}
+    refused = {"table_mm", "fp4_mm", "fp8_weight_mm", "conv2d_weight_only"}
     assert set(_EXPLAIN) == exact | by_layers | here | refused
 
 
@@ -210,8 +214,6 @@ def test_refusals(seed: int, invariant: None) -> None:
         widened(torch.randn(3, 64))
     with pytest.raises(NotImplementedError, match="fp4_mm: batch_invariant: torch's product"):
         epiloq.fp4_mm(torch.randn(3, 64), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 2, dtype=torch.uint8))
-    with pytest.raises(NotImplementedError, match="packed_fp4_mm: batch_invariant: torch's product"):
-        epiloq.nn.Fp4Linear(64, 16)(torch.randn(3, 64))
     conv = epiloq.quantize_(nn.Sequential(nn.Conv2d(32, 16, 3)), "conv-w8a16")[0]
     with pytest.raises(NotImplementedError, match="conv2d_weight_only: batch_invariant"):
         conv(torch.randn(1, 32, 5, 5))
@@ -228,6 +230,31 @@ def test_refusals_on_a_gpu(seed: int, invariant: None) -> None:
     layer = epiloq.quantize_(nn.Sequential(nn.Linear(256, 64, device="cuda")), "w4a16-g32")[0]
     with pytest.raises(NotImplementedError, match=r"weight_only_mm: batch_invariant: no kernel .*float32"):
         layer(torch.randn(3, 256, device="cuda"))
+    packed = epiloq.nn.Fp4Linear(64, 16, device="cuda")
+    with pytest.raises(NotImplementedError, match="packed_fp4_mm: batch_invariant: torch's product"):
+        packed(torch.randn(3, 64, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@torch.no_grad()
+def test_fp4_by_the_kernel_at_any_m(form: str, seed: int, invariant: None) -> None:
+    """And one kernel, whether a layer is called alone or as an expert of a mixture."""
+    experts, n, k = 3, 96, 520
+    layer = PackedFp4Experts.from_weight(torch.randn(experts, n, k, dtype=torch.bfloat16, device="cuda"), format=form)
+    x = torch.randn(700, k, dtype=torch.bfloat16, device="cuda")
+    ends = torch.tensor([100, 100, 700], dtype=torch.int32, device="cuda")
+    y = layer(x, offs=ends)
+    q, scale, factor = layer._made
+    for expert, rows in ((0, slice(0, 100)), (2, slice(100, 700))):
+        parts = layer._of_expert([q, scale, factor], expert)
+        weight = layer._value(*parts, n)  # type: ignore[arg-type]
+        said = {epiloq.explain("packed_fp4_mm", x[:m], weight) for m in (1, 7, 64, 65, 700)}
+        assert all("split-K 1" in kernel for kernel in said)
+        assert len({kernel.split(",")[1] for kernel in said}) == 1, said
+        for m in (1, 33, 100):
+            part = x[rows][:m].clone()
+            assert torch.equal(epiloq.packed_fp4_mm(part, weight), y[rows][:m])
 
 
 def test_the_setting(seed: int) -> None:

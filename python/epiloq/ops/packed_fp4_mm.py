@@ -16,6 +16,7 @@ from epiloq._torch.library import (
     LIBRARY,
     direct,
     expect_tensors,
+    is_batch_invariant,
     is_transformed,
     mark_written,
     refuse_batch_invariant,
@@ -48,7 +49,8 @@ def packed_fp4_mm(
     is exact there, and the sum in fp32 is multiplied by the factor. Nothing is read back to the host. Otherwise, and on
     the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
     expert after the other; how many rows each has is read on the host. docs/numerics.md has the bounds. The gradient of
-    x is ``dy @ W``.
+    x is ``dy @ W``. With batch invariance (`epiloq.set_batch_invariant`) the kernel takes any number of rows and is the
+    only way on CUDA, and the CPU multiplies one row after the other.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense, leading dimensions collapsing into one; with ``offs``
@@ -65,6 +67,7 @@ def packed_fp4_mm(
     Raises:
         ValueError: an argument does not fit, or both of ``offs`` and ``masked_m`` are given.
         TypeError: an argument is not a tensor, or ``weight`` no `PackedFp4Weight`.
+        NotImplementedError: with batch invariance there is no kernel (of float32 on CUDA, of bfloat16 on SM75).
     """
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
@@ -103,20 +106,24 @@ def run(
     experts = experts_of(x, n, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], n // experts)) if out is None else out
     check(result, x, weight, bias, counts, out is not None)
-    if result.numel() > 0:
-        # Of the kernel, too, K is shared out by the number of rows.
-        refuse_batch_invariant(f"epiloq.{NAME}", DENSE_PRODUCT)
-        if not _by_kernel(result, x, weight, bias, counts):
-            _dequantised(result, x, weight, bias, counts)
+    if result.numel() > 0 and not _by_kernel(result, x, weight, bias, counts):
+        _refuse_dense(x)
+        _dequantised(result, x, weight, bias, counts)
     if out is not None:
         mark_written(out)
     return result
 
 
-def _few(x: Tensor, counts: Tensor | None) -> bool:
-    """Whether the kernel that reads codes is the faster way."""
+def _takes_kernel(x: Tensor, counts: Tensor | None) -> bool:
+    """Whether the kernel that reads codes is the faster way, or gives a row the same bits whatever rows there are."""
     experts = 1 if counts is None else counts.numel()
-    return x.is_cuda and prod(x.shape[:-1]) <= _DECODE_ROWS * experts
+    return x.is_cuda and (is_batch_invariant() or prod(x.shape[:-1]) <= _DECODE_ROWS * experts)
+
+
+def _refuse_dense(x: Tensor) -> None:
+    """Raise NotImplementedError where a row's bits would depend on others. Sums of no products do not."""
+    if x.is_cuda and x.shape[-1] > 0:
+        refuse_batch_invariant(f"epiloq.{NAME}", DENSE_PRODUCT)
 
 
 def _kernel_arguments(
@@ -135,7 +142,7 @@ def _kernel_arguments(
 
 
 def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
-    if not _few(x, counts):
+    if not _takes_kernel(x, counts):
         return False
     return _core.grouped_weight_only_mm(*_kernel_arguments(out, x, weight, bias, counts))
 
@@ -170,8 +177,14 @@ def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | Non
     with without_autocast(x.device.type):
         if not x.is_cuda:
             for rows in parts:
-                of_bias = None if bias is None else bias[rows]
-                out[:, rows] = torch.nn.functional.linear(x, weight.rows(rows, x.dtype), of_bias)
+                of_bias, part = None if bias is None else bias[rows], weight.rows(rows, x.dtype)
+                if not is_batch_invariant():
+                    out[:, rows] = torch.nn.functional.linear(x, part, of_bias)
+                    continue
+                for token in range(len(x)):
+                    # Alone, and in memory that always begins alike.
+                    alone = x[token : token + 1].clone()
+                    out[token : token + 1, rows] = torch.nn.functional.linear(alone, part, of_bias)
             return
         dense = x.new_empty(weight.shape)
         for rows in parts:
@@ -199,13 +212,14 @@ def explain(
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
-    refuse_batch_invariant(f"epiloq.{NAME}", DENSE_PRODUCT)
-    if _few(x, counts):
+    if _takes_kernel(x, counts):
         said = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
         if not said.startswith("no "):
             return said
+    _refuse_dense(x)
     where = "in memory" if x.is_cuda else "some rows at a time"
-    dense = f"the weight dequantised to {str(x.dtype).removeprefix('torch.')}, {where}, then torch's product"
+    alone = " of each token alone" if is_batch_invariant() else ""
+    dense = f"the weight dequantised to {str(x.dtype).removeprefix('torch.')}, {where}, then torch's product{alone}"
     return dense if counts is None else f"one expert after the other: {dense}"
 
 
