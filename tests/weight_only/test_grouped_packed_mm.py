@@ -5,6 +5,7 @@ On the CPU, and where a GPU's kernels multiply one expert after the other, the s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.ops.w4a8_mm import widened
 from w4a8_reference import make_activations
 from weight_reference import make_weight
 
@@ -105,3 +107,16 @@ def test_is_each_experts_product(seed: int, device: str, kind: str, activations:
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^epiloq\.grouped_packed_mm: {message}"):
         epiloq.grouped_packed_mm(**case("symmetric", torch.int8) | changes)
+
+
+@pytest.mark.parametrize("activations", [torch.float8_e4m3fn, torch.int8])
+def test_rows_are_widened_in_one_pass(seed: int, device: str, activations: torch.dtype) -> None:
+    """8-bit rows times their scales, rounded once, whatever their strides; what one kernel for all experts reads."""
+    for shape, columns in (((26, K), K), ((26, K), 13), ((4, 20, K), K), ((4, 20, K), 7), ((0, K), K), ((3, 0, K), 5)):
+        rows = make_activations(math.prod(shape[:-1]), K, activations, device).view(shape)
+        x = rows[:, ::2][..., :columns] if len(shape) == 3 else rows[..., :columns]
+        scale = (torch.rand((*x.shape[:-1], 2), device=device) * 0.02)[..., :1]
+        found = widened(x, scale, torch.bfloat16)
+        assert (found.shape, found.dtype) == (x.shape, torch.bfloat16)
+        assert torch.equal(found, (x.double() * scale.double()).float().bfloat16())
+        assert found.numel() == 0 or (found.data_ptr() % 16 == 0 and found.stride(-2) % 8 == 0)

@@ -14,6 +14,7 @@ from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_b
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, check_out_dtype, check_weight
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
+from epiloq.ops.w4a8_mm import widened
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
@@ -159,9 +160,7 @@ def _by_kernel(
     out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
 ) -> Any:
     """Whether a kernel took the product; or, explained, what it would do."""
-    if scale_a is not None:
-        x = torch.mul(x.to(torch.bfloat16), scale_a, out=torch.empty_like(x, dtype=torch.bfloat16))
-    x = on_16_bytes(x)
+    x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
     tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)
     numbers = ("int", weight.bits, weight.n, weight.k, weight.group_size)

@@ -189,19 +189,28 @@ def _by_weight_only(
     numbers = (weight.bits, weight.n, weight.k, weight.group_size)
     if dtype == torch.float32:
         return _finish(out, weight_only(x_q.to(dtype), *packed, None, *numbers, -inf, inf), scale_a, bias)
-    k = x_q.shape[-1]
-    # Rows on 16 bytes, as the kernel reads them.
-    x = x_q.new_empty((len(x_q), -(-k // _ALIGNED) * _ALIGNED), dtype=dtype)[:, :k]
-    if x.is_cuda:
-        _core.widen_tokens(x, x_q, scale_a)
-    else:
-        x.copy_(x_q.float().mul_(scale_a))
+    x = widened(x_q, scale_a, dtype)
     if out.dtype == dtype:
         weight_only(x, *packed, bias, *numbers, -inf, inf, out=out)
         return None
     sums = weight_only(x, *packed, None, *numbers, -inf, inf)
     out.copy_(sums if bias is None else sums + bias.float())
     return None
+
+
+def widened(x_q: Tensor, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
+    """8-bit tokens ``[.., K]`` times their scales ``[.., 1]``, rounded once to a type, bfloat16 on CUDA.
+
+    Products are in fp32; rows begin on 16 bytes, as kernels read them.
+    """
+    k = x_q.shape[-1]
+    rows, scales = x_q.flatten(0, -2), scale_a.flatten(0, -2).contiguous()
+    x = x_q.new_empty((len(rows), -(-k // _ALIGNED) * _ALIGNED), dtype=dtype)
+    if x.is_cuda:
+        _core.widen_tokens(x[:, :k], rows, scales)
+    else:
+        x[:, :k].copy_(rows.float().mul_(scales))
+    return x.view(*x_q.shape[:-1], x.shape[-1])[..., :k]
 
 
 def _summed_by_group(m: int, weight: PackedWeight) -> bool:
