@@ -30,8 +30,8 @@ EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 
 // Rotary embedding in Llama's manner (the second half of a head is the first half's other coordinate), and a cache's
 // update, in one launch: query = heads[.., :H] rotated; keys, rotated, and values are written to their caches from
-// `position` on. Each product and each sum is rounded to the type, as torch does. A token behind a cache's end is a
-// CUDA error. On a CUDA device.
+// `position` (0 unless given) on. Each product and each sum is rounded to the type, as torch does. A token behind a
+// cache's end is a CUDA error. On a CUDA device.
 struct RotateAndStore {
   TensorView query;  // [B, T, H, D] float16, bfloat16 or float32, contiguous; written
   TensorView heads;  // [B, T, H + 2 H_kv, D] of that type, dense along D
@@ -39,7 +39,7 @@ struct RotateAndStore {
   TensorView sin;
   TensorView key_cache;  // [B, H_kv, L, D] of that type, dense along D; written
   TensorView value_cache;
-  TensorView position;  // int64, one element
+  std::optional<TensorView> position;  // int64, one element
 };
 
 EPILOQ_API void check(RotateAndStore const& call);

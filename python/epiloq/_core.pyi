@@ -135,7 +135,13 @@ def check_rms_norm_quant(
     ue8m0: bool,
 ) -> None: ...
 def check_rotate_and_store(
-    query: Tensor, heads: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
+    query: Tensor,
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor | None,
 ) -> None: ...
 def check_scaled_bmm(
     out: Tensor,
@@ -673,7 +679,13 @@ def rms_norm_quant(
     ue8m0: bool,
 ) -> None: ...
 def rotate_and_store(
-    query: Tensor, heads: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
+    query: Tensor,
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor | None,
 ) -> None: ...
 def scaled_bmm(
     out: Tensor,

@@ -94,8 +94,10 @@ RotateProblem checked(RotateAndStore const& call) {
   Checker const check("rotate_and_store", call.heads.device);
   DType const dtype = call.heads.dtype;
   check.tensor("heads", call.heads, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
-  check.tensor("position", call.position, {DType::kInt64});
-  check.scalar("position", call.position);
+  if (call.position) {
+    check.tensor("position", *call.position, {DType::kInt64});
+    check.scalar("position", *call.position);
+  }
   if (call.heads.rank != 4 || call.key_cache.rank != 4 || call.query.rank != 4) {
     check.fail("heads", "expected query, heads and caches of four dimensions, got ", describe(call.query), ", ",
                describe(call.heads), " and ", describe(call.key_cache));
@@ -129,7 +131,7 @@ RotateProblem checked(RotateAndStore const& call) {
   return {call.heads.data,
           call.cos.data,
           call.sin.data,
-          call.position.as<std::int64_t>(),
+          call.position ? call.position->as<std::int64_t>() : nullptr,
           call.query.data,
           call.key_cache.data,
           call.value_cache.data,

@@ -35,7 +35,8 @@ bool has_kernel(int width);
 
 void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream);
 
-// Query, key and value heads side by side; the caches that keys and values go to, from `position` on.
+// Query, key and value heads side by side; the caches that keys and values go to, from `position` on,
+// or from the start where it is null.
 struct RotateProblem {
   void const *from, *cos, *sin;
   std::int64_t const* position;

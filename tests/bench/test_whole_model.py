@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,28 @@ def test_every_contender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert weights["w4a16-g32"] < weights["w8a8-int8"] < weights["none"]
     lines = table(results).splitlines()
     assert len(lines) == 16 and lines[1].endswith("1.00") and "w4a16-g32 optimised" in lines[8]
+
+
+def test_a_layer_has_no_share_of_what_is_around_the_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clock by which the model itself takes 100 ms and a layer one."""
+    model, clock = contenders.build("tiny", 3, torch.bfloat16, "cpu"), [0]
+
+    def takes(module: torch.nn.Module, milliseconds: int) -> None:
+        module.register_forward_pre_hook(lambda *_: clock.append(milliseconds))
+
+    def timed(run: Callable[[], object], device: str, repeats: int) -> float:
+        clock.clear()
+        run()
+        return sum(clock)
+
+    takes(model.model, 100)
+    for layer in model.model.layers:
+        takes(layer, 1)
+    monkeypatch.setattr(measure, "_timed", timed)
+    for phase in ("prefill", "decode"):
+        row = measure.measure(model, "none", False, "eager", phase, 1, 8)
+        assert row.milliseconds == 103 and row.us_a_layer == 1000
+    assert model.config.num_hidden_layers == 3
 
 
 def test_figures_of_more_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

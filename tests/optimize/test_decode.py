@@ -59,25 +59,32 @@ def test_attention_called_by_itself(seed: int) -> None:
 
 @torch.no_grad()
 def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step leaves in the cache is what transformers leaves there; other caches are updated by themselves."""
+    """What a step leaves in the cache is what transformers leaves there; other caches are handed keys and values."""
     from epiloq.optimize import rotary
 
     model, x, calls = quantised("llama", "w8a16", torch.bfloat16), tokens(), []
     plain = copy.deepcopy(model)
     optimize_(model)
     stored = rotary.rotate_and_store
-    monkeypatch.setattr(rotary, "rotate_and_store", lambda *a: calls.append(a) or stored(*a))
+    # Of each call, whether it wrote from a place of the cache on.
+    monkeypatch.setattr(rotary, "rotate_and_store", lambda *a: calls.append(len(a) == 7) or stored(*a))
     caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     for each, cache in zip((model, plain), caches, strict=True):
         for part in (x[:, :8], x[:, 8:9], x[:, 9:11]):
             each(part, use_cache=True, **{argument(each): cache})
-    assert len(calls) == 4  # two layers, but for the first call, which makes the cache
+    assert calls == [False] * 2 + [True] * 4  # two layers; the first call makes the cache
     for mine, other in zip(caches[0].layers, caches[1].layers, strict=True):
         assert torch.equal(mine.cumulative_length, other.cumulative_length)
         assert relative(mine.keys.float(), other.keys.float()) <= 1e-2
         assert relative(mine.values.float(), other.values.float()) <= 1e-2
-    model(x, use_cache=True, **{argument(model): transformers.DynamicCache(config=model.config)})
-    assert len(calls) == 4
+    dynamic = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    for each, cache in zip((model, plain), dynamic, strict=True):
+        for part in (x[:, :8], x[:, 8:9]):
+            each(part, use_cache=True, **{argument(each): cache})
+    assert calls[6:] == [False] * 4
+    for mine, other in zip(dynamic[0].layers, dynamic[1].layers, strict=True):
+        assert relative(mine.keys.float(), other.keys.float()) <= 1e-2
+        assert relative(mine.values.float(), other.values.float()) <= 1e-2
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}

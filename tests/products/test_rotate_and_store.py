@@ -17,9 +17,18 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "keys", "width"), [(1, 1, 32, 8, 128), (3, 5, 4, 2, 64), (2, 2, 3, 1, 10)]
 )
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "first"), [(False, 7), (True, 7), (False, None)])
 def test_same_bits(
-    seed: int, batch: int, tokens: int, heads: int, keys: int, width: int, dtype: torch.dtype, shared: bool, device: str
+    seed: int,
+    batch: int,
+    tokens: int,
+    heads: int,
+    keys: int,
+    width: int,
+    dtype: torch.dtype,
+    shared: bool,
+    first: int | None,
+    device: str,
 ) -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -30,9 +39,11 @@ def test_same_bits(
     caches = [random(batch, keys, 12, width) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     both = rotated(some[:, :, : heads + keys], cos, sin)
-    expected[0][:, :, 7 : 7 + tokens] = both[:, :, heads:].transpose(1, 2)
-    expected[1][:, :, 7 : 7 + tokens] = some[:, :, heads + keys :].transpose(1, 2)
-    position, versions = torch.tensor(7, device=device), [cache._version for cache in caches]
+    written = slice(first or 0, (first or 0) + tokens)
+    expected[0][:, :, written] = both[:, :, heads:].transpose(1, 2)
+    expected[1][:, :, written] = some[:, :, heads + keys :].transpose(1, 2)
+    position = None if first is None else torch.tensor(first, device=device)
+    versions = [cache._version for cache in caches]
     query = rotate_and_store(some, heads, cos, sin, *caches, position)
     assert torch.equal(query, both[:, :, :heads]) and query.is_contiguous()
     assert all(torch.equal(*pair) for pair in zip(caches, expected, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -34,43 +35,52 @@ def rotary_attention(
     for name in CACHES:  # one of them
         held = rest.pop(name, held)
     shape, width = x.shape[:-1], attention.head_dim
-    query_heads, key_heads, value_heads = [size // width for size in siblings.sizes]
+    counts = [size // width for size in siblings.sizes]
     heads = siblings.whole(x).view(*shape, -1, width)
     if norms_heads:
-        query, key, value = heads.split([query_heads, key_heads, value_heads], -2)
+        query, key, value = heads.split(counts, -2)
         heads = torch.cat((attention.q_norm(query), attention.k_norm(key), value), -2)
-    stored = None if held is None else _stored(heads, query_heads, cos, sin, held, attention.layer_idx)
-    if stored is not None:
-        query, key, value = stored
-        query = query.transpose(1, 2)
-    else:
-        both, value = heads.split([query_heads + key_heads, value_heads], -2)
-        query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if held is not None:
-            key, value = held.update(key, value, attention.layer_idx)
+    query, key, value = _rotated(heads, counts, cos, sin, held, attention.layer_idx)
     attended, weights = grouped_sdpa(attention, query, key, value, mask, scaling=attention.scaling, **rest)
     return attention.o_proj(attended.reshape(*shape, -1).contiguous()), weights
 
 
-def _stored(
-    heads: Tensor, query_heads: int, cos: Tensor, sin: Tensor, cache: Any, index: int
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Query, and a layer's keys and values, of a static cache in eager torch, where launches take longest; None where
-    something else is at work. A compiled graph makes two kernels of the general way."""
-    if is_compiling() or not _is(cache, 0) or getattr(cache, "offloading", False):
+def _rotated(
+    heads: Tensor, counts: Sequence[int], cos: Tensor, sin: Tensor, cache: Any, index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated query heads ``[B, H, T, D]``, and keys and values to attend to, those of the cache before them.
+
+    In eager torch, where launches take longest, one of them rotates, and writes to a static cache. A compiled graph
+    makes two kernels of the general way.
+    """
+    query_heads, key_heads, _ = counts
+    if is_compiling() or not cos.dtype == sin.dtype == heads.dtype or not direct((heads, cos, sin)):
+        both, value = heads.split([query_heads + key_heads, counts[2]], -2)
+        query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    else:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        layer = _static_layer(cache, index, heads)
+        if layer is not None:
+            key, value, place = layer.keys, layer.values, layer.cumulative_length
+            query = rotate_and_store(heads, query_heads, cos, sin, key, value, place)
+            place.add_(heads.shape[1])
+            return query.transpose(1, 2), key, value
+        key, value = (heads.new_empty((len(heads), key_heads, *heads.shape[1::2])) for _ in range(2))
+        query = rotate_and_store(heads, query_heads, cos, sin, key, value)
+    if cache is not None:
+        key, value = cache.update(key, value, index)
+    return query.transpose(1, 2), key, value
+
+
+def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
+    """A layer of a static cache that `rotate_and_store` may write to; None where something else is at work."""
+    if not _is(cache, 0) or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
-    if not _is(layer, 1) or not layer.is_initialized:
+    if not _is(layer, 1) or not layer.is_initialized or not direct((layer.keys, layer.values, layer.cumulative_length)):
         return None
-    tensors = (heads, cos, sin, layer.keys, layer.values, layer.cumulative_length)
-    alike = cos.dtype == sin.dtype == layer.keys.dtype == heads.dtype and cos.shape[-1] == heads.shape[-1]
-    if not direct(tensors) or not alike or layer.keys.shape[0] != heads.shape[0]:
-        return None
-    cos, sin = cos.contiguous(), sin.contiguous()
-    query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, layer.cumulative_length)
-    layer.cumulative_length.add_(heads.shape[1])
-    return query, layer.keys, layer.values
+    return layer if layer.keys.dtype == heads.dtype and len(layer.keys) == len(heads) else None
 
 
 @cache

@@ -24,9 +24,9 @@ void register_decode_attention(py::module_& module) {
     module.def(
         name,
         [action](TensorArg const& query, TensorArg const& heads, TensorArg const& cos, TensorArg const& sin,
-                 TensorArg const& key_cache, TensorArg const& value_cache, TensorArg const& position) {
-          RotateAndStore const call{query.view,     heads.view,       cos.view,     sin.view,
-                                    key_cache.view, value_cache.view, position.view};
+                 TensorArg const& key_cache, TensorArg const& value_cache, std::optional<TensorArg> const& position) {
+          RotateAndStore const call{query.view,     heads.view,       cos.view,         sin.view,
+                                    key_cache.view, value_cache.view, view_of(position)};
           action(call, heads);
         },
         py::arg("query"), py::arg("heads"), py::arg("cos"), py::arg("sin"), py::arg("key_cache"),

@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
   pdl_wait();
   pdl_trigger();
   int const half = p.width / 2, token = blockIdx.x % p.tokens, batch = blockIdx.x / p.tokens;
-  std::int64_t const place = *p.position + token;
+  std::int64_t const place = (p.position != nullptr ? *p.position : 0) + token;
   int const all = p.heads + 2 * p.key_heads;
   for (int i = blockIdx.y * kThreads + threadIdx.x; i < all * half; i += gridDim.y * kThreads) {
     int const head = i / half, element = i % half;

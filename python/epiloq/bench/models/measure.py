@@ -125,17 +125,32 @@ def measure(
         else:
             run, reset = _step(model, mode, batch, tokens, cache)
         run()  # which compiles
-        timed = _replayed(run) if mode != "eager" and device == "cuda" else run
+        replays = mode != "eager" and device == "cuda"
         reset()
-        whole = _timed(timed, device, repeats)
+        whole = _timed(_replayed(run) if replays else run, device, repeats)
         weights = sum(p.nbytes for p in model.parameters()) / 1e6
         of_layers = sum(p.nbytes for p in model.model.layers.parameters()) / 1e6 / layers
         peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else 0.0
-        rest = _timed(_outside(model, batch, 1 if phase == "decode" else tokens), device, repeats)
+        if mode == "compile" or layers == 1:
+            more, rest = layers, _timed(_outside(model, batch, 1 if phase == "decode" else tokens), device, repeats)
+        else:
+            with _first_layer(model):
+                run(), reset()
+                more, rest = layers - 1, _timed(_replayed(run) if replays else run, device, repeats)
     count = batch * (tokens if phase == "prefill" else 1)
-    a_layer = 1e3 * max(whole - rest, 0) / layers
+    a_layer = 1e3 * max(whole - rest, 0) / more
     figures = (whole, 1e3 * count / whole, a_layer, weights, peak, layers, of_layers)
     return Measured(scheme, optimized, mode, phase, batch, tokens, *figures, cache=cache)
+
+
+@contextmanager
+def _first_layer(model: Any) -> Iterator[None]:
+    """The model without all other layers: what it does around them takes an eager step as long as several."""
+    layers, model.config.num_hidden_layers = model.config.num_hidden_layers, 1
+    try:
+        yield
+    finally:
+        model.config.num_hidden_layers = layers
 
 
 def _outside(model: Any, batch: int, tokens: int) -> Callable[[], object]:

@@ -41,7 +41,8 @@ FORMS = {"plain": False, "optimised": True}
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender's figures. Times are medians; `us_a_layer` leaves the embedding, last norm and head out."""
+    """One contender's figures. Times are medians; `us_a_layer` leaves the embedding, last norm and head out,
+    and unless compiled everything else around the layers."""
 
     scheme: str  # or the name of a peer
     optimized: bool

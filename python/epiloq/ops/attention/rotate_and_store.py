@@ -10,7 +10,13 @@ from epiloq._torch.library import mark_written
 
 
 def rotate_and_store(
-    heads: Tensor, query_heads: int, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor
+    heads: Tensor,
+    query_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor | None = None,
 ) -> Tensor:
     """Rotated query heads; rotated keys, and values, are written to their caches: on CUDA in one launch.
 
@@ -21,7 +27,8 @@ def rotate_and_store(
         query_heads: H.
         cos, sin: ``[B, T, D]`` or ``[1, T, D]`` of that dtype, contiguous: the angles of the tokens.
         key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, dense along D; written.
-        position: int64, one element on the same device: the first token's place. ``position + T`` is at most L.
+        position: int64, one element on the same device: the first token's place, 0 unless given. ``position + T`` is at
+            most L.
 
     Returns:
         ``[B, T, H, D]``.
@@ -39,7 +46,8 @@ def rotate_and_store(
         _core.check_rotate_and_store(*arguments)
         keys = key_cache.shape[1]
         both, values = heads.split([query_heads + keys, keys], 2)
-        turned, places = rotated(both, cos, sin), position + torch.arange(heads.shape[1])
+        turned, places = rotated(both, cos, sin), torch.arange(heads.shape[1])
+        places = places if position is None else places + position
         query.copy_(turned[:, :, :query_heads])
         key_cache.index_copy_(2, places, turned[:, :, query_heads:].transpose(1, 2))
         value_cache.index_copy_(2, places, values.transpose(1, 2))
