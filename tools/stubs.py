@@ -21,7 +21,6 @@ SIMPLER = (
     (r"typing\.(\w+)", r"\1"),
     (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # of on_first_dispatch
     (r"-> dict:", "-> dict[str, int]:"),  # of device_properties, which pybind11's dict does not say
-    (r"^__version__: str = .*$", "__version__: str"),
 )
 UNWANTED = r"^(from __future__ .*|import (collections\.abc|typing)|__all__: .*)\n"
 

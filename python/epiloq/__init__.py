@@ -10,9 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from epiloq import _core as _core
+from epiloq import _built_module
 
 if TYPE_CHECKING:
+    from epiloq import _core as _core
     from epiloq import compat as compat
     from epiloq import formats as formats
     from epiloq import nn as nn
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from epiloq.optimize import optimize_ as optimize_
     from epiloq.schemes import quantize_ as quantize_
     from epiloq.tuning.tuner import tune as tune
+
+_built_module.load()  # sets _core, or says why it cannot be used
 
 # The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:

@@ -1,9 +1,15 @@
+#include <string>
+#include <string_view>
+#include <vector>
+
 #include "bindings/register.h"
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "epiloq/error.h"
 #include "epiloq/threads.h"
 #include "epiloq/version.h"
+#include "interface_hash.h"
+#include "source_hash.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -37,11 +43,21 @@ void translate(std::exception_ptr thrown) {
   }
 }
 
+// Another libepiloq may expect other arguments behind the same names.
+void check_library() {
+  if (std::string_view(source_hash()) != EPILOQ_SOURCE_HASH)
+    throw py::import_error(std::string("libepiloq.so was built from other sources (") + source_hash() +
+                           ") than _core (" EPILOQ_SOURCE_HASH ")");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
+  check_library();
   module.doc() = "The C++ half of epiloq: checks its arguments, picks a kernel, launches it.";
   module.attr("__version__") = EPILOQ_VERSION;
+  module.def("interface_hash", [] { return EPILOQ_INTERFACE_HASH; });
+  module.def("source_hash", &source_hash);
   py::register_local_exception_translator(translate);
   module.def("built_archs", &built_arch_names);
   module.def("device_properties", &properties_of, py::arg("device_index"));
