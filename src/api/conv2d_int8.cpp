@@ -24,7 +24,7 @@ conv::Finish checked_finish(Checker const& check, Conv2dInt8 const& call) {
   };
   expect_int8("input_zero", call.input_zero);
   expect_int8("output_zero", call.output_zero);
-  if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got (", call.lo, ", ", call.hi, ")");
+  check.clamp(call.lo, call.hi);
   auto const channels = [&](char const* argument, TensorView const& view, DType dtype) {
     check.tensor(argument, view, {dtype});
     check.vector(argument, view, co);
@@ -78,9 +78,7 @@ void check(Conv2dInt8 const& call) { checked(call); }
 
 void conv2d_int8(Conv2dInt8 const& call, Stream stream) {
   conv::Problem const problem = checked(call);
-  if (call.x.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.conv2d_int8: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
+  expect_device("conv2d_int8", "x", call.x, Device::Type::kCuda);
   if (is_empty(problem)) return;
   conv::Choice const choice =
       conv::choose(problem, target_of("conv2d_int8", KernelSet::kConvolution, call.x.device), call.kernel);

@@ -39,11 +39,9 @@ wo::Weight checked_taps(Checker const& check, PackedConv2dWeight const& w) {
   if (rows.bits < 2 || rows.bits > 8) check.fail("bits", "expected 2 to 8, got ", rows.bits);
   if (rows.zero && rows.offset) check.fail("offset", "expected none beside zero, got ", describe(*rows.offset));
   check.tensor("weight.q", rows.q, {DType::kUInt8});
-  wo::expect_shape(check, "weight.q", rows.q, {w.kh, w.kw, rows.n});
-  auto const parameter = [&](char const* name, TensorView const& view) {
-    wo::expect_shape(check, name, view, {rows.n});
-  };
-  check.tensor("weight.scale", rows.scale, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.shape("weight.q", rows.q, {w.kh, w.kw, rows.n});
+  auto const parameter = [&](char const* name, TensorView const& view) { check.shape(name, view, {rows.n}); };
+  check.tensor("weight.scale", rows.scale, kFloats);
   parameter("weight.scale", rows.scale);
   if (rows.zero) check.tensor("weight.zero", *rows.zero, {DType::kUInt8}), parameter("weight.zero", *rows.zero);
   if (rows.offset) {
@@ -70,18 +68,14 @@ wo::Weight checked_weight(Checker const& check, PackedConv2dWeight const& w) {
 
 conv::Problem checked(Conv2dWeightOnly const& call) {
   Checker const check("conv2d_weight_only", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("x", call.x, kFloats);
   check.tensor("out", call.out, {call.x.dtype});
   PackedConv2dWeight const& w = call.weight;
   ops::conv2d::Shape const shape =
       ops::conv2d::checked_shape(check, call.out, call.x, {w.rows.n, w.kh, w.kw, w.channels}, call.geometry);
   wo::Weight const weight = checked_weight(check, w);
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.x.dtype});
-    check.vector("bias", *call.bias, w.rows.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
-  if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got (", call.lo, ", ", call.hi, ")");
+  check.bias(call.bias, call.out, w.rows.n);
+  check.clamp(call.lo, call.hi);
   check.apart("out", call.out, "x", call.x);
   wo::check_apart(check, call.out, w.rows);
   return {shape,

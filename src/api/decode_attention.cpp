@@ -43,7 +43,7 @@ void check_scales(DecodeAttention const& call, Checker const& check, bool has_by
 
 Problem checked(DecodeAttention const& call) {
   Checker const check("decode_attention", call.query.device);
-  check.tensor("query", call.query, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("query", call.query, kFloats);
   check.tensor("key", call.key, {call.query.dtype, DType::kInt8, DType::kUInt8});
   check.tensor("value", call.value, {call.key.dtype});
   check.tensor("out", call.out, {call.query.dtype});
@@ -93,7 +93,7 @@ using ops::decode_attention::RotateProblem;
 RotateProblem checked(RotateAndStore const& call) {
   Checker const check("rotate_and_store", call.heads.device);
   DType const dtype = call.heads.dtype;
-  check.tensor("heads", call.heads, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("heads", call.heads, kFloats);
   if (call.position) {
     check.tensor("position", *call.position, {DType::kInt64});
     check.scalar("position", *call.position);
@@ -149,11 +149,10 @@ RotateProblem checked(RotateAndStore const& call) {
 
 bool starts_on_16_bytes(void const* data, Strides const& strides, DType dtype) {
   auto const whole = [&](std::int64_t stride) { return stride * static_cast<std::int64_t>(size_of(dtype)) % 16 == 0; };
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && whole(strides.batch) && whole(strides.head) &&
-         whole(strides.token);
+  return is_aligned(data) && whole(strides.batch) && whole(strides.head) && whole(strides.token);
 }
 
-bool is_served(Problem const& p, DecodeAttention const& call) {
+bool has_kernel_for(Problem const& p, DecodeAttention const& call) {
   if (call.query.device.type != Device::Type::kCuda || call.query.dtype == DType::kFloat32) return false;
   Strides query = p.of_query;
   query.token = 0;
@@ -168,7 +167,7 @@ void check(DecodeAttention const& call) { checked(call); }
 bool decode_attention(DecodeAttention const& call, Stream stream) {
   Problem const problem = checked(call);
   if (call.out.numel() == 0) return true;
-  if (!is_served(problem, call)) return false;
+  if (!has_kernel_for(problem, call)) return false;
   int const device = call.query.device.index;
   DeviceProperties const& properties = device_properties(device);
   if (properties.compute_capability < 80 || !(is_built(Arch::kSm80) || is_built(Arch::kSm90))) return false;
@@ -188,10 +187,7 @@ void check(RotateAndStore const& call) { checked(call); }
 
 void rotate_and_store(RotateAndStore const& call, Stream stream) {
   RotateProblem const problem = checked(call);
-  if (call.heads.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.rotate_and_store: heads: expected a tensor on a CUDA device, got " +
-                      describe(call.heads));
-  }
+  expect_device("rotate_and_store", "heads", call.heads, Device::Type::kCuda);
   if (call.heads.numel() == 0) return;
   ops::decode_attention::launch_rotate(problem, call.heads.dtype, call.heads.device.index, stream);
 }

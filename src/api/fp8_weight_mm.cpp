@@ -55,31 +55,16 @@ void check_apart(Checker const& check, TensorView const& out, Fp8Weight const& w
 
 Problem checked(Fp8WeightMm const& call) {
   Checker const check("fp8_weight_mm", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("x", call.x, kFloats);
   Weight const weight = checked(check, call.weight);
-  Matrix const x = check.rows("x", call.x);
-  if (x.cols != weight.k) check.fail("x", "expected ", weight.k, " columns, got ", describe(call.x));
-  check.tensor("out", call.out, {call.x.dtype});
-  Matrix const out = check.rows("out", call.out);
-  bool const same_rows =
-      call.out.rank == call.x.rank &&
-      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
-  if (!same_rows || out.cols != weight.n) {
-    check.fail("out", "expected x's leading dimensions and ", weight.n, " columns, got ", describe(call.out));
-  }
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.x.dtype});
-    check.vector("bias", *call.bias, weight.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
-  check.apart("out", call.out, "x", call.x);
+  auto const [x, out] = check.product(call.x, call.out, call.bias, weight.n, weight.k);
   check_apart(check, call.out, call.weight);
   return {weight, x.rows, call.x.data, call.out.data, call.bias ? call.bias->data : nullptr, x.stride, out.stride};
 }
 
 DequantizeProblem checked(DequantizeFp8 const& call) {
   Checker const check("dequantize_fp8", call.out.device);
-  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("out", call.out, kFloats);
   Weight const weight = checked(check, call.weight);
   check.contiguous("out", call.out);
   if (call.out.rank != 2 || call.out.shape[1] != weight.k) {
@@ -94,23 +79,22 @@ DequantizeProblem checked(DequantizeFp8 const& call) {
 }
 
 // Why the decode kernel does not take a problem; null if it does.
-char const* obstacle(Problem const& p, DType x, Arch arch) {
+char const* unsupported_reason(Problem const& p, DType x, Arch arch) {
   Weight const& w = p.weight;
-  auto const aligned = [](void const* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; };
   if (p.m > kMostTokens) return "more than 64 rows";
   if (x == DType::kFloat32) return "float32";
   if (x == DType::kBFloat16 && arch == Arch::kSm75) return "bfloat16 on sm75";
   if (w.block_columns < w.k && w.block_columns % kDepth != 0) return "blocks that do not fill steps of 64 columns";
-  if (!aligned(p.x) || (p.m > 1 && p.stride_x % 8 != 0)) return "rows of x that are not 16-byte aligned";
+  if (!is_aligned(p.x) || (p.m > 1 && p.stride_x % 8 != 0)) return "rows of x that are not 16-byte aligned";
   if (p.m * std::max(p.stride_x, w.k) >= kMostElements) return "rows of x that are far apart";
-  if (w.k % kLaneColumns != 0 || !aligned(w.q) || (w.n > 1 && w.stride % kLaneColumns != 0)) {
+  if (w.k % kLaneColumns != 0 || !is_aligned(w.q) || (w.n > 1 && w.stride % kLaneColumns != 0)) {
     return "rows of the weight that are not 16-byte aligned";
   }
   return nullptr;
 }
 
-char const* obstacle(Problem const& p, Fp8WeightMm const& call) {
-  return obstacle(p, call.x.dtype, target_of("fp8_weight_mm", KernelSet::kWeightOnly, call.x.device).arch);
+char const* unsupported_reason(Problem const& p, Fp8WeightMm const& call) {
+  return unsupported_reason(p, call.x.dtype, target_of("fp8_weight_mm", KernelSet::kWeightOnly, call.x.device).arch);
 }
 
 }  // namespace
@@ -120,11 +104,9 @@ void check(DequantizeFp8 const& call) { checked(call); }
 
 bool fp8_weight_mm(Fp8WeightMm const& call, Stream stream) {
   Problem const problem = checked(call);
-  if (call.x.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.fp8_weight_mm: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
+  expect_device("fp8_weight_mm", "x", call.x, Device::Type::kCuda);
   if (problem.m == 0 || problem.weight.n == 0) return true;
-  if (problem.weight.k == 0 || obstacle(problem, call) != nullptr) return false;
+  if (problem.weight.k == 0 || unsupported_reason(problem, call) != nullptr) return false;
   ops::fp8_weight_mm::launch(problem, call.x.dtype, call.x.device.index, stream);
   return true;
 }
@@ -142,7 +124,7 @@ std::string explain(Fp8WeightMm const& call) {
   Problem const problem = checked(call);
   if (problem.m == 0 || problem.weight.n == 0) return "nothing to launch: the output is empty";
   if (call.x.device.type == Device::Type::kCpu) return "cpu, torch: dequantised some rows at a time";
-  char const* const why = obstacle(problem, call);
+  char const* const why = unsupported_reason(problem, call);
   if (why == nullptr) return "fp8 weight decode kernel, mma.sync";
   return std::string("dequantised into memory, then a dense product (") + why + ")";
 }

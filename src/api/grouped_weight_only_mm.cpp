@@ -1,6 +1,5 @@
 #include "epiloq/grouped_weight_only_mm.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "api/checks/packed_weight.h"
@@ -25,7 +24,7 @@ std::int64_t expert_stride(TensorView const& view) { return view.rank == 3 ? vie
 
 Checked checked(GroupedWeightOnlyMm const& call) {
   Checker const check("grouped_weight_only_mm", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("x", call.x, kFloats);
   wo::Weight weight = wo::checked_weight_of_any_format(check, call.weight);
   std::int64_t const experts = call.counts ? call.counts->numel() : 1;
   if (call.counts) {
@@ -58,7 +57,7 @@ Checked checked(GroupedWeightOnlyMm const& call) {
   if (call.out.shape[rows] != m) check.fail("out", "expected ", m, " rows, got ", describe(call.out));
   if (call.bias) {
     check.tensor("bias", *call.bias, {call.x.dtype});
-    wo::expect_shape(check, "bias", *call.bias, {experts, weight.n});
+    check.shape("bias", *call.bias, {experts, weight.n});
     check.apart("out", call.out, "bias", *call.bias);
   }
   if (call.factor) {
@@ -79,7 +78,7 @@ Checked checked(GroupedWeightOnlyMm const& call) {
                             -kInfinity,
                             kInfinity};
   auto const is_multiple = [](std::int64_t stride) { return stride % 8 == 0; };
-  bool const aligned = reinterpret_cast<std::uintptr_t>(call.x.data) % 16 == 0 && (m <= 1 || is_multiple(stride_x)) &&
+  bool const aligned = is_aligned(call.x.data) && (m <= 1 || is_multiple(stride_x)) &&
                        (experts <= 1 || is_multiple(expert_stride(call.x)));
   return {{product, static_cast<int>(experts), call.counts ? static_cast<int const*>(call.counts->data) : nullptr,
            call.masked, expert_stride(call.x), expert_stride(call.out),
@@ -89,7 +88,7 @@ Checked checked(GroupedWeightOnlyMm const& call) {
 }
 
 // Why no kernel takes a problem; null if one does.
-char const* obstacle(Checked const& c, WeightFormat format, Target const& target) {
+char const* unsupported_reason(Checked const& c, WeightFormat format, Target const& target) {
   wo::Weight const& w = c.problem.product.weight;
   if (c.x == DType::kFloat32) return "float32";
   if (c.x == DType::kBFloat16 && target.arch == Arch::kSm75) return "bfloat16 on sm75";
@@ -115,12 +114,10 @@ void check(GroupedWeightOnlyMm const& call) { checked(call); }
 
 bool grouped_weight_only_mm(GroupedWeightOnlyMm const& call, Stream stream) {
   Checked const c = checked(call);
-  if (call.x.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.grouped_weight_only_mm: expected tensors on a CUDA device, got " + describe(call.x));
-  }
+  expect_device("grouped_weight_only_mm", "x", call.x, Device::Type::kCuda);
   if (is_empty(c.problem)) return true;
   Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
-  if (c.problem.product.weight.k == 0 || obstacle(c, call.weight.format, target) != nullptr) return false;
+  if (c.problem.product.weight.k == 0 || unsupported_reason(c, call.weight.format, target) != nullptr) return false;
   grouped::launch(choice_of(c, call, target), c.problem, c.x, call.x.device.index, stream);
   return true;
 }
@@ -129,7 +126,7 @@ std::string explain(GroupedWeightOnlyMm const& call) {
   Checked const c = checked(call);
   if (is_empty(c.problem)) return "nothing to launch: the output is empty";
   Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
-  char const* const why = obstacle(c, call.weight.format, target);
+  char const* const why = unsupported_reason(c, call.weight.format, target);
   if (why != nullptr) return std::string("no kernel: ") + why;
   return grouped::describe(choice_of(c, call, target));
 }

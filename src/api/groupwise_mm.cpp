@@ -137,18 +137,9 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
 }
 
 void check_out_and_bias(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
-  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
-  sizes.out = check.rows("out", call.out);
-  bool const same_rows =
-      std::equal(call.a.shape.begin(), call.a.shape.begin() + call.a.rank - 1, call.out.shape.begin());
-  if (call.out.rank != call.a.rank || !same_rows || sizes.out.cols != sizes.n) {
-    check.fail("out", "expected a's leading dimensions and ", sizes.n, " columns, got ", describe(call.out));
-  }
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.out.dtype});
-    check.vector("bias", *call.bias, sizes.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
+  check.tensor("out", call.out, kFloats);
+  sizes.out = check.rows_like("out", call.out, "a", call.a, sizes.n);
+  check.bias(call.bias, call.out, sizes.n);
   check.apart("out", call.out, "a", call.a);
   check.apart("out", call.out, "b", call.b);
   check.apart("out", call.out, "scale_a", call.scale_a);
@@ -273,10 +264,7 @@ void check(GroupwiseMm const& call) { checked(call); }
 
 void groupwise_mm(GroupwiseMm const& call, Stream stream) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCuda) {
-    throw Unsupported(std::string("epiloq.") + name_of(call) + ": a: expected a tensor on a CUDA device, got " +
-                      describe(call.a));
-  }
+  expect_device(name_of(call), "a", call.a, Device::Type::kCuda);
   if (is_empty(sizes)) return;
   ops::groupwise_mm::launch(choice_of(call, sizes), arguments_of(call, sizes), call.a.dtype, call.out.dtype,
                             call.a.device.index, stream);
@@ -284,10 +272,7 @@ void groupwise_mm(GroupwiseMm const& call, Stream stream) {
 
 void groupwise_mm(GroupwiseMm const& call) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCpu) {
-    throw Unsupported(std::string("epiloq.") + name_of(call) + ": a: expected a tensor on the CPU, got " +
-                      describe(call.a));
-  }
+  expect_device(name_of(call), "a", call.a, Device::Type::kCpu);
   gemm::GroupwiseProblem const problem = arguments_of(call, sizes);
   check_rows_of_experts(call, problem);
   if (is_empty(sizes)) return;

@@ -1,7 +1,5 @@
 #include "epiloq/online_quant_mm.h"
 
-#include <algorithm>
-
 #include "core/checks.h"
 #include "dispatch/arch.h"
 #include "dispatch/choice_cache.h"
@@ -35,11 +33,7 @@ struct Sizes {
 void shaped(Checker const& check, char const* name, TensorView const& view, DType dtype,
             std::initializer_list<std::int64_t> shape) {
   check.tensor(name, view, {dtype});
-  TensorView const expected(nullptr, dtype, view.device, shape);
-  bool const fits = view.rank == expected.rank &&
-                    std::equal(view.shape.begin(), view.shape.begin() + view.rank, expected.shape.begin());
-  if (!fits) check.fail(name, "expected ", describe(expected), ", got ", describe(view));
-  check.contiguous(name, view);
+  check.shape(name, view, shape);
   check.aligned16(name, view);
 }
 
@@ -60,26 +54,17 @@ void check_weight(OnlineQuantMm const& call, Checker const& check, std::int64_t 
 
 Sizes checked(OnlineQuantMm const& call) {
   Checker const check("online_quant_mm", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("x", call.x, kFloats);
   check.tensor("out", call.out, {call.x.dtype});
-  Sizes const sizes{check.rows("x", call.x), check.rows("out", call.out),
-                    call.values.rank < 1 ? 0 : call.values.shape[0]};
+  std::int64_t const n = call.values.rank < 1 ? 0 : call.values.shape[0];
+  Sizes const sizes{check.rows("x", call.x), check.rows_like("out", call.out, "x", call.x, n), n};
   if (sizes.x.cols != call.in_features) {
     check.fail("x", "expected [.., ", call.in_features, "] to suit the weight, got ", describe(call.x));
   }
   check_weight(call, check, sizes.n);
   if (sizes.x.rows > kMaxRows) check.fail("x", "expected at most ", kMaxRows, " rows, got ", sizes.x.rows);
-  bool const same_rows =
-      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
-  if (call.out.rank != call.x.rank || !same_rows || sizes.out.cols != sizes.n) {
-    check.fail("out", "expected x's leading dimensions and ", sizes.n, " columns, got ", describe(call.out));
-  }
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.x.dtype});
-    check.vector("bias", *call.bias, sizes.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
-  if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got ", call.lo, " and ", call.hi);
+  check.bias(call.bias, call.out, sizes.n);
+  check.clamp(call.lo, call.hi);
   check.apart("out", call.out, "x", call.x);
   check.apart("out", call.out, "w_q", call.values);
   check.apart("out", call.out, "w_scale", call.parameters);
@@ -148,7 +133,8 @@ online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
   return work;
 }
 
-void lend(OnlineQuantWorkspace const& workspace, bool staged, online::Choice const& choice, online::Work& work) {
+void set_workspace(OnlineQuantWorkspace const& workspace, bool staged, online::Choice const& choice,
+                   online::Work& work) {
   bool const in_parts = choice.family == online::Family::kSm90;
   std::int64_t const each = in_parts ? kTf32Parts : 1, line = each * work.gemm.padded_m;
   work.quantise.stride_q = work.quantise.padded_cols;
@@ -177,9 +163,7 @@ bool needs_staging(std::int64_t group_size) { return !online::has_fused_kernel(g
 
 void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& workspace, Stream stream) {
   Sizes const sizes = checked(call);
-  if (call.x.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.online_quant_mm: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
+  expect_device("online_quant_mm", "x", call.x, Device::Type::kCuda);
   check_workspace(call, workspace, sizes);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
   online::Choice const choice = remembered_choice(call, sizes);
@@ -187,15 +171,13 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
     throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel supports this size, and staged is false");
   }
   online::Work work = work_of(call, sizes);
-  lend(workspace, call.staged, choice, work);
+  set_workspace(workspace, call.staged, choice, work);
   online::launch(choice, problem_of(call, sizes), work, call.x.device.index, stream);
 }
 
 void online_quant_mm(OnlineQuantMm const& call) {
   Sizes const sizes = checked(call);
-  if (call.x.device.type != Device::Type::kCpu) {
-    throw Unsupported("epiloq.online_quant_mm: x: expected a tensor on the CPU, got " + describe(call.x));
-  }
+  expect_device("online_quant_mm", "x", call.x, Device::Type::kCpu);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
   online::run_on_host(problem_of(call, sizes), work_of(call, sizes), call.threads);
 }

@@ -64,7 +64,7 @@ void check_out(ScaledBmm const& call, Checker const& check, Sizes& sizes) {
     check.scalar("scale_out", *call.scale_out);
     check.apart("out", call.out, "scale_out", *call.scale_out);
   } else {
-    check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+    check.tensor("out", call.out, kFloats);
   }
   std::int64_t const batches = sizes.a.batches, m = sizes.a.rows, n = sizes.weight.rows;
   if (call.out.rank != 3 || call.out.size(0) != batches || call.out.size(1) != m || call.out.size(2) != n) {
@@ -199,9 +199,7 @@ void check(ScaledBmm const& call) { checked(call); }
 
 void scaled_bmm(ScaledBmm const& call, Stream stream) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.scaled_bmm: a: expected a tensor on a CUDA device, got " + describe(call.a));
-  }
+  expect_device("scaled_bmm", "a", call.a, Device::Type::kCuda);
   if (call.out.numel() == 0) return;
   ops::scaled_mm::launch(choice_of(call, problem_of(call, sizes)), types_of(call), false, arguments_of(call, sizes),
                          call.a.device.index, stream);
@@ -209,9 +207,7 @@ void scaled_bmm(ScaledBmm const& call, Stream stream) {
 
 void scaled_bmm(ScaledBmm const& call) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCpu) {
-    throw Unsupported("epiloq.scaled_bmm: a: expected a tensor on the CPU, got " + describe(call.a));
-  }
+  expect_device("scaled_bmm", "a", call.a, Device::Type::kCpu);
   if (call.out.numel() == 0) return;
   ops::scaled_mm::run_on_host(arguments_of(call, sizes), types_of(call), false, call.threads);
 }

@@ -1,7 +1,5 @@
 #include "epiloq/scaled_mm.h"
 
-#include <algorithm>
-
 #include "core/checks.h"
 #include "cpu/gemm/float8.h"
 #include "cpu/gemm/int8.h"
@@ -40,7 +38,7 @@ Sizes check_operands(ScaledMm const& call, Checker const& check) {
   } else {
     check.tensor("b", call.b, {DType::kInt8});
   }
-  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("out", call.out, kFloats);
   Sizes sizes;
   sizes.a = check.rows("a", call.a);
   std::int64_t const k = sizes.a.cols;
@@ -53,12 +51,7 @@ Sizes check_operands(ScaledMm const& call, Checker const& check) {
                call.b.stride(1), "]; pass weight.t() of a contiguous weight [N, K], or b.t().contiguous().t()");
   }
   sizes.weight = check.rows("b", transposed(call.b));
-  sizes.out = check.rows("out", call.out);
-  bool const same_rows =
-      std::equal(call.a.shape.begin(), call.a.shape.begin() + call.a.rank - 1, call.out.shape.begin());
-  if (call.out.rank != call.a.rank || !same_rows || sizes.out.cols != n) {
-    check.fail("out", "expected a's leading dimensions and ", n, " columns, got ", describe(call.out));
-  }
+  sizes.out = check.rows_like("out", call.out, "a", call.a, n);
   if (sizes.a.rows > kMaxRows) check.fail("a", "expected at most ", kMaxRows, " rows, got ", sizes.a.rows);
   if (n > kMaxColumns) check.fail("b", "expected at most ", kMaxColumns, " columns, got ", n);
   check.aligned16("a", call.a);
@@ -73,10 +66,7 @@ void check_epilogue(ScaledMm const& call, Checker const& check, TensorView const
   check.tensor("scale_b", call.scale_b, {DType::kFloat32});
   check.scalar_or_rows("scale_a", call.scale_a, "a", rows);
   check.scalar_or_columns("scale_b", call.scale_b, n);
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.out.dtype});
-    check.vector("bias", *call.bias, n);
-  }
+  check.bias(call.bias, call.out, n);
   if (call.azp_adj) {
     if (is_float8(call)) check.fail("a", "expected int8 beside a zero point, got ", describe(call.a));
     check.tensor("azp_adj", *call.azp_adj, {DType::kInt32});
@@ -102,7 +92,6 @@ void check_range_and_overlap(ScaledMm const& call, Checker const& check, std::in
   check.apart("out", call.out, "b", call.b);
   check.apart("out", call.out, "scale_a", call.scale_a);
   check.apart("out", call.out, "scale_b", call.scale_b);
-  if (call.bias) check.apart("out", call.out, "bias", *call.bias);
   if (call.azp_adj) check.apart("out", call.out, "azp_adj", *call.azp_adj);
   if (call.azp) check.apart("out", call.out, "azp", *call.azp);
 }
@@ -191,9 +180,7 @@ void check(ScaledMm const& call) { checked(call); }
 
 void scaled_mm(ScaledMm const& call, Stream stream) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.scaled_mm: a: expected a tensor on a CUDA device, got " + describe(call.a));
-  }
+  expect_device("scaled_mm", "a", call.a, Device::Type::kCuda);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
   ops::scaled_mm::launch(choice_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype}, call.azp_adj.has_value(),
                          arguments_of(call, sizes), call.a.device.index, stream, call.constant_b);
@@ -201,9 +188,7 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
 
 void scaled_mm(ScaledMm const& call) {
   Sizes const sizes = checked(call);
-  if (call.a.device.type != Device::Type::kCpu) {
-    throw Unsupported("epiloq.scaled_mm: a: expected a tensor on the CPU, got " + describe(call.a));
-  }
+  expect_device("scaled_mm", "a", call.a, Device::Type::kCpu);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
   ops::scaled_mm::run_on_host(arguments_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype},
                               call.azp_adj.has_value(), call.threads);

@@ -1,7 +1,5 @@
 #include "epiloq/table_mm.h"
 
-#include <algorithm>
-
 #include "core/checks.h"
 #include "dispatch/arch.h"
 #include "epiloq/device.h"
@@ -44,31 +42,16 @@ void check_apart(Checker const& check, TensorView const& out, TableWeight const&
 
 Problem checked(TableMm const& call) {
   Checker const check("table_mm", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("x", call.x, kFloats);
   Weight const weight = checked(check, call.weight);
-  Matrix const x = check.rows("x", call.x);
-  if (x.cols != weight.k) check.fail("x", "expected ", weight.k, " columns, got ", describe(call.x));
-  check.tensor("out", call.out, {call.x.dtype});
-  Matrix const out = check.rows("out", call.out);
-  bool const same_rows =
-      call.out.rank == call.x.rank &&
-      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
-  if (!same_rows || out.cols != weight.n) {
-    check.fail("out", "expected x's leading dimensions and ", weight.n, " columns, got ", describe(call.out));
-  }
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.x.dtype});
-    check.vector("bias", *call.bias, weight.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
-  check.apart("out", call.out, "x", call.x);
+  auto const [x, out] = check.product(call.x, call.out, call.bias, weight.n, weight.k);
   check_apart(check, call.out, call.weight);
   return {weight, x.rows, call.x.data, call.out.data, call.bias ? call.bias->data : nullptr, x.stride, out.stride};
 }
 
 Weight checked(DequantizeTable const& call) {
   Checker const check("dequantize_table", call.out.device);
-  check.tensor("out", call.out, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("out", call.out, kFloats);
   Weight const weight = checked(check, call.weight);
   check.contiguous("out", call.out);
   if (call.out.rank != 2 || call.out.shape[0] != weight.n || call.out.shape[1] != weight.k) {
@@ -78,29 +61,20 @@ Weight checked(DequantizeTable const& call) {
   return weight;
 }
 
-void expect_cuda(char const* operation, TensorView const& tensor) {
-  if (tensor.device.type == Device::Type::kCuda) return;
-  throw Unsupported(std::string("epiloq.") + operation + ": expected tensors on a CUDA device, got " +
-                    describe(tensor));
-}
-
 // Why the decode kernel does not take a problem; null if it does.
-char const* obstacle(Problem const& p, DType x, Arch arch) {
+char const* unsupported_reason(Problem const& p, DType x, Arch arch) {
   Weight const& w = p.weight;
-  auto const aligned = [](void const* pointer, int bytes) {
-    return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
-  };
   if (p.m > kMostTokens) return "more than 64 rows";
   if (x == DType::kFloat32) return "float32";
   if (x == DType::kBFloat16 && arch == Arch::kSm75) return "bfloat16 on sm75";
   if (w.block_size % kDepth != 0 || w.k % w.block_size != 0) return "blocks that do not fill steps of 64 columns";
-  if (!aligned(p.x, 16) || (p.m > 1 && p.stride_x % 8 != 0)) return "rows of x that are not 16-byte aligned";
-  if (!aligned(w.codes, 8)) return "codes that are not 8-byte aligned";
+  if (!is_aligned(p.x) || (p.m > 1 && p.stride_x % 8 != 0)) return "rows of x that are not 16-byte aligned";
+  if (!is_aligned(w.codes, 8)) return "codes that are not 8-byte aligned";
   return nullptr;
 }
 
-char const* obstacle(Problem const& p, TableMm const& call) {
-  return obstacle(p, call.x.dtype, target_of("table_mm", KernelSet::kWeightOnly, call.x.device).arch);
+char const* unsupported_reason(Problem const& p, TableMm const& call) {
+  return unsupported_reason(p, call.x.dtype, target_of("table_mm", KernelSet::kWeightOnly, call.x.device).arch);
 }
 
 }  // namespace
@@ -110,16 +84,16 @@ void check(DequantizeTable const& call) { checked(call); }
 
 bool table_mm(TableMm const& call, Stream stream) {
   Problem const problem = checked(call);
-  expect_cuda("table_mm", call.x);
+  expect_device("table_mm", "x", call.x, Device::Type::kCuda);
   if (problem.m == 0 || problem.weight.n == 0) return true;
-  if (problem.weight.k == 0 || obstacle(problem, call) != nullptr) return false;
+  if (problem.weight.k == 0 || unsupported_reason(problem, call) != nullptr) return false;
   ops::table_mm::launch(problem, call.x.dtype, call.x.device.index, stream);
   return true;
 }
 
 void dequantize_table(DequantizeTable const& call, Stream stream) {
   Weight const weight = checked(call);
-  expect_cuda("dequantize_table", call.out);
+  expect_device("dequantize_table", "out", call.out, Device::Type::kCuda);
   if (weight.n == 0 || weight.k == 0) return;
   ops::table_mm::launch_dequantize(weight, call.out.data, call.out.dtype, call.out.device.index, stream);
 }
@@ -128,7 +102,7 @@ std::string explain(TableMm const& call) {
   Problem const problem = checked(call);
   if (problem.m == 0 || problem.weight.n == 0) return "nothing to launch: the output is empty";
   if (call.x.device.type == Device::Type::kCpu) return "cpu, torch: dequantised some rows at a time";
-  char const* const why = obstacle(problem, call);
+  char const* const why = unsupported_reason(problem, call);
   if (why == nullptr) return "table decode kernel, mma.sync";
   return std::string("dequantised into memory, then a dense product (") + why + ")";
 }

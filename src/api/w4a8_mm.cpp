@@ -32,13 +32,9 @@ Problem checked(W4a8Mm const& call) {
     check.fail("out", "expected ", x.rows, " rows of ", weight.n, " columns, got ", describe(call.out));
   }
   check.tensor("scratch", call.scratch, {DType::kUInt8});
-  wo::expect_shape(check, "scratch", call.scratch, {x.rows, weight.padded_k});
+  check.shape("scratch", call.scratch, {x.rows, weight.padded_k});
   check.aligned16("scratch", call.scratch);
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.out.dtype});
-    check.vector("bias", *call.bias, weight.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
+  check.bias(call.bias, call.out, weight.n);
   check.apart("out", call.out, "x_q", call.x_q);
   check.apart("scratch", call.scratch, "x_q", call.x_q);
   check.apart("scratch", call.scratch, "out", call.out);
@@ -57,7 +53,7 @@ W4a8Problem problem_of(Problem const& p, W4a8Mm const& call) {
 }
 
 // Why there is no kernel; null if there is.
-char const* obstacle(Problem const& p, std::optional<Target> const& target) {
+char const* unsupported_reason(Problem const& p, std::optional<Target> const& target) {
   wo::Weight const& w = p.product.weight;
   if (!target || !target->has_wgmma) return "a device without wgmma";
   if (w.zero != nullptr || w.offset != nullptr) return "zero points";
@@ -79,7 +75,7 @@ bool w4a8_mm(W4a8Mm const& call, Stream stream) {
   Problem const problem = checked(call);
   auto const& product = problem.product;
   std::optional<Target> const target = target_of(call);
-  if (obstacle(problem, target) != nullptr || product.weight.k == 0) return false;
+  if (unsupported_reason(problem, target) != nullptr || product.weight.k == 0) return false;
   if (product.m == 0 || product.weight.n == 0) return true;
   int const device = call.x_q.device.index;
   Choice const choice = gemm::remembered_choice(problem_of(problem, call), device, [&] {
@@ -104,13 +100,9 @@ void widen_tokens(WidenTokens const& call, Stream stream) {
   check.scalar_or_rows("scale_a", call.scale_a, "x_q", call.x_q);
   check.apart("out", call.out, "x_q", call.x_q);
   check.apart("out", call.out, "scale_a", call.scale_a);
-  if (call.x_q.device.type != Device::Type::kCuda) {
-    throw Unsupported("epiloq.widen_tokens: x_q: expected a tensor on a CUDA device, got " + describe(call.x_q));
-  }
+  expect_device("widen_tokens", "x_q", call.x_q, Device::Type::kCuda);
   if (x.rows == 0 || x.cols == 0) return;
-  auto const starts = [](void const* data, std::int64_t bytes) {
-    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
-  };
+  auto const starts = [](void const* data, std::int64_t bytes) { return is_aligned(data) && bytes % 16 == 0; };
   bool const aligned = starts(call.x_q.data, x.stride) && starts(call.out.data, 2 * out.stride);
   ops::w4a8_mm::launch_widen(
       {call.x_q.as<std::uint8_t>(), call.scale_a.as<float>(), call.out.data, x.stride, out.stride,
@@ -125,7 +117,7 @@ void ops::w4a8_mm::launch_widen(WidenProblem const&, DType, int device, Stream) 
 std::string explain(W4a8Mm const& call) {
   Problem const problem = checked(call);
   std::optional<Target> const target = target_of(call);
-  if (char const* const why = obstacle(problem, target)) return std::string("no float8 kernel for ") + why;
+  if (char const* const why = unsupported_reason(problem, target)) return std::string("no float8 kernel for ") + why;
   return tuning::explain<ops::w4a8_mm::Selection>(problem_of(problem, call), *target,
                                                   tuning::index_of(call.x_q.device));
 }

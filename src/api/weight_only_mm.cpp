@@ -1,7 +1,5 @@
 #include "epiloq/weight_only_mm.h"
 
-#include <algorithm>
-
 #include "api/checks/packed_weight.h"
 #include "core/checks.h"
 #include "dispatch/arch.h"
@@ -17,25 +15,11 @@ namespace wo = ops::weight_only_mm;
 
 wo::Problem checked(WeightOnlyMm const& call) {
   Checker const check("weight_only_mm", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  check.tensor("x", call.x, kFloats);
   wo::Weight const weight = wo::checked_weight(check, call.weight);
-  Matrix const x = check.rows("x", call.x);
-  if (x.cols != weight.k) check.fail("x", "expected ", weight.k, " columns, got ", describe(call.x));
+  auto const [x, out] = check.product(call.x, call.out, call.bias, weight.n, weight.k);
   if (x.rows > wo::kMaxSize) check.fail("x", "expected at most ", wo::kMaxSize, " rows, got ", x.rows);
-  check.tensor("out", call.out, {call.x.dtype});
-  Matrix const out = check.rows("out", call.out);
-  bool const same_rows =
-      std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.out.shape.begin());
-  if (call.out.rank != call.x.rank || !same_rows || out.cols != weight.n) {
-    check.fail("out", "expected x's leading dimensions and ", weight.n, " columns, got ", describe(call.out));
-  }
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.x.dtype});
-    check.vector("bias", *call.bias, weight.n);
-    check.apart("out", call.out, "bias", *call.bias);
-  }
-  if (!(call.lo <= call.hi)) check.fail("clamp", "expected lo <= hi, got (", call.lo, ", ", call.hi, ")");
-  check.apart("out", call.out, "x", call.x);
+  check.clamp(call.lo, call.hi);
   wo::check_apart(check, call.out, call.weight);
   return {weight,
           static_cast<int>(x.rows),
@@ -57,14 +41,14 @@ wo::DequantizeProblem checked(DequantizeWeight const& call) {
     if (weight.offset != nullptr) check.fail("out", "expected a floating-point type for a weight with offsets");
     if (!fits) check.fail("out", "cannot hold the integers of this weight of ", weight.bits, " bits exactly");
   }
-  wo::expect_shape(check, "out", call.out, {weight.n, weight.k});
+  check.shape("out", call.out, {weight.n, weight.k});
   if (call.out.device.type == Device::Type::kCuda) check.aligned16("out", call.out);
   wo::check_apart(check, call.out, call.weight);
   return {weight, call.out.data, call.out.dtype};
 }
 
 WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
-  bool const aligned = reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 && (p.m == 1 || p.stride_x % 8 == 0);
+  bool const aligned = is_aligned(p.x) && (p.m == 1 || p.stride_x % 8 == 0);
   return {p.m,
           p.weight.n,
           p.weight.k,

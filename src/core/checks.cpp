@@ -61,6 +61,12 @@ std::string describe(TensorView const& view) {
   return text.str();
 }
 
+void expect_device(char const* operation, char const* argument, TensorView const& view, Device::Type type) {
+  if (view.device.type == type) return;
+  throw Unsupported(std::string("epiloq.") + operation + ": " + argument + ": expected a tensor on " +
+                    (type == Device::Type::kCpu ? "the CPU" : "a CUDA device") + ", got " + describe(view));
+}
+
 void Checker::tensor(char const* argument, TensorView const& view, std::initializer_list<DType> dtypes) const {
   if (view.device.type == Device::Type::kOther) {
     fail(argument, "expected dense memory on the CPU or a CUDA device, got a meta, sparse or otherwise foreign tensor");
@@ -77,13 +83,13 @@ void Checker::tensor(char const* argument, TensorView const& view, std::initiali
   if (view.data == nullptr && view.numel() != 0) {
     fail(argument, "expected memory, got ", describe(view), " without any (its storage was freed, or never allocated)");
   }
-  if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
+  if (!is_aligned(view.data, size_of(view.dtype))) {
     fail(argument, "expected a pointer aligned to its ", size_of(view.dtype), "-byte elements, got ", view.data);
   }
 }
 
 void Checker::aligned16(char const* argument, TensorView const& view) const {
-  if (view.numel() != 0 && reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0) {
+  if (view.numel() != 0 && !is_aligned(view.data)) {
     fail(argument, "expected a pointer aligned to 16 bytes, got ", view.data,
          " (a view that starts inside a row? .clone() gives aligned memory)");
   }
@@ -124,6 +130,49 @@ void Checker::contiguous(char const* argument, TensorView const& view) const {
 void Checker::vector(char const* argument, TensorView const& view, std::int64_t count) const {
   if (view.rank != 1 || view.shape[0] != count) fail(argument, "expected shape [", count, "], got ", describe(view));
   contiguous(argument, view);
+}
+
+void Checker::shape(char const* argument, TensorView const& view, std::initializer_list<std::int64_t> shape) const {
+  if (!std::equal(shape.begin(), shape.end(), view.shape.begin(), view.shape.begin() + view.rank)) {
+    std::string expected;
+    for (std::int64_t size : shape) expected += (expected.empty() ? "" : ", ") + std::to_string(size);
+    fail(argument, "expected [", expected, "], got ", describe(view));
+  }
+  contiguous(argument, view);
+}
+
+Matrix Checker::rows_like(char const* argument, TensorView const& view, char const* of_argument, TensorView const& of,
+                          std::int64_t cols, bool may_be_padded) const {
+  Matrix const matrix = rows(argument, view);
+  bool const same_rows =
+      view.rank == of.rank && std::equal(of.shape.begin(), of.shape.begin() + of.rank - 1, view.shape.begin());
+  if (!same_rows || (may_be_padded ? matrix.cols < cols : matrix.cols != cols)) {
+    fail(argument, "expected ", of_argument, "'s leading dimensions and ", may_be_padded ? "at least " : "", cols,
+         " columns, got ", describe(view));
+  }
+  return matrix;
+}
+
+ProductRows Checker::product(TensorView const& x, TensorView const& out, std::optional<TensorView> const& with_bias,
+                             std::int64_t n, std::int64_t k) const {
+  Matrix const tokens = rows("x", x);
+  if (tokens.cols != k) fail("x", "expected ", k, " columns, got ", describe(x));
+  tensor("out", out, {x.dtype});
+  Matrix const result = rows_like("out", out, "x", x, n);
+  bias(with_bias, out, n);
+  apart("out", out, "x", x);
+  return {tokens, result};
+}
+
+void Checker::bias(std::optional<TensorView> const& bias, TensorView const& out, std::int64_t count) const {
+  if (!bias) return;
+  tensor("bias", *bias, {out.dtype});
+  vector("bias", *bias, count);
+  apart("out", out, "bias", *bias);
+}
+
+void Checker::clamp(float lo, float hi) const {
+  if (!(lo <= hi)) fail("clamp", "expected lo <= hi, got (", lo, ", ", hi, ")");
 }
 
 void Checker::scalar(char const* argument, TensorView const& view) const {

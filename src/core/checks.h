@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <span>
 #include <sstream>
 
@@ -16,6 +18,10 @@ struct Matrix {
   std::int64_t stride = 0;
 };
 
+struct ProductRows {
+  Matrix x, out;
+};
+
 // […, R, C] scales as rows x cols, dense along either.
 struct ScaleGrid {
   std::int64_t rows = 0;
@@ -23,6 +29,14 @@ struct ScaleGrid {
   std::int64_t row_stride = 0;
   std::int64_t col_stride = 0;
 };
+
+// The floating-point types of activations, outputs and scales.
+inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+inline bool is_aligned(void const* data, int bytes = 16) { return reinterpret_cast<std::uintptr_t>(data) % bytes == 0; }
+
+// Throws Unsupported unless `view` is on a device of that type.
+void expect_device(char const* operation, char const* argument, TensorView const& view, Device::Type type);
 
 // Argument checks of one operation; messages name the argument, what was expected and what came.
 class Checker {
@@ -46,6 +60,17 @@ class Checker {
   void contiguous(char const* argument, TensorView const& view) const;
   // Exactly [count], contiguous.
   void vector(char const* argument, TensorView const& view, std::int64_t count) const;
+  // Exactly that shape, contiguous.
+  void shape(char const* argument, TensorView const& view, std::initializer_list<std::int64_t> shape) const;
+  // rows() of a result: the leading dimensions of `of`, and `cols` columns, or at least as many if it may be padded.
+  Matrix rows_like(char const* argument, TensorView const& view, char const* of_argument, TensorView const& of,
+                   std::int64_t cols, bool may_be_padded = false) const;
+  // x [.., k] and out [.., n] of x's dtype, in memory apart, and bias() of a product.
+  ProductRows product(TensorView const& x, TensorView const& out, std::optional<TensorView> const& bias, std::int64_t n,
+                      std::int64_t k) const;
+  // A product's bias, if there is one: [count] of out's dtype, in memory apart from it.
+  void bias(std::optional<TensorView> const& bias, TensorView const& out, std::int64_t count) const;
+  void clamp(float lo, float hi) const;
   void scalar(char const* argument, TensorView const& view) const;
   // One element, [count], [1, count] or [count, 1] (the shape of per-row weight scales), contiguous.
   void scalar_or_columns(char const* argument, TensorView const& view, std::int64_t count) const;

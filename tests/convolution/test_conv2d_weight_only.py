@@ -152,7 +152,7 @@ def test_explain_names_the_product() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(6, 6, 4)}, "x: expected 4 dimensions"),
     ({"x": torch.zeros(1, 5, 6, 6)}, "x: expected 4 channels"),
-    ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, "x: expected float16 or bfloat16 or float32"),
+    ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, "x: expected float32 or float16 or bfloat16"),
     ({"bias": torch.zeros(7)}, r"bias: expected shape \[8\]"),
     ({"bias": torch.zeros(8).half()}, "bias: expected float32"),
     ({"groups": 3}, "groups: expected a divisor of 8"),

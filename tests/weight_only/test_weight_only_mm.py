@@ -173,7 +173,7 @@ def call(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"x": torch.randn(3, 65).half()}, "x: expected 64 columns"),
-        ({"x": torch.randn(3, 64).double()}, "x: expected float16 or bfloat16 or float32, got float64"),
+        ({"x": torch.randn(3, 64).double()}, "x: expected float32 or float16 or bfloat16, got float64"),
         ({"x": torch.randn(64, 3).half().t()}, "x: expected row-major"),
         ({"x": torch.randn(()).half()}, "x: expected at least one dimension"),
         ({"bias": torch.randn(21).half()}, r"bias: expected shape \[20\]"),

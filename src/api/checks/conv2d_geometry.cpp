@@ -1,7 +1,5 @@
 #include "problems/conv2d_geometry.h"
 
-#include <algorithm>
-
 namespace epiloq::ops::conv2d {
 namespace {
 

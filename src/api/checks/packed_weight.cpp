@@ -52,20 +52,6 @@ void check_fp4(Checker const& check, PackedWeight const& w) {
 
 }  // namespace
 
-void expect_shape(Checker const& check, char const* argument, TensorView const& view,
-                  std::initializer_list<std::int64_t> shape) {
-  bool fits = view.rank == static_cast<int>(shape.size());
-  std::ostringstream expected;
-  int i = 0;
-  for (std::int64_t size : shape) {
-    expected << (i ? ", " : "") << size;
-    fits = fits && view.shape[i] == size;
-    ++i;
-  }
-  if (!fits) check.fail(argument, "expected [", expected.str(), "], got ", describe(view));
-  check.contiguous(argument, view);
-}
-
 void check_format(Checker const& check, int bits, std::int64_t group_size) {
   if (bits != 2 && bits != 3 && bits != 4 && bits != 8) check.fail("bits", "expected 2, 3, 4 or 8, got ", bits);
   if (group_size < 1 && group_size != -1) check.fail("group_size", "expected -1 or at least 1, got ", group_size);
@@ -86,18 +72,18 @@ Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& w)
   std::int64_t const groups = padded_k == 0 ? 0 : ceil_div(padded_k, group);
   check.tensor("weight.q", w.q, {DType::kUInt8});
   if (w.format == WeightFormat::kInteger) {
-    check.tensor("weight.scale", w.scale, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+    check.tensor("weight.scale", w.scale, kFloats);
   } else {
     check_fp4(check, w);
     check.tensor("weight.scale", w.scale, {DType::kUInt8});
   }
-  expect_shape(check, "weight.q", w.q, {panels, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
-  expect_shape(check, "weight.scale", w.scale, {panels, groups, kPanelRows});
+  check.shape("weight.q", w.q, {panels, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
+  check.shape("weight.scale", w.scale, {panels, groups, kPanelRows});
   check.aligned16("weight.q", w.q);
   check.aligned16("weight.scale", w.scale);
   if (w.zero) {
     check.tensor("weight.zero", *w.zero, {DType::kUInt8});
-    expect_shape(check, "weight.zero", *w.zero, {panels, groups, kPanelRows});
+    check.shape("weight.zero", *w.zero, {panels, groups, kPanelRows});
     check.aligned16("weight.zero", *w.zero);
     if (w.zero->device.type == Device::Type::kCpu && w.bits < 8 && w.k > 0) {
       check_zeros(check, w, groups, ceil_div(w.k, std::max<std::int64_t>(group, 1)));
@@ -105,7 +91,7 @@ Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& w)
   }
   if (w.offset) {
     check.tensor("weight.offset", *w.offset, {w.scale.dtype});
-    expect_shape(check, "weight.offset", *w.offset, {panels, groups, kPanelRows});
+    check.shape("weight.offset", *w.offset, {panels, groups, kPanelRows});
     check.aligned16("weight.offset", *w.offset);
   }
   return {static_cast<int>(w.n),

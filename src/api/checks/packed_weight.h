@@ -9,10 +9,6 @@ namespace epiloq::ops::weight_only_mm {
 
 inline constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - kPadding;  // for N, K and the rows of x
 
-// Exactly that shape, and contiguous.
-void expect_shape(Checker const& check, char const* argument, TensorView const& view,
-                  std::initializer_list<std::int64_t> shape);
-
 void check_format(Checker const& check, int bits, std::int64_t group_size);
 Weight checked_weight(Checker const& check, PackedWeight const& weight);  // of integers
 Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& weight);

@@ -8,16 +8,13 @@ namespace {
 
 constexpr int kVector = 8, kMaxThreads = 1024;
 
-void check_sizes(Checker const& check, TensorView const& q, TensorView const& x, Matrix const& rows,
-                 std::int64_t cols) {
+Matrix checked_rows(Checker const& check, TensorView const& q, TensorView const& x, std::int64_t cols) {
   constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1, kMaxCols = std::int64_t{1} << 30;
-  bool const same_rows = std::equal(x.shape.begin(), x.shape.begin() + x.rank - 1, q.shape.begin());
-  if (q.rank != x.rank || !same_rows || rows.cols < cols) {
-    check.fail("out", "expected x's leading dimensions and at least ", cols, " columns, got ", describe(q));
-  }
+  Matrix const rows = check.rows_like("out", q, "x", x, cols, true);
   if (rows.rows > kMaxRows || rows.cols > kMaxCols) {
     check.fail("x", "expected at most 2^31 - 1 rows and 2^30 columns, got ", describe(x));
   }
+  return rows;
 }
 
 void check_granularity(Checker const& check, TensorView const& q, Granularity granularity, int group_size, bool ue8m0) {
@@ -35,8 +32,7 @@ void check_granularity(Checker const& check, TensorView const& q, Granularity gr
 QuantizedRows check_quantized(Checker const& check, TensorView const& q, TensorView const& scale, TensorView const& x,
                               std::int64_t cols, Granularity granularity, int group_size, bool ue8m0) {
   check.tensor("out", q, {DType::kInt8, DType::kFloat8E4M3});
-  Matrix const matrix = check.rows("out", q);
-  check_sizes(check, q, x, matrix, cols);
+  Matrix const matrix = checked_rows(check, q, x, cols);
   check_granularity(check, q, granularity, group_size, ue8m0);
   check.tensor("scale", scale, {DType::kFloat32});
   QuantizedRows rows{};
@@ -70,7 +66,7 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
   constexpr int kVectors[] = {1, 2, 4};
   auto const whole_warps = [](int threads) { return std::clamp((threads + 31) / 32 * 32, 32, kMaxThreads); };
   bool const whole = inputs_in_vectors && rows.padded_cols % kVector == 0 && rows.stride_q % kVector == 0 &&
-                     reinterpret_cast<std::uintptr_t>(rows.q) % kVector == 0;
+                     is_aligned(rows.q, kVector);
   bool const by_row = rows.tile_cols >= rows.cols;
   unsigned const lanes = by_row ? 0 : rows.tile_cols / kVector;
   bool const in_warp =
@@ -92,7 +88,7 @@ char const* describe(RowPlan const& plan) {
 }
 
 bool in_vectors(void const* data, DType dtype, std::int64_t stride, std::int64_t cols) {
-  return cols % kVector == 0 && stride * size_of(dtype) % 16 == 0 && reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
+  return cols % kVector == 0 && stride * size_of(dtype) % 16 == 0 && is_aligned(data);
 }
 
 }  // namespace epiloq

@@ -24,7 +24,7 @@ bool same_leading(TensorView const& a, TensorView const& b) {
 
 Sizes checked(QuantizeBlockwiseInt8 const& call) {
   Checker const check("quantize_blockwise_int8", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("x", call.x, kFloats);
   check.tensor("out", call.q, {DType::kInt8});
   std::int64_t const group = call.group_size;
   if (group < 1 || group > kMaxGroup) check.fail("group_size", "expected 1 to ", kMaxGroup, ", got ", group);

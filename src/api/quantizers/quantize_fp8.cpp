@@ -62,14 +62,10 @@ void check_scales(Checker const& check, QuantizeFp8 const& call, Sizes& sizes) {
 
 Sizes checked(QuantizeFp8 const& call) {
   Checker const check("quantize_fp8", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("x", call.x, kFloats);
   check.tensor("out", call.q, {DType::kFloat8E4M3, DType::kFloat8E5M2});
-  Sizes sizes{check.rows("x", call.x), check.rows("out", call.q), 1, 1, {}};
-  bool const same_rows = std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.q.shape.begin());
-  if (call.q.rank != call.x.rank || !same_rows || sizes.q.cols < sizes.x.cols) {
-    check.fail("out", "expected x's leading dimensions and at least ", sizes.x.cols, " columns, got ",
-               describe(call.q));
-  }
+  Matrix const x = check.rows("x", call.x);
+  Sizes sizes{x, check.rows_like("out", call.q, "x", call.x, x.cols, true), 1, 1, {}};
   if (sizes.x.rows > kMaxRows || sizes.q.cols > kMaxCols) {
     check.fail("x", "expected at most 2^31 - 1 rows and 2^30 columns, got ", describe(call.x));
   }

@@ -1,7 +1,5 @@
 #include "epiloq/quantize_int8.h"
 
-#include <algorithm>
-
 #include "core/checks.h"
 #include "epiloq/device.h"
 #include "problems/quantizers/quantize_int8.h"
@@ -15,14 +13,10 @@ struct Sizes {
 
 Sizes checked(QuantizeInt8 const& call) {
   Checker const check("quantize_int8", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("x", call.x, kFloats);
   check.tensor("out", call.q, {DType::kInt8});
-  Sizes const sizes{check.rows("x", call.x), check.rows("out", call.q)};
-  bool const same_rows = std::equal(call.x.shape.begin(), call.x.shape.begin() + call.x.rank - 1, call.q.shape.begin());
-  if (call.q.rank != call.x.rank || !same_rows || sizes.q.cols < sizes.x.cols) {
-    check.fail("out", "expected x's leading dimensions and at least ", sizes.x.cols, " columns, got ",
-               describe(call.q));
-  }
+  Matrix const x = check.rows("x", call.x);
+  Sizes const sizes{x, check.rows_like("out", call.q, "x", call.x, x.cols, true)};
   check.tensor("scale", call.scale, {DType::kFloat32});
   bool const one = call.is_static && call.scale.numel() == 1;
   if (!one) check.row_values("scale", call.scale, "x", call.x);

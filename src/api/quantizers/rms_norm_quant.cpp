@@ -41,7 +41,7 @@ void check_residual(Checker const& check, RmsNormQuant const& call, Problem& pro
 
 Problem checked(RmsNormQuant const& call) {
   Checker const check("rms_norm_quant", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("x", call.x, kFloats);
   Matrix const x = check.rows("x", call.x);
   check.tensor("weight", call.weight, {call.x.dtype});
   check.vector("weight", call.weight, x.cols);
@@ -87,9 +87,7 @@ std::string explain(RmsNormQuant const& call) {
 
 void rms_norm_quant(RmsNormQuant const& call, Stream stream) {
   Problem problem = checked(call);
-  if (call.x.device.type == Device::Type::kCpu) {
-    throw Unsupported("epiloq.rms_norm_quant: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
+  expect_device("rms_norm_quant", "x", call.x, Device::Type::kCuda);
   if (problem.out.rows == 0) return;
   RowPlan const plan = plan_of(call, problem);
   problem.out.lanes = plan.lanes;

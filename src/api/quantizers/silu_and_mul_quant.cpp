@@ -10,7 +10,7 @@ using ops::silu_and_mul_quant::Problem;
 
 Problem checked(SiluAndMulQuant const& call) {
   Checker const check("silu_and_mul_quant", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check.tensor("x", call.x, kFloats);
   Matrix const x = check.rows("x", call.x);
   if (x.cols % 2 != 0) check.fail("x", "expected an even number of columns, gates and factors, got ", describe(call.x));
   return {check_quantized(check, call.q, call.scale, call.x, x.cols / 2, call.granularity, call.group_size, call.ue8m0),
@@ -34,9 +34,7 @@ std::string explain(SiluAndMulQuant const& call) {
 
 void silu_and_mul_quant(SiluAndMulQuant const& call, Stream stream) {
   Problem problem = checked(call);
-  if (call.x.device.type == Device::Type::kCpu) {
-    throw Unsupported("epiloq.silu_and_mul_quant: x: expected a tensor on a CUDA device, got " + describe(call.x));
-  }
+  expect_device("silu_and_mul_quant", "x", call.x, Device::Type::kCuda);
   if (problem.out.rows == 0) return;
   RowPlan const plan = plan_of(call, problem);
   problem.out.lanes = plan.lanes;

@@ -22,7 +22,7 @@ struct Variant {
   bool has_zero_point, writes_int8;
   gemm::Launch launch;
 
-  constexpr bool serves(gemm::Types types, bool zero_point) const {
+  constexpr bool supports(gemm::Types types, bool zero_point) const {
     bool const is_half = types.out == DType::kFloat16 || types.out == DType::kBFloat16;
     return inputs == types.inputs() && has_zero_point == zero_point &&
            (writes_int8 ? types.out == DType::kInt8 : is_half);
@@ -151,7 +151,7 @@ void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::
   DeviceGuard const guard(device);
   problem.operands.is_bfloat16 = types.out == DType::kBFloat16;
   for (Variant const& variant : variants_of(choice)) {
-    if (variant.serves(types, has_zero_point)) return variant.launch(problem, device, stream);
+    if (variant.supports(types, has_zero_point)) return variant.launch(problem, device, stream);
   }
   throw Unsupported("epiloq.scaled_mm: no kernel for these operands");
 }
