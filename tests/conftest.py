@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +61,11 @@ def epiloq_in_transformers() -> Iterator[None]:
     integration.register()
     yield
     integration.unregister()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model, with a text beside it."""
+    from command_line import ROUND, teacher_and_text
+
+    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)

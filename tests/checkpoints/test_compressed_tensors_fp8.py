@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import epiloq
 import epiloq.integrations.transformers as integration
-from command_line import ROUND, logits, quantize, run, teacher_and_text
+from command_line import ROUND, logits, quantize, run
 from epiloq.formats import convert, epiloq_modules
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.description import Description, Inputs
@@ -38,11 +38,6 @@ integration.unregister()
 UP = "model.layers.1.mlp.up_proj"
 SCHEMES = {"fp8": ("tensor", "tensor"), "fp8-token": ("token", "channel")}
 KINDS = [(activation, weight) for activation in ("token", "tensor", "static") for weight in ("channel", "tensor")]
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,11 @@ pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
-from command_line import ROUND, logits, quantize, run, teacher_and_text, text
+from command_line import logits, quantize, run, text
 from epiloq.formats.io import model as models
 from epiloq.formats.io.architecture import positions
 from epiloq.formats.io.checkpoint import Checkpoint
 from tiny_teacher import save
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 def with_positions(teacher: Path, folder: Path, positions: int) -> Path:

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from epiloq.demo.vision import ocr
-from epiloq.demo.vision.drawing import Box
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -56,19 +55,6 @@ def test_map_iou() -> None:
     a[0], b[:, 0] = 0.31, 0.9
     assert ocr.map_iou(a, b) == pytest.approx(1 / 7)
     assert ocr.map_iou(a, torch.full((4, 4), 0.3)) == 0  # at the threshold is below it
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "iou"),
-    [
-        ((0, 0, 4, 4), (0, 0, 4, 4), 1.0),
-        ((0, 0, 4, 4), (4, 0, 8, 4), 0.0),
-        ((0, 0, 4, 4), (2, 2, 6, 6), 4 / 28),
-        ((0, 0, 4, 2), (1, 0, 2, 2), 2 / 8),
-    ],
-)
-def test_box_iou(a: Box, b: Box, iou: float) -> None:
-    assert ocr.box_iou(a, b) == ocr.box_iou(b, a) == pytest.approx(iou)
 
 
 def test_boxes_are_grown_parts_of_the_map() -> None:

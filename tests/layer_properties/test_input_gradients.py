@@ -13,42 +13,27 @@ import fp4_reference
 from epiloq.nn import (
     Fp4Linear,
     Fp8BlockLinear,
-    Fp8Linear,
-    Int8Linear,
     OnlineQuantLinear,
     TableLinear,
     W4A8Linear,
     WeightOnlyLinear,
 )
 from epiloq.nn.base import frozen
+from every_layer import FROM_LINEAR
 
 Make = Callable[[nn.Linear], nn.Module]
 PERM = 7
 
-LAYERS: dict[str, Make] = {
-    "int8": Int8Linear.from_linear,
-    "int8-azp": lambda linear: Int8Linear.from_linear(linear, symmetric=False),
-    "int8-static": lambda linear: Int8Linear.from_linear(linear, activation="static", input_scale=0.02),
-    "int8-static-azp": lambda linear: Int8Linear.from_linear(
-        linear, activation="static", symmetric=False, input_scale=0.02, input_zero_point=-7
-    ),
-    "fp8-token": Fp8Linear.from_linear,
-    "fp8-tensor": lambda linear: Fp8Linear.from_linear(linear, activation="tensor", weight="tensor"),
-    "fp8-static": lambda linear: Fp8Linear.from_linear(linear, activation="static", input_scale=0.01),
-    "fp8-block": Fp8BlockLinear.from_linear,
-    "w4a16": lambda linear: WeightOnlyLinear.from_linear(linear, group_size=32),
+LAYERS: dict[str, Make] = FROM_LINEAR | {
     "w4a16-zero": lambda linear: WeightOnlyLinear.from_linear(linear, group_size=32, zeros="zero"),
     "w2a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=2, group_size=64),
     "w3a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=3, group_size=-1),
-    "w8a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=8, group_size=-1),
     "w4a16-order": lambda linear: in_another_order(linear),
     "w4a8-fp8": lambda linear: W4A8Linear.from_linear(linear, group_size=32, zeros="zero"),
     "w4a8-int8": lambda linear: W4A8Linear.from_linear(linear, activation="int8", group_size=-1),
     "w4a16-mxfp4": lambda linear: Fp4Linear.from_linear(linear, format="mxfp4"),
     "w4a16-nvfp4": Fp4Linear.from_linear,
     "table": lambda linear: of_a_table(linear),
-    "w8a8-block": OnlineQuantLinear.from_linear,
-    "w4a8-block": lambda linear: OnlineQuantLinear.from_linear(linear, bits=4, group_size=32, symmetric=False),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

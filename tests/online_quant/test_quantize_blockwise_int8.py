@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+import int8_reference
 from epiloq.ops.quantizers.quantize_blockwise_int8 import _lanes
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -80,19 +81,8 @@ def test_any_row(row: np.ndarray, group: int, symmetric: bool) -> None:
 
 
 def awkward_rows(columns: int, dtype: torch.dtype) -> Tensor:
-    x = torch.randn(16, columns)
-    x[0] = 0
-    x[1] = 3.25
-    x[2] = torch.arange(columns) % 255 - 127 + 0.5
-    x[3] = x[3].abs() + 2
-    x[4] *= 1e-6
-    x[5] *= 1e4
-    x[6, columns // 2] = math.nan
-    x[7, 0] = math.inf
-    x[8, -1] = -math.inf
-    x[9] = -1.5
-    x[10] = torch.finfo(dtype).tiny / 4
-    x[11] = 1000 + torch.rand(columns)
+    """More of them: the largest of the type, infinities alone, zeros of both signs."""
+    x = int8_reference.awkward_rows(16, columns, dtype).float()
     x[12] = torch.randn(columns).sign() * torch.finfo(dtype).max
     x[13] = math.inf
     x[14, ::2] = -0.0

@@ -25,11 +25,6 @@ W4 = ("--scheme", "w4a16-g32", "--algorithm", "rtn", "--format", "epiloq")
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
-
-
-@pytest.fixture(scope="module")
 def student(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("student") / "out"
     assert quantize(teacher, output, *W4).exit_code == 0

@@ -22,7 +22,7 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from command_line import ROUND, quantize, run, teacher_and_text
+from command_line import quantize, run
 from epiloq.cli.progress import clock, progress_stages
 from epiloq.files import Held, check_free, held
 from epiloq.formats import convert
@@ -31,11 +31,6 @@ from epiloq.quantize import job as jobs
 from epiloq.quantize.settings import Settings
 
 W8 = ("--scheme", "w8a16", "--algorithm", "rtn")
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,6 @@ from epiloq.quantize import job as jobs
 W4 = ("--scheme", "w4a16-g32")
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
-
-
 def in_floating_point(folder: Path) -> set[str]:
     return {name for name in Layers(Checkpoint(folder)).unquantised if name != "lm_head"}
 

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
-from command_line import ROUND, logits, quantize, run, teacher_and_text, text
+from command_line import ROUND, logits, quantize, run, text
 from epiloq.demo.layers import weight_bytes
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint, Writer
@@ -26,11 +26,6 @@ from epiloq.nn import Int8Linear, WeightOnlyLinear
 from epiloq.quantize import job as jobs
 from epiloq.quantize import streaming
 from tiny_teacher import save, tiny_model
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 def dequantised(layers: Layers, name: str) -> nn.Module:

@@ -16,7 +16,7 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 
 import transformers
 
-from command_line import ROUND, quantize, run, teacher_and_text, text
+from command_line import ROUND, quantize, run, text
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize import Grid, gptq
 from epiloq.quantize import job as jobs
@@ -24,11 +24,6 @@ from epiloq.quantize.settings import Settings
 from epiloq.weights.codebooks import Float8Grid, OffsetGrid
 from rounded_models import INT4, ordered, unchanged, written
 from tiny_teacher import save, tiny_model
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 @pytest.fixture

@@ -16,16 +16,11 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from command_line import ROUND, quantize, run, teacher_and_text, text
+from command_line import quantize, run, text
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from tiny_teacher import save
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 def broken(teacher: Path, folder: Path, how: str) -> Path:

@@ -11,15 +11,10 @@ import pytest
 for needed in ("typer", "rich", "safetensors", "transformers"):
     pytest.importorskip(needed, reason="the command needs the extra hf")
 
-from command_line import ROUND, quantize, run, teacher_and_text
+from command_line import quantize, run
 from epiloq.quantize import job as jobs
 
 W4 = ("--scheme", "w4a16-g32")
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8-static"])

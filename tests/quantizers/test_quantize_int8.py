@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+from int8_reference import awkward_rows
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -66,25 +67,6 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     a, b = a.cpu(), b.cpu()
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan() if a.is_floating_point() else a == b)).all())
-
-
-def awkward_rows(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Normal rows, zeros, constants, ties, one-sided ranges, tiny and huge values, NaN and infinities."""
-    x = torch.randn(rows, columns)
-    x[0] = 0
-    x[1] = 3.25
-    x[2] = torch.arange(columns) % 255 - 127 + 0.5
-    x[3] = x[3].abs() + 2
-    x[4] *= 1e-6
-    x[5] *= 1e4
-    x[6, columns // 2] = math.nan
-    x[7, 0] = math.inf
-    x[8, -1] = -math.inf
-    x[9] = -1.5
-    x[10] = torch.finfo(dtype).tiny / 4
-    x[11] = 1000 + torch.rand(columns)
-    x[12] = 1e4 + 8 * torch.rand(columns)
-    return x.to(dtype)
 
 
 @pytest.mark.gpu

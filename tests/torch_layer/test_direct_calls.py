@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,25 +19,8 @@ from epiloq.nn import (
     online_quant_linear,
     weight_only_linear,
 )
+from every_layer import FROM_LINEAR
 
-Make = Callable[[nn.Linear], nn.Module]
-
-LAYERS: dict[str, Make] = {
-    "int8": Int8Linear.from_linear,
-    "int8-azp": lambda linear: Int8Linear.from_linear(linear, symmetric=False),
-    "int8-static": lambda linear: Int8Linear.from_linear(linear, activation="static", input_scale=0.02),
-    "int8-static-azp": lambda linear: Int8Linear.from_linear(
-        linear, activation="static", symmetric=False, input_scale=0.02, input_zero_point=-7
-    ),
-    "fp8-token": Fp8Linear.from_linear,
-    "fp8-tensor": lambda linear: Fp8Linear.from_linear(linear, activation="tensor", weight="tensor"),
-    "fp8-static": lambda linear: Fp8Linear.from_linear(linear, activation="static", input_scale=0.01),
-    "fp8-block": Fp8BlockLinear.from_linear,
-    "w4a16": lambda linear: WeightOnlyLinear.from_linear(linear, group_size=32),
-    "w8a16": lambda linear: WeightOnlyLinear.from_linear(linear, bits=8, group_size=-1),
-    "w8a8-block": OnlineQuantLinear.from_linear,
-    "w4a8-block": lambda linear: OnlineQuantLinear.from_linear(linear, bits=4, group_size=32, symmetric=False),
-}
 # Whose call it is, and where it is looked up.
 CALLS: dict[type[nn.Module], tuple[Any, str]] = {
     Int8Linear: (_core, "int8_linear"),
@@ -57,7 +39,7 @@ class ThroughTheDispatcher(TorchDispatchMode):
 def make_layer(
     kind: str, device: str, k: int = 144, n: int = 64, dtype: torch.dtype = torch.bfloat16, bias: bool = True
 ) -> nn.Module:
-    return LAYERS[kind](nn.Linear(k, n, bias=bias, dtype=dtype, device=device)).requires_grad_(False)
+    return FROM_LINEAR[kind](nn.Linear(k, n, bias=bias, dtype=dtype, device=device)).requires_grad_(False)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> list[None]:
@@ -80,7 +62,7 @@ def is_direct(layer: nn.Module, x: Tensor) -> bool:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_same_bits_as_the_operations(
     kind: str, dtype: torch.dtype, bias: bool, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +83,7 @@ def test_same_bits_as_the_operations(
                 assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_what_is_not_served_directly(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(kind, device)
     calls = counted(monkeypatch, layer)
@@ -125,7 +107,7 @@ def test_what_is_not_served_directly(kind: str, device: str, seed: int, monkeypa
     assert not calls
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_empty_slices(kind: str, device: str) -> None:
     layer = make_layer(kind, device)
     for shape in ((0, 160), (2, 0, 160), (3, 0, 2, 160)):
@@ -133,7 +115,7 @@ def test_empty_slices(kind: str, device: str) -> None:
         assert x.is_contiguous() and layer(x).shape == (*shape[:-1], 64)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_tensors_that_are_no_longer_parameters(
     kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +165,7 @@ def test_memory_that_is_not_dense() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_captured_in_a_cuda_graph(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.Sequential(make_layer(kind, "cuda", 144, 144), make_layer(kind, "cuda", 144, 64))
     calls = counted(monkeypatch, layers[0])
@@ -201,7 +183,7 @@ def test_captured_in_a_cuda_graph(kind: str, seed: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_two_streams_do_not_share_what_lies_between(kind: str, seed: int) -> None:
     layer = make_layer(kind, "cuda", 1024, 1024)
     inputs = [torch.randn(300 + i, 1024, device="cuda").bfloat16() for i in range(8)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import epiloq
-import every_operation
+import operation_arguments
 from every_operation import OPERATIONS, Operation, named
 
 pytestmark = [
@@ -30,7 +30,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(2)
     torch.randn(1000, 1000).exp_()
     # More elements than torch computes on one thread.
-    monkeypatch.setattr(every_operation, "SIZE", 256)
+    monkeypatch.setattr(operation_arguments, "SIZE", 256)
     yield
     torch.set_num_threads(threads)
 

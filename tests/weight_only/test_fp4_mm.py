@@ -10,6 +10,7 @@ from torch import Tensor
 
 import epiloq
 import fp4_reference
+from reference import assert_rounded_product
 
 E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
 FORMATS = [(E8M0, "none"), (torch.float8_e8m0fnu, "none"), (E4M3, "one"), (E4M3, "rows"), (E4M3, "none")]
@@ -31,16 +32,6 @@ SIZES = [
 ]
 
 
-def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Within the roundings of the weights to x's dtype, of sums in fp32 and of the result."""
-    of_bias = 0 if bias is None else bias.double()
-    exact, size = x.double() @ weight.t() + of_bias, x.double().abs() @ weight.abs().t()
-    eps = torch.finfo(x.dtype).eps
-    bound = size * (eps / 2 + 2.0**-16) + (exact.abs() + size * eps) * eps / 2 + torch.finfo(x.dtype).tiny
-    assert found.shape == exact.shape and found.dtype == x.dtype
-    assert ((found.double() - exact).abs() <= bound).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("scales", "whole"), FORMATS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
@@ -52,11 +43,11 @@ def test_products(
     x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     for of_bias in (None, bias):
         found = epiloq.fp4_mm(x, codes, scale, of_bias, global_scale=global_scale)
-        assert_product(found, x, weight, of_bias)
+        assert_rounded_product(found, x, weight, of_bias)
         wide = torch.full((m, n + 3), 7.0, device=device, dtype=dtype)
         out = wide[:, :n]
         assert epiloq.fp4_mm(x, codes, scale, of_bias, global_scale=global_scale, out=out) is out
-        assert_product(out, x, weight, of_bias)
+        assert_rounded_product(out, x, weight, of_bias)
         # cuBLAS sums into rows that are apart in another order.
         assert device == "cuda" or torch.equal(out, found)
         assert (wide[:, n:] == 7).all()
@@ -82,7 +73,7 @@ def test_any_sizes(
     x = torch.randn(m, k + stride)[:, :k].to(dtype)
     bias = torch.randn(n).to(dtype) if with_bias else None
     found = epiloq.fp4_mm(x, codes, scale, bias, global_scale=global_scale)
-    assert_product(found, x, fp4_reference.dequantized(codes, scale, global_scale, k), bias)
+    assert_rounded_product(found, x, fp4_reference.dequantized(codes, scale, global_scale, k), bias)
     assert torch.equal(epiloq.fp4_mm(x[None], codes, scale, bias, global_scale=global_scale)[0], found)
 
 

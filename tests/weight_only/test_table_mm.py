@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from reference import assert_rounded_product
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # M, N, K, block size. The kernel takes those of K % block == 0, block % 64 == 0 and M <= 64.
@@ -40,16 +41,6 @@ def problem(m: int, n: int, k: int, block: int, dtype: torch.dtype, device: str)
     return {"x": x, "codes": codes, "table": table, "scale": scale, "bias": bias}, weight.view(n, k)
 
 
-def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Within the roundings of the weights to x's dtype, of sums in fp32 and of the result."""
-    of_bias = 0 if bias is None else bias.double()
-    exact, size = x.double() @ weight.t() + of_bias, x.double().abs() @ weight.abs().t()
-    eps = torch.finfo(x.dtype).eps
-    bound = size * (eps / 2 + 2.0**-16) + (exact.abs() + size * eps) * eps / 2 + torch.finfo(x.dtype).tiny
-    assert found.shape == exact.shape and found.dtype == x.dtype
-    assert ((found.double() - exact).abs() <= bound).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k", "block"), SIZES)
 def test_products(m: int, n: int, k: int, block: int, dtype: torch.dtype, device: str, seed: int) -> None:
@@ -57,7 +48,7 @@ def test_products(m: int, n: int, k: int, block: int, dtype: torch.dtype, device
     for bias in (None, arguments["bias"]):
         given = arguments | {"bias": bias}
         found = epiloq.table_mm(**given, out_features=n, block_size=block)
-        assert_product(found, given["x"], weight, bias)
+        assert_rounded_product(found, given["x"], weight, bias)
         out = torch.full((m, n + 3), float("nan"), dtype=dtype, device=device)[:, :n]
         assert epiloq.table_mm(**given, out_features=n, block_size=block, out=out) is out
         # Torch's product may be another one for other strides.
@@ -70,13 +61,13 @@ def test_rows_of_any_stride(device: str, seed: int) -> None:
     wide = torch.randn(6, 200, device=device, dtype=torch.bfloat16)
     for first in (0, 1, 8):  # 16-byte aligned or not
         x = wide[:, first : first + 128]
-        assert_product(
+        assert_rounded_product(
             epiloq.table_mm(**arguments | {"x": x}, out_features=40, block_size=64), x, weight, arguments["bias"]
         )
     x = wide[:, :128].reshape(2, 3, 128)
     found = epiloq.table_mm(**arguments | {"x": x}, out_features=40, block_size=64)
     assert found.shape == (2, 3, 40)
-    assert_product(found.flatten(0, 1), x.flatten(0, 1), weight, arguments["bias"])
+    assert_rounded_product(found.flatten(0, 1), x.flatten(0, 1), weight, arguments["bias"])
 
 
 def test_not_a_number_stays_in_its_row(device: str, seed: int) -> None:

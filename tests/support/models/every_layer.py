@@ -124,3 +124,24 @@ def run(name: str, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
     offs = {"offs": torch.tensor([2, 6], dtype=torch.int32)} if name.startswith("rows") else {}
     y: Tensor = layer(*given, **offs)
     return y
+
+
+FROM_LINEAR: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "int8": quantised.Int8Linear.from_linear,
+    "int8-azp": lambda linear: quantised.Int8Linear.from_linear(linear, symmetric=False),
+    "int8-static": lambda linear: quantised.Int8Linear.from_linear(linear, activation="static", input_scale=0.02),
+    "int8-static-azp": lambda linear: quantised.Int8Linear.from_linear(
+        linear, activation="static", symmetric=False, input_scale=0.02, input_zero_point=-7
+    ),
+    "fp8-token": quantised.Fp8Linear.from_linear,
+    "fp8-tensor": lambda linear: quantised.Fp8Linear.from_linear(linear, activation="tensor", weight="tensor"),
+    "fp8-static": lambda linear: quantised.Fp8Linear.from_linear(linear, activation="static", input_scale=0.01),
+    "fp8-block": quantised.Fp8BlockLinear.from_linear,
+    "w4a16": lambda linear: quantised.WeightOnlyLinear.from_linear(linear, group_size=32),
+    "w8a16": lambda linear: quantised.WeightOnlyLinear.from_linear(linear, bits=8, group_size=-1),
+    "w8a8-block": quantised.OnlineQuantLinear.from_linear,
+    "w4a8-block": lambda linear: quantised.OnlineQuantLinear.from_linear(
+        linear, bits=4, group_size=32, symmetric=False
+    ),
+}
+"""Of a float layer; the kinds that have a direct call in eager torch, each with its variants."""

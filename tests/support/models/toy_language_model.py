@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from epiloq.nn.base.quantized_layer import QuantizedLayer
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -40,3 +42,8 @@ IN_BLOCKS = [f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("up", "down")]
 
 def tokens() -> Tensor:
     return torch.randint(0, 33, (4, 16))
+
+
+def quantised(model: nn.Module) -> list[str]:
+    """The names of a model's quantised layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -61,3 +63,22 @@ def assert_matches_float64(y: Tensor, linear: nn.Linear, x: Tensor, activation: 
     exact = (qx - zero).double() @ qw.double().t()
     product = scale.double() * weight_scale.double() * exact
     assert_within_one_ulp(y, product, None if linear.bias is None else linear.bias.detach())
+
+
+def awkward_rows(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Normal rows, zeros, constants, ties, one-sided ranges, tiny and huge values, NaN and infinities."""
+    x = torch.randn(rows, columns)
+    x[0] = 0
+    x[1] = 3.25
+    x[2] = torch.arange(columns) % 255 - 127 + 0.5
+    x[3] = x[3].abs() + 2
+    x[4] *= 1e-6
+    x[5] *= 1e4
+    x[6, columns // 2] = math.nan
+    x[7, 0] = math.inf
+    x[8, -1] = -math.inf
+    x[9] = -1.5
+    x[10] = torch.finfo(dtype).tiny / 4
+    x[11] = 1000 + torch.rand(columns)
+    x[12] = 1e4 + 8 * torch.rand(columns)
+    return x.to(dtype)

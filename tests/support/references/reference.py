@@ -99,3 +99,13 @@ def typical_error(found: Tensor, expected: Tensor) -> float:
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """An output that shows what was not written."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def assert_rounded_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """x W^T + bias within the roundings of the weights to x's dtype, of sums in fp32 and of the result."""
+    of_bias = 0 if bias is None else bias.double()
+    exact, size = x.double() @ weight.t() + of_bias, x.double().abs() @ weight.abs().t()
+    eps = torch.finfo(x.dtype).eps
+    bound = size * (eps / 2 + 2.0**-16) + (exact.abs() + size * eps) * eps / 2 + torch.finfo(x.dtype).tiny
+    assert found.shape == exact.shape and found.dtype == x.dtype
+    assert ((found.double() - exact).abs() <= bound).all()

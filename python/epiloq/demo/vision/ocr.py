@@ -127,17 +127,6 @@ def _runs(row: Sequence[bool]) -> Iterable[tuple[int, int]]:
             start = None
 
 
-def box_iou(a: Box, b: Box) -> float:
-    """Intersection over union of two boxes."""
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    common = max(0, width) * max(0, height)
-    return common / (_area(a) + _area(b) - common)
-
-
-def _area(box: Box) -> int:
-    return (box[2] - box[0]) * (box[3] - box[1])
-
-
 def edits(a: str, b: str) -> int:
     """Levenshtein's distance: insertions, deletions and replacements of characters from one text to the other."""
     costs = list(range(len(b) + 1))
